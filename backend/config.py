@@ -1,0 +1,232 @@
+"""Configuration as frozen dataclasses. `from_dict` refuses unknown keys (naming the nearest known one) and wrong types.
+
+Nothing here imports torch: the launcher reads this module too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from backend.core import Speculation
+from backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_MODEL = Path(__file__).parent.parent / "model_repository" / "standalone" / "decode" / "1"
+MAX_BATCH_SIZE = 256
+MAX_SPECULATIVE_TOKENS = 16
+VERIFY_STRATEGIES = ("target_match", "greedy")
+METHODS = ("none", "naive", "ngram")
+METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram"}
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+def nearest(key: str, known: typing.Iterable[str]) -> str:
+    """'; did you mean "x"?' when a known key is close to `key`, else the list of known keys."""
+    known = sorted(known)
+    match = difflib.get_close_matches(key, known, n=1)
+    return f'; did you mean "{match[0]}"?' if match else f"; known keys: {', '.join(known)}"
+
+
+def normalize_method(value: object) -> str:
+    """A method's own name from any accepted spelling. Raises ConfigError."""
+    if value is None:
+        return "none"
+    if not isinstance(value, str):
+        raise ConfigError(f"method must be a string, got {value!r:.80}")
+    name = value.lower()
+    name = METHOD_ALIASES.get(name, name)
+    if name not in METHODS:
+        raise ConfigError(f"method {value!r:.80} is not one of {', '.join(METHODS)} (case-insensitive){nearest(name, METHODS)}")
+    return name
+
+
+class _Section:
+    """What every configuration section shares: strict construction from a mapping."""
+
+    aliases: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "") -> Self:
+        """Raises ConfigError for an unknown key, a wrong type or a value out of range; `where` opens the message."""
+        if not isinstance(values, dict):
+            raise ConfigError(f"{where or cls.__name__} must be an object of keys and values, got {values!r:.80}")
+        hints = typing.get_type_hints(cls)
+        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        arguments: dict[str, Any] = {}
+        for key, value in values.items():
+            name = cls.aliases.get(key, key)
+            if name not in known:
+                raise ConfigError(f"{where}unknown key {key!r:.80}{nearest(str(key), known | set(cls.aliases))}")
+            if name in arguments:
+                raise ConfigError(f"{where}{name} is given twice (as {key!r} too)")
+            arguments[name] = _convert(f"{where}{name}", value, hints[name])
+        return cls(**arguments)
+
+
+def _convert(key: str, value: object, hint: Any) -> object:
+    """`value` when it is of the annotated type; sections are built from mappings, ints widen to floats."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if isinstance(option, type) and issubclass(option, _Section):
+            return value if isinstance(value, option) else option.from_dict(value, f"{key}.")
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
+            return value
+    names = " or ".join("null" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    raise ConfigError(f"{key} must be {names}, got {value!r:.80}")
+
+
+def _require(is_good: bool, key: str, value: object, rule: str) -> None:
+    if not is_good:
+        raise ConfigError(f"{key} must be {rule}, got {value!r:.80}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig(_Section):
+    """How the engine drafts and verifies (the `speculative_config` object)."""
+
+    aliases: ClassVar[dict[str, str]] = {"prompt_lookup_max": "max_ngram_size", "prompt_lookup_min": "min_ngram_size"}
+
+    method: str | None = None
+    """none (plain decoding), naive (the speculative path without drafts) or ngram."""
+    num_speculative_tokens: int = 1
+    """Drafts a step, 1 to 16."""
+    verify_strategy: str = "target_match"
+    """target_match (exact in distribution; the tokens of plain decoding for the same seed) or greedy."""
+    max_ngram_size: int = 5
+    min_ngram_size: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", normalize_method(self.method))
+        strategy = self.verify_strategy.lower()
+        _require(strategy in VERIFY_STRATEGIES, "verify_strategy", self.verify_strategy, "one of " + ", ".join(VERIFY_STRATEGIES))
+        object.__setattr__(self, "verify_strategy", strategy)
+        if self.method in ("none", "naive"):
+            if self.method == "naive" and self.num_speculative_tokens != 1:
+                logger.warning("method naive drafts nothing: num_speculative_tokens %d is set to 0", self.num_speculative_tokens)
+            object.__setattr__(self, "num_speculative_tokens", 0)
+        else:
+            good = 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS
+            _require(good, "num_speculative_tokens", self.num_speculative_tokens, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
+        _require(self.min_ngram_size >= 1, "min_ngram_size", self.min_ngram_size, ">= 1")
+        good = self.max_ngram_size >= self.min_ngram_size
+        _require(good, "max_ngram_size", self.max_ngram_size, f">= min_ngram_size ({self.min_ngram_size})")
+
+    def resolve(self, choice: object) -> Speculation:
+        """The speculation of one request: this configuration, with the request's `speculative` object over it.
+
+        Raises ConfigError for unknown keys, a method that is not loaded, or values out of range.
+        """
+        method, count, strategy = self.method or "none", self.num_speculative_tokens, self.verify_strategy
+        if choice is None:
+            return Speculation(method, count, strategy)
+        if not isinstance(choice, dict):
+            raise ConfigError(f"speculative must be an object, got {choice!r:.80}")
+        keys = ("method", "num_speculative_tokens", "verify_strategy")
+        for key in choice:
+            if key not in keys:
+                raise ConfigError(f"speculative: unknown key {key!r:.80}{nearest(str(key), keys)}")
+        if "method" in choice:
+            method = normalize_method(choice["method"])
+            loaded = {"none", "naive", self.method}
+            if method not in loaded:
+                raise ConfigError(f"speculative: method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
+        if "verify_strategy" in choice:
+            strategy = choice["verify_strategy"]
+            good = isinstance(strategy, str) and strategy.lower() in VERIFY_STRATEGIES
+            _require(good, "speculative.verify_strategy", strategy, "one of " + ", ".join(VERIFY_STRATEGIES))
+            strategy = strategy.lower()
+        if "num_speculative_tokens" in choice:
+            count = choice["num_speculative_tokens"]
+            good = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_SPECULATIVE_TOKENS
+            _require(good, "speculative.num_speculative_tokens", count, f"from 0 (off) to {MAX_SPECULATIVE_TOKENS}")
+        return Speculation(method, 0 if method in ("none", "naive") else count, strategy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(_Section):
+    """How one model is spread over devices."""
+
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 in this version")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(_Section):
+    """Everything the engine is built from."""
+
+    model: str = str(BUNDLED_MODEL)
+    """Folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json."""
+    dtype: str = "auto"
+    """float32, bfloat16, or auto: float32 on CPU, the checkpoint's on GPU."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: the GPU when there is one."""
+    max_batch_size: int = MAX_BATCH_SIZE
+    """Requests that run at once, 1 to 256."""
+    max_waiting: int = 2048
+    """Requests that may wait beyond those; one more is refused."""
+    max_model_len: int | None = None
+    """Tokens of prompt and output together; default: the model's own limit."""
+    max_num_batched_tokens: int = 512
+    """Tokens one step computes: running requests first, then prompt chunks."""
+    page_size: int = 16
+    """Tokens a KV page holds."""
+    kv_cache_memory: int | str | None = None
+    """Bytes, or a string such as "2GiB"; default: 4 GiB on CPU, else by gpu_memory_utilization; never more than the batch can use."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that weights and KV cache may take."""
+    enable_prefix_caching: bool = True
+    num_threads: int | None = None
+    """CPU threads of the engine; default: torch's choice."""
+    speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        kind, _, number = self.device.partition(":")
+        good = self.device in ("auto", "cpu", "cuda") or kind == "cuda" and number.isdigit()
+        _require(good, "device", self.device, "auto, cpu, cuda or cuda:N")
+        _require(1 <= self.max_batch_size <= MAX_BATCH_SIZE, "max_batch_size", self.max_batch_size, f"from 1 to {MAX_BATCH_SIZE}")
+        _require(self.max_waiting >= 0, "max_waiting", self.max_waiting, ">= 0")
+        _require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, ">= 2")
+        good = self.max_num_batched_tokens >= self.max_batch_size
+        _require(good, "max_num_batched_tokens", self.max_num_batched_tokens, f">= max_batch_size ({self.max_batch_size})")
+        good = 1 <= self.page_size <= 1024 and self.page_size & (self.page_size - 1) == 0
+        _require(good, "page_size", self.page_size, "a power of two from 1 to 1024")
+        _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
+        _require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, ">= 1")
+        if self.kv_cache_memory is not None:
+            object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
+
+    def as_json(self) -> str:
+        """The resolved configuration on one line, for the start-up log."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def parse_bytes(key: str, value: int | str) -> int:
+    """Bytes from an integer or from a string such as "512MiB" or "2 GB". Raises ConfigError."""
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "k": 2**10, "m": 2**20, "g": 2**30}
+    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+    text = str(value).strip().lower()
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(digits) :].strip()
+    try:
+        result = int(float(digits) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(f'{key} must be bytes or a string such as "2GiB", got {value!r:.80}') from None
+    _require(result > 0, key, value, "above 0")
+    return result

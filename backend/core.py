@@ -1,0 +1,309 @@
+"""The engine's data: requests, one step's batch, drafts, verdicts and what goes back to the caller.
+
+Shape letters: B requests, K drafted tokens, R logits rows, V vocabulary. This module imports no sibling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+
+MAX_LOGPROBS = 20
+MAX_COMPLETIONS = 64
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 8192
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 16384
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_SEED = 2**64 - 1
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy: dividing by them would leave one token anyway, or overflow."""
+
+
+def _check(key: str, value: object, kind: type | tuple[type, ...], is_good: bool, rule: str) -> None:
+    """Raises ValueError unless `value` is of `kind` (a bool is no number) and `is_good`."""
+    if isinstance(value, bool) and kind is not bool or not isinstance(value, kind) or not is_good:
+        raise ValueError(f"{key} must be {rule}, got {value!r:.200}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What one request asks for. Raises ValueError naming the key, the rule and the value seen.
+
+    All of these act per draft position, with the earlier drafts of the step in the history.
+    """
+
+    max_tokens: int = 128
+    """Tokens to emit at most; the context's end may come first."""
+    min_tokens: int = 0
+    """End-of-text, stop ids and stop strings are held off until this many tokens are out."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: off."""
+    min_p: float = 0.0
+    """Drops tokens less likely than min_p times the likeliest."""
+    repetition_penalty: float = 1.0
+    """Over prompt and output, as in Hugging Face: positive logits are divided by it, negative ones multiplied."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Presence and frequency act over the output only, as in OpenAI's interface."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    """Same seed, same tokens: alone, in any batch, with or without speculation. None draws one."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    include_stop: bool = False
+    """Keep the stop string in the text."""
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Log-probabilities of the emitted token and of this many likeliest ones, before any parameter acts."""
+    echo: bool = False
+    """Repeat the prompt's text and ids in the first answer."""
+    n: int = 1
+    """Independent completions; completion i uses seed + i."""
+
+    def __post_init__(self) -> None:
+        for key in ("stop", "bad_words"):
+            value = getattr(self, key)
+            object.__setattr__(self, key, (value,) if isinstance(value, str) else tuple(value))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        number = (int, float)
+        _check("max_tokens", self.max_tokens, int, isinstance(self.max_tokens, int) and self.max_tokens >= 1, "an integer >= 1")
+        good = isinstance(self.min_tokens, int) and 0 <= self.min_tokens <= self.max_tokens
+        _check("min_tokens", self.min_tokens, int, good, f"an integer from 0 to max_tokens ({self.max_tokens})")
+        _check("temperature", self.temperature, number, _is_number(self.temperature) and self.temperature >= 0, "a finite number >= 0")
+        _check("top_p", self.top_p, number, _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
+        _check("top_k", self.top_k, int, isinstance(self.top_k, int) and self.top_k >= -1, "an integer >= 1, or 0 or -1 for off")
+        _check("min_p", self.min_p, number, _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1")
+        good = _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 10
+        _check("repetition_penalty", self.repetition_penalty, number, good, "a number above 0 and at most 10")
+        for key in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, key)
+            _check(key, value, number, _is_number(value) and -2 <= value <= 2, "a number from -2 to 2")
+        _check("logit_bias", self.logit_bias, Mapping, True, "a mapping of token id to bias")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; the limit is {MAX_LOGIT_BIASES}")
+        for token_id, bias in self.logit_bias.items():
+            _check("logit_bias's keys", token_id, int, True, "token ids")
+            _check(f"logit_bias[{token_id}]", bias, number, _is_number(bias) and -100 <= bias <= 100, "a number from -100 to 100")
+        if self.seed is not None:
+            _check("seed", self.seed, int, isinstance(self.seed, int) and -(2**63) <= self.seed <= MAX_SEED, "an integer of 64 bits")
+        self._check_strings("stop", MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
+        self._check_strings("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} entries; the limit is {MAX_STOP_TOKEN_IDS}")
+        for token_id in self.stop_token_ids:
+            _check("stop_token_ids", token_id, int, True, "token ids")
+        for key in ("include_stop", "ignore_eos", "echo"):
+            _check(key, getattr(self, key), bool, True, "true or false")
+        if self.logprobs is not None:
+            good = isinstance(self.logprobs, int) and 0 <= self.logprobs <= MAX_LOGPROBS
+            _check("logprobs", self.logprobs, int, good, f"an integer from 0 to {MAX_LOGPROBS}")
+        _check("n", self.n, int, isinstance(self.n, int) and 1 <= self.n <= MAX_COMPLETIONS, f"an integer from 1 to {MAX_COMPLETIONS}")
+
+    def _check_strings(self, key: str, max_count: int, max_characters: int) -> None:
+        strings = getattr(self, key)
+        if len(strings) > max_count:
+            raise ValueError(f"{key} has {len(strings)} strings; the limit is {max_count}")
+        for string in strings:
+            _check(key, string, str, bool(string), "non-empty strings")
+        if (total := sum(map(len, strings))) > max_characters:
+            raise ValueError(f"{key} has {total} characters in all; the limit is {max_characters}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request speculates: the engine's configuration with the request's own choices over it."""
+
+    method: str = "none"
+    num_speculative_tokens: int = 0
+    verify_strategy: str = "target_match"
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """One request's counts. Acceptance rate = accepted / drafted; mean accepted length = 1 + accepted / drafts."""
+
+    steps: int = 0
+    """Target steps that emitted."""
+    drafts: int = 0
+    """Steps that verified at least one draft."""
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    def add(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+        self.steps += 1
+        self.drafts += num_drafted > 0
+        self.drafted += num_drafted
+        self.accepted += num_accepted
+        self.emitted += num_emitted
+        while len(self.accepted_per_position) < num_drafted:
+            self.accepted_per_position.append(0)
+        for position in range(num_accepted):
+            self.accepted_per_position[position] += 1
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "steps": self.steps,
+            "drafts": self.drafts,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "emitted": self.emitted,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "mean_accepted_length": 1 + self.accepted / self.drafts if self.drafts else 1.0,
+            "accept_ratio": 1 - self.steps / self.emitted if self.emitted else 0.0,
+            "accepted_per_position": list(self.accepted_per_position),
+        }
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence in the engine. The scheduler alone changes what is below `params`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    speculation: Speculation = Speculation()
+    seed: int = 0
+    index: int = 0
+    """Which of the n completions."""
+    group_id: str = ""
+    """The caller's id, shared by its n completions."""
+    priority: int = 0
+    """Lower goes first."""
+    deadline: float | None = None
+    """time.monotonic() after which it ends with `timeout`."""
+    stop_ids: frozenset[int] = frozenset()
+    """End-of-text ids and stop_token_ids that end it."""
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    arrival: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """Prompt and output. The last one is never in the KV cache."""
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache gave, at the first admission."""
+    num_preemptions: int = 0
+    page_ids: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    """Chain hashes of the leading full pages that are registered in the prefix cache."""
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+        self.group_id = self.group_id or self.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its last token is not computed yet."""
+        return len(self.token_ids) - self.num_computed_tokens == 1
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """One request's share of a step: `num_tokens` known tokens from `num_computed_tokens` on, and room for drafts."""
+
+    request: Request
+    num_tokens: int
+    max_drafts: int = 0
+
+    @property
+    def emits(self) -> bool:
+        """False for a chunk that leaves some of the prompt for later."""
+        return self.request.num_computed_tokens + self.num_tokens == len(self.request.token_ids)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step computes. `page_copies` happen first, all sources read before any target is written."""
+
+    entries: list[Scheduled] = field(default_factory=list)
+    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+
+@dataclass(slots=True)
+class Draft:
+    """Proposed tokens, one row per entry of the batch; rows of entries that take no drafts are empty."""
+
+    token_ids: list[list[int]]
+    """[B][<= K]"""
+    source: list[str]
+    """[B]: who drafted the row (a `token_sources` name)."""
+    probs: torch.Tensor | None = None
+    """[B, K, V] of a drafter that samples, or None when drafts are certain (one-hot)."""
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probability of one emitted token and of the likeliest ones, natural logarithm."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What verification decided, one row per entry: emitted = accepted + 1, or nothing for an unfinished prompt."""
+
+    token_ids: list[list[int]]
+    """[B][<= K + 1] emitted tokens"""
+    num_accepted: list[int]
+    """[B]"""
+    logprobs: list[list[TokenLogprobs] | None]
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step adds to one completion; the last one carries `finish_reason`, or `error`."""
+
+    request_id: str
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    sources: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    stats: SpeculationStats | None = None
+    prompt_text: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """Both for `echo`, in the first delta."""
+
+    @property
+    def is_final(self) -> bool:
+        return self.finish_reason is not None or self.error is not None

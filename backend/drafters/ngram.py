@@ -1,0 +1,55 @@
+"""Prompt lookup: the last n tokens are searched for earlier in the request, and what followed them there is proposed.
+
+As `ngram` in FastDeploy and vLLM, `inference_with_reference` in PaddleNLP (Yang et al. 2023).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from backend.core import Request, Scheduled
+
+TOKEN_BYTES = 4
+
+
+class NgramDrafter:
+    """Longest n first, earliest place first (so the prompt comes before the output)."""
+
+    name = "ngram"
+    taps: tuple[str, ...] = ()
+
+    def __init__(self, max_size: int, min_size: int) -> None:
+        self.max_size = max_size
+        self.min_size = min_size
+        self._texts: dict[str, bytearray] = {}  # each request's token ids as bytes: the search is then the C library's
+
+    def start(self, request: Request) -> None:
+        self._texts[request.request_id] = bytearray(array("i", request.token_ids).tobytes())
+
+    def propose(self, entries: Sequence[Scheduled]) -> list[list[int]]:
+        return [self._lookup(e.request, e.max_drafts) for e in entries]
+
+    def _lookup(self, request: Request, count: int) -> list[int]:
+        text = self._texts[request.request_id]
+        known = len(text) // TOKEN_BYTES
+        if known < len(request.token_ids):
+            text += array("i", request.token_ids[known:]).tobytes()
+        end = len(text)
+        for size in range(min(self.max_size, len(request.token_ids) - 1), self.min_size - 1, -1):
+            pattern = bytes(text[end - size * TOKEN_BYTES :])
+            at = text.find(pattern, 0, end - 1)  # not the pattern itself
+            while at >= 0 and at % TOKEN_BYTES:  # bytes that match across token borders
+                at = text.find(pattern, at + 1, end - 1)
+            if at >= 0:
+                follow = at + len(pattern)
+                return array("i", bytes(text[follow : follow + count * TOKEN_BYTES])).tolist()
+        return []
+
+    def observe(self, entries: Sequence[Scheduled], emitted: Sequence[Sequence[int]], hidden: torch.Tensor | None) -> None:
+        pass  # the tokens are read off the request at the next lookup
+
+    def stop(self, request: Request) -> None:
+        self._texts.pop(request.request_id, None)

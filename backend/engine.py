@@ -1,0 +1,334 @@
+"""The engine: requests in, deltas out. One thread runs the steps; any thread may submit and cancel."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from backend.config import EngineConfig
+from backend.core import Delta, FinishReason, Request, SamplingParams, Scheduled, TokenLogprobs
+from backend.drafters import Drafters
+from backend.errors import CapacityError, EngineError, RequestError
+from backend.metrics import Metrics
+from backend.parallel.ranks import Ranks
+from backend.runner import Runner
+from backend.sampling import Sampler
+from backend.scheduler import Scheduler, cut_at_end
+from backend.speculate import StepTimes, speculate
+from backend.text import TextStream, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DeltaSink = Callable[[Delta], None]
+
+
+@dataclass(slots=True)
+class _Open:
+    """What the engine keeps of an open request beside the scheduler."""
+
+    request: Request
+    sink: DeltaSink
+    stream: TextStream
+    submitted: float
+    first_token: float = 0.0
+    is_echoed: bool = False
+
+
+class Engine:
+    """Continuous batching with speculation over one model.
+
+    `submit` and `cancel` are safe from any thread. `step` belongs to one thread: the caller's, or the one that `start` makes.
+    Deltas are given to each request's sink on the engine thread; a sink must not block.
+    """
+
+    def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
+        self.config = config
+        ranks = ranks or Ranks()
+        self.tokenizer = Tokenizer(config.model)
+        self.runner = Runner(config, ranks)
+        self.scheduler = Scheduler(
+            num_pages=self.runner.num_pages,
+            page_size=config.page_size,
+            max_batch_size=config.max_batch_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=self.runner.max_model_len,
+            max_waiting=config.max_waiting,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.drafters = Drafters(config.speculative_config)
+        self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
+        self.metrics = Metrics()
+        self.times = StepTimes()
+        self._open: dict[str, _Open] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._has_deadlines = False
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._num_inbound = 0
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        logger.info(
+            "engine ready: %d KV pages of %d tokens (%.0f MB), %s on %s, context %d, configuration %s",
+            self.runner.num_pages,
+            config.page_size,
+            self.runner.num_pages * self.runner.page_bytes / 1e6,
+            self.runner.dtype,
+            self.runner.device,
+            self.runner.max_model_len,
+            config.as_json(),
+        )
+
+    # -- any thread -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._failure is None and not self._is_stopping
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        on_delta: DeltaSink,
+        *,
+        request_id: str,
+        speculative: dict[str, Any] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Queues a prompt (text or token ids); its deltas go to `on_delta`, the last one final, for each of params.n completions.
+
+        timeout: seconds from now after which it ends with finish_reason `timeout`. Raises RequestError, ConfigError (both
+        the request's fault), CapacityError or EngineError; then no delta follows.
+        """
+        if not self.is_healthy:
+            raise EngineError(f"request {request_id!r:.100}: the engine is down: {self._failure or 'it is shutting down'}")
+        speculation = self.config.speculative_config.resolve(speculative)
+        token_ids = self._check_prompt(prompt)
+        self._check_vocabulary(params)
+        self.scheduler.check_fits(len(token_ids), params.max_tokens)
+        if timeout is not None and not 0 < timeout < 1e9:
+            raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}")
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.runner.model.eos_token_ids
+        bad_words = tuple(ids for word in params.bad_words for ids in self.tokenizer.encode_bad_word(word))
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        template = Request(request_id, token_ids, params, speculation, priority=priority, deadline=deadline, stop_ids=stop_ids)
+        template = replace(template, bad_word_ids=bad_words, group_id=request_id)
+        requests = [
+            replace(template, request_id=request_id if params.n == 1 else f"{request_id}/{i}", seed=seed + i, index=i, token_ids=[])
+            for i in range(params.n)
+        ]
+        limit = self.config.max_batch_size + self.config.max_waiting
+        now = time.monotonic()
+        with self._wake:
+            if len(self._open) + self._num_inbound + params.n > limit:
+                raise CapacityError(
+                    f"request {request_id!r:.100}: {len(self._open) + self._num_inbound} requests are open; the limit is {limit} "
+                    f"({self.config.max_batch_size} running, {self.config.max_waiting} waiting): retry later, or raise --max-waiting"
+                )
+            if request_id in self._groups:
+                raise RequestError(f"request id {request_id!r:.100} is in use")
+            self._groups[request_id] = [r.request_id for r in requests]
+            self._num_inbound += params.n
+            self._inbox.append(lambda: self._admit(requests, on_delta, now))
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request with finish_reason `cancelled` before the next step. False when no such request is open."""
+        with self._wake:
+            if request_id not in self._groups:
+                return False
+            self._inbox.append(lambda: self._cancel(request_id))
+            self._wake.notify()
+        return True
+
+    def _check_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            # A token is a byte at least, so a text this long cannot fit: say so before tokenizing megabytes.
+            limit = self.runner.max_model_len * 64
+            if len(prompt) > limit:
+                raise RequestError(f"the prompt has {len(prompt)} characters; at most {limit} are looked at for a context of {self.runner.max_model_len} tokens")
+            if not prompt:
+                raise RequestError("the prompt is empty")
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: it has no tokens")
+        vocab_size = self.runner.model.vocab_size
+        if isinstance(prompt, str):
+            return token_ids
+        for place, token_id in enumerate(token_ids):
+            if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise RequestError(f"input_ids[{place}] is {token_id!r:.50}; the vocabulary has ids 0 to {vocab_size - 1}")
+        return token_ids
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        vocab_size = self.runner.model.vocab_size
+        for key in ("logit_bias", "stop_token_ids"):
+            for token_id in getattr(params, key):
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(f"{key} names token {token_id}; the vocabulary has ids 0 to {vocab_size - 1}")
+
+    # -- engine thread ----------------------------------------------------------------------------------------------
+
+    def _admit(self, requests: list[Request], sink: DeltaSink, submitted: float) -> None:
+        for request in requests:
+            self._num_inbound -= 1
+            params = request.params
+            self._open[request.request_id] = _Open(request, sink, TextStream(self.tokenizer, params.stop, params.include_stop), submitted)
+            self._has_deadlines |= request.deadline is not None
+            self.scheduler.add(request)
+            self.drafters.start(request)
+
+    def _cancel(self, request_id: str) -> None:
+        for own_id in list(self._groups.get(request_id, ())):
+            if own_id in self._open:
+                self._end(self._open[own_id], "cancelled")
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [o for o in self._open.values() if o.request.deadline is not None and now >= o.request.deadline]
+        for open_request in late:
+            self._end(open_request, "timeout")
+        self._has_deadlines = any(o.request.deadline is not None for o in self._open.values())
+
+    def _end(self, open_request: _Open, reason: FinishReason) -> None:
+        """Ends a request between two steps."""
+        self._send(open_request, Delta(open_request.request.group_id, open_request.request.index, finish_reason=reason))
+
+    def step(self) -> bool:
+        """Takes in what was submitted and cancelled, then runs one step. False when there was nothing to run."""
+        while self._inbox:
+            self._inbox.popleft()()
+        if self._has_deadlines:
+            self._expire()
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        self.metrics.preemptions += len(batch.preempted)
+        if not batch:
+            return False
+        draft, verdict = speculate(batch, self.drafters, self.runner, self.sampler, self.times)
+        for b, entry in enumerate(batch.entries):
+            if entry.emits:
+                self._commit(entry, verdict.token_ids[b], len(draft.token_ids[b]), draft.source[b], verdict.num_accepted[b], verdict.logprobs[b])
+            else:
+                self.scheduler.commit(entry, ())
+        self.metrics.add_step(time.perf_counter() - started, self.times)
+        return True
+
+    def _commit(
+        self, entry: Scheduled, token_ids: list[int], num_drafts: int, source: str, num_accepted: int, logprobs: list[TokenLogprobs] | None
+    ) -> None:
+        """Cuts an emitted span at what ends the request, books it, and sends the delta."""
+        request = entry.request
+        open_request = self._open[request.request_id]
+        first = request.num_output_tokens
+        token_ids, reason = cut_at_end(request, token_ids, self.scheduler.max_model_len)
+        text = ""
+        for count, token_id in enumerate(token_ids, 1):
+            piece, is_stopped = open_request.stream.append(token_id, first + count >= request.params.min_tokens)
+            text += piece
+            if is_stopped:
+                token_ids, reason = token_ids[:count], "stop"
+                break
+        num_accepted = min(num_accepted, len(token_ids))
+        self.scheduler.commit(entry, token_ids)
+        request.stats.add(num_drafts, num_accepted, len(token_ids))
+        self.metrics.add_verdict(request.speculation.method, num_drafts, num_accepted, len(token_ids))
+        delta = Delta(
+            request.group_id,
+            request.index,
+            token_ids=token_ids,
+            text=text,
+            sources=[source] * num_accepted + ["target"] * (len(token_ids) - num_accepted),
+            logprobs=logprobs[: len(token_ids)] if logprobs is not None else None,
+            finish_reason=reason,
+        )
+        self._send(open_request, delta)
+
+    def _send(self, open_request: _Open, delta: Delta) -> None:
+        request, now = open_request.request, time.monotonic()
+        if delta.token_ids and not open_request.first_token:
+            open_request.first_token = now
+            self.metrics.time_to_first_token.observe(now - open_request.submitted)
+        if request.params.echo and not open_request.is_echoed and delta.error is None:
+            open_request.is_echoed = True
+            delta.prompt_token_ids = request.prompt_token_ids
+            delta.prompt_text = self.tokenizer.decode(request.prompt_token_ids)
+        if delta.is_final:
+            if delta.error is None:
+                delta.text += open_request.stream.flush()
+            delta.stats = request.stats
+            self._close(open_request, now)
+        delta.num_prompt_tokens = len(request.prompt_token_ids)
+        delta.num_cached_tokens = request.num_cached_tokens
+        delta.num_output_tokens = request.num_output_tokens
+        open_request.sink(delta)
+
+    def _close(self, open_request: _Open, now: float) -> None:
+        request = open_request.request
+        self.scheduler.finish(request)
+        self.drafters.stop(request)
+        self.sampler.stop(request)
+        with self._wake:
+            del self._open[request.request_id]
+            siblings = self._groups[request.group_id]
+            siblings.remove(request.request_id)
+            if not siblings:
+                del self._groups[request.group_id]
+        if request.num_output_tokens > 1:
+            self.metrics.time_per_output_token.observe((now - open_request.first_token) / (request.num_output_tokens - 1))
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Runs the loop in a thread of its own until `shutdown`."""
+        assert self._thread is None, "the engine runs already"
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Steps while there is work, sleeps while there is none. An error in a step ends every open request with it."""
+        try:
+            while not self._is_stopping:
+                if not self.step():
+                    with self._wake:
+                        if not self._inbox and not self._is_stopping:
+                            self._wake.wait(timeout=self._sleep())
+        except Exception as error:
+            logger.exception("the engine failed")
+            self._fail(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+        else:
+            self._fail(EngineError("the engine was shut down"))
+
+    def _sleep(self) -> float | None:
+        """Seconds until the next deadline; None: until woken."""
+        deadlines = [o.request.deadline for o in self._open.values() if o.request.deadline is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _fail(self, error: Exception) -> None:
+        with self._wake:
+            self._failure = error
+        while self._inbox:
+            self._inbox.popleft()()
+        for open_request in list(self._open.values()):
+            request = open_request.request
+            self._send(open_request, Delta(request.group_id, request.index, error=error))
+
+    def shutdown(self, timeout: float = 30.0) -> None:
+        """Ends the loop; requests that are still open get an EngineError."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join(timeout)

@@ -1,0 +1,23 @@
+"""Errors a caller may see. Each message names the request or key, the value seen and the limit."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A configuration key is unknown, or its value is of the wrong type or out of range."""
+
+
+class ModelError(ValueError):
+    """A model folder is missing a file, or a weight is missing, truncated or of another shape."""
+
+
+class RequestError(ValueError):
+    """The request itself is wrong; only that request fails (INVALID_ARG on Triton)."""
+
+
+class CapacityError(RuntimeError):
+    """The server is full; the message says what to change (UNAVAILABLE on Triton)."""
+
+
+class EngineError(RuntimeError):
+    """The engine broke or was shut down; every open request is told."""

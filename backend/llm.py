@@ -1,0 +1,152 @@
+"""Offline generation with the engine that also serves: `LLM().generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.core import Delta, SamplingParams, SpeculationStats, TokenLogprobs
+from backend.engine import Engine
+from backend.errors import RequestError
+
+
+@dataclass(slots=True)
+class Completion:
+    """One of the n completions of a prompt."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    sources: list[str] = field(default_factory=list)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+@dataclass(slots=True)
+class Generation:
+    """A prompt's result. `outputs` has n completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A model in this process. Keyword arguments beyond these are those of `EngineConfig`; unknown ones are errors."""
+
+    def __init__(
+        self,
+        model: str = str(BUNDLED_MODEL),
+        *,
+        speculative_config: dict[str, Any] | None = None,
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        **options: Any,
+    ) -> None:
+        values = {"model": model, "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
+        if speculative_config is not None:
+            values["speculative_config"] = speculative_config
+        self.engine = Engine(EngineConfig.from_dict(values))
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: str | dict[str, Any] | Sequence[str | dict[str, Any]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        speculative: dict[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Generation]:
+        """Completes prompts (text, or {"prompt_token_ids": [...]}) and returns results in their order.
+
+        Raises RequestError for the first prompt that is wrong, before any is run.
+        """
+        if isinstance(prompts, (str, dict)):
+            prompts = [prompts]
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling parameters")
+        results: list[Generation] = []
+        with tqdm(total=len(prompts), desc="Completions", unit="prompt", disable=not use_tqdm) as bar:
+            waiting = iter(range(len(prompts)))
+            room = self.engine.config.max_batch_size + self.engine.config.max_waiting
+            state = {"open": 0}
+
+            def sink(result: Generation, delta: Delta) -> None:
+                collect(result, delta)
+                if delta.is_final:
+                    state["open"] -= 1
+                    if all(c.finish_reason for c in result.outputs):
+                        bar.update()
+
+            contents = [self._content(p) for p in prompts]
+            pending = next(waiting, None)
+            while pending is not None or state["open"]:
+                while pending is not None and state["open"] + sampling_params[pending].n <= room:
+                    content, params = contents[pending], sampling_params[pending]
+                    text = content if isinstance(content, str) else None
+                    ids = self.engine.tokenizer.encode(content) if isinstance(content, str) and content else content
+                    result = Generation(f"llm-{next(self._ids)}", text, list(ids), [Completion(i) for i in range(params.n)])
+                    try:
+                        self.engine.submit(
+                            result.prompt_token_ids,
+                            params,
+                            lambda delta, result=result: sink(result, delta),
+                            request_id=result.request_id,
+                            speculative=speculative,
+                        )
+                    except Exception:
+                        for open_result in results:
+                            self.engine.cancel(open_result.request_id)
+                        self.engine.step()
+                        raise
+                    state["open"] += params.n
+                    results.append(result)
+                    pending = next(waiting, None)
+                self.engine.step()
+        return results
+
+    @staticmethod
+    def _content(prompt: object) -> str | list[int]:
+        if isinstance(prompt, str):
+            return prompt
+        if isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
+            return list(prompt["prompt_token_ids"])
+        raise RequestError(f'a prompt must be text or {{"prompt_token_ids": [...]}}, got {prompt!r:.80}')
+
+    def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, **options: Any) -> list[Generation]:
+        """Completes one conversation, rendered by the model's chat template."""
+        prompt = self.engine.tokenizer.render_chat(messages)
+        ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
+        return self.generate({"prompt_token_ids": ids}, sampling_params, **options)
+
+
+def collect(result: Generation, delta: Delta) -> None:
+    """Adds a delta to its completion. Raises the delta's error."""
+    if delta.error is not None:
+        raise delta.error
+    completion = result.outputs[delta.index]
+    if delta.prompt_text is not None:
+        completion.text += delta.prompt_text
+        completion.token_ids += delta.prompt_token_ids or []
+    completion.text += delta.text
+    completion.token_ids += delta.token_ids
+    completion.sources += delta.sources
+    if delta.logprobs is not None:
+        completion.logprobs = (completion.logprobs or []) + delta.logprobs
+    if delta.finish_reason is not None:
+        completion.finish_reason = delta.finish_reason
+        result.num_cached_tokens = delta.num_cached_tokens
+        if delta.stats is not None:
+            completion.stats = delta.stats

@@ -1,0 +1,67 @@
+"""What the engine counts. Plain numbers; an adapter publishes them."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backend.speculate import StepTimes
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class Histogram:
+    """Cumulative-bucket histogram, as Prometheus counts."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Counts since the start; the speculation counters are by method."""
+
+    steps: int = 0
+    preemptions: int = 0
+    drafts: Counter[str] = field(default_factory=Counter)
+    draft_tokens: Counter[str] = field(default_factory=Counter)
+    accepted_tokens: Counter[str] = field(default_factory=Counter)
+    accepted_per_position: Counter[tuple[str, int]] = field(default_factory=Counter)
+    emitted_tokens: Counter[str] = field(default_factory=Counter)
+    step_seconds: float = 0.0
+    propose_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    time_to_first_token: Histogram = field(default_factory=Histogram)
+    time_per_output_token: Histogram = field(default_factory=Histogram)
+    step_time: Histogram = field(default_factory=Histogram)
+
+    def add_verdict(self, method: str, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+        self.emitted_tokens[method] += num_emitted
+        if num_drafted:
+            self.drafts[method] += 1
+            self.draft_tokens[method] += num_drafted
+            self.accepted_tokens[method] += num_accepted
+            for position in range(num_accepted):
+                self.accepted_per_position[method, position] += 1
+
+    def add_step(self, seconds: float, times: StepTimes) -> None:
+        self.steps += 1
+        self.step_seconds += seconds
+        self.propose_seconds += times.propose
+        self.forward_seconds += times.forward
+        self.verify_seconds += times.verify
+        self.step_time.observe(seconds)

@@ -1,0 +1,50 @@
+"""Model families by the name that config.json's `architectures` gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from backend.errors import ModelError
+from backend.models.loader import Checkpoint, read_config
+from backend.parallel.ranks import Ranks
+from kernels.reference import AttentionPlan
+
+
+class Model(Protocol):
+    """What the runner needs of a family. T packed tokens, R rows that need logits."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    num_layers: int
+    num_query_groups: int
+    """Query heads per key/value head."""
+    cache_planes: tuple[tuple[int, ...], ...]
+    """Shape of what each layer caches per token, one tuple per tensor: keys and values for GQA."""
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: list[tuple[torch.Tensor, ...]], plan: AttentionPlan
+    ) -> torch.Tensor:
+        """Hidden states after the final norm [T, hidden]; keys and values go to their slots."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, V] float32."""
+        ...
+
+
+def load_model(directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> Model:
+    """The model in a Hugging Face folder. Raises ModelError for what is missing, truncated, mismatched or not supported."""
+    from backend.models.llama import Llama
+
+    families = {"LlamaForCausalLM": Llama}
+    config = read_config(directory)
+    names = config.get("architectures") or []
+    family = next((families[name] for name in names if name in families), None)
+    if family is None:
+        raise ModelError(f"{directory}: architectures {names} are not supported; known: {', '.join(families)}")
+    with Checkpoint(directory) as checkpoint:
+        return family(config, checkpoint, dtype, device, ranks)

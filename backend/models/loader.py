@@ -1,0 +1,91 @@
+"""Reads Hugging Face folders: config.json and safetensors, in one file or sharded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from backend.errors import ModelError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder. Raises ModelError naming the file."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """config.json, with generation_config.json's end-of-text ids over it when there is one."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ModelError(f"model folder {directory} does not exist")
+    config = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        ids = read_json(generation).get("eos_token_id")
+        if ids is not None:
+            config["eos_token_id"] = ids
+    return config
+
+
+class Checkpoint:
+    """Weights by Hugging Face name. Use as a context manager; tensors are read when asked for."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict):
+                raise ModelError(f"{index} has no weight_map")
+            self._files: dict[str, Path] = {name: self.directory / file for name, file in files.items()}
+        else:
+            single = self.directory / "model.safetensors"
+            if not single.is_file():
+                raise ModelError(f"{self.directory} has neither model.safetensors nor model.safetensors.index.json")
+            self._files = {name: single for name in self._open(single).keys()}
+        self._handles: dict[Path, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handles.clear()
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise ModelError(f"{path} is missing") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} cannot be read (truncated download?): {error}") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One weight, whole. Raises ModelError when it is missing, unreadable, or not of `shape`."""
+        path = self._files.get(name)
+        if path is None:
+            raise ModelError(f"{self.directory}: weight {name} is missing")
+        if path not in self._handles:
+            self._handles[path] = self._open(path)
+        try:
+            tensor = self._handles[path].get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"{path}: weight {name} cannot be read: {error}") from None
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
+        return tensor

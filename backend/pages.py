@@ -1,0 +1,79 @@
+"""KV memory by page: who holds which page. Integers only; the tensors belong to the runner."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+
+class PagePool:
+    """Reference-counted pages. A page is free, held (count > 0), or cached: held by nobody and still worth keeping.
+
+    Cached pages are given out again, least recently released first, once no free page is left; `on_evict` is told.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.on_evict: Callable[[int], None] = lambda page: None
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._counts = [0] * num_pages
+        self._keep = bytearray(num_pages)  # 1: goes to the cache, not to the free list, when released
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could give: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - self.num_available
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` pages held once each, or None (and nothing changes) when fewer are available."""
+        if count > self.num_available:
+            return None
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._cached.popitem(last=False)
+                self._keep[page] = 0
+                self.on_evict(page)
+            self._counts[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, page: int) -> None:
+        """One more holder of a held or cached page."""
+        if self._counts[page] == 0:
+            del self._cached[page]
+        self._counts[page] += 1
+
+    def release(self, page: int) -> None:
+        """One holder fewer; the last one leaves the page free or cached."""
+        assert self._counts[page] > 0, f"page {page} is released and nobody holds it"
+        self._counts[page] -= 1
+        if self._counts[page] == 0:
+            if self._keep[page]:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def keep(self, page: int, is_worth: bool = True) -> None:
+        """Whether the content of a held page is worth keeping after its last holder left."""
+        assert self._counts[page] > 0, f"page {page} is not held"
+        self._keep[page] = is_worth
+
+    def check(self, holders: dict[int, int]) -> None:
+        """Asserts that the counts are exactly `holders` and that no page is lost. For tests and for idle moments."""
+        for page, count in enumerate(self._counts):
+            assert count == holders.get(page, 0), f"page {page} counts {count} holders and has {holders.get(page, 0)}"
+        idle = sorted([*self._free, *self._cached])
+        expected = [page for page, count in enumerate(self._counts) if count == 0]
+        assert idle == expected, f"{len(idle)} idle pages are listed, {len(expected)} exist"

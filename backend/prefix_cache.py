@@ -1,0 +1,111 @@
+"""Which pages already hold the keys and values of a prompt's beginning.
+
+Full pages are found by a hash chain: hash(page) = H(hash(previous page), tokens). After the last full page that matches,
+one more page may agree for its first tokens only; those are taken by copying the page, so that its owner may go on writing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from backend.pages import PagePool
+
+ROOT = b"foretoken"
+MAX_SIBLINGS_SEARCHED = 32
+
+
+def chain_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+@dataclass(slots=True)
+class Match:
+    """Cached beginning of a prompt. The pages are not held yet: the caller shares or copies them before anything else."""
+
+    page_ids: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    copy_from: int = -1
+    """A page whose first `num_copied` tokens match too, or -1."""
+    num_copied: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    parent: bytes
+    token_ids: tuple[int, ...]
+    hash: bytes | None
+    """None: a page that was not full when it was registered."""
+
+
+class PrefixCache:
+    """Index of the pages worth finding again; the pool decides how long they live."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._entries: dict[int, _Entry] = {}
+        self._by_hash: dict[bytes, int] = {}
+        self._children: dict[bytes, OrderedDict[int, None]] = {}
+        pool.on_evict = self._forget
+
+    def match(self, token_ids: Sequence[int], limit: int) -> Match:
+        """The longest cached beginning of `token_ids`, of at most `limit` tokens."""
+        size, found, parent = self._pool.page_size, Match(), ROOT
+        start = 0
+        while start + size <= limit:
+            key = chain_hash(parent, token_ids[start : start + size])
+            page = self._by_hash.get(key)
+            if page is None:
+                break
+            found.page_ids.append(page)
+            found.page_hashes.append(key)
+            parent, start = key, start + size
+        # Less than a quarter of a page is cheaper to compute than to copy.
+        best = max(1, size // 4) - 1
+        for count, page in enumerate(reversed(self._children.get(parent, ()))):
+            if count == MAX_SIBLINGS_SEARCHED:
+                break
+            common = 0
+            for ours, theirs in zip(token_ids[start:limit], self._entries[page].token_ids):
+                if ours != theirs:
+                    break
+                common += 1
+            if common > best:
+                best, found.copy_from, found.num_copied = common, page, common
+        return found
+
+    def insert(self, page: int, parent: bytes, token_ids: Sequence[int]) -> bytes | None:
+        """Registers a page whose tokens are all computed; returns its chain hash when it is full.
+
+        A page with the same content may be known already: then that one stays and this one is not kept.
+        """
+        is_full = len(token_ids) == self._pool.page_size
+        key = chain_hash(parent, token_ids) if is_full else None
+        if page in self._entries:
+            self._forget(page)
+        is_new = key is None or key not in self._by_hash
+        if is_new:
+            if key is not None:
+                self._by_hash[key] = page
+            self._entries[page] = _Entry(parent, tuple(token_ids), key)
+            self._children.setdefault(parent, OrderedDict())[page] = None
+        self._pool.keep(page, is_new)
+        return key
+
+    def _forget(self, page: int) -> None:
+        entry = self._entries.pop(page)
+        if entry.hash is not None:
+            del self._by_hash[entry.hash]
+        siblings = self._children[entry.parent]
+        del siblings[page]
+        if not siblings:
+            del self._children[entry.parent]
+
+    def check(self) -> None:
+        """Asserts that the three indexes agree. For tests."""
+        assert {p for c in self._children.values() for p in c} == set(self._entries)
+        assert all(self._entries[p].hash == h for h, p in self._by_hash.items())
+        assert all(e.hash is None or self._by_hash[e.hash] == p for p, e in self._entries.items())

@@ -1,0 +1,268 @@
+"""Which requests run in the next step, on which pages. Integers only.
+
+Running requests go first (one token and their drafts each), then unfinished prompts, then waiting ones, all under one token
+budget. When pages run out, the youngest request of the lowest priority gives its pages back and starts again later.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+
+from backend.core import Batch, FinishReason, Request, Scheduled
+from backend.errors import CapacityError, RequestError
+from backend.pages import PagePool
+from backend.prefix_cache import ROOT, PrefixCache
+
+
+def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
+    """The part of an emitted span that counts, and why the request ends there (None: it goes on).
+
+    The first end-of-text or stop id ends it, and nothing after it is emitted; then max_tokens and the context's end.
+    """
+    room = min(request.params.max_tokens - request.num_output_tokens, max_model_len - len(request.token_ids))
+    for count, token_id in enumerate(token_ids[:room], 1):
+        if token_id in request.stop_ids and request.num_output_tokens + count > request.params.min_tokens:
+            return list(token_ids[:count]), "stop"
+    return list(token_ids[:room]), "length" if len(token_ids) >= room else None
+
+
+class Scheduler:
+    """Owns the pages and the order of requests. `schedule` and `commit` alternate."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_batch_size: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_waiting: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.pool = PagePool(num_pages, page_size)
+        self.prefix_cache = PrefixCache(self.pool) if enable_prefix_caching else None
+        self.max_batch_size = max_batch_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.max_waiting = max_waiting
+        self.running: list[Request] = []  # by (priority, arrival)
+        self._waiting: list[tuple[int, int, Request]] = []
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self.running)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._requests)
+
+    def open_requests(self) -> list[Request]:
+        return list(self._requests.values())
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises RequestError when a request could never finish, however empty the server is."""
+        if num_prompt_tokens >= self.max_model_len:
+            raise RequestError(f"the prompt has {num_prompt_tokens} tokens; the context holds {self.max_model_len}, one output token included")
+        needed = self.pool.pages_for(min(num_prompt_tokens + max_tokens, self.max_model_len))
+        if needed > self.pool.num_pages:
+            raise RequestError(
+                f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} need {needed} KV pages of {self.pool.page_size} tokens; "
+                f"the server has {self.pool.num_pages}: lower max_tokens, or raise --kv-cache-memory"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError for an id in use, CapacityError when too many wait."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r:.100} is in use")
+        if self.num_open >= self.max_batch_size + self.max_waiting:
+            raise CapacityError(
+                f"{self.num_open} requests are open; the limit is {self.max_batch_size} running and {self.max_waiting} waiting: "
+                "retry later, or raise --max-waiting"
+            )
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[request.request_id] = request
+        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+
+    def finish(self, request: Request) -> None:
+        """Takes a request out, whatever it was doing. Its computed pages stay findable while nobody needs the room."""
+        del self._requests[request.request_id]
+        if request in self.running:
+            self._release_pages(request)
+            self.running.remove(request)
+        # A waiting request holds nothing; its queue entry is dropped when it comes up.
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch:
+        """The next step's batch; empty when there is nothing to do. Pages for everything in it are held."""
+        batch = Batch()
+        scheduled: set[str] = set()
+        budget = self.max_num_batched_tokens
+        decoding = [r for r in self.running if r.is_decoding]
+        budget -= len(decoding)
+        # Every request gets the same share of what is left, so that early ones do not starve late ones of drafts.
+        share = budget // len(decoding) if decoding else 0
+        for request in decoding:
+            if request in batch.preempted:
+                continue
+            drafts = min(share, self._drafts_wanted(request))
+            if not self._reserve(request, 1 + drafts, scheduled, batch, may_preempt=False):
+                drafts = 0
+                if not self._reserve(request, 1, scheduled, batch, may_preempt=True):
+                    continue
+            scheduled.add(request.request_id)
+            budget -= drafts
+            batch.entries.append(Scheduled(request, 1, drafts))
+        for request in list(self.running):
+            if budget <= 0:
+                break
+            if request.request_id in scheduled or request not in self.running or request.is_decoding:
+                continue
+            chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
+            if self._reserve(request, chunk, scheduled, batch, may_preempt=True):
+                scheduled.add(request.request_id)
+                budget -= chunk
+                batch.entries.append(Scheduled(request, chunk))
+        if not batch.preempted:
+            self._admit(batch, budget)
+        return batch
+
+    def _drafts_wanted(self, request: Request) -> int:
+        """Drafts that could still be emitted: the step's own token comes on top of them. A prompt's step verifies none."""
+        if request.num_output_tokens == 0:
+            return 0
+        room = min(request.params.max_tokens - request.num_output_tokens, self.max_model_len - len(request.token_ids))
+        return max(0, min(request.speculation.num_speculative_tokens, room - 1))
+
+    def _reserve(self, request: Request, num_tokens: int, scheduled: set[str], batch: Batch, *, may_preempt: bool) -> bool:
+        """Holds pages for `num_tokens` more; may take them from younger requests that are not in this step yet."""
+        needed = self.pool.pages_for(request.num_computed_tokens + num_tokens) - len(request.page_ids)
+        if needed <= 0:
+            return True
+        while (pages := self.pool.allocate(needed)) is None:
+            victim = next((r for r in reversed(self.running) if r.request_id not in scheduled), None)
+            if not may_preempt or victim is None:
+                return False
+            self._preempt(victim, batch)
+            if victim is request:
+                return False
+        request.page_ids += pages
+        return True
+
+    def _preempt(self, request: Request, batch: Batch) -> None:
+        self._release_pages(request)
+        self.running.remove(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+        batch.preempted.append(request)
+
+    def _admit(self, batch: Batch, budget: int) -> None:
+        while self._waiting and budget > 0 and len(self.running) < self.max_batch_size:
+            request = self._waiting[0][2]
+            if self._requests.get(request.request_id) is not request:
+                heapq.heappop(self._waiting)  # it ended while it waited
+                continue
+            if not self._start(request, batch):
+                break
+            heapq.heappop(self._waiting)
+            bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))
+            chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
+            assert len(request.page_ids) * self.pool.page_size >= request.num_computed_tokens + chunk
+            budget -= chunk
+            batch.entries.append(Scheduled(request, chunk))
+
+    def _start(self, request: Request, batch: Batch) -> bool:
+        """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""
+        match = None
+        if self.prefix_cache is not None:
+            match = self.prefix_cache.match(request.token_ids, len(request.token_ids) - 1)
+            for page in match.page_ids:
+                self.pool.share(page)
+            request.page_ids = list(match.page_ids)
+        # The page to copy may be given out by this very call: the runner reads all sources before it writes anything.
+        pages = self.pool.allocate(self.pool.pages_for(len(request.token_ids)) - len(request.page_ids))
+        if pages is None:
+            for page in reversed(request.page_ids):
+                self.pool.release(page)
+            request.page_ids = []
+            return False
+        request.page_ids += pages
+        if match is not None:
+            request.page_hashes = list(match.page_hashes)
+            request.num_computed_tokens = len(match.page_ids) * self.pool.page_size + match.num_copied
+            if match.copy_from >= 0:
+                batch.page_copies.append((match.copy_from, pages[0]))
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_cached_tokens += request.num_cached_tokens
+        return True
+
+    def commit(self, entry: Scheduled, emitted: Sequence[int]) -> None:
+        """Books one entry's result: its tokens are computed, `emitted` (cut to what counts) is appended.
+
+        Pages past the accepted prefix go back; pages that are full now can be found by other requests.
+        """
+        request = entry.request
+        if emitted:
+            assert entry.emits, f"{request.request_id} emitted {len(emitted)} tokens before the end of its prompt"
+            was_prompt = request.num_output_tokens == 0
+            request.token_ids.extend(emitted)
+            request.num_computed_tokens = len(request.token_ids) - 1
+            keep = self.pool.pages_for(request.num_computed_tokens)
+            for page in reversed(request.page_ids[keep:]):
+                self.pool.release(page)
+            del request.page_ids[keep:]
+        else:
+            was_prompt = False
+            request.num_computed_tokens += entry.num_tokens
+        self._register_full_pages(request)
+        if was_prompt:
+            self._register_tail(request)
+
+    def _register_full_pages(self, request: Request) -> None:
+        if self.prefix_cache is None:
+            return
+        size = self.pool.page_size
+        while (len(request.page_hashes) + 1) * size <= request.num_computed_tokens:
+            number = len(request.page_hashes)
+            parent = request.page_hashes[-1] if number else ROOT
+            key = self.prefix_cache.insert(request.page_ids[number], parent, request.token_ids[number * size : (number + 1) * size])
+            assert key is not None
+            request.page_hashes.append(key)
+
+    def _register_tail(self, request: Request) -> None:
+        """The last page, filled in part, for requests that go on from the same tokens."""
+        if self.prefix_cache is None:
+            return
+        start = len(request.page_hashes) * self.pool.page_size
+        if start < request.num_computed_tokens:
+            parent = request.page_hashes[-1] if request.page_hashes else ROOT
+            page = request.page_ids[len(request.page_hashes)]
+            self.prefix_cache.insert(page, parent, request.token_ids[start : request.num_computed_tokens])
+
+    def _release_pages(self, request: Request) -> None:
+        self._register_tail(request)
+        for page in reversed(request.page_ids):  # so that the end of a chain is given away before its beginning
+            self.pool.release(page)
+        request.page_ids = []
+        request.page_hashes = []
+
+    def check(self) -> None:
+        """Asserts that every page is accounted for. For tests and for idle moments."""
+        holders: dict[int, int] = {}
+        for request in self.running:
+            for page in request.page_ids:
+                holders[page] = holders.get(page, 0) + 1
+        self.pool.check(holders)
+        if self.prefix_cache is not None:
+            self.prefix_cache.check()

@@ -1,0 +1,137 @@
+"""Text in and out: tokenizer, chat template, and a stream that turns tokens into text and finds stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from backend.errors import ModelError, RequestError
+from backend.models.loader import read_json
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer.json, with the chat template of tokenizer_config.json. Thread-safe."""
+
+    def __init__(self, directory: str | Path) -> None:
+        path = Path(directory) / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path} is missing")
+        try:
+            self.inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{path} cannot be read: {error}") from None
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        config = Path(directory) / "tokenizer_config.json"
+        settings = read_json(config) if config.is_file() else {}
+        self._template = self._compile(Path(directory), settings)
+        self._special = {k: self._content(settings.get(k)) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
+
+    @staticmethod
+    def _content(token: Any) -> str:
+        return token.get("content", "") if isinstance(token, dict) else token or ""
+
+    @staticmethod
+    def _compile(directory: Path, settings: dict[str, Any]) -> jinja2.Template | None:
+        separate = directory / "chat_template.jinja"
+        source = separate.read_text("utf-8") if separate.is_file() else settings.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = next((t["template"] for t in source if t.get("name") == "default"), None)
+        if not source:
+            return None
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment.globals["raise_exception"] = raise_exception
+        try:
+            return environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"{directory}: the chat template is not valid: {error}") from None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+        """The prompt for a list of {role, content}. Raises RequestError when there is no template or it refuses."""
+        if self._template is None:
+            raise RequestError("this model has no chat template: send text_input or input_ids")
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special, **variables)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(f"the chat template refused the messages: {error}") from None
+
+    def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
+        """The token sequences that spell `word`, at the start of a word and inside one."""
+        found = {tuple(self.encode(w, add_special_tokens=False)) for w in (word, " " + word.lstrip())}
+        return [ids for ids in sorted(found) if ids]
+
+
+class TextStream:
+    """One completion's tokens as text, piece by piece: never half a character, never past a stop string.
+
+    Text that may turn out to begin a stop string is held back until that is decided.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._token_ids: list[int] = []
+        self._decoded = 0  # characters that left the decoder
+        self._held = ""
+        self._is_pending = False  # the decoder holds part of a character
+
+    def append(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
+        """The text that this token completes, and whether a stop string ends the completion with it."""
+        self._token_ids.append(token_id)
+        piece = self._decoder.step(self._tokenizer.inner, token_id)
+        self._is_pending = piece is None
+        if not piece:
+            return "", False
+        self._decoded += len(piece)
+        return self._release(piece, may_stop)
+
+    def _release(self, piece: str, may_stop: bool) -> tuple[str, bool]:
+        if not self._stop:
+            return piece, False
+        text = self._held + piece
+        if may_stop:
+            found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+            if found:
+                at, stop = min(found)
+                self._held = ""
+                return text[: at + len(stop)] if self._include_stop else text[:at], True
+            keep = max(self._pending_length(text, stop) for stop in self._stop)
+        else:
+            keep = 0
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return text[:cut], False
+
+    @staticmethod
+    def _pending_length(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that begins `stop`."""
+        for length in range(min(len(stop) - 1, len(text)), 0, -1):
+            if text.endswith(stop[:length]):
+                return length
+        return 0
+
+    def flush(self) -> str:
+        """What is still held when the completion ends otherwise: held text, and the rest of a broken character."""
+        text, self._held = self._held, ""
+        if self._is_pending and self._token_ids:
+            text += self._tokenizer.decode(self._token_ids)[self._decoded :]
+            self._is_pending = False
+        return text

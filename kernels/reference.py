@@ -1,0 +1,258 @@
+"""The operations of a step in pure torch: what runs on CPU, and what every CUDA kernel is tested against.
+
+Shape letters: T packed tokens, B requests, R logits rows, V vocabulary, H query heads, Hkv key/value heads, D head size, P pages.
+Keys and values of one layer are two tensors [P, page, Hkv, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+MAX_GROUPED_QUERIES = 32
+"""Requests with at most this many query tokens are computed together; longer ones (prompts) one by one."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, N] over its root mean square, times weight [N] (Zhang and Sennrich 2019)."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2N] = gate | up -> silu(gate) * up [T, N]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def append_kv(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+) -> torch.Tensor:
+    """Rotates queries and keys (RoPE, half-split layout), writes keys and values to their slots, returns the queries [T, H, D].
+
+    qkv [T, H + 2 Hkv, D]; cos and sin [T, 1, D], sin negated in its first half; slots [T] = page * page_size + offset.
+    """
+    num_kv, size = key_pages.shape[-2:]
+    num_q = qkv.shape[1] - 2 * num_kv
+    turning = qkv[:, : num_q + num_kv]
+    swapped = turning.unflatten(-1, (2, size // 2)).flip(-2).flatten(-2)
+    turned = torch.addcmul(turning * cos, swapped, sin)
+    key_pages.view(-1, num_kv, size).index_copy_(0, slots, turned[:, num_q:])
+    value_pages.view(-1, num_kv, size).index_copy_(0, slots, qkv[:, num_q + num_kv :])
+    return turned[:, :num_q]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Requests that one attention call computes together."""
+
+    rows: torch.Tensor | slice
+    """Packed positions of the queries [B' * Q]; padding points at a real row."""
+    pages: torch.Tensor
+    """[B' * N] page ids; padding repeats the request's first page."""
+    mask: torch.Tensor
+    """[B', 1, G * Q, N * page] 0 or -inf"""
+    shape: tuple[int, int]
+    """(B', Q)"""
+    kept: torch.Tensor | None
+    """Which of the B' * Q rows are real, when some are padding."""
+    targets: torch.Tensor | slice
+    """Where the real rows go."""
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """How one step's queries are grouped; made once, used by every layer."""
+
+    groups: list[_Group]
+
+
+def plan_attention(
+    query_lens: list[int],
+    seq_lens: list[int],
+    page_ids: list[list[int]],
+    page_size: int,
+    num_groups: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> AttentionPlan:
+    """Groups requests of like length, so that one call serves many of them and little of it is padding.
+
+    query_lens and seq_lens [B]: new tokens, and all tokens with them; page_ids [B][>= pages of seq_len]; num_groups =
+    H / Hkv. Page ids past those of seq_len are not read.
+    """
+    starts, total = [], 0
+    for count in query_lens:
+        starts.append(total)
+        total += count
+    needed = [-(-length // page_size) for length in seq_lens]
+    small = sorted((b for b, q in enumerate(query_lens) if q <= MAX_GROUPED_QUERIES), key=lambda b: needed[b])
+    buckets: list[list[int]] = []
+    for b in small:
+        if buckets and needed[b] <= 2 * needed[buckets[-1][0]] + 4:
+            buckets[-1].append(b)
+        else:
+            buckets.append([b])
+    buckets += [[b] for b, q in enumerate(query_lens) if q > MAX_GROUPED_QUERIES]
+    groups = []
+    for bucket in buckets:
+        bucket.sort()
+        width, most = max(query_lens[b] for b in bucket), max(needed[b] for b in bucket)
+        pages = [page_ids[b][: needed[b]] + [page_ids[b][0]] * (most - needed[b]) for b in bucket]
+        queries = torch.tensor([query_lens[b] for b in bucket], device=device)
+        lengths = torch.tensor([seq_lens[b] for b in bucket], device=device)
+        offsets = torch.arange(width, device=device)
+        first = torch.tensor([starts[b] for b in bucket], device=device)
+        is_real = offsets < queries[:, None]
+        # Query j of a request sees the tokens up to its own place; padded queries see what the last real one sees.
+        place = (lengths - queries)[:, None] + torch.minimum(offsets, queries[:, None] - 1)
+        hidden = torch.arange(most * page_size, device=device) > place[:, :, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        rows = (first[:, None] + torch.minimum(offsets, queries[:, None] - 1)).flatten()
+        is_padded = min(query_lens[b] for b in bucket) < width
+        is_packed = not is_padded and bucket[-1] - bucket[0] == len(bucket) - 1
+        span = slice(starts[bucket[0]], starts[bucket[0]] + len(bucket) * width)
+        groups.append(
+            _Group(
+                rows=span if is_packed else rows,
+                pages=torch.tensor(pages, device=device).flatten(),
+                mask=mask.repeat(1, num_groups, 1).unsqueeze(1),
+                shape=(len(bucket), width),
+                kept=is_real.flatten() if is_padded else None,
+                targets=span if is_packed else rows[is_real.flatten()],
+            )
+        )
+    return AttentionPlan(groups)
+
+
+def append_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    plan: AttentionPlan,
+) -> torch.Tensor:
+    """Attention of packed queries [T, H, D] of mixed lengths over paged keys and values, causal among the new tokens -> [T, H, D].
+
+    The new tokens' keys and values are in their pages already.
+    """
+    num_kv, size = key_pages.shape[-2:]
+    num_groups = query.shape[1] // num_kv
+    num_pages = key_pages.shape[0]
+    flat_keys, flat_values = key_pages.view(num_pages, -1), value_pages.view(num_pages, -1)
+    out = torch.empty_like(query)
+    for group in plan.groups:
+        batch, width = group.shape
+        q = query[group.rows].view(batch, width, num_kv, num_groups, size)
+        # The heads that share keys become more queries of one head.
+        q = q.permute(0, 2, 3, 1, 4).reshape(batch, num_kv, num_groups * width, size)
+        k = flat_keys.index_select(0, group.pages).view(batch, -1, num_kv, size).transpose(1, 2)
+        v = flat_values.index_select(0, group.pages).view(batch, -1, num_kv, size).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
+        y = y.view(batch, num_kv, num_groups, width, size).permute(0, 3, 1, 2, 4).reshape(batch * width, -1, size)
+        out[group.targets] = y if group.kept is None else y[group.kept]
+    return out
+
+
+# -- sampling and verification ------------------------------------------------------------------------------------------
+
+
+def apply_penalties(
+    logits: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    output_counts: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """logits [R, V] after the three penalties (each [R]).
+
+    prompt_mask [R, V]: token is in the prompt; output_counts [R, V]: times it was emitted before the row, drafts of the
+    same step included. Repetition as in CTRL (Keskar et al. 2019), presence and frequency as in OpenAI's interface.
+    """
+    is_out = output_counts > 0
+    scaled = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
+    logits = torch.where(prompt_mask | is_out, scaled, logits)
+    return logits - presence[:, None] * is_out - frequency[:, None] * output_counts
+
+
+def philox(seeds: torch.Tensor, positions: torch.Tensor, count: int, stream: int = 0) -> torch.Tensor:
+    """`count` 32-bit random numbers per row, as int64 [R, count], by Philox4x32-10 (Salmon et al. 2011).
+
+    Key: the seed [R] (64 bits); counter: (number / 4, position [R], stream, 0). Equal inputs give equal numbers.
+    """
+    low = 0xFFFFFFFF
+    blocks = -(-count // 4)
+    c0 = torch.arange(blocks, device=seeds.device)[None, :].expand(len(seeds), -1)
+    c1 = positions[:, None].expand(-1, blocks)
+    c2, c3 = torch.full_like(c0, stream), torch.zeros_like(c0)
+    k0, k1 = (seeds & low)[:, None], ((seeds >> 32) & low)[:, None]
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((b >> 32) & low) ^ c1 ^ k0, b & low, ((a >> 32) & low) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return torch.stack([c0, c1, c2, c3], dim=-1).flatten(1)[:, :count]
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise [R, V] float32 of (seed, position, token id).
+
+    -log(E) with E = -log1p(-u): small E decide the argmax, and that is where u has most resolution.
+    """
+    u = (philox(seeds, positions, vocab_size).to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-u))
+
+
+def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """logits [R, V] (temperature applied) with -inf outside top_k [R] (0: off), then top_p [R], then min_p [R].
+
+    top_p keeps the smallest set of likeliest tokens whose probability among the top_k reaches it; equal logits go by id.
+    """
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    values = values.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), float("-inf"))
+    probs = values.softmax(dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    values = values.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1), float("-inf"))
+    values = values.masked_fill(probs < min_p[:, None] * probs[:, :1], float("-inf"))
+    return torch.empty_like(logits).scatter_(-1, order, values)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """One token id per row of logits [R, V] -> int64 [R], by the Gumbel-max rule.
+
+    The parameters are [R]; temperature > 0. The noise depends on (seed, position, token id) alone, so a row gives the same
+    token in every batch.
+    """
+    logits = logits.float() / temperature[:, None]
+    if ((top_k > 0) | (top_p < 1) | (min_p > 0)).any():
+        logits = filter_logits(logits, top_k, top_p, min_p)
+    return (logits + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(dim=-1)
+
+
+def verify(draft_token_ids: torch.Tensor, num_drafts: torch.Tensor, target_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepts drafts while they equal what the target chose -> (token_ids [B, K + 1] padded with -1, num_accepted [B]).
+
+    draft_token_ids [B, K]; num_drafts [B]; target_token_ids [B, K + 1]: the target's choice after input token i, so draft i is
+    checked against column i, and the first column that differs, or the one after the last draft, is emitted too
+    (Leviathan et al. 2023, with a deterministic choice).
+    """
+    width = draft_token_ids.shape[1]
+    columns = torch.arange(width, device=draft_token_ids.device)
+    is_match = (draft_token_ids == target_token_ids[:, :width]) & (columns < num_drafts[:, None])
+    num_accepted = is_match.long().cumprod(dim=1).sum(dim=1)
+    columns = torch.arange(width + 1, device=draft_token_ids.device)
+    return target_token_ids.masked_fill(columns > num_accepted[:, None], -1), num_accepted

@@ -1,0 +1,108 @@
+"""The Llama architecture for training: one dense causal forward pass, every layer's weights stacked on a leading axis.
+
+Serving has its own implementation over paged memory (`backend/models/llama.py`); both read the same Hugging Face files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+from training.tokenizer import END_OF_TEXT, load_tokenizer
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+class Llama(nn.Module):
+    """Token ids [B, T] and the ids that follow -> mean cross-entropy in nats."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        self.config = config
+        layers, hidden, inner = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
+        self.q_size = config["num_attention_heads"] * config["head_dim"]
+        self.kv_size = config["num_key_value_heads"] * config["head_dim"]
+
+        def matrix(out_features: int, in_features: int, scale: float = 1.0) -> nn.Parameter:
+            return nn.Parameter(torch.randn(layers, out_features, in_features) * scale * in_features**-0.5)
+
+        self.embed = nn.Parameter(torch.randn(config["vocab_size"], hidden) * 0.02)
+        self.q, self.k, self.v = matrix(self.q_size, hidden), matrix(self.kv_size, hidden), matrix(self.kv_size, hidden)
+        self.o = matrix(hidden, self.q_size, (2 * layers) ** -0.5)
+        self.gate, self.up = matrix(inner, hidden), matrix(inner, hidden)
+        self.down = matrix(hidden, inner, (2 * layers) ** -0.5)
+        self.input_norm = nn.Parameter(torch.ones(layers, hidden))
+        self.post_norm = nn.Parameter(torch.ones(layers, hidden))
+        self.norm = nn.Parameter(torch.ones(hidden))
+        frequencies = config["rope_theta"] ** (-torch.arange(0, config["head_dim"], 2).float() / config["head_dim"])
+        angles = torch.outer(torch.arange(config["max_position_embeddings"]).float(), frequencies)
+        angles = torch.cat([angles, angles], dim=-1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+        length = x.shape[-2]
+        return (x * self.cos[:length] + turned * self.sin[:length]).to(x.dtype)
+
+    def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, T] -> hidden states after the final norm [B, T, hidden]."""
+        c = self.config
+        batch, length = ids.shape
+        x = F.embedding(ids, self.embed)
+        for i in range(c["num_hidden_layers"]):
+            y = F.rms_norm(x, (x.shape[-1],), self.input_norm[i], c["rms_norm_eps"])
+            heads = [F.linear(y, w[i]).view(batch, length, -1, c["head_dim"]).transpose(1, 2) for w in (self.q, self.k, self.v)]
+            y = F.scaled_dot_product_attention(self.rotate(heads[0]), self.rotate(heads[1]), heads[2], is_causal=True, enable_gqa=True)
+            x = x + F.linear(y.transpose(1, 2).reshape(batch, length, self.q_size), self.o[i])
+            y = F.rms_norm(x, (x.shape[-1],), self.post_norm[i], c["rms_norm_eps"])
+            x = x + F.linear(F.silu(F.linear(y, self.gate[i])) * F.linear(y, self.up[i]), self.down[i])
+        return F.rms_norm(x, (x.shape[-1],), self.norm, c["rms_norm_eps"])
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(self.hidden_states(ids), self.embed)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def save(self, directory: Path) -> None:
+        """Writes config.json, generation_config.json and model.safetensors (bfloat16, Hugging Face names)."""
+        named = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
+        parts = {
+            "self_attn.q_proj": self.q, "self_attn.k_proj": self.k, "self_attn.v_proj": self.v, "self_attn.o_proj": self.o,
+            "mlp.gate_proj": self.gate, "mlp.up_proj": self.up, "mlp.down_proj": self.down,
+            "input_layernorm": self.input_norm, "post_attention_layernorm": self.post_norm,
+        }  # fmt: skip
+        for name, stacked in parts.items():
+            for i, weight in enumerate(stacked):
+                named[f"model.layers.{i}.{name}.weight"] = weight
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in named.items()}
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        end = load_tokenizer().token_to_id(END_OF_TEXT)
+        config = {**self.config, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end + 1}
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end + 1}
+        (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
