@@ -13,10 +13,13 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from backend.core import Speculation
 from backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ def normalize_method(value: object) -> str:
     return name
 
 
-class _Section:
+class Section:
     """What every configuration section shares: strict construction from a mapping."""
 
     aliases: ClassVar[dict[str, str]] = {}
@@ -78,7 +81,7 @@ def _convert(key: str, value: object, hint: Any) -> object:
     if value is None and type(None) in options:
         return None
     for option in options:
-        if isinstance(option, type) and issubclass(option, _Section):
+        if isinstance(option, type) and issubclass(option, Section):
             return value if isinstance(value, option) else option.from_dict(value, f"{key}.")
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -94,7 +97,7 @@ def _require(is_good: bool, key: str, value: object, rule: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig(_Section):
+class SpeculativeConfig(Section):
     """How the engine drafts and verifies (the `speculative_config` object)."""
 
     aliases: ClassVar[dict[str, str]] = {"prompt_lookup_max": "max_ngram_size", "prompt_lookup_min": "min_ngram_size"}
@@ -156,7 +159,7 @@ class SpeculativeConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     """How one model is spread over devices."""
 
     tensor_parallel_size: int = 1
@@ -166,7 +169,7 @@ class ParallelConfig(_Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """Everything the engine is built from."""
 
     model: str = str(BUNDLED_MODEL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from backend.config import EngineConfig
 from backend.core import Batch, Draft
 from backend.errors import ConfigError
 from backend.models import Model, load_model
-from backend.models.loader import read_config
+from backend.model_files import read_config
 from backend.parallel.ranks import Ranks
 from kernels.reference import plan_attention
 
@@ -59,7 +60,7 @@ def keep_temporaries_on_heap() -> None:
     """
     try:
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD; glibc takes no more
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
     except (OSError, AttributeError):
         pass  # another libc: slower, not wrong
@@ -82,11 +83,15 @@ class Runner:
             raise ConfigError(f"max_model_len {config.max_model_len} is beyond the model's own limit {self.model.max_model_len}")
         self.page_bytes = self._page_bytes()
         self.num_pages = self._count_pages(config)
-        # Zeros are mapped on first touch, so pages that are never used take no memory on CPU.
-        self.cache = [
-            tuple(torch.zeros(self.num_pages, self.page_size, *shape, dtype=self.dtype, device=self.device) for shape in self.model.cache_planes)
-            for _ in range(self.model.num_layers)
-        ]
+        self.cache = [tuple(self._zeros(shape) for shape in self.model.cache_planes) for _ in range(self.model.num_layers)]
+
+    def _zeros(self, entry: tuple[int, ...]) -> torch.Tensor:
+        """One plane of one layer's cache [P, page, *entry]. On CPU, pages that are never used take no memory."""
+        shape = (self.num_pages, self.page_size, *entry)
+        if self.device.type == "cpu":
+            size = torch.Size(shape).numel() * self.dtype.itemsize
+            return torch.frombuffer(mmap.mmap(-1, size), dtype=self.dtype).view(shape)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _page_bytes(self) -> int:
         entries = sum(torch.Size(shape).numel() for shape in self.model.cache_planes)

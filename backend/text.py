@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from backend.errors import ModelError, RequestError
-from backend.models.loader import read_json
+from backend.model_files import read_json
 
 
 class Tokenizer:

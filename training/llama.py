@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from training.tokenizer import END_OF_TEXT, load_tokenizer
@@ -34,6 +34,14 @@ CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+
+
+PARTS = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+    "input_norm": "input_layernorm", "post_norm": "post_attention_layernorm",
+}  # fmt: skip
+"""Stacked parameters by name, and what Hugging Face calls each layer's share."""
 
 
 class Llama(nn.Module):
@@ -90,13 +98,8 @@ class Llama(nn.Module):
     def save(self, directory: Path) -> None:
         """Writes config.json, generation_config.json and model.safetensors (bfloat16, Hugging Face names)."""
         named = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
-        parts = {
-            "self_attn.q_proj": self.q, "self_attn.k_proj": self.k, "self_attn.v_proj": self.v, "self_attn.o_proj": self.o,
-            "mlp.gate_proj": self.gate, "mlp.up_proj": self.up, "mlp.down_proj": self.down,
-            "input_layernorm": self.input_norm, "post_attention_layernorm": self.post_norm,
-        }  # fmt: skip
-        for name, stacked in parts.items():
-            for i, weight in enumerate(stacked):
+        for attribute, name in PARTS.items():
+            for i, weight in enumerate(getattr(self, attribute)):
                 named[f"model.layers.{i}.{name}.weight"] = weight
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in named.items()}
@@ -106,3 +109,13 @@ class Llama(nn.Module):
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         generation = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end + 1}
         (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def load_model(directory: Path) -> Llama:
+    """A saved model with float32 weights, for evaluation and for training drafters on it."""
+    model = Llama(json.loads((directory / "config.json").read_text()))
+    named = load_file(directory / "model.safetensors")
+    stacked = {a: torch.stack([named[f"model.layers.{i}.{n}.weight"] for i in range(len(model.q))]) for a, n in PARTS.items()}
+    stacked |= {"embed": named["model.embed_tokens.weight"], "norm": named["model.norm.weight"]}
+    model.load_state_dict({k: v.float() for k, v in stacked.items()})
+    return model.eval()

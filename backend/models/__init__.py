@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 
 from backend.errors import ModelError
-from backend.models.loader import Checkpoint, read_config
+from backend.model_files import read_config
+from backend.models.loader import Checkpoint
 from backend.parallel.ranks import Ranks
 from kernels.reference import AttentionPlan
 

@@ -1,0 +1,91 @@
+"""The engine's counts on the server's metrics port."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from backend.engine import Engine
+from backend.metrics import Histogram
+
+PREFIX = "foretoken_"
+
+
+class MetricsPublisher:
+    """Adds what changed since the last call of `publish`. Does nothing when the server runs without metrics."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
+        self._published: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._is_on = True
+
+    def publish(self) -> None:
+        if not self._is_on:
+            return
+        try:
+            self._publish()
+        except pb_utils.TritonModelException as error:
+            self._is_on = False
+            pb_utils.Logger.log_warn(f"{self._model}: metrics are off: {error}")
+
+    def _publish(self) -> None:
+        metrics, scheduler = self._engine.metrics, self._engine.scheduler
+        for name, counter, text in (
+            ("drafts", metrics.drafts, "Steps of a request that verified at least one draft"),
+            ("draft_tokens", metrics.draft_tokens, "Tokens drafted"),
+            ("accepted_tokens", metrics.accepted_tokens, "Drafted tokens accepted"),
+            ("emitted_tokens", metrics.emitted_tokens, "Tokens emitted"),
+        ):
+            for method, value in list(counter.items()):
+                self._count(f"spec_decode_num_{name}_total", text, value, method=method)
+        for (method, position), value in list(metrics.accepted_per_position.items()):
+            text = "Drafted tokens accepted, by position in the draft"
+            self._count("spec_decode_num_accepted_tokens_per_pos_total", text, value, method=method, position=str(position))
+        self._count("steps_total", "Steps run", metrics.steps)
+        self._count("preemptions_total", "Requests set back for want of KV pages", metrics.preemptions)
+        self._count("prompt_tokens_total", "Prompt tokens admitted", scheduler.num_prompt_tokens)
+        self._count("prompt_tokens_cached_total", "Prompt tokens that the prefix cache gave", scheduler.num_cached_tokens)
+        self._histogram("time_to_first_token_seconds", "Time to first token", metrics.time_to_first_token)
+        self._histogram("time_per_output_token_seconds", "Time per output token after the first", metrics.time_per_output_token)
+        self._histogram("step_seconds", "Time of one step", metrics.step_time)
+        self._gauge("requests_running", "Requests in the batch", len(scheduler.running))
+        self._gauge("requests_waiting", "Requests waiting for room", scheduler.num_waiting)
+        self._gauge("kv_pages_held", "KV pages held by requests", scheduler.pool.num_held)
+        self._gauge("kv_pages", "KV pages in all", scheduler.pool.num_pages)
+        hit_rate = scheduler.num_cached_tokens / max(1, scheduler.num_prompt_tokens)
+        self._gauge("prefix_cache_hit_rate", "Share of prompt tokens that the prefix cache gave", hit_rate)
+
+    def _metric(self, name: str, text: str, kind: Any, labels: dict[str, str]) -> tuple[Any, tuple[str, tuple[tuple[str, str], ...]]]:
+        labels = {"model": self._model, **labels}
+        key = (name, tuple(sorted(labels.items())))
+        metric = self._metrics.get(key)
+        if metric is None:
+            if name not in self._families:
+                self._families[name] = pb_utils.MetricFamily(name=PREFIX + name, description=text, kind=kind)
+            metric = self._metrics[key] = self._families[name].Metric(labels=labels)
+        return metric, key
+
+    def _count(self, name: str, text: str, value: float, **labels: str) -> None:
+        metric, key = self._metric(name, text, pb_utils.MetricFamily.COUNTER, labels)
+        if (more := value - self._published.get(key, 0.0)) > 0:
+            metric.increment(more)
+            self._published[key] = value
+
+    def _gauge(self, name: str, text: str, value: float) -> None:
+        metric, key = self._metric(name, text, pb_utils.MetricFamily.GAUGE, {})
+        if self._published.get(key) != value:
+            metric.set(value)
+            self._published[key] = value
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        """As counters: this server's Python API has no histogram, and Prometheus computes quantiles from the buckets."""
+        total = 0
+        for bound, count in zip([*map(str, histogram.bounds), "+Inf"], list(histogram.counts), strict=True):
+            total += count
+            self._count(f"{name}_bucket", f"{text}, cumulative by upper bound", total, le=bound)
+        self._count(f"{name}_sum", f"{text}, sum", histogram.sum)
+        self._count(f"{name}_count", f"{text}, count", total)

@@ -1,0 +1,182 @@
+"""Triton tensors -> what the engine takes, and deltas -> Triton tensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from backend.core import Delta, SamplingParams
+from backend.errors import RequestError
+
+SAMPLING_SCALARS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "include_stop", "ignore_eos", "logprobs", "echo", "n",
+)  # fmt: skip
+SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
+PROMPTS = ("text_input", "input_ids", "messages")
+MAX_JSON_CHARACTERS = 65536
+
+
+@dataclass(slots=True)
+class GenerateCall:
+    """One request as the engine takes it."""
+
+    prompt: Any
+    """Text, token ids, or with `is_chat` a list of messages."""
+    params: SamplingParams
+    is_chat: bool = False
+    speculative: dict[str, Any] | None = None
+    priority: int = 0
+    timeout: float | None = None
+    is_streamed: bool = True
+
+
+@dataclass(slots=True)
+class CancelCall:
+    """A request to end another one."""
+
+    target_id: str
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return bytes(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    if len(text) > MAX_JSON_CHARACTERS:
+        raise RequestError(f"{name} has {len(text)} characters; the limit is {MAX_JSON_CHARACTERS}")
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RequestError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} must be a JSON object, got {text!r:.80}")
+    return value
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise RequestError(f"messages is not valid JSON: {error}") from None
+    good = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
+    if not good:
+        raise RequestError(f"messages must be a list of objects with role and content, got {text!r:.80}")
+    return value
+
+
+def read_request(request: Any) -> GenerateCall | CancelCall:
+    """Parses one Triton request. Raises RequestError or ValueError naming the input, the value seen and the rule."""
+    values: dict[str, Any] = {}
+    for tensor in request.inputs():
+        array = tensor.as_numpy()
+        name = tensor.name()
+        if array.size == 0 and name != "input_ids":
+            continue
+        if array.dtype == object:
+            values[name] = [_text(name, v) for v in array.reshape(-1)]
+        else:
+            values[name] = array.reshape(-1).tolist()
+    if "cancel" in values:
+        return CancelCall(values["cancel"][0])
+    given = [name for name in PROMPTS if name in values]
+    if len(given) != 1:
+        raise RequestError(f"give one of {', '.join(PROMPTS)}; got {' and '.join(given) or 'none'}")
+    prompt: str | list[int] | list[dict[str, Any]] = values[given[0]] if given[0] == "input_ids" else values[given[0]][0]
+    if given[0] == "messages":
+        prompt = _messages(prompt)
+    arguments: dict[str, Any] = {name: values[name][0] for name in SAMPLING_SCALARS if name in values}
+    arguments |= {name: tuple(values[name]) for name in SAMPLING_LISTS if name in values}
+    if values.get("logit_bias", [""])[0]:
+        biases = _json_object("logit_bias", values["logit_bias"][0])
+        try:
+            arguments["logit_bias"] = {int(k): v for k, v in biases.items()}
+        except ValueError:
+            raise RequestError(f"logit_bias's keys must be token ids, got {list(biases)[:5]!r:.80}") from None
+    timeout_ms = values.get("timeout_ms", [None])[0]
+    if timeout_ms is not None and timeout_ms <= 0:
+        raise RequestError(f"timeout_ms must be above 0, got {timeout_ms}")
+    speculative = values.get("speculative", [""])[0]
+    return GenerateCall(
+        prompt=prompt,
+        is_chat=given[0] == "messages",
+        params=SamplingParams(**arguments),
+        speculative=_json_object("speculative", speculative) if speculative else None,
+        priority=values.get("priority", [0])[0],
+        timeout=None if timeout_ms is None else timeout_ms / 1000,
+        is_streamed=values.get("stream", [True])[0],
+    )
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one response holds: one completion's step, or with `stream` false all n completions whole."""
+
+    deltas: list[Delta] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        """Merges a later delta into its completion's part."""
+        mine = next((d for d in self.deltas if d.index == delta.index), None)
+        if mine is None:
+            self.deltas.append(delta)
+            self.deltas.sort(key=lambda d: d.index)
+            return
+        mine.text += delta.text
+        mine.token_ids = mine.token_ids + delta.token_ids
+        mine.sources = mine.sources + delta.sources
+        if delta.logprobs is not None:
+            mine.logprobs = (mine.logprobs or []) + delta.logprobs
+        if delta.prompt_text is not None:
+            mine.prompt_text, mine.prompt_token_ids = delta.prompt_text, delta.prompt_token_ids
+        mine.finish_reason, mine.stats = delta.finish_reason, delta.stats
+        mine.num_cached_tokens, mine.num_output_tokens = delta.num_cached_tokens, delta.num_output_tokens
+
+    def tensors(self) -> list[Any]:
+        """Every declared output; those that do not apply are empty strings."""
+        deltas = self.deltas
+        texts = [(d.prompt_text or "") + d.text for d in deltas]
+        ids = [i for d in deltas for i in (*(d.prompt_token_ids or ()), *d.token_ids)]
+        sources = [s for d in deltas for s in (*("prompt" for _ in d.prompt_token_ids or ()), *d.sources)]
+        counts = [len(d.token_ids) + len(d.prompt_token_ids or ()) for d in deltas]
+        is_final = all(d.finish_reason for d in deltas)
+        usage = statistics = logprobs = ""
+        if any(d.logprobs is not None for d in deltas):
+            parts = [
+                [{"id": p.token_id, "logprob": p.logprob, "top": [{"id": i, "logprob": v} for i, v in p.top]} for p in d.logprobs or ()]
+                for d in deltas
+            ]
+            logprobs = json.dumps(parts[0] if len(parts) == 1 else parts)
+        if is_final:
+            usage = json.dumps(
+                {
+                    "prompt_tokens": deltas[0].num_prompt_tokens,
+                    "cached_tokens": sum(d.num_cached_tokens for d in deltas),
+                    "completion_tokens": sum(d.num_output_tokens for d in deltas),
+                }
+            )
+            parts_stats = [d.stats.as_dict() for d in deltas if d.stats is not None]
+            statistics = json.dumps(parts_stats[0] if len(parts_stats) == 1 else parts_stats)
+        return [
+            _strings("text_output", texts),
+            pb_utils.Tensor("output_ids", np.array(ids, dtype=np.int32)),
+            _strings("token_sources", sources),
+            _strings("finish_reason", [d.finish_reason or "" for d in deltas]),
+            _strings("logprobs", [logprobs]),
+            _strings("usage", [usage]),
+            _strings("speculation", [statistics]),
+            pb_utils.Tensor("index", np.array([d.index for d in deltas], dtype=np.int32)),
+            pb_utils.Tensor("num_tokens", np.array(counts, dtype=np.int32)),
+        ]
+
+
+def _strings(name: str, values: list[str]) -> Any:
+    return pb_utils.Tensor(name, np.array([v.encode("utf-8", "replace") for v in values], dtype=object))

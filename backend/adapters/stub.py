@@ -1,0 +1,69 @@
+"""What every model of the repository checks and reads before its own work."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import triton_python_backend_utils as pb_utils
+
+from backend.errors import ConfigError
+
+
+def check_interpreter() -> None:
+    """Raises RuntimeError for an interpreter that the server's stub cannot work with."""
+    if int(numpy.__version__.split(".")[0]) >= 2:
+        raise RuntimeError(
+            f"NumPy {numpy.__version__} in {sys.executable}: the server's Python stub needs NumPy < 2 and would pass corrupt tensors; "
+            "run: pip install 'numpy<2'"
+        )
+
+
+def log_to_server(logger_name: str = "backend") -> None:
+    """Sends the engine's log records to the server's log."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log = pb_utils.Logger
+            level = record.levelno
+            send = log.log_error if level >= logging.ERROR else log.log_warn if level >= logging.WARNING else log.log_info
+            send(self.format(record))
+
+    logger = logging.getLogger(logger_name)
+    logger.handlers = [Handler()]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def model_folder(arguments: dict[str, str]) -> Path:
+    """This model's version folder."""
+    return Path(arguments["model_repository"]) / arguments["model_version"]
+
+
+def read_parameters(arguments: dict[str, str]) -> dict[str, Any]:
+    """config.pbtxt's `parameters`: each value as JSON where it is JSON, else as text. Upper-case keys are the server's own."""
+    config = json.loads(arguments["model_config"])
+    values: dict[str, Any] = {}
+    for key, value in config.get("parameters", {}).items():
+        if key.isupper():
+            continue
+        text = value["string_value"].strip()
+        if not text:
+            continue
+        if text[0] in "{[" or text in ("true", "false", "null") or text.lstrip("-").replace(".", "", 1).isdigit():
+            try:
+                values[key] = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"parameter {key} is not valid JSON: {error}") from None
+        else:
+            values[key] = text
+    return values
+
+
+def resolve_model(values: dict[str, Any], arguments: dict[str, str]) -> str:
+    """The weights' folder: the `model` parameter, relative to the version folder; default: the version folder itself."""
+    return str((model_folder(arguments) / values.get("model", ".")).resolve())

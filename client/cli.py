@@ -1,0 +1,87 @@
+"""`foretoken complete` and `foretoken chat`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from client.messages import DEFAULT_GRPC_URL, Completion, GenerateError
+from client.sync import Client
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="*", help="the prompt (complete: default standard input; chat: the first message)")
+    parser.add_argument("--url", default=DEFAULT_GRPC_URL, help=f"the server's gRPC address (default {DEFAULT_GRPC_URL})")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stop", action="append", help="may be given several times")
+    parser.add_argument("--speculative", type=json.loads, metavar="JSON", help='such as \'{"num_speculative_tokens": 0}\'')
+    parser.add_argument("--quiet", action="store_true", help="no statistics")
+
+
+def _parameters(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "speculative")
+    return {name: getattr(args, name) for name in names}
+
+
+def stream_to_terminal(client: Client, **values: Any) -> tuple[Completion, str]:
+    """Prints a completion as it comes; returns it with a line of statistics."""
+    started, first = time.perf_counter(), 0.0
+    completion = Completion()
+    for chunk in client.stream(**values):
+        first = first or time.perf_counter()
+        completion.add(chunk)
+        print(chunk.text, end="", flush=True)
+    ended = time.perf_counter()
+    count = len(completion.token_ids)
+    line = f"{count} tokens, time to first token {1e3 * (first - started):.0f} ms"
+    if count > 1 and ended > first:
+        line += f", {(count - 1) / (ended - first):.0f} tokens/s after it"
+    if statistics := completion.speculation:
+        line += f"; {statistics['accepted']} of {statistics['drafted']} drafts accepted, {count / max(1, statistics['steps']):.2f} tokens a step"
+    return completion, line
+
+
+def complete(args: argparse.Namespace) -> int:
+    prompt = " ".join(args.prompt) or sys.stdin.read()
+    with Client(args.url) as client:
+        try:
+            _, line = stream_to_terminal(client, prompt=prompt, **_parameters(args))
+        except GenerateError as error:
+            print(f"\nforetoken complete: {error}", file=sys.stderr)
+            return 1
+    print() if args.quiet else print(f"\n\n[{line}]", file=sys.stderr)
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """A conversation; an empty line or the end of input leaves it."""
+    messages: list[dict[str, str]] = []
+    opening = " ".join(args.prompt)
+    with Client(args.url) as client:
+        while True:
+            if opening:
+                text, opening = opening, ""
+            else:
+                try:
+                    text = input("> ")
+                except EOFError:
+                    return 0
+            if not text.strip():
+                return 0
+            messages.append({"role": "user", "content": text})
+            try:
+                completion, line = stream_to_terminal(client, messages=messages, **_parameters(args))
+            except GenerateError as error:
+                print(f"\nforetoken chat: {error}", file=sys.stderr)
+                return 1
+            messages.append({"role": "assistant", "content": completion.text})
+            print() if args.quiet else print(f"\n[{line}]", file=sys.stderr)
+            if not sys.stdin.isatty() and args.prompt:
+                return 0

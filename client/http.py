@@ -1,0 +1,79 @@
+"""The HTTP client: generate_stream (server-sent events) and generate, of Triton's generate extension."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from client.messages import DEFAULT_HTTP_URL, INACTIVITY_SECONDS, Chunk, Completion, GenerateError, collect, prompt_values, read_event
+
+
+class HttpClient:
+    """Completes prompts over HTTP. Each request has a connection of its own; closing it cancels the request."""
+
+    def __init__(self, url: str = DEFAULT_HTTP_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
+        self.address = url.removeprefix("http://").rstrip("/")
+        self.model = model
+        self.inactivity_timeout = inactivity_timeout
+
+    def _post(self, verb: str, values: dict[str, Any], request_id: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection(self.address, timeout=self.inactivity_timeout)
+        body = json.dumps({**values, "id": request_id} if request_id else values)
+        try:
+            connection.request("POST", f"/v2/models/{self.model}/{verb}", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise GenerateError(self._message(response.read()))
+        except OSError as error:
+            connection.close()
+            raise GenerateError(f"{self.address}: {error}") from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection, response
+
+    @staticmethod
+    def _message(body: bytes) -> str:
+        try:
+            return json.loads(body)["error"]
+        except (ValueError, KeyError, TypeError):
+            return body.decode("utf-8", "replace")
+
+    def generate(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> list[Completion]:
+        """The n completions of a prompt, whole. Raises GenerateError."""
+        return collect(self.stream(prompt, request_id=request_id, **parameters))
+
+    def generate_once(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> dict[str, Any]:
+        """The server's single JSON answer (`/generate` with stream false). Raises GenerateError."""
+        values = {**prompt_values(prompt, parameters), "stream": False}
+        connection, response = self._post("generate", values, request_id)
+        try:
+            return json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise GenerateError(f"{self.address}: {error}") from None
+        finally:
+            connection.close()
+
+    def stream(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> Iterator[Chunk]:
+        """Chunks as they come; leaving the loop hangs up, which cancels the request. Raises GenerateError."""
+        connection, response = self._post("generate_stream", prompt_values(prompt, parameters), request_id)
+        is_finished = False
+        try:
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                event = json.loads(line[5:])
+                if "error" in event:
+                    raise GenerateError(event["error"])
+                chunk = read_event(event)
+                if chunk.token_ids or chunk.text or chunk.finish_reason:
+                    is_finished = is_finished or chunk.finish_reason is not None
+                    yield chunk
+            if not is_finished:
+                raise GenerateError(f"{self.address}: the server ended the stream early")
+        except (OSError, http.client.HTTPException) as error:
+            raise GenerateError(f"{self.address}: {error}") from None
+        finally:
+            connection.close()

@@ -1,0 +1,148 @@
+"""What clients send and receive: parameters -> tensors or JSON, responses -> chunks, chunks -> a completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton_grpc
+
+DEFAULT_GRPC_URL = "127.0.0.1:8001"
+DEFAULT_HTTP_URL = "127.0.0.1:8000"
+INACTIVITY_SECONDS = 15.0
+"""A server that lives sends something every two seconds; after this long without anything it is taken for dead."""
+
+_TYPES: dict[str, str] = {
+    "text_input": "BYTES", "messages": "BYTES", "input_ids": "INT32",
+    "max_tokens": "INT32", "min_tokens": "INT32", "temperature": "FP32", "top_p": "FP32", "top_k": "INT32", "min_p": "FP32",
+    "repetition_penalty": "FP32", "presence_penalty": "FP32", "frequency_penalty": "FP32", "logit_bias": "BYTES",
+    "seed": "INT64", "stop": "BYTES", "stop_token_ids": "INT32", "bad_words": "BYTES", "include_stop": "BOOL",
+    "ignore_eos": "BOOL", "logprobs": "INT32", "echo": "BOOL", "n": "INT32", "priority": "INT32", "timeout_ms": "INT64",
+    "speculative": "BYTES", "stream": "BOOL", "cancel": "BYTES",
+}  # fmt: skip
+_NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
+PARAMETERS = tuple(_TYPES)
+
+
+class GenerateError(RuntimeError):
+    """The server refused or lost a request; the message is the server's."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One response: what one step added to one completion. An empty one only says that the server lives."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """Who proposed each token: target, or the drafter whose proposal was accepted."""
+    finish_reason: str | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    usage: dict[str, int] | None = None
+    speculation: dict[str, Any] | None = None
+    index: int = 0
+
+
+@dataclass(slots=True)
+class Completion:
+    """A whole completion, from its chunks."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    usage: dict[str, int] | None = None
+    speculation: dict[str, Any] | None = None
+    index: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.sources += chunk.sources
+        if chunk.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + chunk.logprobs
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.usage = chunk.usage or self.usage
+        self.speculation = chunk.speculation or self.speculation
+
+
+def collect(chunks: Iterable[Chunk]) -> list[Completion]:
+    """The completions of one request, by index."""
+    found: dict[int, Completion] = {}
+    for chunk in chunks:
+        found.setdefault(chunk.index, Completion(index=chunk.index)).add(chunk)
+    return [found[i] for i in sorted(found)]
+
+
+def prompt_values(prompt: str | Sequence[int] | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """All inputs by name. Raises TypeError for an unknown parameter."""
+    values = {k: v for k, v in parameters.items() if v is not None}
+    if unknown := set(values) - set(_TYPES):
+        raise TypeError(f"unknown parameters {sorted(unknown)}; known: {', '.join(PARAMETERS)}")
+    if prompt is not None:
+        values["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
+    for name in ("logit_bias", "speculative", "messages"):
+        if name in values and not isinstance(values[name], str):
+            values[name] = json.dumps(values[name])
+    return values
+
+
+def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:
+    """Tensors for the gRPC request."""
+    inputs = []
+    for name, value in values.items():
+        kind = _TYPES[name]
+        items = [value] if isinstance(value, (str, bytes)) or np.isscalar(value) else list(value)
+        if kind == "BYTES":
+            array = np.array([v.encode() if isinstance(v, str) else v for v in items], dtype=object)
+        else:
+            array = np.array(items, dtype=_NUMPY[kind])
+        tensor = triton_grpc.InferInput(name, list(array.shape), kind)
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs
+
+
+def read_result(result: triton_grpc.InferResult) -> tuple[Chunk, bool]:
+    """A gRPC response as a chunk, and whether it is the request's last."""
+    final = result.get_response().parameters.get("triton_final_response")
+    is_last = final is not None and final.bool_param
+    if not result.get_response().outputs:
+        return Chunk(), is_last
+
+    def strings(name: str) -> list[str]:
+        array = result.as_numpy(name)
+        return [] if array is None else [v.decode() for v in array.reshape(-1)]
+
+    def numbers(name: str) -> list[int]:
+        array = result.as_numpy(name)
+        return [] if array is None else array.reshape(-1).tolist()
+
+    texts = ("text_output", "token_sources", "finish_reason", "logprobs", "output_logprobs", "usage", "speculation")
+    return _chunk({n: strings(n) for n in texts} | {n: numbers(n) for n in ("output_ids", "index")}), is_last
+
+
+def read_event(event: dict[str, Any]) -> Chunk:
+    """An event of generate_stream, or the answer of generate, as a chunk. The server writes lists of one as scalars."""
+    return _chunk({k: v if isinstance(v, list) else [v] for k, v in event.items() if k != "model_name"})
+
+
+def _chunk(values: dict[str, list[Any]]) -> Chunk:
+    def parsed(name: str) -> Any:
+        text = (values.get(name) or [""])[0]
+        return json.loads(text) if text else None
+
+    return Chunk(
+        text="".join(values.get("text_output", [])),
+        token_ids=values.get("output_ids", []),
+        sources=values.get("token_sources", []),
+        finish_reason=(values.get("finish_reason") or [""])[0] or None,
+        logprobs=parsed("logprobs") or parsed("output_logprobs"),  # the ensemble's name
+        usage=parsed("usage"),
+        speculation=parsed("speculation"),
+        index=(values.get("index") or [0])[0],
+    )

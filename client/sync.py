@@ -1,0 +1,108 @@
+"""The synchronous client, over gRPC streaming."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
+
+from client.messages import DEFAULT_GRPC_URL, INACTIVITY_SECONDS, Chunk, Completion, GenerateError, collect, make_inputs, prompt_values, read_result
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Client:
+    """Completes prompts on a running server. Thread-safe: each stream has a connection of its own, kept for the next.
+
+    model: `decode` (cancellation reaches it at once) or the ensemble `generate`.
+    """
+
+    def __init__(self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
+        self.url = url
+        self.model = model
+        self.inactivity_timeout = inactivity_timeout
+        self._idle: list[triton_grpc.InferenceServerClient] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _take(self) -> triton_grpc.InferenceServerClient:
+        with self._lock:
+            return self._idle.pop() if self._idle else triton_grpc.InferenceServerClient(self.url)
+
+    def _give(self, connection: triton_grpc.InferenceServerClient) -> None:
+        with self._lock:
+            self._idle.append(connection)
+
+    def is_ready(self, model: str | None = None) -> bool:
+        """Whether the server answers and the model is loaded."""
+        connection = self._take()
+        try:
+            return connection.is_server_ready() and connection.is_model_ready(model or self.model)
+        except InferenceServerException:
+            return False
+        finally:
+            self._give(connection)
+
+    def generate(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> list[Completion]:
+        """The n completions of a prompt (text or token ids), whole. Raises GenerateError."""
+        return collect(self.stream(prompt, request_id=request_id, **parameters))
+
+    def stream(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any) -> Iterator[Chunk]:
+        """Chunks as they come; leaving the loop (or closing the iterator) cancels the request on the server.
+
+        parameters: the decode model's inputs by name. Raises GenerateError with the server's message, or when nothing came
+        for `inactivity_timeout` seconds.
+        """
+        inputs = make_inputs(prompt_values(prompt, parameters))
+        request_id, model = request_id or uuid.uuid4().hex, model or self.model
+        received: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        connection = self._take()
+        is_done = False
+        try:
+            connection.start_stream(lambda result, error: received.put((result, error)))
+            connection.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
+            while not is_done:
+                try:
+                    result, error = received.get(timeout=self.inactivity_timeout)
+                except queue.Empty:
+                    raise GenerateError(f"request {request_id!r}: the server sent nothing for {self.inactivity_timeout:g} s") from None
+                if error is not None:
+                    is_done = True
+                    raise GenerateError(str(error))
+                chunk, is_done = read_result(result)
+                if chunk.token_ids or chunk.text or chunk.finish_reason:
+                    yield chunk
+        except InferenceServerException as error:
+            raise GenerateError(str(error)) from None
+        finally:
+            try:
+                connection.stop_stream(cancel_requests=not is_done)
+                self._give(connection)
+            except InferenceServerException:
+                connection.close()
+            if not is_done and model != "decode":
+                self.cancel(request_id)  # an ensemble keeps cancellation to itself
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request by id. False when none with that id is open."""
+        try:
+            return [c.finish_reason for c in self.stream(model="decode", cancel=request_id)] == ["cancelled"]
+        except GenerateError:
+            return False

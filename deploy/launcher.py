@@ -1,0 +1,195 @@
+"""`foretoken serve`: renders a model repository for a model and starts tritonserver on it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from backend.config import BUNDLED_MODEL, EngineConfig, Section
+from backend.errors import ConfigError, ModelError
+from backend.model_files import read_config
+from deploy.server import LaunchError, Server, check_ports, check_shared_memory, find_server, state_directory
+
+REPOSITORY = Path(__file__).parent.parent / "model_repository" / "standalone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Section):
+    """The launcher's own keys; all others go to the engine."""
+
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    host: str = "0.0.0.0"
+    repository: str | None = None
+    """Where to render the model repository; default: the user's state folder, by HTTP port."""
+    log_verbose: int = 0
+
+
+SERVE_KEYS = {f.name for f in dataclasses.fields(ServeConfig)}
+
+
+def split_keys(values: dict[str, Any]) -> tuple[ServeConfig, EngineConfig]:
+    """The launcher's and the engine's configuration from one mapping. Raises ConfigError naming the key."""
+    own = {k: v for k, v in values.items() if k in SERVE_KEYS}
+    rest = {k: v for k, v in values.items() if k not in SERVE_KEYS}
+    known = {f.name for f in dataclasses.fields(EngineConfig)}
+    if unknown := set(rest) - known:
+        from backend.config import nearest
+
+        key = sorted(unknown)[0]
+        raise ConfigError(f"unknown key {key!r:.80}{nearest(key, known | SERVE_KEYS)}")
+    return ServeConfig.from_dict(own), EngineConfig.from_dict(rest)
+
+
+def check_model(directory: str) -> Path:
+    """The model's folder, absolute. Raises ModelError for what would only fail once the server runs."""
+    folder = Path(directory).expanduser().resolve()
+    read_config(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(f"{folder / 'tokenizer.json'} is missing")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} has no *.safetensors")
+    return folder
+
+
+def render_parameters(values: dict[str, Any]) -> str:
+    """config.pbtxt's `parameters` block. JSON's string escapes are the text format's too."""
+    lines = [
+        f"  {{ key: {json.dumps(key)} value: {{ string_value: {json.dumps(value if isinstance(value, str) else json.dumps(value))} }} }}"
+        for key, value in values.items()
+    ]
+    return "parameters [\n" + ",\n".join(lines) + "\n]\n"
+
+
+def render_repository(target: Path, engine: dict[str, Any], model: Path, device: str) -> None:
+    """Writes a repository like the checked-in one, with this configuration; weights are referenced, not copied."""
+    if target.exists():
+        shutil.rmtree(target)
+    parameters = {"decode": {**engine, "model": str(model)}, "tokenizer": {"model": str(model)}}
+    for source in sorted(REPOSITORY.iterdir()):
+        text = (source / "config.pbtxt").read_text()
+        version = target / source.name / "1"
+        version.mkdir(parents=True)
+        if source.name in parameters:
+            head, _, tail = text.partition("parameters [")
+            block_end = tail.index("\n]\n") + 3 if "\n]\n" in tail.split("input [")[0] else tail.index("\n") + 1
+            text = head + render_parameters(parameters[source.name]) + tail[block_end:]
+            if source.name == "decode" and device.startswith("cuda"):
+                number = device.partition(":")[2] or "0"
+                text = text.replace("kind: KIND_CPU", f"kind: KIND_GPU gpus: [ {number} ]")
+            shutil.copy(source / "1" / "model.py", version)
+        (target / source.name / "config.pbtxt").write_text(text)
+
+
+def server_command(server: Server, config: ServeConfig, repository: Path) -> tuple[list[str], dict[str, str]]:
+    """tritonserver's command line and environment."""
+    command = [
+        str(server.executable),
+        f"--model-repository={repository}",
+        f"--http-address={config.host}",
+        f"--http-port={config.http_port}",
+        f"--grpc-address={config.host}",
+        f"--grpc-port={config.grpc_port}",
+        f"--metrics-address={config.host}",
+        f"--metrics-port={config.metrics_port}",
+        f"--log-verbose={config.log_verbose}",
+        "--exit-timeout-secs=30",
+    ]
+    environment = dict(os.environ)
+    # The stub runs the first python3 on PATH: it must be the one that this project is installed in.
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
+    if server.backend_directory is not None:
+        command.append(f"--backend-directory={server.backend_directory}")
+    if server.library_path:
+        environment["LD_LIBRARY_PATH"] = ":".join([*server.library_path, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
+    return command, environment
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """A configuration file. Raises ConfigError."""
+    try:
+        values = yaml.safe_load(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path} must hold keys and values, got {type(values).__name__}")
+    return {str(k).replace("-", "_"): v for k, v in values.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `serve`; each is also a key of --config FILE."""
+    parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as the flags; flags win")
+    parser.add_argument("--dry-run", action="store_true", help="render the repository, print the command, start nothing")
+    parser.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
+    parser.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
+    parser.add_argument("--max-batch-size", type=int, metavar="N", help="requests that run at once (default 256)")
+    parser.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait beyond those (default 2048)")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens one step computes (default 512)")
+    parser.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or such as 2GiB")
+    parser.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default 0.9)")
+    parser.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page holds (default 16)")
+    parser.add_argument("--dtype", help="auto, float32 or bfloat16")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
+    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--host", help="address to listen on (default 0.0.0.0)")
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        parser.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
+    parser.add_argument("--repository", metavar="DIR", help="where to render the model repository")
+    parser.add_argument("--log-verbose", type=int, metavar="LEVEL")
+
+
+def gather(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys of --config with the flags over them."""
+    values = read_yaml(args.config) if args.config else {}
+    for key, value in vars(args).items():
+        if value is not None and key not in ("config", "dry_run", "command", "run"):
+            values[key] = value
+    if isinstance(values.get("speculative_config"), str):
+        try:
+            values["speculative_config"] = json.loads(values["speculative_config"])
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"speculative_config is not valid JSON: {error}") from None
+    return values
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Checks, renders, and becomes tritonserver. Returns an exit status only with --dry-run or when a check fails."""
+    try:
+        values = gather(args)
+        config, engine = split_keys(values)
+        model = check_model(engine.model)
+        server = find_server()
+        if not args.dry_run:
+            check_ports({k: getattr(config, k) for k in ("http_port", "grpc_port", "metrics_port")})
+            check_shared_memory()
+    except (ConfigError, ModelError, LaunchError) as error:
+        print(f"foretoken serve: {error}", file=sys.stderr)
+        return 2
+    target = Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}"
+    engine_values = {k: v for k, v in values.items() if k not in SERVE_KEYS and k != "model"}
+    if "speculative_config" not in engine_values and str(model) == str(BUNDLED_MODEL):
+        engine_values["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 5}
+    render_repository(target.resolve(), engine_values, model, engine.device)
+    command, environment = server_command(server, config, target.resolve())
+    added = [f"{key}={environment[key]}" for key in ("PATH", "LD_LIBRARY_PATH") if environment.get(key) != os.environ.get(key)]
+    print(f"model {model}\nrepository {target}\n{shlex.join(['env', *added, *command])}", flush=True)
+    if args.dry_run:
+        return 0
+    os.execve(command[0], command, environment)
