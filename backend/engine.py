@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from backend.config import EngineConfig
@@ -121,10 +121,20 @@ class Engine:
         bad_words = tuple(ids for word in params.bad_words for ids in self.tokenizer.encode_bad_word(word))
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         deadline = None if timeout is None else time.monotonic() + timeout
-        template = Request(request_id, token_ids, params, speculation, priority=priority, deadline=deadline, stop_ids=stop_ids)
-        template = replace(template, bad_word_ids=bad_words, group_id=request_id)
         requests = [
-            replace(template, request_id=request_id if params.n == 1 else f"{request_id}/{i}", seed=seed + i, index=i, token_ids=[])
+            Request(
+                request_id=request_id if params.n == 1 else f"{request_id}/{i}",
+                prompt_token_ids=token_ids,
+                params=params,
+                speculation=speculation,
+                seed=seed + i,
+                index=i,
+                group_id=request_id,
+                priority=priority,
+                deadline=deadline,
+                stop_ids=stop_ids,
+                bad_word_ids=bad_words,
+            )
             for i in range(params.n)
         ]
         limit = self.config.max_batch_size + self.config.max_waiting

@@ -45,7 +45,7 @@ class AsyncClient:
         is_done = asyncio.Event()
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": model, "inputs": inputs, "request_id": request_id, "parameters": {"triton_enable_empty_final_response": True}}
+            yield {"model_name": model, "inputs": inputs, "request_id": request_id}
             await is_done.wait()  # the stream stays open until the answer is whole
 
         responses = self._connection.stream_infer(requests())

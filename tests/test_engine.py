@@ -1,0 +1,322 @@
+"""The engine's greedy tokens are transformers' own, whatever the method, the batch, the chunks, the cache and the preemptions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backend import LLM, SamplingParams
+from backend.core import Delta
+from backend.errors import CapacityError, ConfigError, EngineError, RequestError
+from tests.conftest import code_prompts, greedy, run_in_batches
+
+NEW_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def prompts(llm_ngram) -> list[list[int]]:
+    return [llm_ngram.engine.tokenizer.encode(p) for p in code_prompts(100)]
+
+
+@pytest.fixture(scope="module")
+def expected(hf_model, prompts) -> list[list[int]]:
+    outputs = []
+    for ids in prompts:
+        with torch.inference_mode():
+            out = hf_model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1)
+        outputs.append(out[0, len(ids) :].tolist())
+    return outputs
+
+
+@pytest.mark.parametrize("batch", [1, 7, 32])
+@pytest.mark.parametrize("method", ["none", "naive", "ngram"])
+def test_greedy_equals_transformers(llm_ngram, prompts, expected, method, batch):
+    assert run_in_batches(llm_ngram, prompts, greedy(NEW_TOKENS), batch, method) == expected
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 24, "max_batch_size": 16, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 33, "max_batch_size": 32},
+        {"page_size": 64},
+        {"page_size": 1},
+    ],
+    ids=["whole prompts, no cache", "small chunks, no cache", "odd chunks", "page 64", "page 1"],
+)
+def test_chunks_and_cache_do_not_change_the_answer(prompts, expected, options, method):
+    llm = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 4}, **options)
+    assert run_in_batches(llm, prompts, greedy(NEW_TOKENS), 32, method) == expected
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_preemption_does_not_change_the_answer(prompts, expected, method, cached):
+    llm = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 4}, kv_cache_memory=20 * 1024 * 16 * 60, enable_prefix_caching=cached)
+    assert llm.engine.runner.num_pages == 60
+    assert run_in_batches(llm, prompts, greedy(NEW_TOKENS), 32, method) == expected
+    assert llm.engine.metrics.preemptions > 0
+
+
+def test_prefix_cache_is_used_and_exact(llm_ngram, prompts, expected):
+    long = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for _ in range(2):
+        result = llm_ngram.generate({"prompt_token_ids": prompts[long]}, greedy(NEW_TOKENS), use_tqdm=False)[0]
+        assert result.outputs[0].token_ids == expected[long]
+    assert result.num_cached_tokens == len(prompts[long]) - 1
+    # A prompt that leaves the first one in the middle of a page shares that page too, by copy.
+    other = [*prompts[long][: len(prompts[long]) - 7], 500, 501, 502]
+    cached = llm_ngram.generate({"prompt_token_ids": other}, greedy(NEW_TOKENS), use_tqdm=False)[0]
+    assert cached.num_cached_tokens >= len(other) - 3 - llm_ngram.engine.config.page_size // 4
+    fresh = LLM(enable_prefix_caching=False).generate({"prompt_token_ids": other}, greedy(NEW_TOKENS), use_tqdm=False)[0]
+    assert cached.outputs[0].token_ids == fresh.outputs[0].token_ids
+
+
+def test_ngram_accepts_drafts_and_counts_them(llm_ngram):
+    code = "".join(f"    def get_{n}(self):\n        return self._{n}\n\n" for n in ("width", "height", "depth", "colour"))
+    result = llm_ngram.generate(f"class Box:\n{code}    def get_weight(self):", greedy(40), use_tqdm=False)[0].outputs[0]
+    stats = result.stats
+    assert stats.accepted > 0 and stats.emitted == 40 == len(result.token_ids)
+    assert stats.emitted == stats.steps + stats.accepted
+    assert sum(stats.accepted_per_position) == stats.accepted == result.sources.count("ngram")
+    assert stats.as_dict()["mean_accepted_length"] == 1 + stats.accepted / stats.drafts
+
+
+def test_bfloat16_runs_and_stays_near_float32(prompts):
+    exact, rounded = LLM(dtype="float32"), LLM(dtype="bfloat16")
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+    for ids in prompts[:8]:
+        a, b = (m.generate({"prompt_token_ids": ids}, wanted, use_tqdm=False)[0].outputs[0].logprobs[0] for m in (exact, rounded))
+        assert dict(a.top)[a.token_id] == pytest.approx(dict(b.top).get(a.token_id, -99), abs=0.15)
+
+
+def test_requests_of_one_batch_choose_their_own_speculation(llm_ngram, prompts, expected):
+    deltas: dict[str, list[int]] = {}
+    choices = [None, {"method": "none"}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}, {"num_speculative_tokens": 12}]
+    for i, choice in enumerate(choices * 3):
+        deltas[str(i)] = []
+        llm_ngram.engine.submit(
+            prompts[i], greedy(NEW_TOKENS), lambda d: deltas[d.request_id].extend(d.token_ids), request_id=str(i), speculative=choice
+        )
+    while llm_ngram.engine.step():
+        pass
+    assert [deltas[str(i)] for i in range(len(deltas))] == expected[: len(deltas)]
+
+
+def test_n_completions_are_those_of_seeds_in_a_row(llm_ngram):
+    together = llm_ngram.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5, n=3), use_tqdm=False)[0]
+    alone = [llm_ngram.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5 + i), use_tqdm=False)[0].outputs[0].token_ids for i in range(3)]
+    assert [c.token_ids for c in together.outputs] == alone
+    assert len({tuple(ids) for ids in alone}) > 1
+    assert all(c.stats.emitted == len(c.token_ids) for c in together.outputs)
+
+
+class TestEnds:
+    """What ends a completion, with and without drafts across the end."""
+
+    PROMPT = "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(description='Run')\n    parser.add_argument('-v', '--verbose'"
+
+    def outputs(self, llm, params, prompt=PROMPT):
+        plain = llm.generate(prompt, params, speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]
+        drafted = llm.generate(prompt, params, speculative={"num_speculative_tokens": 8}, use_tqdm=False)[0].outputs[0]
+        assert (plain.token_ids, plain.text, plain.finish_reason) == (drafted.token_ids, drafted.text, drafted.finish_reason)
+        return plain
+
+    @pytest.fixture(scope="class")
+    def free(self, llm_ngram):
+        return llm_ngram.generate(self.PROMPT, greedy(60), use_tqdm=False)[0].outputs[0]
+
+    def test_max_tokens_cuts_a_span(self, llm_ngram, free):
+        for limit in (1, 2, 17, 33):
+            out = self.outputs(llm_ngram, greedy(limit))
+            assert out.token_ids == free.token_ids[:limit] and out.finish_reason == "length"
+
+    def test_stop_string_across_tokens(self, llm_ngram, free):
+        for stop in ("action=", "parser.add", "\n    parser", "help"):
+            at = free.text.find(stop)
+            if at < 0:
+                continue
+            out = self.outputs(llm_ngram, greedy(60, stop=(stop,)))
+            assert out.text == free.text[:at] and out.finish_reason == "stop"
+            kept = self.outputs(llm_ngram, greedy(60, stop=(stop, "never seen"), include_stop=True))
+            assert kept.text == free.text[:at] + stop
+
+    def test_stop_token_id(self, llm_ngram, free):
+        token_id = free.token_ids[20]
+        first = free.token_ids.index(token_id)
+        out = self.outputs(llm_ngram, greedy(60, stop_token_ids=(token_id,)))
+        assert out.token_ids == free.token_ids[: first + 1] and out.finish_reason == "stop"
+
+    def test_min_tokens_holds_stops_off(self, llm_ngram, free):
+        token_id = free.token_ids[3]
+        out = self.outputs(llm_ngram, greedy(60, stop_token_ids=(token_id,), min_tokens=25))
+        assert len(out.token_ids) >= 25 and token_id not in out.token_ids[:24]
+        out = self.outputs(llm_ngram, greedy(60, stop=("e",), min_tokens=25))
+        assert len(out.token_ids) >= 25
+
+    def test_end_of_text_ends_unless_ignored(self, llm_ngram):
+        end = next(iter(llm_ngram.engine.runner.model.eos_token_ids))
+        params = {"max_tokens": 30, "temperature": 0.0, "logit_bias": {end: 100.0}}
+        out = self.outputs(llm_ngram, SamplingParams(**params))
+        assert out.token_ids == [end] and out.text == "" and out.finish_reason == "stop"
+        out = self.outputs(llm_ngram, SamplingParams(**params, ignore_eos=True))
+        assert out.token_ids == [end] * 30 and out.finish_reason == "length"
+        out = self.outputs(llm_ngram, SamplingParams(**params, min_tokens=5))
+        assert len(out.token_ids) == 6 and out.token_ids.index(end) == 5
+
+    def test_the_context_ends(self, hf_model):
+        llm = LLM(max_model_len=64, speculative_config={"method": "ngram", "num_speculative_tokens": 8})
+        ids = llm.engine.tokenizer.encode("x = 1\n" * 12)[:50]
+        out = self.outputs(llm, greedy(500), {"prompt_token_ids": ids})
+        assert len(out.token_ids) == 14 and out.finish_reason == "length"
+
+    def test_echo(self, llm_ngram):
+        out = llm_ngram.generate("x = 1", greedy(4, echo=True), use_tqdm=False)[0].outputs[0]
+        plain = llm_ngram.generate("x = 1", greedy(4), use_tqdm=False)[0].outputs[0]
+        assert out.text == "x = 1" + plain.text
+
+
+def test_logprobs_are_the_models_and_the_same_with_drafts(llm_ngram, hf_model, prompts):
+    ids = prompts[0]
+    params = greedy(24, logprobs=3)
+    plain = llm_ngram.generate({"prompt_token_ids": ids}, params, speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]
+    drafted = llm_ngram.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].outputs[0]
+    with torch.inference_mode():
+        scores = hf_model(torch.tensor([ids + plain.token_ids])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    for out in (plain, drafted):
+        assert [p.token_id for p in out.logprobs] == out.token_ids == plain.token_ids
+        for row, entry in zip(scores, out.logprobs, strict=True):
+            assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)
+            values, _ = row.topk(3)
+            assert [v for _, v in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+class TestRefusals:
+    """Bad requests are refused before they enter, by name, value and limit; others go on."""
+
+    @pytest.mark.parametrize(
+        ("prompt", "params", "message"),
+        [
+            ("", {}, "empty"),
+            ([], {}, "empty"),
+            ([5, 4096], {}, r"input_ids\[1\] is 4096; the vocabulary has ids 0 to 4095"),
+            ([-1], {}, r"input_ids\[0\] is -1"),
+            ([5] * 2048, {}, "2048 tokens; the context holds 2048"),
+            ("x" * 200_000, {}, "200000 characters"),
+            ("x", {"logit_bias": {5000: 1.0}}, "logit_bias names token 5000"),
+            ("x", {"stop_token_ids": (9999,)}, "stop_token_ids names token 9999"),
+        ],
+    )
+    def test_request(self, llm_ngram, prompt, params, message):
+        with pytest.raises(RequestError, match=message):
+            llm_ngram.engine.submit(prompt, SamplingParams(**params), lambda d: None, request_id="bad")
+        assert llm_ngram.engine.scheduler.num_open == 0
+
+    def test_speculative(self, llm_ngram):
+        for choice, message in (
+            ({"methods": "ngram"}, 'did you mean "method"'),
+            ({"method": "mtp"}, "not one of"),
+            ({"num_speculative_tokens": 99}, "from 0 .off. to 16"),
+            ({"num_speculative_tokens": True}, "from 0"),
+            ({"verify_strategy": "lucky"}, "verify_strategy"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                llm_ngram.engine.submit("x", SamplingParams(), lambda d: None, request_id="bad", speculative=choice)
+        with pytest.raises(ConfigError, match="not loaded; loaded: naive, none"):
+            LLM().engine.submit("x", SamplingParams(), lambda d: None, request_id="bad", speculative={"method": "ngram"})
+
+    def test_too_many(self):
+        llm = LLM(max_batch_size=2, max_waiting=3)
+        seen: list[Delta] = []
+        for i in range(5):
+            llm.engine.submit("x = 1", greedy(3), seen.append, request_id=str(i))
+        with pytest.raises(CapacityError, match="5 requests are open; the limit is 5"):
+            llm.engine.submit("x = 1", greedy(3), seen.append, request_id="6")
+        while llm.engine.step():
+            pass
+        assert sorted(d.request_id for d in seen if d.is_final) == list("01234")
+
+    def test_id_in_use(self, llm_ngram):
+        llm_ngram.engine.submit("x = 1", greedy(3), lambda d: None, request_id="twice")
+        with pytest.raises(RequestError, match="'twice' is in use"):
+            llm_ngram.engine.submit("x = 1", greedy(3), lambda d: None, request_id="twice")
+        while llm_ngram.engine.step():
+            pass
+
+    def test_larger_than_memory(self):
+        llm = LLM(kv_cache_memory=20 * 1024 * 16 * 4)
+        with pytest.raises(RequestError, match="need 7 KV pages of 16 tokens; the server has 4"):
+            llm.engine.submit([5] * 60, greedy(40), lambda d: None, request_id="big")
+
+
+class TestLoop:
+    """The engine's own thread: cancel, deadlines, failure, shutdown."""
+
+    def start(self, **options):
+        llm = LLM(**options)
+        llm.engine.start()
+        return llm.engine
+
+    @staticmethod
+    def collect(engine, name, prompt="def f(x):", **options):
+        import queue
+
+        received: queue.Queue[Delta] = queue.Queue()
+        engine.submit(prompt, greedy(options.pop("max_tokens", 2000)), received.put, request_id=name, **options)
+        return received
+
+    @staticmethod
+    def last(received) -> Delta:
+        while not (delta := received.get(timeout=30)).is_final:
+            pass
+        return delta
+
+    def test_cancel_frees_the_pages(self):
+        engine = self.start()
+        received = self.collect(engine, "a")
+        received.get(timeout=30)
+        assert engine.cancel("a")
+        assert self.last(received).finish_reason == "cancelled"
+        assert engine.scheduler.pool.num_held == 0
+        assert not engine.cancel("a") and not engine.cancel("never")
+        engine.shutdown()
+
+    def test_deadline(self):
+        engine = self.start()
+        received = self.collect(engine, "a", timeout=0.15)
+        delta = self.last(received)
+        assert delta.finish_reason == "timeout" and 0 < delta.num_output_tokens < 2000
+        engine.shutdown()
+
+    def test_shutdown_tells_open_requests(self):
+        engine = self.start()
+        received = self.collect(engine, "a")
+        received.get(timeout=30)
+        engine.shutdown()
+        assert isinstance(self.last(received).error, EngineError)
+        with pytest.raises(EngineError, match="down"):
+            engine.submit("x", greedy(1), lambda d: None, request_id="b")
+
+    def test_failure_tells_open_requests(self, monkeypatch):
+        engine = self.start()
+        received = self.collect(engine, "a")
+        received.get(timeout=30)
+
+        def broken(*_):
+            raise MemoryError("no memory for logits")
+
+        monkeypatch.setattr(engine.runner.model, "logits", broken)
+        delta = self.last(received)
+        assert isinstance(delta.error, EngineError) and "no memory for logits" in str(delta.error)
+        assert not engine.is_healthy
+
+    def test_priority_goes_first(self):
+        llm = LLM(max_batch_size=1, max_num_batched_tokens=64)
+        order: list[str] = []
+        for name, priority in (("low", 5), ("high", -1), ("middle", 0)):
+            llm.engine.submit("x", greedy(2), lambda d: order.append(d.request_id) if d.is_final else None, request_id=name, priority=priority)
+        while llm.engine.step():
+            pass
+        assert order == ["high", "middle", "low"]
