@@ -13,7 +13,7 @@ import tritonclient.grpc as triton_grpc
 DEFAULT_GRPC_URL = "127.0.0.1:8001"
 DEFAULT_HTTP_URL = "127.0.0.1:8000"
 INACTIVITY_SECONDS = 15.0
-"""A server that lives sends something every two seconds; after this long without anything it is taken for dead."""
+"""A server that lives sends something every four seconds; after this long without anything it is taken for dead."""
 
 _TYPES: dict[str, str] = {
     "text_input": "BYTES", "messages": "BYTES", "input_ids": "INT32",

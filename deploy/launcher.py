@@ -18,7 +18,7 @@ import yaml
 from backend.config import BUNDLED_MODEL, EngineConfig, Section
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
-from deploy.server import LaunchError, Server, check_ports, check_shared_memory, find_server, state_directory
+from deploy.server import LaunchError, Server, check_gpu, check_ports, check_shared_memory, find_server, state_directory
 
 REPOSITORY = Path(__file__).parent.parent / "model_repository" / "standalone"
 
@@ -33,6 +33,8 @@ class ServeConfig(Section):
     host: str = "0.0.0.0"
     repository: str | None = None
     """Where to render the model repository; default: the user's state folder, by HTTP port."""
+    drain_seconds: int = 30
+    """How long running requests may go on after SIGTERM."""
     log_verbose: int = 0
 
 
@@ -104,7 +106,7 @@ def server_command(server: Server, config: ServeConfig, repository: Path) -> tup
         f"--metrics-address={config.host}",
         f"--metrics-port={config.metrics_port}",
         f"--log-verbose={config.log_verbose}",
-        "--exit-timeout-secs=30",
+        f"--exit-timeout-secs={config.drain_seconds}",
     ]
     environment = dict(os.environ)
     # The stub runs the first python3 on PATH: it must be the one that this project is installed in.
@@ -152,6 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
     parser.add_argument("--repository", metavar="DIR", help="where to render the model repository")
+    parser.add_argument("--drain-seconds", type=int, metavar="S", help="how long running requests may go on after SIGTERM (default 30)")
     parser.add_argument("--log-verbose", type=int, metavar="LEVEL")
 
 
@@ -175,6 +178,7 @@ def serve(args: argparse.Namespace) -> int:
         values = gather(args)
         config, engine = split_keys(values)
         model = check_model(engine.model)
+        check_gpu(engine.device)
         server = find_server()
         if not args.dry_run:
             check_ports({k: getattr(config, k) for k in ("http_port", "grpc_port", "metrics_port")})

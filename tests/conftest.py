@@ -14,6 +14,9 @@ from training.heldout import read_heldout
 
 ROOT = Path(__file__).parent.parent
 
+# One thread each for this process and the servers that tests start: two that share a core stall each other at every operation.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(scope="session")
 def root() -> Path:

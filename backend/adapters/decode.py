@@ -1,7 +1,10 @@
 """The decoupled `decode` model: requests from Triton go to the engine, its deltas go back as responses.
 
 Three threads beside the server's own: the engine's, a sender (each send is a blocking round trip to the server) and a watcher
-(cancellation of requests that send nothing, keep-alive, metrics).
+(which asks for keep-alives and cancellation checks of requests that send nothing, and publishes metrics).
+
+Only the sender thread touches a request's response sender: the server crashed (segmentation fault in
+TRITONBACKEND_ResponseFactoryIsCancelled, release 24.10) when `is_cancelled` ran beside the final `send`.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ from backend.errors import CapacityError, EngineError
 logger = logging.getLogger(__name__)
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-KEEP_ALIVE_SECONDS = 2.0
+KEEP_ALIVE_SECONDS = 4.0
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
 WATCH_SECONDS = 0.1
+MAX_CHECKS_PER_WATCH = 64
+"""Quiet requests whose cancellation is looked at each time, in turn; each look is a round trip."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,21 +124,41 @@ class TritonPythonModel:
     # -- sender thread ----------------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        while (item := self._outbox.get()) is not None:
-            exchange, delta = item
-            try:
-                self._send(exchange, delta)
-            except Exception:
-                logger.exception("request %r: the response could not be sent", exchange.client_id)
-                self._engine.cancel(exchange.key)
+        """Sends what the engine made, one response per request and step; steps that piled up meanwhile go together."""
+        is_open = True
+        while is_open:
+            items = [self._outbox.get()]
+            while not self._outbox.empty():
+                items.append(self._outbox.get())
+            merged: dict[tuple[str, int], tuple[_Exchange, Answer]] = {}
+            for item in items:
+                if item is None:
+                    is_open = False
+                elif item[1] is None or item[1].error is not None:
+                    merged[f"{item[0].key}!", len(merged)] = (item[0], Answer([item[1]] if item[1] else []))
+                else:
+                    merged.setdefault((item[0].key, item[1].index), (item[0], Answer()))[1].add(item[1])
+            for exchange, answer in merged.values():
+                try:
+                    self._send(exchange, answer)
+                except Exception:
+                    logger.exception("request %r: the response could not be sent", exchange.client_id)
+                    self._engine.cancel(exchange.key)
 
-    def _send(self, exchange: _Exchange, delta: Delta | None) -> None:
+    def _send(self, exchange: _Exchange, answer: Answer) -> None:
+        """Sends one completion's news; with none: looks whether the client is still there, and tells it that the server is."""
         if exchange.num_open == 0:
-            return  # a sibling's error, or a keep-alive that came late
-        if delta is None:
-            keep_alive = Answer([Delta(exchange.key, call_index) for call_index in range(1)])
-            exchange.sender.send(pb_utils.InferenceResponse(keep_alive.tensors()))
+            return  # its end was sent: the response sender is not to be touched any more
+        now = time.monotonic()
+        if not answer.deltas:
+            self._check_cancelled(exchange)
+            if now - exchange.last_sent <= KEEP_ALIVE_SECONDS:
+                return
+            exchange.last_sent = now
+            if exchange.call.is_streamed:
+                exchange.sender.send(pb_utils.InferenceResponse(Answer([Delta(exchange.key)]).tensors()))
             return
+        (delta,) = answer.deltas
         if delta.error is not None:
             self._close(exchange)
             exchange.num_open = 0
@@ -144,17 +169,20 @@ class TritonPythonModel:
         is_last = exchange.num_open == 0
         if is_last:
             self._close(exchange)
-        elif not exchange.is_cancelled and exchange.sender.is_cancelled():
+        else:
+            self._check_cancelled(exchange)
+        if not exchange.call.is_streamed:
+            exchange.answer.add(delta)
+            if not is_last:
+                return
+            answer = exchange.answer
+        exchange.last_sent = now
+        exchange.sender.send(pb_utils.InferenceResponse(answer.tensors()), flags=FINAL if is_last else 0)
+
+    def _check_cancelled(self, exchange: _Exchange) -> None:
+        if not exchange.is_cancelled and exchange.sender.is_cancelled():
             exchange.is_cancelled = True
             self._engine.cancel(exchange.key)
-        flags = FINAL if is_last else 0
-        if exchange.call.is_streamed:
-            exchange.last_sent = time.monotonic()
-            exchange.sender.send(pb_utils.InferenceResponse(Answer([delta]).tensors()), flags=flags)
-            return
-        exchange.answer.add(delta)
-        if is_last:
-            exchange.sender.send(pb_utils.InferenceResponse(exchange.answer.tensors()), flags=flags)
 
     def _close(self, exchange: _Exchange) -> None:
         with self._lock:
@@ -178,20 +206,14 @@ class TritonPythonModel:
     # -- watcher thread ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        turn = 0
         while not self._is_stopping.wait(WATCH_SECONDS):
             now = time.monotonic()
             with self._lock:
                 quiet = [e for e in self._exchanges.values() if now - e.last_sent > WATCH_SECONDS and not e.is_cancelled]
-            for exchange in quiet:
-                try:
-                    if exchange.sender.is_cancelled():
-                        exchange.is_cancelled = True
-                        self._engine.cancel(exchange.key)
-                    elif exchange.call.is_streamed and now - exchange.last_sent > KEEP_ALIVE_SECONDS:
-                        exchange.last_sent = now
-                        self._outbox.put((exchange, None))
-                except Exception:
-                    logger.exception("request %r: its state could not be read", exchange.client_id)
+            for exchange in [e for e in quiet if now - e.last_sent > KEEP_ALIVE_SECONDS] or quiet[turn : turn + MAX_CHECKS_PER_WATCH]:
+                self._outbox.put((exchange, None))
+            turn = turn + MAX_CHECKS_PER_WATCH if turn + MAX_CHECKS_PER_WATCH < len(quiet) else 0
             self._publisher.publish()
 
     def finalize(self) -> None:

@@ -1,0 +1,839 @@
+"""Configuration, sampling parameters and the launcher: what is wrong is refused before anything runs, and the message says what and why."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import importlib.util
+import json
+import logging
+import math
+import shlex
+import socket
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import tritonclient.grpc.model_config_pb2 as model_config
+from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, SpeculativeConfig, normalize_method, parse_bytes
+from backend.core import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Request,
+    SamplingParams,
+    Scheduled,
+    Speculation,
+)
+from backend.errors import ConfigError, ModelError
+from backend.sampling import Sampler
+from deploy import launcher, server
+from deploy.cli import main
+from deploy.server import LaunchError
+
+NAN, INF = math.nan, math.inf
+HUGE = 10**400  # an integer that no float can hold
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def field_names(kind: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+
+
+# -- sections -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_batchsize": 4}, "unknown key 'max_batchsize'; did you mean \"max_batch_size\"?"),
+        ({"tensor_parallel": 2}, "unknown key 'tensor_parallel'"),
+        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: device, dtype, "),
+        ({5: 1}, "unknown key 5"),
+        ({"speculative_config": {"num_speculative_token": 3}}, 'did you mean "num_speculative_tokens"?'),
+        ({"parallel_config": {"tensor_parallel_sise": 1}}, 'did you mean "tensor_parallel_size"?'),
+    ],
+)
+def test_unknown_keys_name_the_nearest(values: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_dict(values)
+    assert message in str(caught.value)
+    if isinstance(next(iter(values.values())), dict):
+        assert next(iter(values)) in str(caught.value), "the section is named too"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("enable_prefix_caching", "False"),
+        ("enable_prefix_caching", 0),
+        ("enable_prefix_caching", None),
+        ("max_batch_size", "8"),
+        ("max_batch_size", 8.0),
+        ("max_batch_size", True),
+        ("max_batch_size", None),
+        ("max_model_len", "2048"),
+        ("num_threads", 1.5),
+        ("num_threads", False),
+        ("model", 5),
+        ("model", None),
+        ("dtype", None),
+        ("device", 0),
+        ("gpu_memory_utilization", "0.9"),
+        ("gpu_memory_utilization", True),
+        ("kv_cache_memory", 1.5),
+        ("kv_cache_memory", True),
+        ("kv_cache_memory", [1]),
+        ("speculative_config", "ngram"),
+        ("speculative_config", None),
+        ("speculative_config", []),
+        ("parallel_config", 2),
+    ],
+)
+def test_wrong_types_are_refused(key: str, value: object) -> None:
+    """A string "False" is true to Python: a wrong type must be an error, and never a guess."""
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_dict({key: value})
+    message = str(caught.value)
+    assert message.startswith(f"{key} must be "), message
+    assert repr(value)[:80] in message
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [
+        ("dtype", ["float16", "FLOAT32", ""], ["auto", "float32", "bfloat16"]),
+        ("device", ["gpu", "cuda:", "cuda:x", "cpu:0", ""], ["auto", "cpu", "cuda", "cuda:0", "cuda:11"]),
+        ("max_batch_size", [0, -1, 257], [1, 256]),
+        ("max_waiting", [-1], [0, 10**6]),
+        ("max_model_len", [-1, 0, 1], [2, None]),
+        ("max_num_batched_tokens", [0, 255], [256, 10**6]),
+        ("page_size", [0, -16, 3, 24, 2048], [1, 16, 1024]),
+        ("gpu_memory_utilization", [0.0, -0.5, 1.01, 2, NAN, INF], [0.01, 1, 1.0]),
+        ("num_threads", [0, -1], [1, None]),
+        ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
+        ("parallel_config", [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 2}], [{}, {"tensor_parallel_size": 1}]),
+    ],
+)
+def test_ranges(key: str, bad: list[Any], good: list[Any]) -> None:
+    for value in bad:
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_dict({key: value})
+        named = next(iter(value)) if isinstance(value, dict) else key
+        assert named in str(caught.value), f"{key}={value!r}: {caught.value}"
+    for value in good:
+        EngineConfig.from_dict({key: value})
+
+
+def test_the_token_budget_covers_the_batch() -> None:
+    EngineConfig.from_dict({"max_batch_size": 4, "max_num_batched_tokens": 4})
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens must be >= max_batch_size \(5\), got 4"):
+        EngineConfig.from_dict({"max_batch_size": 5, "max_num_batched_tokens": 4})
+
+
+@pytest.mark.parametrize("values", [None, [], "x", 3, [("model", "x")]])
+def test_a_section_is_built_from_a_mapping(values: object) -> None:
+    with pytest.raises(ConfigError, match="EngineConfig must be an object of keys and values"):
+        EngineConfig.from_dict(values)
+
+
+@given(
+    values=st.dictionaries(st.sampled_from(field_names(EngineConfig)) | st.text(max_size=6), JSON_VALUES, max_size=3)
+    | st.fixed_dictionaries({"speculative_config": st.dictionaries(st.sampled_from([*field_names(SpeculativeConfig), "x"]), JSON_VALUES, max_size=3)})
+)
+@settings(max_examples=200, deadline=None)
+def test_any_json_is_a_configuration_or_a_configuration_error(values: dict[str, Any]) -> None:
+    try:
+        config = EngineConfig.from_dict(values)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert EngineConfig.from_dict(json.loads(config.as_json())) == config
+
+
+def test_sections_are_frozen_and_convert_what_is_harmless() -> None:
+    config = EngineConfig.from_dict({"gpu_memory_utilization": 1, "speculative_config": SpeculativeConfig(method="ngram")})
+    assert config.gpu_memory_utilization == 1.0 and isinstance(config.gpu_memory_utilization, float)
+    assert config.speculative_config == SpeculativeConfig(method="ngram")
+    assert config.parallel_config == ParallelConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_batch_size = 3  # type: ignore[misc]
+
+
+def test_the_resolved_configuration_is_one_line_of_json() -> None:
+    config = EngineConfig.from_dict({"kv_cache_memory": "2GiB", "speculative_config": {"method": "NGRAM", "num_speculative_tokens": 3}})
+    line = config.as_json()
+    assert "\n" not in line
+    assert json.loads(line)["kv_cache_memory"] == 2 * 2**30
+    assert EngineConfig.from_dict(json.loads(line)) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, 1),
+        (4096, 4096),
+        ("4096", 4096),
+        ("512MiB", 512 * 2**20),
+        ("2GiB", 2 * 2**30),
+        ("2 GiB", 2 * 2**30),
+        (" 2gib ", 2 * 2**30),
+        ("2GB", 2 * 10**9),
+        ("2 gb", 2 * 10**9),
+        ("3MB", 3 * 10**6),
+        ("1kb", 1000),
+        ("1KiB", 1024),
+        ("1k", 1024),
+        ("2m", 2 * 2**20),
+        ("2G", 2 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("100b", 100),
+    ],
+)
+def test_parse_bytes(value: int | str, expected: int) -> None:
+    assert parse_bytes("kv_cache_memory", value) == expected
+
+
+# -- speculation ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_name", "expected"),
+    [
+        (None, "none"),
+        ("none", "none"),
+        ("None", "none"),
+        ("Naive", "naive"),
+        ("NGRAM", "ngram"),
+        ("ngram_match", "ngram"),
+        ("Inference_With_Reference", "ngram"),
+    ],
+)
+def test_methods_have_one_name_and_many_spellings(given_name: str | None, expected: str) -> None:
+    assert normalize_method(given_name) == expected
+    assert SpeculativeConfig.from_dict({"method": given_name}).method == expected
+
+
+def test_unknown_methods_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, ngram.*did you mean \"ngram\"\?"):
+        SpeculativeConfig.from_dict({"method": "n-gram"})
+    with pytest.raises(ConfigError, match="method must be"):
+        SpeculativeConfig.from_dict({"method": 5})
+
+
+def test_keys_of_other_engines_are_taken() -> None:
+    config = SpeculativeConfig.from_dict({"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2})
+    assert (config.max_ngram_size, config.min_ngram_size) == (4, 2)
+    with pytest.raises(ConfigError, match="max_ngram_size is given twice"):
+        SpeculativeConfig.from_dict({"method": "ngram", "prompt_lookup_max": 4, "max_ngram_size": 4})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 16, got 0"),
+        ({"num_speculative_tokens": 17}, "num_speculative_tokens must be from 1 to 16, got 17"),
+        ({"num_speculative_tokens": "5"}, "num_speculative_tokens must be int, got '5'"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens must be int, got True"),
+        ({"min_ngram_size": 0}, "min_ngram_size must be >= 1, got 0"),
+        ({"min_ngram_size": 3, "max_ngram_size": 2}, r"max_ngram_size must be >= min_ngram_size \(3\), got 2"),
+        ({"verify_strategy": "typical"}, "verify_strategy must be one of target_match, greedy, got 'typical'"),
+        ({"verify_strategy": None}, "verify_strategy must be str"),
+    ],
+)
+def test_speculative_ranges(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.from_dict({"method": "ngram", **values})
+
+
+def test_verify_strategy_in_any_case() -> None:
+    assert SpeculativeConfig.from_dict({"verify_strategy": "Target_Match"}).verify_strategy == "target_match"
+
+
+def test_naive_drafts_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = SpeculativeConfig.from_dict({"method": "naive", "num_speculative_tokens": 5})
+    assert config.num_speculative_tokens == 0
+    assert "naive" in caplog.text and "num_speculative_tokens 5 is set to 0" in caplog.text
+
+
+def test_nothing_is_said_when_nothing_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert SpeculativeConfig.from_dict({"method": "naive"}).num_speculative_tokens == 0
+        assert SpeculativeConfig.from_dict({"method": "none"}).num_speculative_tokens == 0
+        assert SpeculativeConfig.from_dict({"method": "naive", "num_speculative_tokens": 0}).num_speculative_tokens == 0
+    assert not caplog.records
+
+
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("config", "choice", "expected"),
+    [
+        (NGRAM, None, Speculation("ngram", 5, "target_match")),
+        (NGRAM, {}, Speculation("ngram", 5, "target_match")),
+        (NGRAM, {"num_speculative_tokens": 0}, Speculation("ngram", 0, "target_match")),
+        (NGRAM, {"num_speculative_tokens": 16}, Speculation("ngram", 16, "target_match")),
+        (NGRAM, {"method": None}, Speculation("none", 0, "target_match")),
+        (NGRAM, {"method": "None", "num_speculative_tokens": 3}, Speculation("none", 0, "target_match")),
+        (NGRAM, {"method": "naive"}, Speculation("naive", 0, "target_match")),
+        (NGRAM, {"method": "ngram_match"}, Speculation("ngram", 5, "target_match")),
+        (NGRAM, {"verify_strategy": "GREEDY"}, Speculation("ngram", 5, "greedy")),
+        (SpeculativeConfig(method="ngram", verify_strategy="greedy"), None, Speculation("ngram", 1, "greedy")),
+        (SpeculativeConfig(), None, Speculation("none", 0, "target_match")),
+        (SpeculativeConfig(), {"num_speculative_tokens": 4}, Speculation("none", 0, "target_match")),
+        (SpeculativeConfig(), {"method": "naive"}, Speculation("naive", 0, "target_match")),
+    ],
+)
+def test_a_request_may_choose(config: SpeculativeConfig, choice: object, expected: Speculation) -> None:
+    assert config.resolve(choice) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "choice", "message"),
+    [
+        (NGRAM, "ngram", "speculative must be an object, got 'ngram'"),
+        (NGRAM, [], "speculative must be an object"),
+        (NGRAM, {"num_speculative_token": 3}, "unknown key 'num_speculative_token'; did you mean \"num_speculative_tokens\""),
+        (NGRAM, {"max_ngram_size": 3}, "unknown key 'max_ngram_size'"),
+        (NGRAM, {3: 3}, "unknown key 3"),
+        (NGRAM, {"num_speculative_tokens": 17}, r"speculative.num_speculative_tokens must be from 0 \(off\) to 16, got 17"),
+        (NGRAM, {"num_speculative_tokens": -1}, "got -1"),
+        (NGRAM, {"num_speculative_tokens": True}, "got True"),
+        (NGRAM, {"num_speculative_tokens": "3"}, "got '3'"),
+        (NGRAM, {"num_speculative_tokens": None}, "got None"),
+        (NGRAM, {"verify_strategy": "typical"}, "speculative.verify_strategy must be one of"),
+        (NGRAM, {"verify_strategy": None}, "speculative.verify_strategy must be one of"),
+        (NGRAM, {"method": "mtpp"}, "method 'mtpp' is not one of"),
+        (SpeculativeConfig(), {"method": "ngram"}, "method ngram is not loaded; loaded: naive, none"),
+    ],
+)
+def test_a_request_may_choose_wrongly(config: SpeculativeConfig, choice: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.resolve(choice)
+
+
+# -- sampling parameters --------------------------------------------------------------------------------------------------------
+
+BAD_SAMPLING: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, 1.0, "5", None, True, NAN],
+    "min_tokens": [-1, 129, 1.5, "0", None, False],
+    "temperature": [-0.1, NAN, INF, -INF, "1", None, True, HUGE],
+    "top_p": [0, 0.0, -0.1, 1.01, NAN, INF, "1", None, True, HUGE],
+    "top_k": [-2, 1.0, "5", None, True, NAN],
+    "min_p": [-0.01, 1.01, NAN, INF, "0", None, False, HUGE],
+    "repetition_penalty": [0, -1.0, 10.1, NAN, INF, "1", None, True, HUGE],
+    "presence_penalty": [-2.1, 2.1, NAN, -INF, "0", None, False, HUGE],
+    "frequency_penalty": [-2.1, 2.1, NAN, INF, "0", None, False, HUGE],
+    "logit_bias": [
+        None,
+        [(1, 2.0)],
+        "1",
+        {"1": 2.0},
+        {1: "2"},
+        {1: NAN},
+        {1: INF},
+        {1: 100.5},
+        {1: -101},
+        {1: True},
+        {True: 1.0},
+        {1.0: 1.0},
+        {1: HUGE},
+    ],
+    "seed": [2**64, -(2**63) - 1, 1.0, "1", True, NAN],
+    "stop": [None, 5, True, [""], "", ["a", ""], [5], [None], [b"x"], ["x" * (MAX_STOP_CHARACTERS + 1)], ["x"] * (MAX_STOP_STRINGS + 1)],
+    "bad_words": [None, 5, [""], "", [5], [None], ["x" * 200] * 90, ["x"] * (MAX_BAD_WORDS + 1)],
+    "stop_token_ids": [None, 5, "1", ["1"], [1.0], [True], [None], list(range(MAX_STOP_TOKEN_IDS + 1))],
+    "include_stop": ["False", 0, None],
+    "ignore_eos": ["true", 1, None],
+    "logprobs": [-1, 21, 1.0, "1", True, False],
+    "echo": ["False", 0, None],
+    "n": [0, -1, 65, 1.0, "1", None, True],
+}
+GOOD_SAMPLING: dict[str, list[Any]] = {
+    "max_tokens": [1, 10**9],
+    "min_tokens": [0, 128],
+    "temperature": [0, 0.0, 1e-9, 2, 100.0],
+    "top_p": [1e-6, 0.5, 1, 1.0],
+    "top_k": [-1, 0, 1, 10**6],
+    "min_p": [0, 0.0, 1, 1.0],
+    "repetition_penalty": [0.01, 1, 10],
+    "presence_penalty": [-2, 0, 2],
+    "frequency_penalty": [-2.0, 2.0],
+    "logit_bias": [{}, {1: 100, 2: -100.0}, dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0)],
+    "seed": [None, 0, -(2**63), 2**64 - 1],
+    "stop": [(), [], "end", ["a", "b"], ["x" * MAX_STOP_CHARACTERS], ["x"] * MAX_STOP_STRINGS],
+    "bad_words": [(), "word", ["a"] * MAX_BAD_WORDS],
+    "stop_token_ids": [(), [1, 2], list(range(MAX_STOP_TOKEN_IDS))],
+    "include_stop": [True, False],
+    "ignore_eos": [True, False],
+    "logprobs": [None, 0, 20],
+    "echo": [True, False],
+    "n": [1, 64],
+}
+
+
+def test_every_parameter_has_its_cases() -> None:
+    assert set(BAD_SAMPLING) == set(GOOD_SAMPLING) == set(field_names(SamplingParams))
+
+
+@pytest.mark.parametrize(("key", "value"), [pytest.param(k, v, id=f"{k}={str(v)[:20]}") for k, values in BAD_SAMPLING.items() for v in values])
+def test_bad_sampling_parameters_are_refused(key: str, value: Any) -> None:
+    """Always a ValueError, for that is what becomes INVALID_ARG for this request; always with the key in it."""
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(**{key: value})
+    assert key in str(caught.value)
+    assert len(str(caught.value)) < 600, "a huge value must not make a huge message"
+
+
+@pytest.mark.parametrize(("key", "value"), [pytest.param(k, v, id=f"{k}={str(v)[:20]}") for k, values in GOOD_SAMPLING.items() for v in values])
+def test_good_sampling_parameters_are_taken(key: str, value: Any) -> None:
+    taken = getattr(SamplingParams(**{key: value}), key)
+    expected = tuple([value] if isinstance(value, str) else value) if key in ("stop", "bad_words", "stop_token_ids") else value
+    assert taken == expected
+
+
+def test_too_many_biases() -> None:
+    with pytest.raises(ValueError, match=f"logit_bias has {MAX_LOGIT_BIASES + 1} entries; the limit is {MAX_LOGIT_BIASES}"):
+        SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 0.0))
+
+
+def test_min_tokens_is_bounded_by_max_tokens() -> None:
+    SamplingParams(max_tokens=5, min_tokens=5)
+    with pytest.raises(ValueError, match=r"min_tokens must be an integer from 0 to max_tokens \(5\), got 6"):
+        SamplingParams(max_tokens=5, min_tokens=6)
+
+
+@given(key=st.sampled_from(field_names(SamplingParams)), value=JSON_VALUES)
+@settings(max_examples=300, deadline=None)
+def test_any_json_is_a_parameter_or_a_value_error(key: str, value: Any) -> None:
+    """What a client sends may be anything; nothing but a ValueError may come of it."""
+    try:
+        SamplingParams(**{key: value})
+    except ValueError as error:
+        assert key in str(error)
+
+
+def test_greedy_and_penalties_are_recognised() -> None:
+    assert SamplingParams(temperature=0).is_greedy and SamplingParams(temperature=9e-6).is_greedy
+    assert not SamplingParams(temperature=1e-5).is_greedy
+    assert not SamplingParams().has_penalties
+    for key, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
+        assert SamplingParams(**{key: value}).has_penalties
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 2**63}, {"top_p": 1e-46}, {"min_p": 1e-46}, {"temperature": 1e39}, {"temperature": 1e-5}, {"seed": 2**64 - 1}]
+)
+def test_what_is_taken_can_be_sampled(options: dict[str, Any]) -> None:
+    """A value is refused, or the sampler can work with it: an error inside a step would end every request of the server."""
+    try:
+        params = SamplingParams(**{"seed": 1, "min_tokens": 2, **options})
+    except ValueError:
+        return
+    request = Request("r", [1, 2], params, seed=params.seed or 0, stop_ids=frozenset({7}))
+    logits = torch.arange(8, dtype=torch.float32)[None] * 4
+    chosen = Sampler(8, torch.device("cpu")).choose([Scheduled(request, 2)], [[]], logits, [0, 1]).tolist()
+    assert chosen[0] != 7, "min_tokens bans the stop id"
+    if "top_p" in options:
+        assert chosen == [6], "so small a top_p leaves the likeliest token"
+
+
+# -- launcher: keys -------------------------------------------------------------------------------------------------------------
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    launcher.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def yaml_file(folder: Path, text: str) -> str:
+    path = folder / "serve.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, "max_batch_size: 4\nmax-waiting: 7\nhttp-port: 9000\nspeculative_config: {method: ngram, num_speculative_tokens: 2}\n")
+    values = launcher.gather(parse("--config", path, "--max-batch-size", "9", "--grpc-port=9001"))
+    assert values == {
+        "max_batch_size": 9,
+        "max_waiting": 7,
+        "http_port": 9000,
+        "grpc_port": 9001,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    }
+    config, engine = launcher.split_keys(values)
+    assert (config.http_port, config.grpc_port, config.metrics_port) == (9000, 9001, 8002)
+    assert (engine.max_batch_size, engine.max_waiting, engine.speculative_config.method) == (9, 7, "ngram")
+
+
+def test_what_is_not_given_is_left_to_the_engine() -> None:
+    assert launcher.gather(parse()) == {}
+    assert launcher.gather(parse("--no-enable-prefix-caching")) == {"enable_prefix_caching": False}
+    assert launcher.gather(parse("--enable-prefix-caching")) == {"enable_prefix_caching": True}
+
+
+def test_speculative_config_as_json() -> None:
+    assert launcher.gather(parse("--speculative-config", '{"method": "naive"}')) == {"speculative_config": {"method": "naive"}}
+    with pytest.raises(ConfigError, match="speculative_config is not valid JSON"):
+        launcher.gather(parse("--speculative-config", "{method: ngram}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", {}), ("# nothing\n", {}), ("a-b: 1\n", {"a_b": 1}), ("enable_prefix_caching: no\n", {"enable_prefix_caching": False})]
+)
+def test_read_yaml(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+    assert launcher.read_yaml(yaml_file(tmp_path, text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\n", "is not valid YAML"),
+        ("- a\n- b\n", "must hold keys and values, got list"),
+        ("5\n", "got int"),
+        ("a: !!python/name:os.system\n", "YAML"),
+    ],
+)
+def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
+    path = yaml_file(tmp_path, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        launcher.read_yaml(path)
+    assert path in str(caught.value)
+
+
+def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--config .*nothing\.yaml: No such file"):
+        launcher.read_yaml(str(tmp_path / "nothing.yaml"))
+    with pytest.raises(ConfigError, match="--config"):
+        launcher.read_yaml(str(tmp_path))
+    (tmp_path / "latin.yaml").write_bytes(b"model: \xe9\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        launcher.read_yaml(str(tmp_path / "latin.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"http_prot": 1}, "unknown key 'http_prot'; did you mean \"http_port\""),
+        ({"max_batchsize": 1}, "unknown key 'max_batchsize'; did you mean \"max_batch_size\""),
+        ({"http_port": "8000"}, "http_port must be int, got '8000'"),
+        ({"http_port": True}, "http_port must be int, got True"),
+        ({"enable_prefix_caching": "False"}, "enable_prefix_caching must be bool, got 'False'"),
+        ({"host": None}, "host must be str"),
+    ],
+)
+def test_split_keys_refuses(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launcher.split_keys(values)
+
+
+# -- launcher: the rendered repository ------------------------------------------------------------------------------------------
+
+
+def read_pbtxt(path: Path) -> Any:
+    """A config.pbtxt as the server's own schema has it."""
+    return text_format.Parse(path.read_text(), model_config.ModelConfig())
+
+
+def parameters_of(config: Any) -> dict[str, str]:
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def test_the_rendered_repository_is_the_checked_in_one_with_other_parameters(tmp_path: Path) -> None:
+    target = tmp_path / "repository"
+    engine = {"max_batch_size": 8, "enable_prefix_caching": False, "kv_cache_memory": "1GiB", "speculative_config": {"method": "ngram"}}
+    launcher.render_repository(target, engine, BUNDLED_MODEL, "cpu")
+    assert sorted(p.name for p in target.iterdir()) == sorted(p.name for p in launcher.REPOSITORY.iterdir())
+    for folder in target.iterdir():
+        config, original = read_pbtxt(folder / "config.pbtxt"), read_pbtxt(launcher.REPOSITORY / folder.name / "config.pbtxt")
+        assert config.name == folder.name
+        assert (folder / "1").is_dir(), "the server loads version folders only"
+        parameters = parameters_of(config)
+        if folder.name == "decode":
+            assert parameters.pop("model") == str(BUNDLED_MODEL)
+            assert {k: json.loads(v) if k != "kv_cache_memory" else v for k, v in parameters.items()} == engine
+        elif folder.name == "tokenizer":
+            assert parameters == {"model": str(BUNDLED_MODEL)}
+        config.ClearField("parameters"), original.ClearField("parameters")
+        assert config == original
+
+
+def test_weights_are_referenced(tmp_path: Path) -> None:
+    launcher.render_repository(tmp_path / "r", {}, BUNDLED_MODEL, "cpu")
+    files = {p.relative_to(tmp_path / "r").as_posix(): p for p in (tmp_path / "r").rglob("*") if p.is_file()}
+    assert set(files) == {"decode/config.pbtxt", "decode/1/model.py", "generate/config.pbtxt", "tokenizer/config.pbtxt", "tokenizer/1/model.py"}
+    assert sum(p.stat().st_size for p in files.values()) < 100_000
+    assert not any(p.is_symlink() for p in files.values())
+    for name in ("decode/1/model.py", "tokenizer/1/model.py"):
+        assert files[name].read_bytes() == (launcher.REPOSITORY / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ['with "quotes"', "it's", r"back\slash", "new\nline", "tab\t", "modèle", "]\n}", 'x" } } ] #', "${HOME} %s {0}"])
+def test_parameters_are_escaped(tmp_path: Path, name: str) -> None:
+    """A folder may have any name; none may end the string that it stands in."""
+    launcher.render_repository(tmp_path / "r", {"dtype": name}, Path("/models") / name, "cpu")
+    assert parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt")) == {"dtype": name, "model": f"/models/{name}"}
+    assert parameters_of(read_pbtxt(tmp_path / "r" / "tokenizer" / "config.pbtxt")) == {"model": f"/models/{name}"}
+
+
+@given(values=st.dictionaries(st.sampled_from(field_names(EngineConfig)), JSON_VALUES, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_any_parameters_parse(values: dict[str, Any]) -> None:
+    """Values outside Unicode's first plane are left to the server: Python's reader of the text format cannot join surrogates."""
+    text = launcher.render_parameters(values)
+    if "\\ud" in text.lower():
+        return
+    found = parameters_of(text_format.Parse(text, model_config.ModelConfig()))
+    assert found == {k: v if isinstance(v, str) else json.dumps(v) for k, v in values.items()}
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("auto", None), ("cpu", None), ("cuda", [0]), ("cuda:3", [3])])
+def test_the_instance_group_follows_the_device(tmp_path: Path, device: str, gpus: list[int] | None) -> None:
+    launcher.render_repository(tmp_path / "r", {}, BUNDLED_MODEL, device)
+    (group,) = read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt").instance_group
+    assert group.count == 1
+    assert list(group.gpus) == (gpus or [])
+    assert group.kind == (model_config.ModelInstanceGroup.KIND_CPU if gpus is None else model_config.ModelInstanceGroup.KIND_GPU)
+    (group,) = read_pbtxt(tmp_path / "r" / "tokenizer" / "config.pbtxt").instance_group
+    assert group.kind == model_config.ModelInstanceGroup.KIND_CPU
+
+
+def test_rendering_again_leaves_nothing_of_before(tmp_path: Path) -> None:
+    launcher.render_repository(tmp_path / "r", {"max_batch_size": 3}, BUNDLED_MODEL, "cuda:1")
+    (tmp_path / "r" / "decode" / "2").mkdir()
+    launcher.render_repository(tmp_path / "r", {}, BUNDLED_MODEL, "cpu")
+    assert not (tmp_path / "r" / "decode" / "2").exists()
+    assert parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt")) == {"model": str(BUNDLED_MODEL)}
+
+
+def test_a_folder_of_something_else_survives(tmp_path: Path) -> None:
+    """`--repository` may be mistyped: a folder that was not rendered must not be deleted, whatever else happens."""
+    precious = tmp_path / "home" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("three years of work")
+    with contextlib.suppress(ConfigError, LaunchError):
+        launcher.render_repository(precious.parent, {}, BUNDLED_MODEL, "cpu")
+    assert precious.is_file()
+
+
+# -- launcher: the server -------------------------------------------------------------------------------------------------------
+
+
+def test_server_command() -> None:
+    config = launcher.ServeConfig(http_port=1, grpc_port=2, metrics_port=3, host="127.0.0.1", log_verbose=1)
+    found = server.Server(Path("/opt/tritonserver"), Path("/state/backends"), ("/lib/a", "/lib/b"))
+    command, environment = launcher.server_command(found, config, Path("/repo"))
+    assert command[0] == "/opt/tritonserver"
+    expected = {"--model-repository=/repo", "--http-port=1", "--grpc-port=2", "--metrics-port=3", "--backend-directory=/state/backends"}
+    assert expected <= set(command)
+    assert {"--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1", "--log-verbose=1"} <= set(command)
+    assert environment["LD_LIBRARY_PATH"].split(":")[:2] == ["/lib/a", "/lib/b"]
+    assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent), "the stub runs the first python3 on PATH"
+    assert not any("--backend-directory" in part for part in launcher.server_command(server.Server(Path("/t")), config, Path("/repo"))[0])
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_ports_out_of_range(port: int) -> None:
+    with pytest.raises(LaunchError, match=f"grpc_port is {port}; ports go from 1 to 65535"):
+        server.check_ports({"grpc_port": port})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_ports_in_use_and_named_twice(address: str) -> None:
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"http_port {port} cannot be used: Address already in use"):
+            server.check_ports({"http_port": port})
+    server.check_ports({"http_port": port})
+    with pytest.raises(LaunchError, match=f"metrics_port and http_port are both {port}"):
+        server.check_ports({"http_port": port, "metrics_port": port})
+
+
+def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    server.check_numpy()
+    monkeypatch.setattr(numpy, "__version__", "2.1.0")
+    with pytest.raises(LaunchError, match=r"NumPy 2\.1\.0 .*NumPy < 2: pip install 'numpy<2'"):
+        server.check_numpy()
+
+
+def refuse_libraries(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+def test_libpython_is_looked_for_beside_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", refuse_libraries)
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path / "configured"))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "base"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    with pytest.raises(LaunchError, match=r"libpython3\.77\.so\.1\.0 is missing.*apt-get install libpython3\.77"):
+        server.find_libpython("3.77")
+    for folder in ("venv/lib", "base/lib", "configured"):  # each comes before the one that was there
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "libpython3.77.so.1.0").touch()
+        assert server.find_libpython("3.77") == (str(tmp_path / folder),)
+
+
+def test_the_systems_libpython_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
+    assert server.find_libpython("3.77") == ()
+
+
+def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SHM_NEEDED", 2**62)
+    with pytest.raises(LaunchError, match=r"/dev/shm has \d+ MiB free.*--shm-size"):
+        server.check_shared_memory()
+
+
+def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "pytriton", None)  # as if it were not installed
+    with pytest.raises(LaunchError, match=r"no tritonserver.*pip install --no-deps nvidia-pytriton"):
+        server.find_server()
+
+
+def test_the_wheels_server_is_laid_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if importlib.util.find_spec("pytriton") is None:
+        pytest.skip("nvidia-pytriton is not installed")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    found = server.find_server()
+    assert found.executable.is_file()
+    assert found.backend_directory is not None and found.backend_directory.is_relative_to(tmp_path / "state" / "foretoken")
+    python = found.backend_directory / "python"
+    assert {"libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub"} <= {p.name for p in python.iterdir()}
+    stub = python / "triton_python_backend_stub"
+    assert stub.resolve().parent.name == f"{sys.version_info.major}.{sys.version_info.minor}"
+    # Links of another environment, or to nothing, are set right.
+    right = stub.readlink()
+    stub.unlink()
+    stub.symlink_to(tmp_path / "gone")
+    assert server.find_server() == found
+    assert stub.readlink() == right
+
+
+# -- foretoken serve ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A state folder of its own, and a tritonserver on PATH, which is found and never run."""
+    (tmp_path / "bin").mkdir()
+    executable = tmp_path / "bin" / "tritonserver"
+    executable.write_text("#!/bin/false\n")
+    executable.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "foretoken"
+
+
+def printed_command(output: str) -> list[str]:
+    return shlex.split(output.strip().splitlines()[-1])
+
+
+def test_dry_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", "--http-port=9100", "--max-batch-size", "4"]) == 0
+    command = printed_command(capsys.readouterr().out)
+    repository = state / "repository-9100"
+    assert command[0] == "env"
+    assert any(part.endswith("/bin/tritonserver") for part in command)
+    assert {f"--model-repository={repository}", "--http-port=9100", "--grpc-port=8001"} <= set(command)
+    parameters = parameters_of(read_pbtxt(repository / "decode" / "config.pbtxt"))
+    assert parameters.pop("speculative_config") == '{"method": "ngram", "num_speculative_tokens": 5}', "the bundled model's default"
+    assert parameters == {"max_batch_size": "4", "model": str(BUNDLED_MODEL)}
+
+
+def test_dry_run_with_everything(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = yaml_file(tmp_path, f"model: {BUNDLED_MODEL}\nmax-batch-size: 2\nrepository: {tmp_path / 'mine'}\nspeculative_config: {{method: none}}\n")
+    assert main(["serve", "--dry-run", "--config", path, "--max-batch-size=3", "--kv-cache-memory=64MiB", "--no-enable-prefix-caching"]) == 0
+    assert f"--model-repository={tmp_path / 'mine'}" in printed_command(capsys.readouterr().out)
+    parameters = parameters_of(read_pbtxt(tmp_path / "mine" / "decode" / "config.pbtxt"))
+    assert parameters.pop("model") == str(BUNDLED_MODEL)
+    values = {k: json.loads(v) if k != "kv_cache_memory" else v for k, v in parameters.items()}
+    assert values == {"max_batch_size": 3, "speculative_config": {"method": "none"}, "kv_cache_memory": "64MiB", "enable_prefix_caching": False}
+    assert not state.exists()
+
+
+def test_another_models_default_is_plain_decoding(state: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).symlink_to(BUNDLED_MODEL / name)
+    assert main(["serve", "--dry-run", "--model", str(folder)]) == 0
+    assert parameters_of(read_pbtxt(state / "repository-8000" / "decode" / "config.pbtxt")) == {"model": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "/no/such/model"], "model folder /no/such/model does not exist"),
+        (["--max-batch-size", "0"], "max_batch_size must be from 1 to 256, got 0"),
+        (["--kv-cache-memory", "lots"], "kv_cache_memory must be bytes or a string"),
+        (["--speculative-config", '{"method": "ngrm"}'], 'did you mean "ngram"'),
+        (["--speculative-config", "ngram"], "speculative_config is not valid JSON"),
+        (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: No such file"),
+    ],
+)
+def test_mistakes_end_with_a_message(state: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("foretoken serve: ") and message in captured.err
+    assert "Traceback" not in captured.err and not captured.out
+    assert not state.exists(), "nothing is rendered"
+
+
+def test_incomplete_models_are_refused_before_the_server_runs(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, message in (
+        ("config.json", "config.json is missing"),
+        ("tokenizer.json", "tokenizer.json is missing"),
+        ("model.safetensors", "no *.safetensors"),
+    ):
+        assert main(["serve", "--dry-run", "--model", str(folder)]) == 2
+        assert message in capsys.readouterr().err
+        (folder / name).symlink_to(BUNDLED_MODEL / name)
+    assert main(["serve", "--dry-run", "--model", str(folder)]) == 0
+
+
+def test_unknown_keys_in_the_file_name_the_nearest(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", "--config", yaml_file(tmp_path, "max_batchsize: 3\n")]) == 2
+    assert 'did you mean "max_batch_size"' in capsys.readouterr().err
+
+
+def test_a_port_in_use_ends_with_a_message(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert main(["serve", f"--http-port={port}"]) == 2
+    assert f"http_port {port} cannot be used" in capsys.readouterr().err
+
+
+def test_check_model_is_about_the_folder(tmp_path: Path) -> None:
+    assert launcher.check_model(str(BUNDLED_MODEL)) == BUNDLED_MODEL.resolve()
+    with pytest.raises(ModelError, match="does not exist"):
+        launcher.check_model(str(tmp_path / "none"))

@@ -1,0 +1,153 @@
+"""Servers that are stopped, restarted, or cannot start: clients get an error, nothing hangs, and the reason is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tritonclient.http as triton_http
+
+from backend.config import BUNDLED_MODEL
+from client import AsyncClient, Client, GenerateError, HttpClient
+from deploy.demo import free_ports, stop_server
+from deploy.launcher import ServeConfig, server_command
+from deploy.server import find_server
+from tests.servers import serve
+
+LONG = {"max_tokens": 1900, "temperature": 0.0, "ignore_eos": True, "speculative": {"method": "none"}}
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_restart_under_load(tmp_path, how):
+    ports = free_ports(3)
+    with serve(tmp_path / "log", "--drain-seconds=2", ports=ports) as server:
+
+        async def load():
+            async with AsyncClient(server.grpc) as client:
+                tasks = [asyncio.create_task(client.generate(f"x{i} = ", **LONG)) for i in range(12)]
+                await asyncio.sleep(1.5)
+                http = HttpClient(server.http).stream("y = ", **LONG)
+                next(http)
+                if how is signal.SIGKILL:
+                    os.killpg(server.process.pid, how)
+                else:
+                    server.process.send_signal(how)
+                results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+
+                def rest():
+                    with pytest.raises(GenerateError):
+                        list(http)
+
+                await asyncio.wait_for(asyncio.to_thread(rest), 60)
+                return results
+
+        for result in asyncio.run(load()):
+            assert isinstance(result, GenerateError), result
+        server.process.wait(60)
+        with pytest.raises(GenerateError):
+            Client(server.grpc, inactivity_timeout=5).generate("x", max_tokens=1)
+    with serve(tmp_path / "log2", ports=ports) as server, Client(server.grpc) as client:
+        assert len(client.generate("x = ", max_tokens=4, ignore_eos=True)[0].token_ids) == 4
+
+
+def test_the_checked_in_repository_loads_as_it_is(root, tmp_path):
+    """Plain tritonserver on model_repository/standalone, without the launcher's rendering."""
+    http, grpc, metrics = free_ports(3)
+    config = ServeConfig(host="127.0.0.1", http_port=http, grpc_port=grpc, metrics_port=metrics)
+    command, environment = server_command(find_server(), config, root / "model_repository" / "standalone")
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 90
+        with triton_http.InferenceServerClient(f"127.0.0.1:{http}") as client:
+            while time.monotonic() < deadline and process.poll() is None:
+                try:
+                    if client.is_server_ready():
+                        break
+                except OSError:
+                    pass
+                time.sleep(0.3)
+        answer = HttpClient(f"127.0.0.1:{http}", model="generate").generate_once("import os\n", max_tokens=5, ignore_eos=True)
+        assert answer["num_tokens"] == 5, (tmp_path / "log").read_text()[-2000:]
+    finally:
+        stop_server(process)
+
+
+def broken_model(tmp_path: Path, change) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        shutil.copy(BUNDLED_MODEL / name, folder)
+    change(folder)
+    return folder
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def replace(name: str, old: str, new: str):
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda f: (f / "model.safetensors").unlink(), [], "has no *.safetensors"),
+        (lambda f: (f / "config.json").unlink(), [], "config.json is missing"),
+        (lambda f: (f / "tokenizer.json").unlink(), [], "tokenizer.json is missing"),
+        (lambda f: (f / "config.json").write_text("{"), [], "config.json cannot be read"),
+        (truncate, [], "model.safetensors cannot be read (truncated download?)"),
+        (replace("config.json", '"intermediate_size": 512', '"intermediate_size": 500'), [], "has shape (512, 192); config.json makes it (500, 192)"),
+        (lambda f: None, ["--max-model-len=999999"], "max_model_len 999999 is beyond the model's own limit 2048"),
+    ],
+)
+def test_a_model_that_cannot_load_says_why(tmp_path, change, options, message):
+    folder = broken_model(tmp_path, change)
+    with pytest.raises(RuntimeError) as caught, serve(tmp_path / "log", f"--model={folder}", *options):
+        pass
+    assert message in str(caught.value) + (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--speculative-config={"], "speculative_config is not valid JSON"),
+        (["--speculative-config=" + '{"methode": "ngram"}'], 'unknown key \'methode\'; did you mean "method"'),
+        (["--max-batch-size=1000"], "max_batch_size must be from 1 to 256, got 1000"),
+        (["--dtype=float8"], "dtype must be one of auto, float32, bfloat16"),
+        (["--device=cuda:0"], "this machine has no NVIDIA GPU"),
+        (["--model=/nowhere"], "/nowhere does not exist"),
+    ],
+)
+def test_a_wrong_configuration_says_why(tmp_path, options, message):
+    if "cuda:0" in options[0] and Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(RuntimeError) as caught, serve(tmp_path / "log", *options):
+        pass
+    assert message in str(caught.value) + (tmp_path / "log").read_text()
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        command = [sys.executable, "-m", "deploy.cli", "serve", f"--grpc-port={port}"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and f"grpc_port {port} cannot be used: Address already in use" in result.stderr

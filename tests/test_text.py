@@ -1,0 +1,354 @@
+"""Text in and out with the bundled tokenizer: nothing is broken, lost or said too early, however the tokens cut the text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from backend.config import BUNDLED_MODEL
+from backend.errors import ModelError, RequestError
+from backend.text import TextStream, Tokenizer
+
+TOKENIZER = Tokenizer(BUNDLED_MODEL)
+VOCAB_SIZE = TOKENIZER.inner.get_vocab_size()
+BROKEN = "\ufffd"
+SPECIAL = "<|endoftext|>"
+
+CHUNKS = ["def ", "f(x)", "\n    ", "é", "€", "🙂", "👩‍👩‍👧", "日本", " ", "\u0301", "\x00", BROKEN, "ß", "\r\n", "ﷺ", "\U0001d518"]
+TEXTS = st.text(max_size=60) | st.lists(st.sampled_from(CHUNKS), max_size=20).map("".join)
+
+
+def stream(token_ids: Sequence[int], stop: Sequence[str] = (), include_stop: bool = False, may_stop: int = 0) -> tuple[list[str], bool]:
+    """The pieces that a completion's tokens give, flushed at the end; tokens before number `may_stop` may not stop it."""
+    text_stream = TextStream(TOKENIZER, stop, include_stop)
+    pieces = []
+    for number, token_id in enumerate(token_ids):
+        piece, is_stopped = text_stream.append(token_id, number >= may_stop)
+        pieces.append(piece)
+        if is_stopped:
+            assert text_stream.flush() == "", "nothing follows a stop string"
+            return pieces, True
+    pieces.append(text_stream.flush())
+    assert text_stream.flush() == "", "what is flushed is flushed once"
+    return pieces, False
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def single(text: str) -> list[int]:
+    """One token per byte at most: the most borders that a text can have."""
+    vocabulary = TOKENIZER.inner.get_vocab()
+    symbols = TOKENIZER.inner.pre_tokenizer.pre_tokenize_str(text) if text else []
+    return [vocabulary[c] for word, _ in symbols for c in word]
+
+
+# -- a stream of text -----------------------------------------------------------------------------------------------------------
+
+
+@given(text=TEXTS)
+@example("")
+@example("🙂")
+@example("a" + BROKEN)
+@example(BROKEN * 3 + "x")
+@settings(max_examples=200, deadline=None)
+def test_any_text_comes_back_piece_by_piece(text: str) -> None:
+    for token_ids in (encode(text), single(text)):
+        assert TOKENIZER.decode(token_ids) == text
+        pieces, is_stopped = stream(token_ids)
+        assert "".join(pieces) == text
+        assert not is_stopped
+        if BROKEN not in text:
+            assert not any(BROKEN in piece for piece in pieces), f"half a character: {pieces}"
+
+
+@given(token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1) | st.integers(0, 260), max_size=40))
+@example([0])
+@example([0, 0, 1])
+@example([300, VOCAB_SIZE + 3, 301])  # a model's vocabulary may be padded past the tokenizer's
+@settings(max_examples=400, deadline=None)
+def test_any_tokens_give_what_decode_gives(token_ids: list[int]) -> None:
+    """A model may emit any ids, special ones and halves of characters among them."""
+    pieces, _ = stream(token_ids)
+    assert "".join(pieces) == TOKENIZER.decode(token_ids)
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    token_ids = single("a🙂b")
+    assert len(token_ids) == 6
+    assert stream(token_ids)[0] == ["a", "", "", "", "🙂", "b", ""]
+
+
+def test_a_truncated_character_is_flushed_as_decode_writes_it() -> None:
+    token_ids = single("a🙂")[:-1]
+    pieces, _ = stream(token_ids)
+    assert pieces[:-1] == ["a", "", "", ""]
+    assert pieces[-1] == TOKENIZER.decode(token_ids)[1:]
+    assert set(pieces[-1]) == {BROKEN}
+
+
+def test_a_truncated_character_follows_held_text() -> None:
+    """Both are held for different reasons, and come in their order."""
+    token_ids = [*single("a<en"), *single("é")[:1]]
+    pieces, is_stopped = stream(token_ids, ["<end>"])
+    assert "".join(pieces) == TOKENIZER.decode(token_ids) == "a<en" + BROKEN
+    assert not is_stopped
+
+
+def test_special_tokens_are_not_text() -> None:
+    (special,) = encode(SPECIAL)
+    token_ids = [*encode("ab"), special, *encode("cd"), special]
+    assert "".join(stream(token_ids)[0]) == "abcd"
+    assert TOKENIZER.decode(token_ids) == "abcd"
+    assert TOKENIZER.decode(token_ids, skip_special_tokens=False) == f"ab{SPECIAL}cd{SPECIAL}"
+
+
+# -- stop strings ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_across_token_borders() -> None:
+    for text in ("one two END three", "one twoEND"):
+        for token_ids in (encode(text), single(text)):
+            pieces, is_stopped = stream(token_ids, ["END"])
+            assert "".join(pieces) == text.partition("END")[0]
+            assert is_stopped
+
+
+def test_include_stop_keeps_the_string_and_nothing_after_it() -> None:
+    for token_ids in (encode("one two END three"), single("one two END three")):
+        pieces, is_stopped = stream(token_ids, ["END"], include_stop=True)
+        assert "".join(pieces) == "one two END"
+        assert is_stopped
+
+
+def test_the_token_that_completes_it_stops_it() -> None:
+    """Tokens after a stop string were never emitted: the stream must say so at the first token that may."""
+    text_stream = TextStream(TOKENIZER, ["b"])
+    assert text_stream.append(single("a")[0]) == ("a", False)
+    assert text_stream.append(single("b")[0]) == ("", True)
+
+
+def test_the_earliest_of_several_stop_strings() -> None:
+    assert "".join(stream(single("abcdef"), ["ef", "cd", "zz"])[0]) == "ab"
+    # Both are complete within one token; the one that begins first counts, wherever it stands in the list.
+    (token_id,) = encode("return")
+    for stop in (["urn", "et"], ["et", "urn"]):
+        assert stream([token_id], stop) == (["r"], True)
+    assert stream([token_id], ["turn", "tur"], include_stop=True) == (["retur"], True)
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
+    text_stream = TextStream(TOKENIZER, ["abc", "bcd"])
+    assert [text_stream.append(token_id)[0] for token_id in single("xab")] == ["x", "", ""]
+    assert text_stream.append(single("x")[0]) == ("abx", False)
+    assert [text_stream.append(token_id)[0] for token_id in single("aab")] == ["", "a", ""]
+    assert text_stream.flush() == "ab"
+
+
+def test_overlapping_beginnings_are_not_missed() -> None:
+    for text, stop, before in (("aaab", "aab", "a"), ("ababac", "abac", "ab"), ("--->", "-->", "-"), ("\n\n\n#", "\n\n#", "\n")):
+        pieces, is_stopped = stream(single(text), [stop])
+        assert ("".join(pieces), is_stopped) == (before, True)
+
+
+def test_may_stop_false_holds_stop_strings_off() -> None:
+    """min_tokens: a stop string that is complete before then is text like any other, and none of it is held back."""
+    text = "aENDbENDc"
+    pieces, is_stopped = stream(single(text), ["END"], may_stop=4)
+    assert pieces[:4] == ["a", "E", "N", "D"]
+    assert ("".join(pieces), is_stopped) == ("aENDb", True)
+    assert stream(single(text), ["END"], may_stop=99) == ([*text, ""], False)
+
+
+def test_stop_strings_of_whole_characters() -> None:
+    pieces, is_stopped = stream(single("a🙂b€c"), ["€"])
+    assert ("".join(pieces), is_stopped) == ("a🙂b", True)
+    # A stop string is not half found in another character's first bytes.
+    assert stream(single("a🙃"), ["🙂"])[1] is False
+
+
+@given(text=st.text(alphabet="ab\n é🙂", max_size=30), stops=st.lists(st.text(alphabet="ab\n é🙂", min_size=1, max_size=4), min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_streaming_stops_where_searching_the_whole_text_does(text: str, stops: list[str]) -> None:
+    """Against a plain statement: the text up to the first moment at which some stop string is complete."""
+    token_ids = single(text)
+    for include_stop in (False, True):
+        pieces, is_stopped = stream(token_ids, stops, include_stop)
+        ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+        assert is_stopped == bool(ends)
+        if not ends:
+            assert "".join(pieces) == text
+            continue
+        # One token is at most one character here, so the stop strings that are complete now are suffixes of this text.
+        complete = [stop for stop in stops if text[: ends[0]].endswith(stop)]
+        begin = ends[0] - max(map(len, complete))
+        assert "".join(pieces) == (text[: ends[0]] if include_stop else text[:begin])
+
+
+@given(text=TEXTS, stops=st.lists(st.text(min_size=1, max_size=5), max_size=3), cut=st.integers(0, 30))
+@settings(max_examples=200, deadline=None)
+def test_nothing_of_a_stop_string_is_ever_said(text: str, stops: list[str], cut: int) -> None:
+    """With the bundled tokenizer's own borders: what was said is a beginning of the text, and holds no stop string."""
+    stops = [*stops, text[cut : cut + 3] or "x"]
+    pieces, is_stopped = stream(encode(text), stops)
+    said = "".join(pieces)
+    assert text.startswith(said)
+    if BROKEN not in text:  # such a text ends undecided, and what is undecided is flushed unsearched
+        assert not any(stop in said for stop in stops)
+        assert is_stopped == any(stop in text for stop in stops)
+
+
+# -- the tokenizer --------------------------------------------------------------------------------------------------------------
+
+
+def test_special_tokens_are_added_unless_told() -> None:
+    plain = TOKENIZER.encode("def f():", add_special_tokens=False)
+    assert TOKENIZER.encode("def f():") == [0, *plain]
+
+
+def test_long_texts_are_not_truncated() -> None:
+    assert len(encode("x y " * 5000)) >= 10_000
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    """Some folders ship a tokenizer.json that cuts at 512: a server that cut prompts silently would answer another question."""
+    values = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
+    values["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    values["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 1,
+        "pad_type_id": 0,
+        "pad_token": "<|pad|>",
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    text = "import os, sys, re, json"
+    assert Tokenizer(tmp_path).encode(text) == TOKENIZER.encode(text)
+
+
+def test_bad_words_are_banned_at_the_start_of_a_word_and_inside_one() -> None:
+    found = TOKENIZER.encode_bad_word("import")
+    assert {TOKENIZER.decode(ids) for ids in found} == {"import", " import"}
+    assert set(TOKENIZER.encode_bad_word(" import")) == {tuple(encode(" import"))}
+    assert all(found) and TOKENIZER.encode_bad_word("\u00e9")
+
+
+def test_missing_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing") as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": "1.0"}', b"\xff\xfe", b"null"])
+def test_broken_tokenizer(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read") as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"{", "cannot be read"), (b"\xff", "cannot be read"), (b"[]", "must hold a JSON object, got list")]
+)
+def test_broken_tokenizer_config(tmp_path: Path, content: bytes, message: str) -> None:
+    shutil.copy(BUNDLED_MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / "tokenizer_config.json") in str(caught.value)
+
+
+# -- chat templates -------------------------------------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+
+
+def with_template(folder: Path, template: Any, **settings_: Any) -> Tokenizer:
+    shutil.copy(BUNDLED_MODEL / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **settings_}))
+    return Tokenizer(folder)
+
+
+def test_the_bundled_template() -> None:
+    prompt = TOKENIZER.render_chat(MESSAGES)
+    assert prompt == "# system: Be brief.\n# user: Why?\n\n"
+
+
+def test_templates_see_what_hugging_face_gives_them(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
+    template += "{{ eos_token }}{{ unk_token }}{% if add_generation_prompt %}>{% endif %}{{ extra }}"
+    tokenizer = with_template(tmp_path, template, bos_token={"content": "<s>"}, eos_token="</s>", unk_token=None)
+    assert tokenizer.render_chat(MESSAGES, extra=5) == "<s>Why?</s>>5"
+
+
+def test_several_templates_have_a_default(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}])
+    assert tokenizer.render_chat(MESSAGES) == "plain"
+
+
+def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("file: {{ messages[0].content }} é", "utf-8")
+    assert with_template(tmp_path, "settings").render_chat(MESSAGES) == "file: Be brief. é"
+
+
+def test_no_template(tmp_path: Path) -> None:
+    shutil.copy(BUNDLED_MODEL / "tokenizer.json", tmp_path)
+    with pytest.raises(RequestError, match="no chat template: send text_input or input_ids"):
+        Tokenizer(tmp_path).render_chat(MESSAGES)
+
+
+def test_a_template_may_refuse(tmp_path: Path) -> None:
+    tokenizer = with_template(tmp_path, "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}")
+    with pytest.raises(RequestError, match="refused the messages: no system role"):
+        tokenizer.render_chat(MESSAGES)
+    assert tokenizer.render_chat(MESSAGES[1:]) == ""
+
+
+def test_a_template_that_is_no_template(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="the chat template is not valid") as caught:
+        with_template(tmp_path, "{% for %}")
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__ }}",
+        "{{ raise_exception.__globals__['os'] }}",
+        "{{ raise_exception.__globals__.os.system('true') }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ ''['__class__']['__mro__'] }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ messages[0].clear() }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ messages[0].content + 5 }}",
+        "{{ messages[0].nothing.more }}",
+        "{{ 1 // 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_templates_run_in_a_sandbox(tmp_path: Path, template: str) -> None:
+    """A template comes with weights from anywhere. What it may not do, and what fails in it, is an error of the request."""
+    messages = [dict(message) for message in MESSAGES]
+    with pytest.raises(RequestError, match="the chat template refused the messages"):
+        with_template(tmp_path, template).render_chat(messages)
+    assert messages == MESSAGES
+
+
+def test_hidden_attributes_have_no_text(tmp_path: Path) -> None:
+    """Printed alone they are undefined, which jinja writes as nothing."""
+    for expression in ("''.__class__", "messages.__class__", "raise_exception.__globals__", "''|attr('__class__')|attr('__mro__')"):
+        assert with_template(tmp_path, f"<{{{{ {expression} }}}}>").render_chat(MESSAGES) == "<>"
