@@ -143,7 +143,7 @@ class SpeculativeConfig(Section):
                 raise ConfigError(f"speculative: unknown key {key!r:.80}{nearest(str(key), keys)}")
         if "method" in choice:
             method = normalize_method(choice["method"])
-            loaded = {"none", "naive", self.method}
+            loaded = {"none", "naive", self.method or "none"}
             if method not in loaded:
                 raise ConfigError(f"speculative: method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
         if "verify_strategy" in choice:
@@ -201,7 +201,7 @@ class EngineConfig(Section):
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         kind, _, number = self.device.partition(":")
-        good = self.device in ("auto", "cpu", "cuda") or kind == "cuda" and number.isdigit()
+        good = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
         _require(good, "device", self.device, "auto, cpu, cuda or cuda:N")
         _require(1 <= self.max_batch_size <= MAX_BATCH_SIZE, "max_batch_size", self.max_batch_size, f"from 1 to {MAX_BATCH_SIZE}")
         _require(self.max_waiting >= 0, "max_waiting", self.max_waiting, ">= 0")

@@ -28,7 +28,7 @@ GREEDY_TEMPERATURE = 1e-5
 
 def _check(key: str, value: object, kind: type | tuple[type, ...], is_good: bool, rule: str) -> None:
     """Raises ValueError unless `value` is of `kind` (a bool is no number) and `is_good`."""
-    if isinstance(value, bool) and kind is not bool or not isinstance(value, kind) or not is_good:
+    if (isinstance(value, bool) and kind is not bool) or not isinstance(value, kind) or not is_good:
         raise ValueError(f"{key} must be {rule}, got {value!r:.200}")
 
 

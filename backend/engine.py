@@ -166,7 +166,9 @@ class Engine:
             # A token is a byte at least, so a text this long cannot fit: say so before tokenizing megabytes.
             limit = self.runner.max_model_len * 64
             if len(prompt) > limit:
-                raise RequestError(f"the prompt has {len(prompt)} characters; at most {limit} are looked at for a context of {self.runner.max_model_len} tokens")
+                raise RequestError(
+                    f"the prompt has {len(prompt)} characters; at most {limit} are looked at for a context of {self.runner.max_model_len} tokens"
+                )
             if not prompt:
                 raise RequestError("the prompt is empty")
             token_ids = self.tokenizer.encode(prompt)

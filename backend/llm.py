@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.core import Delta, SamplingParams, SpeculationStats, TokenLogprobs
-from backend.engine import Engine
+from backend.engine import DeltaSink, Engine
 from backend.errors import RequestError
 
 
@@ -77,43 +77,36 @@ class LLM:
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling parameters")
+        contents = [self._content(p) for p in prompts]
         results: list[Generation] = []
-        with tqdm(total=len(prompts), desc="Completions", unit="prompt", disable=not use_tqdm) as bar:
-            waiting = iter(range(len(prompts)))
-            room = self.engine.config.max_batch_size + self.engine.config.max_waiting
-            state = {"open": 0}
+        room = self.engine.config.max_batch_size + self.engine.config.max_waiting
+        num_open = 0
 
-            def sink(result: Generation, delta: Delta) -> None:
+        def sink_for(result: Generation, bar: tqdm) -> DeltaSink:
+            def sink(delta: Delta) -> None:
+                nonlocal num_open
+                num_open -= delta.is_final
                 collect(result, delta)
-                if delta.is_final:
-                    state["open"] -= 1
-                    if all(c.finish_reason for c in result.outputs):
-                        bar.update()
+                bar.update(all(c.finish_reason for c in result.outputs))
 
-            contents = [self._content(p) for p in prompts]
-            pending = next(waiting, None)
-            while pending is not None or state["open"]:
-                while pending is not None and state["open"] + sampling_params[pending].n <= room:
-                    content, params = contents[pending], sampling_params[pending]
+            return sink
+
+        with tqdm(total=len(prompts), desc="Completions", unit="prompt", disable=not use_tqdm) as bar:
+            while len(results) < len(prompts) or num_open:
+                while len(results) < len(prompts) and num_open + sampling_params[len(results)].n <= room:
+                    content, params = contents[len(results)], sampling_params[len(results)]
                     text = content if isinstance(content, str) else None
-                    ids = self.engine.tokenizer.encode(content) if isinstance(content, str) and content else content
-                    result = Generation(f"llm-{next(self._ids)}", text, list(ids), [Completion(i) for i in range(params.n)])
+                    ids = (self.engine.tokenizer.encode(content) if content else []) if isinstance(content, str) else content
+                    result = Generation(f"llm-{next(self._ids)}", text, ids, [Completion(i) for i in range(params.n)])
                     try:
-                        self.engine.submit(
-                            result.prompt_token_ids,
-                            params,
-                            lambda delta, result=result: sink(result, delta),
-                            request_id=result.request_id,
-                            speculative=speculative,
-                        )
+                        self.engine.submit(ids, params, sink_for(result, bar), request_id=result.request_id, speculative=speculative)
                     except Exception:
-                        for open_result in results:
-                            self.engine.cancel(open_result.request_id)
+                        for earlier in results:
+                            self.engine.cancel(earlier.request_id)
                         self.engine.step()
                         raise
-                    state["open"] += params.n
+                    num_open += params.n
                     results.append(result)
-                    pending = next(waiting, None)
                 self.engine.step()
         return results
 

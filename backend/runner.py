@@ -13,8 +13,8 @@ import torch
 from backend.config import EngineConfig
 from backend.core import Batch, Draft
 from backend.errors import ConfigError
-from backend.models import Model, load_model
 from backend.model_files import read_config
+from backend.models import Model, load_model
 from backend.parallel.ranks import Ranks
 from kernels.reference import plan_attention
 

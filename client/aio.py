@@ -38,7 +38,9 @@ class AsyncClient:
         """The n completions of a prompt (text or token ids), whole. Raises GenerateError."""
         return collect([chunk async for chunk in self.stream(prompt, request_id=request_id, **parameters)])
 
-    async def stream(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any) -> AsyncIterator[Chunk]:
+    async def stream(
+        self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any
+    ) -> AsyncIterator[Chunk]:
         """As `Client.stream`. Cancelling the task, or closing the iterator, cancels the request on the server."""
         request_id, model = request_id or uuid.uuid4().hex, model or self.model
         inputs = make_inputs(prompt_values(prompt, parameters))

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", help="may be given several times")
-    parser.add_argument("--speculative", type=json.loads, metavar="JSON", help='such as \'{"num_speculative_tokens": 0}\'')
+    parser.add_argument("--speculative", type=json.loads, metavar="JSON", help="such as '{\"num_speculative_tokens\": 0}'")
     parser.add_argument("--quiet", action="store_true", help="no statistics")
 
 

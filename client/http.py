@@ -50,11 +50,14 @@ class HttpClient:
         values = {**prompt_values(prompt, parameters), "stream": False}
         connection, response = self._post("generate", values, request_id)
         try:
-            return json.loads(response.read())
+            answer = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise GenerateError(f"{self.address}: {error}") from None
         finally:
             connection.close()
+        if "error" in answer:  # some come with status 200
+            raise GenerateError(answer["error"])
+        return answer
 
     def stream(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> Iterator[Chunk]:
         """Chunks as they come; leaving the loop hangs up, which cancels the request. Raises GenerateError."""

@@ -64,7 +64,9 @@ class Client:
         """The n completions of a prompt (text or token ids), whole. Raises GenerateError."""
         return collect(self.stream(prompt, request_id=request_id, **parameters))
 
-    def stream(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any
+    ) -> Iterator[Chunk]:
         """Chunks as they come; leaving the loop (or closing the iterator) cancels the request on the server.
 
         parameters: the decode model's inputs by name. Raises GenerateError with the server's message, or when nothing came
@@ -74,7 +76,7 @@ class Client:
         request_id, model = request_id or uuid.uuid4().hex, model or self.model
         received: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         connection = self._take()
-        is_done = False
+        is_done = is_answered = False
         try:
             connection.start_stream(lambda result, error: received.put((result, error)))
             connection.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
@@ -87,6 +89,9 @@ class Client:
                     is_done = True
                     raise GenerateError(str(error))
                 chunk, is_done = read_result(result)
+                is_answered = is_answered or chunk.finish_reason is not None
+                if is_done and not is_answered:
+                    raise GenerateError(f"request {request_id!r}: the server ended the stream without an answer")
                 if chunk.token_ids or chunk.text or chunk.finish_reason:
                     yield chunk
         except InferenceServerException as error:

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"[demo] starting tritonserver with the bundled model on 127.0.0.1 (HTTP {ports[0]}, gRPC {ports[1]}, metrics {ports[2]}) ...", flush=True)
     started = time.monotonic()
     try:
-        with running_server(*ports, log) as process, Client(f"127.0.0.1:{ports[1]}") as client:
+        with running_server(ports[0], ports[1], ports[2], log) as process, Client(f"127.0.0.1:{ports[1]}") as client:
             print(f"[demo] ready after {time.monotonic() - started:.1f} s (process {process.pid}, log {log})", flush=True)
             lines = []
             for title, choice in (("without speculation", {"method": "none"}), ("with speculation (ngram, 5 drafts)", None)):

@@ -33,6 +33,8 @@ class ServeConfig(Section):
     host: str = "0.0.0.0"
     repository: str | None = None
     """Where to render the model repository; default: the user's state folder, by HTTP port."""
+    backend_directory: str | None = None
+    """Where the server finds its backends; default: where it was installed."""
     drain_seconds: int = 30
     """How long running requests may go on after SIGTERM."""
     log_verbose: int = 0
@@ -111,8 +113,8 @@ def server_command(server: Server, config: ServeConfig, repository: Path) -> tup
     environment = dict(os.environ)
     # The stub runs the first python3 on PATH: it must be the one that this project is installed in.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
-    if server.backend_directory is not None:
-        command.append(f"--backend-directory={server.backend_directory}")
+    if backends := config.backend_directory or server.backend_directory:
+        command.append(f"--backend-directory={backends}")
     if server.library_path:
         environment["LD_LIBRARY_PATH"] = ":".join([*server.library_path, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
     return command, environment
@@ -154,6 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
     parser.add_argument("--repository", metavar="DIR", help="where to render the model repository")
+    parser.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
     parser.add_argument("--drain-seconds", type=int, metavar="S", help="how long running requests may go on after SIGTERM (default 30)")
     parser.add_argument("--log-verbose", type=int, metavar="LEVEL")
 

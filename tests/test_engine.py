@@ -107,7 +107,9 @@ def test_requests_of_one_batch_choose_their_own_speculation(llm_ngram, prompts, 
 
 def test_n_completions_are_those_of_seeds_in_a_row(llm_ngram):
     together = llm_ngram.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5, n=3), use_tqdm=False)[0]
-    alone = [llm_ngram.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5 + i), use_tqdm=False)[0].outputs[0].token_ids for i in range(3)]
+    alone = [
+        llm_ngram.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5 + i), use_tqdm=False)[0].outputs[0].token_ids for i in range(3)
+    ]
     assert [c.token_ids for c in together.outputs] == alone
     assert len({tuple(ids) for ids in alone}) > 1
     assert all(c.stats.emitted == len(c.token_ids) for c in together.outputs)
@@ -116,7 +118,9 @@ def test_n_completions_are_those_of_seeds_in_a_row(llm_ngram):
 class TestEnds:
     """What ends a completion, with and without drafts across the end."""
 
-    PROMPT = "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(description='Run')\n    parser.add_argument('-v', '--verbose'"
+    PROMPT = (
+        "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(description='Run')\n    parser.add_argument('-v', '--verbose'"
+    )
 
     def outputs(self, llm, params, prompt=PROMPT):
         plain = llm.generate(prompt, params, speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]

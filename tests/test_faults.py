@@ -128,7 +128,7 @@ def test_a_model_that_cannot_load_says_why(tmp_path, change, options, message):
     ("options", "message"),
     [
         (["--speculative-config={"], "speculative_config is not valid JSON"),
-        (["--speculative-config=" + '{"methode": "ngram"}'], 'unknown key \'methode\'; did you mean "method"'),
+        (["--speculative-config=" + '{"methode": "ngram"}'], "unknown key 'methode'; did you mean \"method\""),
         (["--max-batch-size=1000"], "max_batch_size must be from 1 to 256, got 1000"),
         (["--dtype=float8"], "dtype must be one of auto, float32, bfloat16"),
         (["--device=cuda:0"], "this machine has no NVIDIA GPU"),

@@ -57,7 +57,7 @@ class TestWaysIn:
         assert "".join(c.text for c in chunks) == expected.text
         assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
         assert chunks[-1].usage["completion_tokens"] == 40 and chunks[-1].usage["prompt_tokens"] > 5
-        assert chunks[-1].speculation["emitted"] == 40 and chunks[-1].speculation["steps"] == len(chunks)
+        assert chunks[-1].speculation["emitted"] == 40 and chunks[-1].speculation["steps"] >= len(chunks)
 
     @pytest.mark.parametrize("model", ["decode", "generate"])
     def test_asyncio_stream(self, server, expected, model):
@@ -133,7 +133,7 @@ class TestWaysIn:
     def test_non_ascii_text_is_never_split(self, client, llm_ngram):
         end = "é€🙂"
         ids = llm_ngram.engine.tokenizer.encode(end, add_special_tokens=False)
-        for chunk in client.stream("# " + end * 8, max_tokens=30, temperature=0.0, logit_bias={i: 6.0 for i in ids}):
+        for chunk in client.stream("# " + end * 8, max_tokens=30, temperature=0.0, logit_bias=dict.fromkeys(ids, 6.0)):
             assert "�" not in chunk.text or chunk.finish_reason
 
 
@@ -353,8 +353,10 @@ class TestBadInput:
         for values, message in (({"text_input": ""}, "the prompt is empty"), ({"text_input": "x", "top_p": 0.0}, "top_p must be")):
             status, answer = server.post("/v2/models/generate/generate", {**values, "stream": False})
             assert status >= 400 and message in answer
-        status, answer = server.post("/v2/models/generate/generate", {"max_tokens": 5})
-        assert status >= 400
+        with pytest.raises(GenerateError, match="exactly 1 response"):  # the server's words: the ensemble ran nothing
+            HttpClient(server.http, model="generate").generate_once(max_tokens=5)
+        with pytest.raises(GenerateError, match="ended the stream without an answer"):
+            Client(server.grpc, model="generate").generate(max_tokens=5)
 
     def test_streaming_through_generate_is_refused_plainly(self, server):
         """/generate takes exactly one response: without stream false it may fail, and must not hang."""

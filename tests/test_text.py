@@ -290,6 +290,12 @@ def test_templates_see_what_hugging_face_gives_them(tmp_path: Path) -> None:
     assert tokenizer.render_chat(MESSAGES, extra=5) == "<s>Why?</s>>5"
 
 
+def test_lines_of_blocks_alone_leave_nothing(tmp_path: Path) -> None:
+    """As Hugging Face renders them (trim_blocks, lstrip_blocks): another space in a prompt is another prompt."""
+    template = "{% for m in messages %}\n  {% if true %}\n{{ m.role }}:\n  {% endif %}\n{% endfor %}\nend"
+    assert with_template(tmp_path, template).render_chat(MESSAGES) == "system:\nuser:\nend"
+
+
 def test_several_templates_have_a_default(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}])
     assert tokenizer.render_chat(MESSAGES) == "plain"

@@ -180,7 +180,8 @@ def build(max_train_bytes: int) -> None:
         if total > max_train_bytes:
             train = train[:count]
             break
-    print(f"train {len(train)} files, {sum(len(t) for _, t in train) / 1e6:.1f} MB; held out {len(heldout)} files, {sum(len(t) for _, t in heldout) / 1e6:.2f} MB")
+    for name, part in (("train", train), ("held out", heldout)):
+        print(f"{name}: {len(part)} files, {sum(len(t) for _, t in part) / 1e6:.2f} MB")
     train_tokenizer((text for _, text in train[:12000]))
     for name, part in (("train", train), ("heldout", heldout)):
         write_ids(DATA / f"{name}.u16", [text for _, text in part])

@@ -1,7 +1,7 @@
 """Held-out bits per byte of the model as it is shipped (bfloat16 weights, float32 arithmetic), on CPU.
 
-    python -m training.evaluate            # the held-out standard-library modules of this interpreter
-    python -m training.evaluate --all      # every held-out file of the corpus (needs `python -m training.corpus build`)
+python -m training.evaluate            # the held-out standard-library modules of this interpreter
+python -m training.evaluate --all      # every held-out file of the corpus (needs `python -m training.corpus build`)
 """
 
 from __future__ import annotations

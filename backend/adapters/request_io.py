@@ -91,7 +91,7 @@ def read_request(request: Any) -> GenerateCall | CancelCall:
     given = [name for name in PROMPTS if name in values]
     if len(given) != 1:
         raise RequestError(f"give one of {', '.join(PROMPTS)}; got {' and '.join(given) or 'none'}")
-    prompt: str | list[int] | list[dict[str, Any]] = values[given[0]] if given[0] == "input_ids" else values[given[0]][0]
+    prompt: Any = values[given[0]] if given[0] == "input_ids" else values[given[0]][0]
     if given[0] == "messages":
         prompt = _messages(prompt)
     arguments: dict[str, Any] = {name: values[name][0] for name in SAMPLING_SCALARS if name in values}

@@ -67,7 +67,7 @@ class Llama:
         self.eps = config["rms_norm_eps"]
         self.num_query_groups = num_q // num_kv
         own_kv = ranks.part(num_kv, "num_key_value_heads")
-        self.cache_planes = ((own_kv.stop - own_kv.start, head_dim),) * 2
+        self.cache_planes: tuple[tuple[int, ...], ...] = ((own_kv.stop - own_kv.start, head_dim),) * 2
         self.ranks = ranks
         weights = Weights(checkpoint, dtype, device, ranks)
         self.embedding = weights.whole("model.embed_tokens.weight", (self.vocab_size, hidden))

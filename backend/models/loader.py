@@ -30,7 +30,7 @@ class Checkpoint:
             single = self.directory / "model.safetensors"
             if not single.is_file():
                 raise ModelError(f"{self.directory} has neither model.safetensors nor model.safetensors.index.json")
-            self._files = {name: single for name in self._open(single).keys()}
+            self._files = dict.fromkeys(self._open(single).keys(), single)
         self._handles: dict[Path, Any] = {}
 
     def __enter__(self) -> Self:

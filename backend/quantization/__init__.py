@@ -42,7 +42,7 @@ class PackedLinear:
     def is_usable(weight: torch.Tensor) -> bool:
         if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
-        return weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

@@ -1,0 +1,27 @@
+# Everything runs from .venv, which the first target makes.
+.PHONY: demo serve test lint bench clean
+
+demo:
+	@deploy/setup.sh serve
+	@.venv/bin/foretoken demo
+
+serve:
+	@deploy/setup.sh serve
+	@.venv/bin/foretoken serve
+
+test:
+	@deploy/setup.sh test
+	@.venv/bin/python -m pytest
+
+lint:
+	@deploy/setup.sh test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+bench:
+	@deploy/setup.sh test
+	@.venv/bin/python -m benchmarks.serve_cpu
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Makes .venv and installs the project into it: `deploy/setup.sh serve` for a server, `deploy/setup.sh test` for the tests too.
+# Installs nothing outside the project's folder, except Debian's libpython when the stub has none and this user may.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+what=${1:-serve}
+stamp=.venv/.installed-$what
+if [ -e "$stamp" ] && [ ! pyproject.toml -nt "$stamp" ] && [ ! constraints.txt -nt "$stamp" ]; then exit 0; fi
+
+say() { printf '[setup] %s\n' "$*"; }
+
+if [ ! -x .venv/bin/python ]; then
+  for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
+    if "$candidate" -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then python=$candidate; break; fi
+  done
+  if [ -z "${python:-}" ]; then
+    say "Python 3.10, 3.11 or 3.12 is needed, with its venv module (apt-get install python3 python3-venv); or set PYTHON" >&2
+    exit 1
+  fi
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv .venv || { say "the venv could not be made: apt-get install python3-venv" >&2; exit 1; }
+fi
+
+version=$(.venv/bin/python -c 'import sys; print(f"{sys.version_info.major}.{sys.version_info.minor}")')
+if ! .venv/bin/python -c "import ctypes; ctypes.CDLL('libpython$version.so.1.0')" 2>/dev/null &&
+  ! .venv/bin/python -c "import os, sys, sysconfig; f = 'libpython$version.so.1.0'; d = [sysconfig.get_config_var('LIBDIR') or '', sys.base_prefix + '/lib', sys.prefix + '/lib']; sys.exit(not any(os.path.exists(os.path.join(x, f)) for x in d))"; then
+  say "fetching libpython$version, which the server's Python stub is linked to"
+  if [ "$(id -u)" = 0 ]; then
+    { apt-get install -y -qq "libpython$version" || { apt-get update -qq && apt-get install -y -qq "libpython$version"; }; } >/dev/null
+  elif (cd .venv && apt-get download -qq "libpython$version" >/dev/null 2>&1); then
+    dpkg -x .venv/libpython"$version"_*.deb .venv/libpython && cp .venv/libpython/usr/lib/*/libpython"$version".so.1* .venv/lib/
+    (cd .venv/lib && [ -e "libpython$version.so.1.0" ] || ln -s libpython"$version".so.1* "libpython$version.so.1.0")
+  else
+    say "not found: apt-get install libpython$version" >&2
+    exit 1
+  fi
+fi
+
+pip=".venv/bin/python -m pip --disable-pip-version-check"
+say "installing torch (the largest part) ..."
+$pip install -q -c constraints.txt torch
+say "installing the server (nvidia-pytriton's tritonserver) and the rest ..."
+$pip install -q --no-deps nvidia-pytriton==0.7.0
+if [ "$what" = test ]; then $pip install -q -c constraints.txt -e '.[test]'; else $pip install -q -c constraints.txt -e .; fi
+touch "$stamp"
+say "done"

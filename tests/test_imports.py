@@ -1,0 +1,250 @@
+"""Who may import whom (DESIGN.md, section 2), read from every file's syntax tree: an arrow that points back ends in one large module."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("backend", "kernels", "client", "deploy", "model_repository")
+PROJECT = (*PACKAGES, "training", "benchmarks", "tests")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name."""
+
+    file: str
+    line: int
+    module: str
+    is_type_only: bool
+    """Under `if TYPE_CHECKING:`, so it does not happen at run time."""
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+    def is_in(self, *modules: str) -> bool:
+        return any(self.module == m or self.module.startswith(f"{m}.") for m in modules)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def read_imports(source: str, file: str) -> list[Import]:
+    """All imports, those inside functions too. `from package import module` counts as package.module."""
+    found: list[Import] = []
+    package = file.split("/")[:-1]
+
+    def visit(node: ast.AST, is_type_only: bool) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.body:
+                visit(child, True)
+            for child in node.orelse:
+                visit(child, is_type_only)
+            return
+        if isinstance(node, ast.Import):
+            found.extend(Import(file, node.lineno, alias.name, is_type_only) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module or ""
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.append(Import(file, node.lineno, full if is_module(full) else base, is_type_only))
+        for child in ast.iter_child_nodes(node):
+            visit(child, is_type_only)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+IMPORTS = [i for path in FILES for i in read_imports(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())]
+
+
+def imports_of(*places: str) -> list[Import]:
+    """The imports of files, or of all files in folders."""
+    for place in places:
+        assert (ROOT / place).exists(), f"{place} is gone: the rule about it holds nothing"
+    return [i for i in IMPORTS if any(i.file == p or i.file.startswith(f"{p}/") for p in places)]
+
+
+def of_project(imports: list[Import]) -> list[Import]:
+    return [i for i in imports if i.top in PROJECT]
+
+
+def none_of(imports: list[Import], rule: str) -> None:
+    assert not imports, f"{rule}:\n" + "\n".join(map(str, imports))
+
+
+# -- the reader itself ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reader_sees_every_kind_of_import() -> None:
+    source = """
+import os, backend.engine as e
+from backend import errors, LLM
+from backend.core import Request
+from .prefix_cache import ROOT
+from . import pages
+from .. import kernels
+if TYPE_CHECKING:
+    import torch
+    from client import Client
+else:
+    import numpy
+def f():
+    try:
+        import deploy.launcher
+    except ImportError:
+        from client.sync import Client
+class C:
+    import json
+"""
+    found = {(i.module, i.is_type_only) for i in read_imports(source, "backend/example.py")}
+    assert found == {
+        ("os", False),
+        ("backend.engine", False),
+        ("backend.errors", False),
+        ("backend", False),
+        ("backend.core", False),
+        ("backend.prefix_cache", False),
+        ("backend.pages", False),
+        ("kernels", False),
+        ("torch", True),
+        ("client", True),
+        ("numpy", False),
+        ("deploy.launcher", False),
+        ("client.sync", False),
+        ("json", False),
+    }
+
+
+def test_there_is_something_to_read() -> None:
+    assert {i.file.partition("/")[0] for i in IMPORTS} >= set(PACKAGES)
+    assert len(of_project(IMPORTS)) > 60
+
+
+# -- the rules ------------------------------------------------------------------------------------------------------------------
+
+
+def test_client_imports_no_sibling() -> None:
+    none_of([i for i in of_project(imports_of("client")) if not i.is_in("client")], "a client needs tritonclient, and nothing of the server")
+
+
+def test_deploy_imports_configuration_at_most() -> None:
+    allowed = ("deploy", "backend.config", "backend.errors", "backend.model_files")
+    bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
+    bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py"))]
+    none_of(bad, "the launcher starts without torch and without the engine")
+
+
+def test_model_repository_imports_adapters_only() -> None:
+    none_of([i for i in of_project(imports_of("model_repository")) if not i.is_in("backend.adapters")], "a model.py holds no logic")
+
+
+def test_adapters_alone_know_triton() -> None:
+    none_of(
+        [i for i in IMPORTS if i.is_in("triton_python_backend_utils") and not i.file.startswith("backend/adapters/")],
+        "the engine runs without Triton",
+    )
+    assert any(i.is_in("triton_python_backend_utils") for i in imports_of("backend/adapters"))
+
+
+PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "errors")
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_import_each_other_only(name: str) -> None:
+    allowed = [f"backend.{other}" for other in PURE]
+    imports = imports_of(f"backend/{name}.py")
+    none_of([i for i in of_project(imports) if not i.is_in(*allowed)], f"{name} is below the engine")
+    none_of([i for i in imports if i.top == "torch" and not i.is_type_only], f"{name} handles integers and names")
+    if name in ("core", "errors"):
+        none_of(of_project(imports), f"{name} imports no sibling")
+
+
+@pytest.mark.parametrize("name", ["scheduler", "pages", "prefix_cache"])
+def test_integers_only(name: str) -> None:
+    none_of([i for i in imports_of(f"backend/{name}.py") if i.top in ("torch", "numpy")], f"{name} does not even name a tensor")
+
+
+def test_drafters_import_what_they_draft_with() -> None:
+    allowed = ("backend.drafters", "backend.core", "backend.config", "backend.models", "kernels")
+    none_of([i for i in of_project(imports_of("backend/drafters")) if not i.is_in(*allowed)], "a drafter knows neither engine nor scheduler")
+
+
+def test_runner_and_models_are_below_the_engine() -> None:
+    above = ("backend.engine", "backend.scheduler", "backend.adapters")
+    none_of([i for i in imports_of("backend/runner.py", "backend/models") if i.is_in(*above)], "they compute what a batch says")
+
+
+def test_backend_knows_nobody_above_it() -> None:
+    bad = [i for i in of_project(imports_of("backend")) if not i.is_in("backend", "kernels")]
+    none_of(bad, "the engine is used by servers and clients and knows none")
+    inside = [i for i in imports_of("backend") if i.is_in("backend.adapters") and not i.file.startswith("backend/adapters/")]
+    none_of(inside, "adapters -> engine, never back")
+
+
+def test_kernels_import_nothing_of_the_project() -> None:
+    none_of([i for i in of_project(imports_of("kernels")) if not i.is_in("kernels")], "kernels know tensors only")
+
+
+def test_pycuda_has_one_importer() -> None:
+    none_of([i for i in IMPORTS if i.top == "pycuda" and i.file != "kernels/_load.py"], "kernels/_load.py owns the CUDA context")
+
+
+def test_the_kernels_package_imports_nothing() -> None:
+    """transformers probes a package of that name."""
+    none_of([i for i in imports_of("kernels/__init__.py") if i.module != "__future__"], "importing `kernels` has no side effects")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_file_compiles(path: Path) -> None:
+    """On this interpreter, and as the oldest one that pyproject.toml promises."""
+    source = path.read_text("utf-8")
+    compile(source, str(path), "exec", dont_inherit=True)
+    ast.parse(source, str(path), feature_version=(3, 10))
+
+
+# -- at run time ----------------------------------------------------------------------------------------------------------------
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after a statement."""
+    code = f"{statement}\nimport sys\nprint(*sorted(m for m in sys.modules if '.' not in m), sep='\\n')"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("backend.text", {"torch", "transformers", "tritonclient"}),
+        ("deploy.launcher", {"torch", "transformers", "tritonclient", "grpc", "tokenizers"}),
+        ("backend.scheduler", {"torch", "numpy"}),
+        ("backend.config", {"torch", "numpy"}),
+        ("client", {"torch", "backend"}),
+        ("kernels", {"torch", "numpy"}),
+        ("backend", {"torch", "numpy"}),
+    ],
+)
+def test_light_imports_stay_light(module: str, absent: set[str]) -> None:
+    """The tokenizer model and the launcher start in a second: torch alone takes longer, and memory for every stub process."""
+    loaded = loaded_by(f"import {module}")
+    assert module.partition(".")[0] in loaded
+    assert not loaded & absent
+
+
+def test_the_check_for_torch_can_fail() -> None:
+    assert "torch" in loaded_by("from backend import LLM")

@@ -1,0 +1,471 @@
+"""Checkpoints of every kind that the Llama family comes in, against transformers; and every way in which a folder can be wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from backend import LLM
+from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.core import Batch, Draft, Request, SamplingParams, Scheduled
+from backend.errors import ConfigError, ModelError
+from backend.model_files import read_config
+from backend.models import load_model
+from backend.models.layers import rope_frequencies
+from backend.models.loader import Checkpoint
+from backend.parallel.ranks import Ranks
+from backend.runner import Runner
+
+TOLERANCE = 1e-4
+LENGTH = 70
+"""Past MAX_GROUPED_QUERIES, past several pages, and long enough that rope scaling matters."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of checkpoint: what its config says, how it is saved."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    shard_size: str = "1GB"
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ODD = {"hidden_size": 60, "intermediate_size": 97, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 10}
+KINDS = [
+    Kind("plain, untied, grouped queries"),
+    Kind("tied", {"tie_word_embeddings": True}),
+    Kind("sharded", shard_size="200KB"),
+    Kind("sharded and tied", {"tie_word_embeddings": True}, shard_size="200KB"),
+    Kind("every head its own keys", {"num_key_value_heads": 4}),
+    Kind("one head's keys for all", {"num_key_value_heads": 1}),
+    Kind("heads wider than hidden / heads", {"head_dim": 32}),
+    Kind("heads narrower than hidden / heads", {"head_dim": 8}),
+    Kind("attention bias", {"attention_bias": True}),
+    Kind("mlp bias", {"mlp_bias": True}),
+    Kind("linear rope scaling", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    Kind("llama3 rope scaling", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}}),
+    Kind("another theta and eps", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}, "rms_norm_eps": 1e-2}),
+    Kind("stored in bfloat16", dtype=torch.bfloat16),
+    Kind("stored in bfloat16, sharded, biased", {"attention_bias": True}, torch.bfloat16, "200KB"),
+    Kind("one layer, odd sizes", {**ODD, "num_hidden_layers": 1}),
+]
+
+
+def make_model(kind: Kind) -> LlamaForCausalLM:
+    """A tiny model in which every weight matters: transformers starts biases at zero and norms at one."""
+    values: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **kind.config,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**values)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(".bias"):
+                weight.normal_(0, 0.5)
+            elif "norm" in name:
+                weight.uniform_(0.5, 1.5)
+    return model.to(kind.dtype)
+
+
+def save(model: LlamaForCausalLM, folder: Path, shard_size: str = "1GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, folder)
+    return folder
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(2, 4096) for _ in range(count)]
+
+
+@torch.inference_mode()
+def expected_logits(model: LlamaForCausalLM, token_ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([token_ids])).logits[0].float()
+
+
+def make_runner(folder: Path, **options: Any) -> Runner:
+    values = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_memory": "4MiB", "page_size": 8, **options}
+    return Runner(EngineConfig.from_dict(values), Ranks())
+
+
+def own_logits(runner: Runner, token_ids: list[int], chunks: tuple[int, ...] = ()) -> torch.Tensor:
+    """Logits after every token but those of the chunks that come first.
+
+    The known tokens are the chunks and one more; all others go in as drafts, for a step scores each of them.
+    """
+    pages = random.Random(1).sample(range(runner.num_pages), -(-len(token_ids) // runner.page_size))
+    known = sum(chunks) + 1
+    request = Request("r", token_ids[:known], SamplingParams(), page_ids=pages)
+    for count in chunks:
+        forward = runner.forward(Batch([Scheduled(request, count)]), Draft([[]], ["target"]))
+        assert forward.row_starts == [0, 0], "a chunk has no logits"
+        request.num_computed_tokens += count
+    forward = runner.forward(Batch([Scheduled(request, 1, 99)]), Draft([token_ids[known:]], ["ngram"]))
+    assert forward.row_starts == [0, len(token_ids) - known + 1]
+    assert forward.logits.dtype == torch.float32
+    return forward.logits
+
+
+# -- the same logits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_logits_are_those_of_transformers(kind: Kind, tmp_path: Path) -> None:
+    """In float32, at every position; the chunked way too, whose attention takes other paths."""
+    folder = save(make_model(kind), tmp_path / "model", kind.shard_size)
+    assert (folder / "model.safetensors.index.json").is_file() == (kind.shard_size == "200KB")
+    runner = make_runner(folder)
+    token_ids = random_tokens(LENGTH)
+    expected = expected_logits(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), token_ids)
+    assert expected.std() > 0.5, "logits this flat would agree with anything"
+    torch.testing.assert_close(own_logits(runner, token_ids), expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(own_logits(runner, token_ids, chunks=(13, 40)), expected[53:], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(own_logits(runner, token_ids[:20]), expected[:20], rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+    """One plain checkpoint, for the tests that only read it."""
+    model = make_model(KINDS[0])
+    return model, save(model, tmp_path_factory.mktemp("tiny"))
+
+
+def test_requests_of_one_batch_do_not_mix(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    model, folder = tiny
+    runner = make_runner(folder)
+    lengths = [5, 33, 8, 64, 17]
+    prompts = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
+    pages = iter(random.Random(2).sample(range(runner.num_pages), runner.num_pages))
+    requests = [Request(f"r{i}", ids, SamplingParams(), page_ids=[next(pages) for _ in range(-(-len(ids) // 8))]) for i, ids in enumerate(prompts)]
+    forward = runner.forward(Batch([Scheduled(r, len(r.token_ids)) for r in requests]), Draft([[] for _ in requests], ["target"] * 5))
+    assert forward.row_starts == list(range(6))
+    expected = torch.stack([expected_logits(model, ids)[-1] for ids in prompts])
+    torch.testing.assert_close(forward.logits, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_copied_pages_hold_what_was_there_before_the_step(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    """Copies come first, and a page may be a source and a target of the same step."""
+    runner = make_runner(tiny[1])
+    for number, planes in enumerate(runner.cache):
+        for plane in planes:
+            plane[:] = torch.arange(runner.num_pages)[:, None, None, None] + 100.0 * number
+    runner._copy_pages([(0, 1), (1, 2), (5, 5), (1, 3)])
+    for number, planes in enumerate(runner.cache):
+        for plane in planes:
+            assert (plane.flatten(1)[:, 0] - 100 * number)[:7].tolist() == [0, 0, 1, 1, 4, 5, 6]
+            assert torch.equal(plane.flatten(1).amin(dim=1), plane.flatten(1).amax(dim=1)), "pages are copied whole"
+
+
+def test_generation_from_a_tiny_model(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    """Through the whole engine: greedy tokens and their log-probabilities."""
+    model, folder = tiny
+    llm = LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory="2MiB", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    prompt = random_tokens(40, 3)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=2)
+    (completion,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs
+    scores = expected_logits(model, [*prompt, *completion.token_ids]).log_softmax(dim=-1)[len(prompt) - 1 :]
+    assert completion.token_ids == scores[:-1].argmax(dim=-1).tolist()
+    assert completion.logprobs is not None and len(completion.logprobs) == 24
+    for place, found in enumerate(completion.logprobs):
+        values, ids = scores[place].topk(2)
+        assert (found.token_id, [i for i, _ in found.top]) == (completion.token_ids[place], ids.tolist())
+        assert [found.logprob, *[v for _, v in found.top]] == pytest.approx([values[0].item(), *values.tolist()], abs=TOLERANCE)
+
+
+def test_bfloat16_computes_about_the_same(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    """Not the float32 bound: eight bits of mantissa. It must agree with transformers' own bfloat16 as well as that does with float32."""
+    model, folder = tiny
+    runner = make_runner(folder, dtype="bfloat16")
+    assert runner.cache[0][0].dtype == torch.bfloat16
+    token_ids = random_tokens(48)
+    exact = expected_logits(model, token_ids)
+    other = make_model(KINDS[0]).to(torch.bfloat16)
+    error = (own_logits(runner, token_ids) - exact).abs().mean()
+    assert error < 1.5 * (expected_logits(other, token_ids) - exact).abs().mean()
+
+
+# -- files as they are found in the world ---------------------------------------------------------------------------------------
+
+
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+def test_rope_scaling_as_older_files_write_it(tmp_path: Path, type_key: str) -> None:
+    """rope_theta and rope_scaling side by side, as Llama 3.1's own files have them."""
+    kind = Kind("", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}})
+    model = make_model(kind)
+    folder = save(model, tmp_path / "model")
+
+    def as_before(values: dict[str, Any]) -> None:
+        scaling = values.pop("rope_parameters")
+        values["rope_theta"] = scaling.pop("rope_theta")
+        scaling[type_key] = scaling.pop("rope_type")
+        values["rope_scaling"] = scaling
+
+    edit_config(folder, as_before)
+    token_ids = random_tokens(LENGTH)
+    torch.testing.assert_close(own_logits(make_runner(folder), token_ids), expected_logits(model, token_ids), rtol=0, atol=TOLERANCE)
+
+
+def test_what_old_files_leave_out(tmp_path: Path) -> None:
+    """No head_dim, no num_key_value_heads, no rope at all, no tie_word_embeddings: each has its default."""
+    model = make_model(Kind("", {"num_key_value_heads": 4}))
+    folder = save(model, tmp_path / "model")
+    left_out = ("head_dim", "num_key_value_heads", "rope_parameters", "tie_word_embeddings", "hidden_act", "attention_bias", "mlp_bias")
+    edit_config(folder, lambda values: [values.pop(key) for key in left_out])
+    token_ids = random_tokens(LENGTH)
+    torch.testing.assert_close(own_logits(make_runner(folder), token_ids), expected_logits(model, token_ids), rtol=0, atol=TOLERANCE)
+
+
+def test_rope_scaling_changes_what_it_should() -> None:
+    """Llama 3.1's rule: short waves stay, long ones are divided by the factor, and between them it rises steadily."""
+    plain = rope_frequencies({"rope_theta": 500000.0}, 128)
+    assert plain[0] == 1 and plain[1].item() == pytest.approx(500000.0 ** (-2 / 128))
+    linear = rope_frequencies({"rope_theta": 500000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 128)
+    torch.testing.assert_close(linear * 4, plain)
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    ratio = plain / rope_frequencies({"rope_theta": 500000.0, "rope_scaling": scaling}, 128)
+    waves = 2 * torch.pi / plain
+    torch.testing.assert_close(ratio[waves < 8192 / 4], torch.ones(int((waves < 8192 / 4).sum())))
+    torch.testing.assert_close(ratio[waves > 8192], torch.full((int((waves > 8192).sum()),), 8.0))
+    assert (ratio.diff() >= -1e-4).all()
+
+
+@pytest.mark.parametrize(
+    ("config_ids", "generation_ids", "expected"), [(2, None, {2}), ([2, 3], None, {2, 3}), (2, [4, 5], {4, 5}), (None, None, set()), (2, 7, {7})]
+)
+def test_end_of_text_ids(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, config_ids: Any, generation_ids: Any, expected: set[int]) -> None:
+    """generation_config.json is the one that chat models keep right."""
+    folder = copy_of(tiny[1], tmp_path)
+    edit_config(folder, lambda values: values.update(eos_token_id=config_ids))
+    (folder / "generation_config.json").write_text(json.dumps({} if generation_ids is None else {"eos_token_id": generation_ids}))
+    assert load_model(folder, torch.float32, torch.device("cpu"), Ranks()).eos_token_ids == expected
+
+
+# -- what is wrong is named -----------------------------------------------------------------------------------------------------
+
+
+def copy_of(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def load(folder: Path) -> None:
+    load_model(folder, torch.float32, torch.device("cpu"), Ranks())
+
+
+def refused(folder: Path, *parts: str) -> str:
+    """Loading must fail with a ModelError that has all these parts in it."""
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert all(part in message for part in parts), message
+    return message
+
+
+WEIGHTS = (
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+    "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+)
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, "model.layers.1.input_layernorm.weight"])
+def test_missing_weight(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors")
+    refused(folder, str(folder), f"weight {name} is missing")
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weight_of_another_shape(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    shape = tuple(weights[name].shape)
+    weights[name] = weights[name][: shape[0] // 2].contiguous()
+    save_file(weights, folder / "model.safetensors")
+    refused(folder, str(folder / "model.safetensors"), name, f"has shape {tuple(weights[name].shape)}", f"config.json makes it {shape}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "weight"),
+    [
+        ("intermediate_size", 128, "model.layers.0.mlp.gate_proj.weight"),
+        ("num_key_value_heads", 4, "model.layers.0.self_attn.k_proj.weight"),
+        ("head_dim", 8, "model.layers.0.self_attn.q_proj.weight"),
+        ("vocab_size", 5000, "model.embed_tokens.weight"),
+        ("hidden_size", 32, "model.embed_tokens.weight"),
+        ("num_hidden_layers", 3, "model.layers.2.input_layernorm.weight"),
+    ],
+)
+def test_config_of_another_model(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, key: str, value: int, weight: str) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    edit_config(folder, lambda values: values.update({key: value}))
+    refused(folder, weight)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
+def test_truncated_file(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, keep: float) -> None:
+    """Nothing at all, half a header, half the weights, all but the last byte."""
+    folder = copy_of(tiny[1], tmp_path)
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep) if isinstance(keep, float) else keep])
+    refused(folder, str(path), "cannot be read")
+
+
+def test_damaged_header(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8:40] = b"x" * 32
+    path.write_bytes(content)
+    refused(folder, str(path), "cannot be read")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return save(make_model(KINDS[2]), tmp_path / "sharded", "200KB")
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+
+
+def test_missing_and_truncated_shards(sharded: Path) -> None:
+    shard = shard_of(sharded, "model.layers.1.mlp.up_proj.weight")
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-7])
+    refused(sharded, str(shard), "cannot be read")
+    shard.unlink()
+    refused(sharded, f"{shard} is missing")
+
+
+def test_an_index_that_is_wrong(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    name = "model.norm.weight"
+    elsewhere = next(file for file in values["weight_map"].values() if file != values["weight_map"][name])
+    index.write_text(json.dumps({"weight_map": {**values["weight_map"], name: elsewhere}}))
+    refused(sharded, name, elsewhere)
+    del values["weight_map"][name]
+    index.write_text(json.dumps(values))
+    refused(sharded, f"weight {name} is missing")
+    index.write_text("{}")
+    refused(sharded, f"{index} has no weight_map")
+    index.write_text("{")
+    refused(sharded, f"{index} cannot be read")
+
+
+def test_no_weights_at_all(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    (folder / "model.safetensors").unlink()
+    refused(folder, str(folder), "neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_no_config(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    (folder / "config.json").unlink()
+    refused(folder, f"{folder / 'config.json'} is missing")
+    refused(tmp_path / "nowhere", f"model folder {tmp_path / 'nowhere'} does not exist")
+    for content, message in ((b"{", "cannot be read"), (b"\xff", "cannot be read"), (b"[1]", "must hold a JSON object, got list")):
+        (folder / "config.json").write_bytes(content)
+        refused(folder, str(folder / "config.json"), message)
+
+
+@pytest.mark.parametrize("names", [["GPT2LMHeadModel"], [], None])
+def test_unknown_architecture(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, names: list[str] | None) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    edit_config(folder, lambda values: values.update(architectures=names))
+    refused(folder, str(folder), "not supported; known: LlamaForCausalLM", *(names or []))
+
+
+def test_unknown_activation(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    edit_config(folder, lambda values: values.update(hidden_act="gelu"))
+    refused(folder, str(folder / "config.json"), "hidden_act 'gelu' is not supported")
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_unknown_rope_type(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, place: str) -> None:
+    """A scaling that is ignored gives fluent nonsense past the original context."""
+    folder = copy_of(tiny[1], tmp_path)
+    edit_config(folder, lambda values: values.update({place: {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}))
+    refused(folder, "rope scaling 'yarn' is not supported; known: default, linear, llama3")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers", "max_position_embeddings", "intermediate_size", "rms_norm_eps"],
+)
+def test_config_without_a_key(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, key: str) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    edit_config(folder, lambda values: values.pop(key))
+    refused(folder, str(folder / "config.json"), key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("linear", "factor"), ("llama3", "factor"), ("llama3", "low_freq_factor"), ("llama3", "original_max_position_embeddings")]
+)
+def test_rope_scaling_without_a_key(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, kind: str, key: str) -> None:
+    folder = copy_of(tiny[1], tmp_path)
+    scaling = {**LLAMA3, "rope_type": kind, "original_max_position_embeddings": 32}
+    del scaling[key]
+    edit_config(folder, lambda values: values.update(rope_parameters=scaling))
+    refused(folder, key)
+
+
+def test_a_context_beyond_the_models(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    with pytest.raises(ConfigError, match="max_model_len 129 is beyond the model's own limit 128"):
+        make_runner(tiny[1], max_model_len=129)
+    assert make_runner(tiny[1], max_model_len=100).max_model_len == 100
+
+
+def test_memory_for_no_page(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    """2 layers, keys and values, 2 heads of 16 in float32, 8 tokens: 4096 bytes."""
+    assert make_runner(tiny[1], kv_cache_memory=4096).num_pages == 1
+    with pytest.raises(ConfigError, match=r"kv_cache_memory: 4095 bytes hold no page; one takes 4096 bytes"):
+        make_runner(tiny[1], kv_cache_memory=4095)
+
+
+def test_a_checkpoint_is_read_when_asked(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    with Checkpoint(tiny[1]) as checkpoint:
+        assert "model.norm.weight" in checkpoint and "model.norm.bias" not in checkpoint
+        assert torch.equal(checkpoint.get("model.norm.weight", (64,)), tiny[0].model.norm.weight)
+
+
+def test_the_bundled_config_is_read() -> None:
+    config = read_config(BUNDLED_MODEL)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["eos_token_id"] == 0
