@@ -61,7 +61,7 @@ class Section:
     def from_dict(cls, values: object, where: str = "") -> Self:
         """Raises ConfigError for an unknown key, a wrong type or a value out of range; `where` opens the message."""
         if not isinstance(values, dict):
-            raise ConfigError(f"{where or cls.__name__} must be an object of keys and values, got {values!r:.80}")
+            raise ConfigError(f"{where.rstrip('. ') or cls.__name__} must be an object of keys and values, got {values!r:.80}")
         hints = typing.get_type_hints(cls)
         known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         arguments: dict[str, Any] = {}
@@ -117,7 +117,7 @@ class SpeculativeConfig(Section):
         _require(strategy in VERIFY_STRATEGIES, "verify_strategy", self.verify_strategy, "one of " + ", ".join(VERIFY_STRATEGIES))
         object.__setattr__(self, "verify_strategy", strategy)
         if self.method in ("none", "naive"):
-            if self.method == "naive" and self.num_speculative_tokens != 1:
+            if self.method == "naive" and self.num_speculative_tokens > 1:  # 1 is the default
                 logger.warning("method naive drafts nothing: num_speculative_tokens %d is set to 0", self.num_speculative_tokens)
             object.__setattr__(self, "num_speculative_tokens", 0)
         else:

@@ -33,7 +33,10 @@ def _check(key: str, value: object, kind: type | tuple[type, ...], is_good: bool
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +79,12 @@ class SamplingParams:
     """Independent completions; completion i uses seed + i."""
 
     def __post_init__(self) -> None:
-        for key in ("stop", "bad_words"):
+        for key in ("stop", "bad_words", "stop_token_ids"):
             value = getattr(self, key)
-            object.__setattr__(self, key, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+            if isinstance(value, str) and key != "stop_token_ids":
+                value = (value,)
+            _check(key, value, (list, tuple), True, "a list")
+            object.__setattr__(self, key, tuple(value))
         number = (int, float)
         _check("max_tokens", self.max_tokens, int, isinstance(self.max_tokens, int) and self.max_tokens >= 1, "an integer >= 1")
         good = isinstance(self.min_tokens, int) and 0 <= self.min_tokens <= self.max_tokens

@@ -64,9 +64,11 @@ class Sampler:
             if params.is_greedy or request.speculation.verify_strategy == "greedy":
                 continue
             seed, position = _signed(request.seed), len(request.token_ids)
+            # As far as float32 and the vocabulary go; beyond, they change nothing.
+            temperature, top_k = min(params.temperature, 1e30), min(max(params.top_k, 0), self._vocab_size)
             for row in range(first, last):
                 sampled.append(row)
-                parameters.append((params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed, position + row - first))
+                parameters.append((temperature, top_k, params.top_p, params.min_p, seed, position + row - first))
         chosen = logits.argmax(dim=-1)
         if sampled:
             columns = list(zip(*parameters, strict=True))

@@ -77,8 +77,14 @@ def render_parameters(values: dict[str, Any]) -> str:
 
 
 def render_repository(target: Path, engine: dict[str, Any], model: Path, device: str) -> None:
-    """Writes a repository like the checked-in one, with this configuration; weights are referenced, not copied."""
+    """Writes a repository like the checked-in one, with this configuration; weights are referenced, not copied.
+
+    Raises LaunchError when the folder holds anything that was not rendered.
+    """
+    models = {source.name for source in REPOSITORY.iterdir()}
     if target.exists():
+        if any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir()):
+            raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
         shutil.rmtree(target)
     parameters = {"decode": {**engine, "model": str(model)}, "tokenizer": {"model": str(model)}}
     for source in sorted(REPOSITORY.iterdir()):
@@ -175,6 +181,14 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
+def engine_parameters(values: dict[str, Any], model: Path) -> dict[str, Any]:
+    """What goes into the decode model's config.pbtxt. The bundled model speculates unless told otherwise."""
+    parameters = {k: v for k, v in values.items() if k not in SERVE_KEYS and k != "model"}
+    if model == BUNDLED_MODEL:
+        parameters.setdefault("speculative_config", {"method": "ngram", "num_speculative_tokens": 5})
+    return parameters
+
+
 def serve(args: argparse.Namespace) -> int:
     """Checks, renders, and becomes tritonserver. Returns an exit status only with --dry-run or when a check fails."""
     try:
@@ -186,15 +200,12 @@ def serve(args: argparse.Namespace) -> int:
         if not args.dry_run:
             check_ports({k: getattr(config, k) for k in ("http_port", "grpc_port", "metrics_port")})
             check_shared_memory()
+        target = (Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}").resolve()
+        render_repository(target, engine_parameters(values, model), model, engine.device)
     except (ConfigError, ModelError, LaunchError) as error:
         print(f"foretoken serve: {error}", file=sys.stderr)
         return 2
-    target = Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}"
-    engine_values = {k: v for k, v in values.items() if k not in SERVE_KEYS and k != "model"}
-    if "speculative_config" not in engine_values and str(model) == str(BUNDLED_MODEL):
-        engine_values["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 5}
-    render_repository(target.resolve(), engine_values, model, engine.device)
-    command, environment = server_command(server, config, target.resolve())
+    command, environment = server_command(server, config, target)
     added = [f"{key}={environment[key]}" for key in ("PATH", "LD_LIBRARY_PATH") if environment.get(key) != os.environ.get(key)]
     print(f"model {model}\nrepository {target}\n{shlex.join(['env', *added, *command])}", flush=True)
     if args.dry_run:

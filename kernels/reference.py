@@ -205,6 +205,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     -log(E) with E = -log1p(-u): small E decide the argmax, and that is where u has most resolution.
     """
     u = (philox(seeds, positions, vocab_size).to(torch.float32) + 0.5) * 2.0**-32
+    u = u.clamp_(max=1 - 2.0**-24)  # the largest numbers round up to 1, and a token of noise -inf could never be drawn
     return -torch.log(-torch.log1p(-u))
 
 
@@ -218,7 +219,7 @@ def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     values = values.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), float("-inf"))
     probs = values.softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs
-    values = values.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1), float("-inf"))
+    values = values.masked_fill((before >= top_p[:, None]) & (top_p[:, None] < 1) & (rank > 0), float("-inf"))
     values = values.masked_fill(probs < min_p[:, None] * probs[:, :1], float("-inf"))
     return torch.empty_like(logits).scatter_(-1, order, values)
 

@@ -59,7 +59,7 @@ def read_imports(source: str, file: str) -> list[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])]) if node.level else node.module or ""
             for alias in node.names:
-                full = f"{base}.{alias.name}"
+                full = f"{base}.{alias.name}" if base else alias.name
                 found.append(Import(file, node.lineno, full if is_module(full) else base, is_type_only))
         for child in ast.iter_child_nodes(node):
             visit(child, is_type_only)

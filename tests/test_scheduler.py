@@ -313,7 +313,7 @@ class SchedulerHistory(RuleBasedStateMachine):
 
 def test_any_history() -> None:
     run_state_machine_as_test(
-        SchedulerHistory, settings=settings(max_examples=200, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
+        SchedulerHistory, settings=settings(max_examples=400, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
     )
 
 

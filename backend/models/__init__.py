@@ -48,4 +48,7 @@ def load_model(directory: str | Path, dtype: torch.dtype, device: torch.device, 
     if family is None:
         raise ModelError(f"{directory}: architectures {names} are not supported; known: {', '.join(families)}")
     with Checkpoint(directory) as checkpoint:
-        return family(config, checkpoint, dtype, device, ranks)
+        try:
+            return family(config, checkpoint, dtype, device, ranks)
+        except KeyError as error:
+            raise ModelError(f"{directory}/config.json has no {error}") from None

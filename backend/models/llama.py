@@ -51,13 +51,10 @@ class Llama:
     """LlamaForCausalLM: embedding, layers, final norm, head (tied or not). Fulfils `backend.models.Model`."""
 
     def __init__(self, config: dict[str, Any], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
-        try:
-            hidden, num_q = config["hidden_size"], config["num_attention_heads"]
-            self.vocab_size: int = config["vocab_size"]
-            self.num_layers: int = config["num_hidden_layers"]
-            self.max_model_len: int = config["max_position_embeddings"]
-        except KeyError as error:
-            raise ModelError(f"{checkpoint.directory}/config.json has no {error}") from None
+        hidden, num_q = config["hidden_size"], config["num_attention_heads"]
+        self.vocab_size: int = config["vocab_size"]
+        self.num_layers: int = config["num_hidden_layers"]
+        self.max_model_len: int = config["max_position_embeddings"]
         if config.get("hidden_act", "silu") != "silu":
             raise ModelError(f"{checkpoint.directory}/config.json: hidden_act {config['hidden_act']!r} is not supported; known: silu")
         num_kv = config.get("num_key_value_heads") or num_q
