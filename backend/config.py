@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 BUNDLED_MODEL = Path(__file__).parent.parent / "model_repository" / "standalone" / "decode" / "1"
 MAX_BATCH_SIZE = 256
 MAX_SPECULATIVE_TOKENS = 16
-VERIFY_STRATEGIES = ("target_match", "greedy")
+MAX_CANDIDATES = 64
+VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
+ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
 METHODS = ("none", "naive", "ngram")
 METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram"}
 DTYPES = ("auto", "float32", "bfloat16")
@@ -68,7 +70,9 @@ class Section:
         for key, value in values.items():
             name = cls.aliases.get(key, key)
             if name not in known:
-                raise ConfigError(f"{where}unknown key {key!r:.80}{nearest(str(key), known | set(cls.aliases))}")
+                raise ConfigError(
+                    f"{where.rstrip('. :') + ': ' if where else ''}unknown key {key!r:.80}{nearest(str(key), known | set(cls.aliases))}"
+                )
             if name in arguments:
                 raise ConfigError(f"{where}{name} is given twice (as {key!r} too)")
             arguments[name] = _convert(f"{where}{name}", value, hints[name])
@@ -107,7 +111,14 @@ class SpeculativeConfig(Section):
     num_speculative_tokens: int = 1
     """Drafts a step, 1 to 16."""
     verify_strategy: str = "target_match"
-    """target_match (exact in distribution; the tokens of plain decoding for the same seed) or greedy."""
+    """target_match (the tokens of plain decoding for the same seed), greedy, rejection (exact in distribution) or topp (FastDeploy's
+    rule: accepts what is likely enough, which changes the distribution)."""
+    accept_policy: str = "normal"
+    """normal, or for debugging accept_all and reject_all."""
+    max_candidate_len: int = 5
+    """topp: most tokens a draft is looked for among."""
+    verify_window: int = 2
+    """topp: likeliest drafts that must follow one that was only second."""
     max_ngram_size: int = 5
     min_ngram_size: int = 1
 
@@ -116,6 +127,17 @@ class SpeculativeConfig(Section):
         strategy = self.verify_strategy.lower()
         _require(strategy in VERIFY_STRATEGIES, "verify_strategy", self.verify_strategy, "one of " + ", ".join(VERIFY_STRATEGIES))
         object.__setattr__(self, "verify_strategy", strategy)
+        policy = self.accept_policy.lower()
+        _require(policy in ACCEPT_POLICIES, "accept_policy", self.accept_policy, "one of " + ", ".join(ACCEPT_POLICIES))
+        object.__setattr__(self, "accept_policy", policy)
+        _require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
+        good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS
+        _require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
+        if strategy == "topp":
+            logger.warning("verify_strategy topp accepts every likely draft: sampled answers do not follow the model's distribution exactly")
+        if policy != "normal":
+            logger.warning("accept_policy %s is for debugging: answers are not the model's", policy)
+        _require(self.num_speculative_tokens >= 0, "num_speculative_tokens", self.num_speculative_tokens, ">= 0")
         if self.method in ("none", "naive"):
             if self.method == "naive" and self.num_speculative_tokens > 1:  # 1 is the default
                 logger.warning("method naive drafts nothing: num_speculative_tokens %d is set to 0", self.num_speculative_tokens)
@@ -195,6 +217,8 @@ class EngineConfig(Section):
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """CPU threads of the engine; default: torch's choice."""
+    single_thread_tokens: int = 8
+    """CPU: steps of fewer tokens run on one thread, since waking the others costs more than they bring."""
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
 
@@ -212,6 +236,7 @@ class EngineConfig(Section):
         _require(good, "page_size", self.page_size, "a power of two from 1 to 1024")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         _require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, ">= 1")
+        _require(self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
 

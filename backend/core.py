@@ -263,8 +263,8 @@ class Draft:
 
     token_ids: list[list[int]]
     """[B][<= K]"""
-    source: list[str]
-    """[B]: who drafted the row (a `token_sources` name)."""
+    sources: list[list[str]]
+    """[B][<= K]: who drafted each token (a `token_sources` name)."""
     probs: torch.Tensor | None = None
     """[B, K, V] of a drafter that samples, or None when drafts are certain (one-hot)."""
 

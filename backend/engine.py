@@ -14,7 +14,7 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.core import Delta, FinishReason, Request, SamplingParams, Scheduled, TokenLogprobs
 from backend.drafters import Drafters
-from backend.errors import CapacityError, EngineError, RequestError
+from backend.errors import EngineError, RequestError
 from backend.metrics import Metrics
 from backend.parallel.ranks import Ranks
 from backend.runner import Runner
@@ -26,6 +26,10 @@ from backend.text import TextStream, Tokenizer
 logger = logging.getLogger(__name__)
 
 DeltaSink = Callable[[Delta], None]
+
+
+def do_nothing() -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -44,7 +48,8 @@ class Engine:
     """Continuous batching with speculation over one model.
 
     `submit` and `cancel` are safe from any thread. `step` belongs to one thread: the caller's, or the one that `start` makes.
-    Deltas are given to each request's sink on the engine thread; a sink must not block.
+    Deltas are given to each request's sink on the engine thread; a sink must not block. `after_deltas` is called after each
+    group of them, so that whoever passes them on can do it once a step.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
@@ -65,8 +70,10 @@ class Engine:
         self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
         self.metrics = Metrics()
         self.times = StepTimes()
+        self.after_deltas: Callable[[], None] = do_nothing
         self._open: dict[str, _Open] = {}
         self._groups: dict[str, list[str]] = {}
+        self._ids: set[str] = set()  # of every request between submit and its end
         self._has_deadlines = False
         self._inbox: deque[Callable[[], None]] = deque()
         self._num_inbound = 0
@@ -137,16 +144,12 @@ class Engine:
             )
             for i in range(params.n)
         ]
-        limit = self.config.max_batch_size + self.config.max_waiting
         now = time.monotonic()
         with self._wake:
-            if len(self._open) + self._num_inbound + params.n > limit:
-                raise CapacityError(
-                    f"request {request_id!r:.100}: {len(self._open) + self._num_inbound} requests are open; the limit is {limit} "
-                    f"({self.config.max_batch_size} running, {self.config.max_waiting} waiting): retry later, or raise --max-waiting"
-                )
-            if request_id in self._groups:
+            self.scheduler.check_room(params.n, self._num_inbound)
+            if request_id in self._groups or any(r.request_id in self._ids for r in requests):
                 raise RequestError(f"request id {request_id!r:.100} is in use")
+            self._ids.update(r.request_id for r in requests)
             self._groups[request_id] = [r.request_id for r in requests]
             self._num_inbound += params.n
             self._inbox.append(lambda: self._admit(requests, on_delta, now))
@@ -228,18 +231,20 @@ class Engine:
         batch = self.scheduler.schedule()
         self.metrics.preemptions += len(batch.preempted)
         if not batch:
-            return False
-        draft, verdict = speculate(batch, self.drafters, self.runner, self.sampler, self.times)
+            self.after_deltas()
+            return bool(batch.preempted)
+        draft, verdict = speculate(batch, self.drafters, self.runner, self.sampler, self.config.speculative_config, self.times)
         for b, entry in enumerate(batch.entries):
             if entry.emits:
-                self._commit(entry, verdict.token_ids[b], len(draft.token_ids[b]), draft.source[b], verdict.num_accepted[b], verdict.logprobs[b])
+                self._commit(entry, verdict.token_ids[b], len(draft.token_ids[b]), draft.sources[b], verdict.num_accepted[b], verdict.logprobs[b])
             else:
                 self.scheduler.commit(entry, ())
+        self.after_deltas()
         self.metrics.add_step(time.perf_counter() - started, self.times)
         return True
 
     def _commit(
-        self, entry: Scheduled, token_ids: list[int], num_drafts: int, source: str, num_accepted: int, logprobs: list[TokenLogprobs] | None
+        self, entry: Scheduled, token_ids: list[int], num_drafts: int, drafters: list[str], num_accepted: int, logprobs: list[TokenLogprobs] | None
     ) -> None:
         """Cuts an emitted span at what ends the request, books it, and sends the delta."""
         request = entry.request
@@ -248,7 +253,7 @@ class Engine:
         token_ids, reason = cut_at_end(request, token_ids, self.scheduler.max_model_len)
         text = ""
         for count, token_id in enumerate(token_ids, 1):
-            piece, is_stopped = open_request.stream.append(token_id, first + count >= request.params.min_tokens)
+            piece, is_stopped = open_request.stream.append(token_id, first + count > request.params.min_tokens)
             text += piece
             if is_stopped:
                 token_ids, reason = token_ids[:count], "stop"
@@ -262,7 +267,7 @@ class Engine:
             request.index,
             token_ids=token_ids,
             text=text,
-            sources=[source] * num_accepted + ["target"] * (len(token_ids) - num_accepted),
+            sources=drafters[:num_accepted] + ["target"] * (len(token_ids) - num_accepted),
             logprobs=logprobs[: len(token_ids)] if logprobs is not None else None,
             finish_reason=reason,
         )
@@ -294,6 +299,7 @@ class Engine:
         self.sampler.stop(request)
         with self._wake:
             del self._open[request.request_id]
+            self._ids.remove(request.request_id)
             siblings = self._groups[request.group_id]
             siblings.remove(request.request_id)
             if not siblings:
@@ -336,6 +342,7 @@ class Engine:
         for open_request in list(self._open.values()):
             request = open_request.request
             self._send(open_request, Delta(request.group_id, request.index, error=error))
+        self.after_deltas()
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Ends the loop; requests that are still open get an EngineError."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -33,6 +35,41 @@ class Forward:
     hidden: torch.Tensor
     """[T, hidden] of all packed tokens, after the final norm"""
     row_starts: list[int]
+
+
+@dataclass(slots=True)
+class Packed:
+    """A batch as the model takes it, without padding: T tokens of B entries one after the other."""
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    """Where each token's keys and values go: page * page_size + offset."""
+    query_lens: list[int] = field(default_factory=list)
+    seq_lens: list[int] = field(default_factory=list)
+    page_ids: list[list[int]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Which of the T tokens need logits."""
+    row_starts: list[int] = field(default_factory=lambda: [0])
+
+
+def pack(batch: Batch, draft: Draft, page_size: int) -> Packed:
+    """Lays out every entry's known tokens and drafts."""
+    packed = Packed()
+    for entry, drafts in zip(batch.entries, draft.token_ids, strict=True):
+        request, begin = entry.request, entry.request.num_computed_tokens
+        end = begin + entry.num_tokens + len(drafts)
+        packed.token_ids += request.token_ids[begin : begin + entry.num_tokens]
+        packed.token_ids += drafts
+        packed.positions += range(begin, end)
+        packed.slots += [request.page_ids[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+        packed.query_lens.append(end - begin)
+        packed.seq_lens.append(end)
+        packed.page_ids.append(request.page_ids)
+        if entry.emits:
+            packed.rows += range(len(packed.token_ids) - len(drafts) - 1, len(packed.token_ids))
+        packed.row_starts.append(len(packed.rows))
+    return packed
 
 
 def pick_device(config: EngineConfig) -> torch.device:
@@ -66,6 +103,17 @@ def keep_temporaries_on_heap() -> None:
         pass  # another libc: slower, not wrong
 
 
+@contextlib.contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Runs torch on that many CPU threads, and leaves its setting as it was: it is the whole process's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Runner:
     """Owns the model and its paged KV tensors. Called by the engine thread only."""
 
@@ -74,8 +122,14 @@ class Runner:
         self.dtype = pick_dtype(config, self.device)
         if self.device.type == "cpu":
             keep_temporaries_on_heap()
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        self._num_threads = config.num_threads or torch.get_num_threads()
+        self._single_thread_tokens = config.single_thread_tokens
+        # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
+        # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
+        with cpu_threads(1):
+            self._load(config, ranks)
+
+    def _load(self, config: EngineConfig, ranks: Ranks) -> None:
         self.model: Model = load_model(config.model, self.dtype, self.device, ranks)
         self.page_size = config.page_size
         self.max_model_len = min(config.max_model_len or self.model.max_model_len, self.model.max_model_len)
@@ -119,36 +173,19 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Batch, draft: Draft) -> Forward:
         """Computes every entry's tokens and drafts; scores the last known token and each draft of the entries that emit."""
-        self._copy_pages(batch.page_copies)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        rows: list[int] = []
-        row_starts = [0]
-        query_lens: list[int] = []
-        seq_lens: list[int] = []
-        size = self.page_size
-        for entry, drafts in zip(batch.entries, draft.token_ids, strict=True):
-            request, begin = entry.request, entry.request.num_computed_tokens
-            end = begin + entry.num_tokens
-            token_ids += request.token_ids[begin:end]
-            token_ids += drafts
-            end += len(drafts)
-            positions += range(begin, end)
-            pages = request.page_ids
-            slots += [pages[i // size] * size + i % size for i in range(begin, end)]
-            query_lens.append(end - begin)
-            seq_lens.append(end)
-            if entry.emits:
-                rows += range(len(token_ids) - len(drafts) - 1, len(token_ids))
-            row_starts.append(len(rows))
-        plan = plan_attention(
-            query_lens, seq_lens, [e.request.page_ids for e in batch.entries], size, self.model.num_query_groups, self.dtype, self.device
-        )
-        packed = torch.tensor([token_ids, positions, slots], device=self.device)
-        hidden = self.model.forward(packed[0], packed[1], packed[2], self.cache, plan)
-        scored = hidden if len(rows) == len(token_ids) else hidden[torch.tensor(rows, dtype=torch.long, device=self.device)]
-        return Forward(self.model.logits(scored), hidden, row_starts)
+        packed = pack(batch, draft, self.page_size)
+        with cpu_threads(self._num_threads if len(packed.token_ids) >= self._single_thread_tokens else 1):
+            self._copy_pages(batch.page_copies)
+            return self._compute(packed)
+
+    def _compute(self, packed: Packed) -> Forward:
+        device, size, groups = self.device, self.page_size, self.model.num_query_groups
+        plan = plan_attention(packed.query_lens, packed.seq_lens, packed.page_ids, size, groups, self.dtype, device)
+        token_ids, positions, slots = torch.tensor([packed.token_ids, packed.positions, packed.slots], device=device)
+        hidden = self.model.forward(token_ids, positions, slots, self.cache, plan)
+        is_all = len(packed.rows) == len(packed.token_ids)
+        scored = hidden if is_all else hidden[torch.tensor(packed.rows, dtype=torch.long, device=device)]
+        return Forward(self.model.logits(scored), hidden, packed.row_starts)
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         if not copies:

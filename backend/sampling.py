@@ -39,6 +39,11 @@ def _signed(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
+def is_deterministic(request: Request) -> bool:
+    """The likeliest token is the only choice."""
+    return request.params.is_greedy or request.speculation.verify_strategy == "greedy"
+
+
 class Sampler:
     """Owns what sampling remembers of each request. Called by the engine thread only."""
 
@@ -51,34 +56,36 @@ class Sampler:
         self._histories.pop(request.request_id, None)
 
     @torch.inference_mode()
-    def choose(self, entries: Sequence[Scheduled], drafts: Sequence[Sequence[int]], logits: torch.Tensor, row_starts: Sequence[int]) -> torch.Tensor:
-        """The target's token for every row of logits [R, V] -> int64 [R]. Changes `logits`."""
-        sampled: list[int] = []
-        parameters: list[tuple[float, int, float, float, int, int]] = []
+    def process(self, entries: Sequence[Scheduled], drafts: Sequence[Sequence[int]], logits: torch.Tensor, row_starts: Sequence[int]) -> None:
+        """Applies every entry's penalties, biases and bans to its rows of logits [R, V], in place."""
         for b, entry in enumerate(entries):
-            first, last = row_starts[b], row_starts[b + 1]
-            if first == last:
-                continue
-            request, params = entry.request, entry.request.params
-            self._process(request, drafts[b], logits[first:last])
-            if params.is_greedy or request.speculation.verify_strategy == "greedy":
-                continue
-            seed, position = _signed(request.seed), len(request.token_ids)
+            if row_starts[b] < row_starts[b + 1]:
+                self._process(entry.request, drafts[b], logits[row_starts[b] : row_starts[b + 1]])
+
+    @torch.inference_mode()
+    def choose(self, entries: Sequence[Scheduled], logits: torch.Tensor, row_starts: Sequence[int]) -> torch.Tensor:
+        """The target's token for every row of processed logits [R, V] -> int64 [R]: the likeliest, or a draw."""
+        chosen = logits.argmax(dim=-1)
+        drawn = [b for b, e in enumerate(entries) if row_starts[b] < row_starts[b + 1] and not is_deterministic(e.request)]
+        if drawn:
+            rows = [row for b in drawn for row in range(row_starts[b], row_starts[b + 1])]
+            arguments = self.parameters([entries[b] for b in drawn], [row_starts[b + 1] - row_starts[b] for b in drawn])
+            if len(rows) == len(logits):
+                return ops.sample(logits, *arguments)
+            index = torch.tensor(rows, device=self._device)
+            chosen[index] = ops.sample(logits[index], *arguments)
+        return chosen
+
+    def parameters(self, entries: Sequence[Scheduled], num_rows: Sequence[int]) -> list[torch.Tensor]:
+        """temperature, top_k, top_p, min_p, seed and position of each row [sum of num_rows], as `kernels.reference.sample` takes them."""
+        rows: list[tuple[float, int, float, float, int, int]] = []
+        for entry, count in zip(entries, num_rows, strict=True):
+            params, seed, position = entry.request.params, _signed(entry.request.seed), len(entry.request.token_ids)
             # As far as float32 and the vocabulary go; beyond, they change nothing.
             temperature, top_k = min(params.temperature, 1e30), min(max(params.top_k, 0), self._vocab_size)
-            for row in range(first, last):
-                sampled.append(row)
-                parameters.append((temperature, top_k, params.top_p, params.min_p, seed, position + row - first))
-        chosen = logits.argmax(dim=-1)
-        if sampled:
-            columns = list(zip(*parameters, strict=True))
-            kinds = (torch.float32, torch.long, torch.float32, torch.float32, torch.long, torch.long)
-            arguments = [torch.tensor(c, dtype=k, device=self._device) for c, k in zip(columns, kinds, strict=True)]
-            if len(sampled) == len(logits):
-                return ops.sample(logits, *arguments)
-            rows = torch.tensor(sampled, device=self._device)
-            chosen[rows] = ops.sample(logits[rows], *arguments)
-        return chosen
+            rows += [(temperature, top_k, params.top_p, params.min_p, seed, position + i) for i in range(count)]
+        kinds = (torch.float32, torch.long, torch.float32, torch.float32, torch.long, torch.long)
+        return [torch.tensor(c, dtype=k, device=self._device) for c, k in zip(zip(*rows, strict=True), kinds, strict=True)]
 
     def _process(self, request: Request, drafts: Sequence[int], rows: torch.Tensor) -> None:
         """Applies what changes the distribution before temperature, in place: penalties, bias, bans. rows [1 + drafts, V]."""

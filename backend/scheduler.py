@@ -1,7 +1,7 @@
 """Which requests run in the next step, on which pages. Integers only.
 
-Running requests go first (one token and their drafts each), then unfinished prompts, then waiting ones, all under one token
-budget. When pages run out, the youngest request of the lowest priority gives its pages back and starts again later.
+Under one token budget, running requests go first (one token each), then unfinished prompts, then waiting ones; drafts get what
+those leave. When pages run out, the youngest request of the lowest priority gives its pages back and starts again later.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
+        self._is_out_of_pages = False
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -77,15 +78,20 @@ class Scheduler:
                 f"the server has {self.pool.num_pages}: lower max_tokens, or raise --kv-cache-memory"
             )
 
+    def check_room(self, more: int, inbound: int = 0) -> None:
+        """Raises CapacityError when `more` requests beside those on their way here would be too many."""
+        num_open = self.num_open + inbound
+        if num_open + more > self.max_batch_size + self.max_waiting:
+            raise CapacityError(
+                f"{num_open} requests are open; the limit is {self.max_batch_size} running and {self.max_waiting} waiting: "
+                "retry later, or raise --max-waiting"
+            )
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError for an id in use, CapacityError when too many wait."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r:.100} is in use")
-        if self.num_open >= self.max_batch_size + self.max_waiting:
-            raise CapacityError(
-                f"{self.num_open} requests are open; the limit is {self.max_batch_size} running and {self.max_waiting} waiting: "
-                "retry later, or raise --max-waiting"
-            )
+        self.check_room(1)
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
@@ -108,8 +114,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         decoding = [r for r in self.running if r.is_decoding]
         budget -= len(decoding)
-        # Every request gets the same share of what is left, so that early ones do not starve late ones of drafts.
-        share = budget // len(decoding) if decoding else 0
+        # Prompts go before drafts: a request that runs brings more than one more draft of a request that runs already. Of what
+        # is left everybody gets the same share, so that early requests do not starve late ones of drafts.
+        share = max(0, budget - self._prompt_tokens()) // len(decoding) if decoding else 0
         for request in decoding:
             if request in batch.preempted:
                 continue
@@ -134,6 +141,14 @@ class Scheduler:
         if not batch.preempted:
             self._admit(batch, budget)
         return batch
+
+    def _prompt_tokens(self) -> int:
+        """Tokens that unfinished prompts, and those that could be admitted, would take."""
+        count = sum(len(r.token_ids) - r.num_computed_tokens for r in self.running if not r.is_decoding)
+        if not self._is_out_of_pages:  # else nothing is admitted, and the drafts may have the room
+            free = self.max_batch_size - len(self.running)
+            count += sum(len(r.token_ids) for _, _, r in self._waiting[:free] if self._requests.get(r.request_id) is r)
+        return count
 
     def _drafts_wanted(self, request: Request) -> int:
         """Drafts that could still be emitted: the step's own token comes on top of them. A prompt's step verifies none."""
@@ -171,7 +186,8 @@ class Scheduler:
             if self._requests.get(request.request_id) is not request:
                 heapq.heappop(self._waiting)  # it ended while it waited
                 continue
-            if not self._start(request, batch):
+            self._is_out_of_pages = not self._start(request, batch)
+            if self._is_out_of_pages:
                 break
             heapq.heappop(self._waiting)
             bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))

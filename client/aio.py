@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -51,14 +51,18 @@ class AsyncClient:
             await is_done.wait()  # the stream stays open until the answer is whole
 
         responses = self._connection.stream_infer(requests())
+        watch = _Watch(self.inactivity_timeout, responses.cancel)
         try:
             while not is_done.is_set():
                 try:
-                    result, error = await asyncio.wait_for(anext(responses), self.inactivity_timeout)
-                except asyncio.TimeoutError:
-                    raise GenerateError(f"request {request_id!r}: the server sent nothing for {self.inactivity_timeout:g} s") from None
+                    result, error = await anext(responses)
                 except StopAsyncIteration:
                     raise GenerateError(f"request {request_id!r}: the server ended the stream early") from None
+                except asyncio.CancelledError:
+                    if not watch.has_fired:
+                        raise
+                    raise GenerateError(f"request {request_id!r}: the server sent nothing for {self.inactivity_timeout:g} s") from None
+                watch.reset()
                 if error is not None:
                     raise GenerateError(str(error))
                 chunk, is_last = read_result(result)
@@ -69,6 +73,7 @@ class AsyncClient:
         except (InferenceServerException, grpc.RpcError) as error:
             raise GenerateError(f"request {request_id!r}: {error}") from None
         finally:
+            watch.stop()
             if not is_done.is_set():
                 responses.cancel()
                 is_done.set()
@@ -81,3 +86,29 @@ class AsyncClient:
             return [c.finish_reason async for c in self.stream(model="decode", cancel=request_id)] == ["cancelled"]
         except GenerateError:
             return False
+
+
+class _Watch:
+    """Calls `act` once nothing has reset it for `seconds`. One timer a stream: a timeout for every response costs a task each."""
+
+    def __init__(self, seconds: float, act: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._act = act
+        self.has_fired = False
+        self.reset()
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    def reset(self) -> None:
+        self._last = self._loop.time()
+
+    def _check(self) -> None:
+        left = self._last + self._seconds - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check)
+        else:
+            self.has_fired = True
+            self._act()
+
+    def stop(self) -> None:
+        self._timer.cancel()

@@ -111,19 +111,22 @@ def read_result(result: triton_grpc.InferResult) -> tuple[Chunk, bool]:
     """A gRPC response as a chunk, and whether it is the request's last."""
     final = result.get_response().parameters.get("triton_final_response")
     is_last = final is not None and final.bool_param
-    if not result.get_response().outputs:
-        return Chunk(), is_last
+    # Straight from the message: as_numpy searches all outputs for every name, and this is done for every step of every request.
+    response = result.get_response()
+    values = {o.name: _decode(o.datatype, raw) for o, raw in zip(response.outputs, response.raw_output_contents)}
+    return (_chunk(values) if values else Chunk()), is_last
 
-    def strings(name: str) -> list[str]:
-        array = result.as_numpy(name)
-        return [] if array is None else [v.decode() for v in array.reshape(-1)]
 
-    def numbers(name: str) -> list[int]:
-        array = result.as_numpy(name)
-        return [] if array is None else array.reshape(-1).tolist()
-
-    texts = ("text_output", "token_sources", "finish_reason", "logprobs", "output_logprobs", "usage", "speculation")
-    return _chunk({n: strings(n) for n in texts} | {n: numbers(n) for n in ("output_ids", "index")}), is_last
+def _decode(datatype: str, raw: bytes) -> list[Any]:
+    """The elements of a tensor in the protocol's raw form; BYTES elements come behind their lengths."""
+    if datatype != "BYTES":
+        return np.frombuffer(raw, dtype=_NUMPY[datatype]).tolist()
+    texts, at = [], 0
+    while at < len(raw):
+        end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
+        texts.append(raw[at + 4 : end].decode())
+        at = end
+    return texts
 
 
 def read_event(event: dict[str, Any]) -> Chunk:

@@ -60,6 +60,8 @@ def check_model(directory: str) -> Path:
     """The model's folder, absolute. Raises ModelError for what would only fail once the server runs."""
     folder = Path(directory).expanduser().resolve()
     read_config(folder)
+    if not str(folder).isascii():
+        raise ModelError(f"model folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'} is missing")
     if not any(folder.glob("*.safetensors")):
@@ -83,7 +85,8 @@ def render_repository(target: Path, engine: dict[str, Any], model: Path, device:
     """
     models = {source.name for source in REPOSITORY.iterdir()}
     if target.exists():
-        if any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir()):
+        is_other = any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir())
+        if is_other or any(target.rglob("*.safetensors")):
             raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
         shutil.rmtree(target)
     parameters = {"decode": {**engine, "model": str(model)}, "tokenizer": {"model": str(model)}}
@@ -157,6 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="auto, float32 or bfloat16")
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
+    parser.add_argument("--single-thread-tokens", type=int, metavar="N", help="CPU: smaller steps run on one thread (default 8)")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--host", help="address to listen on (default 0.0.0.0)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):

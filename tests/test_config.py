@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import shlex
+import shutil
 import socket
 import sys
 import sysconfig
@@ -19,12 +20,12 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 import tritonclient.grpc.model_config_pb2 as model_config
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backend import LLM
 from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, SpeculativeConfig, normalize_method, parse_bytes
 from backend.core import (
     MAX_BAD_WORDS,
@@ -32,13 +33,10 @@ from backend.core import (
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    Request,
     SamplingParams,
-    Scheduled,
     Speculation,
 )
 from backend.errors import ConfigError, ModelError
-from backend.sampling import Sampler
 from deploy import launcher, server
 from deploy.cli import main
 from deploy.server import LaunchError
@@ -232,7 +230,7 @@ def test_methods_have_one_name_and_many_spellings(given_name: str | None, expect
 
 
 def test_unknown_methods_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, ngram.*did you mean \"ngram\"\?"):
+    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, .*did you mean \"ngram\"\?"):
         SpeculativeConfig.from_dict({"method": "n-gram"})
     with pytest.raises(ConfigError, match="method must be"):
         SpeculativeConfig.from_dict({"method": 5})
@@ -254,7 +252,7 @@ def test_keys_of_other_engines_are_taken() -> None:
         ({"num_speculative_tokens": True}, "num_speculative_tokens must be int, got True"),
         ({"min_ngram_size": 0}, "min_ngram_size must be >= 1, got 0"),
         ({"min_ngram_size": 3, "max_ngram_size": 2}, r"max_ngram_size must be >= min_ngram_size \(3\), got 2"),
-        ({"verify_strategy": "typical"}, "verify_strategy must be one of target_match, greedy, got 'typical'"),
+        ({"verify_strategy": "fastest"}, "verify_strategy must be one of .*target_match.*, got 'fastest'"),
         ({"verify_strategy": None}, "verify_strategy must be str"),
     ],
 )
@@ -320,7 +318,7 @@ def test_a_request_may_choose(config: SpeculativeConfig, choice: object, expecte
         (NGRAM, {"num_speculative_tokens": True}, "got True"),
         (NGRAM, {"num_speculative_tokens": "3"}, "got '3'"),
         (NGRAM, {"num_speculative_tokens": None}, "got None"),
-        (NGRAM, {"verify_strategy": "typical"}, "speculative.verify_strategy must be one of"),
+        (NGRAM, {"verify_strategy": "fastest"}, "speculative.verify_strategy must be one of"),
         (NGRAM, {"verify_strategy": None}, "speculative.verify_strategy must be one of"),
         (NGRAM, {"method": "mtpp"}, "method 'mtpp' is not one of"),
         (SpeculativeConfig(), {"method": "ngram"}, "method ngram is not loaded; loaded: naive, none"),
@@ -334,7 +332,7 @@ def test_a_request_may_choose_wrongly(config: SpeculativeConfig, choice: object,
 # -- sampling parameters --------------------------------------------------------------------------------------------------------
 
 BAD_SAMPLING: dict[str, list[Any]] = {
-    "max_tokens": [0, -1, 1.0, "5", None, True, NAN],
+    "max_tokens": [0, -1, 1.0, "5", "5" * 5000, None, True, NAN],
     "min_tokens": [-1, 129, 1.5, "0", None, False],
     "temperature": [-0.1, NAN, INF, -INF, "1", None, True, HUGE],
     "top_p": [0, 0.0, -0.1, 1.01, NAN, INF, "1", None, True, HUGE],
@@ -443,18 +441,21 @@ def test_greedy_and_penalties_are_recognised() -> None:
 @pytest.mark.parametrize(
     "options", [{"top_k": 2**63}, {"top_p": 1e-46}, {"min_p": 1e-46}, {"temperature": 1e39}, {"temperature": 1e-5}, {"seed": 2**64 - 1}]
 )
-def test_what_is_taken_can_be_sampled(options: dict[str, Any]) -> None:
-    """A value is refused, or the sampler can work with it: an error inside a step would end every request of the server."""
+def test_what_is_taken_can_be_sampled(llm_ngram: LLM, options: dict[str, Any]) -> None:
+    """A value is refused, or the engine can work with it: an error inside a step would end every request of the server."""
     try:
-        params = SamplingParams(**{"seed": 1, "min_tokens": 2, **options})
+        params = SamplingParams(**{"seed": 1, "max_tokens": 4, "min_tokens": 4, **options})
     except ValueError:
         return
-    request = Request("r", [1, 2], params, seed=params.seed or 0, stop_ids=frozenset({7}))
-    logits = torch.arange(8, dtype=torch.float32)[None] * 4
-    chosen = Sampler(8, torch.device("cpu")).choose([Scheduled(request, 2)], [[]], logits, [0, 1]).tolist()
-    assert chosen[0] != 7, "min_tokens bans the stop id"
+    prompt = "def read_lines(path):\n"
+
+    def token_ids(params: SamplingParams) -> list[int]:
+        return llm_ngram.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+
+    found = token_ids(params)
+    assert len(found) == 4 and not set(found) & llm_ngram.engine.runner.model.eos_token_ids, "min_tokens bans the end of text"
     if "top_p" in options:
-        assert chosen == [6], "so small a top_p leaves the likeliest token"
+        assert found == token_ids(SamplingParams(max_tokens=4, min_tokens=4, temperature=0.0)), "so small a top_p leaves the likeliest token"
 
 
 # -- launcher: keys -------------------------------------------------------------------------------------------------------------
@@ -582,7 +583,10 @@ def test_the_rendered_repository_is_the_checked_in_one_with_other_parameters(tmp
 def test_weights_are_referenced(tmp_path: Path) -> None:
     launcher.render_repository(tmp_path / "r", {}, BUNDLED_MODEL, "cpu")
     files = {p.relative_to(tmp_path / "r").as_posix(): p for p in (tmp_path / "r").rglob("*") if p.is_file()}
-    assert set(files) == {"decode/config.pbtxt", "decode/1/model.py", "generate/config.pbtxt", "tokenizer/config.pbtxt", "tokenizer/1/model.py"}
+    wanted = {
+        p.relative_to(launcher.REPOSITORY).as_posix() for pattern in ("*/config.pbtxt", "*/1/model.py") for p in launcher.REPOSITORY.glob(pattern)
+    }
+    assert set(files) == wanted >= {"decode/config.pbtxt", "decode/1/model.py", "generate/config.pbtxt", "tokenizer/1/model.py"}
     assert sum(p.stat().st_size for p in files.values()) < 100_000
     assert not any(p.is_symlink() for p in files.values())
     for name in ("decode/1/model.py", "tokenizer/1/model.py"):
@@ -635,6 +639,17 @@ def test_a_folder_of_something_else_survives(tmp_path: Path) -> None:
     with contextlib.suppress(ConfigError, LaunchError):
         launcher.render_repository(precious.parent, {}, BUNDLED_MODEL, "cpu")
     assert precious.is_file()
+
+
+def test_a_repository_that_holds_weights_survives(tmp_path: Path) -> None:
+    """What is rendered holds none, so this is somebody's own: the checked-in repository, to begin with."""
+    own = tmp_path / "standalone"
+    shutil.copytree(launcher.REPOSITORY, own, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    weights = own / "decode" / "1" / "model.safetensors"
+    weights.write_bytes(b"a week of training")
+    with contextlib.suppress(ConfigError, LaunchError):
+        launcher.render_repository(own, {}, BUNDLED_MODEL, "cpu")
+    assert weights.is_file()
 
 
 # -- launcher: the server -------------------------------------------------------------------------------------------------------
@@ -708,6 +723,13 @@ def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
         server.check_shared_memory()
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", "--device", "cuda:1"]) == 2
+    assert "device cuda:1: this machine has no NVIDIA GPU" in capsys.readouterr().err
+    assert main(["serve", "--dry-run", "--device", "auto"]) == 0
+
+
 def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pytriton", None)  # as if it were not installed
@@ -727,12 +749,13 @@ def test_the_wheels_server_is_laid_out(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert {"libtriton_python.so", "triton_python_backend_utils.py", "triton_python_backend_stub"} <= {p.name for p in python.iterdir()}
     stub = python / "triton_python_backend_stub"
     assert stub.resolve().parent.name == f"{sys.version_info.major}.{sys.version_info.minor}"
-    # Links of another environment, or to nothing, are set right.
     right = stub.readlink()
-    stub.unlink()
-    stub.symlink_to(tmp_path / "gone")
-    assert server.find_server() == found
-    assert stub.readlink() == right
+    (tmp_path / "other").touch()
+    for wrong in ("gone", "other"):  # links of another environment, to nothing or to what is there too, are set right
+        stub.unlink()
+        stub.symlink_to(tmp_path / wrong)
+        assert server.find_server() == found
+        assert stub.readlink() == right
 
 
 # -- foretoken serve ------------------------------------------------------------------------------------------------------------

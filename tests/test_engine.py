@@ -236,7 +236,7 @@ class TestRefusals:
         seen: list[Delta] = []
         for i in range(5):
             llm.engine.submit("x = 1", greedy(3), seen.append, request_id=str(i))
-        with pytest.raises(CapacityError, match="5 requests are open; the limit is 5"):
+        with pytest.raises(CapacityError, match="5 requests are open; the limit is 2 running and 3 waiting"):
             llm.engine.submit("x = 1", greedy(3), seen.append, request_id="6")
         while llm.engine.step():
             pass

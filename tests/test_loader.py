@@ -111,6 +111,10 @@ def make_runner(folder: Path, **options: Any) -> Runner:
     return Runner(EngineConfig.from_dict(values), Ranks())
 
 
+def drafts(*rows: list[int]) -> Draft:
+    return Draft(list(rows), [["ngram"] * len(row) for row in rows])
+
+
 def own_logits(runner: Runner, token_ids: list[int], chunks: tuple[int, ...] = ()) -> torch.Tensor:
     """Logits after every token but those of the chunks that come first.
 
@@ -120,10 +124,10 @@ def own_logits(runner: Runner, token_ids: list[int], chunks: tuple[int, ...] = (
     known = sum(chunks) + 1
     request = Request("r", token_ids[:known], SamplingParams(), page_ids=pages)
     for count in chunks:
-        forward = runner.forward(Batch([Scheduled(request, count)]), Draft([[]], ["target"]))
+        forward = runner.forward(Batch([Scheduled(request, count)]), drafts([]))
         assert forward.row_starts == [0, 0], "a chunk has no logits"
         request.num_computed_tokens += count
-    forward = runner.forward(Batch([Scheduled(request, 1, 99)]), Draft([token_ids[known:]], ["ngram"]))
+    forward = runner.forward(Batch([Scheduled(request, 1, 99)]), drafts(token_ids[known:]))
     assert forward.row_starts == [0, len(token_ids) - known + 1]
     assert forward.logits.dtype == torch.float32
     return forward.logits
@@ -160,7 +164,7 @@ def test_requests_of_one_batch_do_not_mix(tiny: tuple[LlamaForCausalLM, Path]) -
     prompts = [random_tokens(length, seed) for seed, length in enumerate(lengths)]
     pages = iter(random.Random(2).sample(range(runner.num_pages), runner.num_pages))
     requests = [Request(f"r{i}", ids, SamplingParams(), page_ids=[next(pages) for _ in range(-(-len(ids) // 8))]) for i, ids in enumerate(prompts)]
-    forward = runner.forward(Batch([Scheduled(r, len(r.token_ids)) for r in requests]), Draft([[] for _ in requests], ["target"] * 5))
+    forward = runner.forward(Batch([Scheduled(r, len(r.token_ids)) for r in requests]), drafts(*[[] for _ in requests]))
     assert forward.row_starts == list(range(6))
     expected = torch.stack([expected_logits(model, ids)[-1] for ids in prompts])
     torch.testing.assert_close(forward.logits, expected, rtol=0, atol=TOLERANCE)

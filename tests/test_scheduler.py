@@ -600,7 +600,7 @@ def test_ids_in_use_and_full_queues_are_refused() -> None:
         world.scheduler.add(Request(first.request_id, [1], SamplingParams()))
     world.add([2], 4)
     world.add([3], 4)
-    with pytest.raises(CapacityError, match=r"3 requests are open; the limit is 2 running and 1 waiting.*--max-waiting"):
+    with pytest.raises(CapacityError, match=r"3 requests are open.*limit.*\b2 running\b.*\b1 waiting\b.*--max-waiting"):
         world.add([4], 4)
     world.check()
     world.cancel(first)

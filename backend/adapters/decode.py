@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import queue
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.adapters.metrics import MetricsPublisher
-from backend.adapters.request_io import Answer, CancelCall, GenerateCall, read_request
+from backend.adapters.request_io import Answer, CancelCall, read_request
 from backend.adapters.stub import check_interpreter, log_to_server, read_parameters, resolve_model
 from backend.config import EngineConfig
 from backend.core import Delta
@@ -46,11 +45,15 @@ class _Exchange:
     key: str
     client_id: str
     sender: Any
-    call: GenerateCall
     num_open: int
+    is_streamed: bool = True
     answer: Answer = field(default_factory=Answer)
     last_sent: float = 0.0
     is_cancelled: bool = False
+
+
+_News = tuple[_Exchange, Delta | None]
+"""What to tell a client; None: look whether it is still there."""
 
 
 class TritonPythonModel:
@@ -63,20 +66,26 @@ class TritonPythonModel:
         values["model"] = resolve_model(values, args)
         if args["model_instance_kind"] == "GPU" and "device" not in values:
             values["device"] = f"cuda:{args['model_instance_device_id']}"
-        # Torch's threads spin between operations; without a core of their own, server and client halve the engine's speed.
-        values.setdefault("num_threads", max(1, len(os.sched_getaffinity(0)) - 1))
         self._engine = Engine(EngineConfig.from_dict(values, f"{args['model_name']}: "))
         self._keys = itertools.count()
         self._exchanges: dict[str, _Exchange] = {}
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[tuple[_Exchange, Delta | None] | None] = queue.SimpleQueue()
+        self._made: list[_News] = []  # by the engine's thread, in the step that runs
+        self._outbox: queue.SimpleQueue[list[_News] | None] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
         self._publisher = MetricsPublisher(self._engine, args["model_name"])
         self._publisher.publish()
         self._threads = [threading.Thread(target=f, name=n, daemon=True) for n, f in (("sender", self._send_all), ("watcher", self._watch))]
         for thread in self._threads:
             thread.start()
+        self._engine.after_deltas = self._hand_over
         self._engine.start()
+
+    def _hand_over(self) -> None:
+        """One wake-up of the sender for all that a step made."""
+        if self._made:
+            self._outbox.put(self._made)
+            self._made = []
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -89,19 +98,19 @@ class TritonPythonModel:
         try:
             call = read_request(request)
             if isinstance(call, CancelCall):
-                self._cancel(call.target_id, sender)
+                self._cancel(call, client_id, sender)
                 return
             prompt = call.prompt
             if call.is_chat:  # the template writes the special tokens itself
                 prompt = self._engine.tokenizer.encode(self._engine.tokenizer.render_chat(prompt), add_special_tokens=False)
             key = f"{client_id}#{next(self._keys)}"  # clients may use an id twice
-            exchange = _Exchange(key, client_id, sender, call, call.params.n, last_sent=time.monotonic())
+            exchange = _Exchange(key, client_id, sender, call.params.n, call.is_streamed, last_sent=time.monotonic())
             with self._lock:
                 self._exchanges[key] = exchange
             self._engine.submit(
                 prompt,
                 call.params,
-                lambda delta: self._outbox.put((exchange, delta)),
+                lambda delta: self._made.append((exchange, delta)),
                 request_id=key,
                 speculative=call.speculative,
                 priority=call.priority,
@@ -113,13 +122,13 @@ class TritonPythonModel:
                     self._exchanges.pop(exchange.key, None)
             self._send_error(sender, client_id, error)
 
-    def _cancel(self, target_id: str, sender: Any) -> None:
-        """Ends every open request with that id; the answer says how many there were."""
+    def _cancel(self, call: CancelCall, client_id: str, sender: Any) -> None:
+        """Ends every open request with that id; the answer's finish_reason is `cancelled` when there was one, else `stop`."""
         with self._lock:
-            found = [e for e in self._exchanges.values() if e.client_id == target_id]
+            found = [e for e in self._exchanges.values() if e.client_id == call.target_id]
         count = sum(self._engine.cancel(e.key) for e in found)
-        answer = Answer([Delta(target_id, text="", finish_reason="cancelled" if count else "stop")])
-        sender.send(pb_utils.InferenceResponse(answer.tensors()), flags=FINAL)
+        answer = Delta(call.target_id, finish_reason="cancelled" if count else "stop")
+        self._outbox.put([(_Exchange(f"{client_id}#{next(self._keys)}", client_id, sender, num_open=1), answer)])
 
     # -- sender thread ----------------------------------------------------------------------------------------------
 
@@ -127,17 +136,16 @@ class TritonPythonModel:
         """Sends what the engine made, one response per request and step; steps that piled up meanwhile go together."""
         is_open = True
         while is_open:
-            items = [self._outbox.get()]
+            groups = [self._outbox.get()]
             while not self._outbox.empty():
-                items.append(self._outbox.get())
+                groups.append(self._outbox.get())
+            is_open = None not in groups
             merged: dict[tuple[str, int], tuple[_Exchange, Answer]] = {}
-            for item in items:
-                if item is None:
-                    is_open = False
-                elif item[1] is None or item[1].error is not None:
-                    merged[f"{item[0].key}!", len(merged)] = (item[0], Answer([item[1]] if item[1] else []))
+            for exchange, delta in itertools.chain.from_iterable(filter(None, groups)):
+                if delta is None or delta.error is not None:
+                    merged[f"{exchange.key}!", len(merged)] = (exchange, Answer([delta] if delta else []))
                 else:
-                    merged.setdefault((item[0].key, item[1].index), (item[0], Answer()))[1].add(item[1])
+                    merged.setdefault((exchange.key, delta.index), (exchange, Answer()))[1].add(delta)
             for exchange, answer in merged.values():
                 try:
                     self._send(exchange, answer)
@@ -155,7 +163,7 @@ class TritonPythonModel:
             if now - exchange.last_sent <= KEEP_ALIVE_SECONDS:
                 return
             exchange.last_sent = now
-            if exchange.call.is_streamed:
+            if exchange.is_streamed:
                 exchange.sender.send(pb_utils.InferenceResponse(Answer([Delta(exchange.key)]).tensors()))
             return
         (delta,) = answer.deltas
@@ -171,7 +179,7 @@ class TritonPythonModel:
             self._close(exchange)
         else:
             self._check_cancelled(exchange)
-        if not exchange.call.is_streamed:
+        if not exchange.is_streamed:
             exchange.answer.add(delta)
             if not is_last:
                 return
@@ -211,8 +219,9 @@ class TritonPythonModel:
             now = time.monotonic()
             with self._lock:
                 quiet = [e for e in self._exchanges.values() if now - e.last_sent > WATCH_SECONDS and not e.is_cancelled]
-            for exchange in [e for e in quiet if now - e.last_sent > KEEP_ALIVE_SECONDS] or quiet[turn : turn + MAX_CHECKS_PER_WATCH]:
-                self._outbox.put((exchange, None))
+            due = [e for e in quiet if now - e.last_sent > KEEP_ALIVE_SECONDS] or quiet[turn : turn + MAX_CHECKS_PER_WATCH]
+            if due:
+                self._outbox.put([(e, None) for e in due])
             turn = turn + MAX_CHECKS_PER_WATCH if turn + MAX_CHECKS_PER_WATCH < len(quiet) else 0
             self._publisher.publish()
 

@@ -54,12 +54,11 @@ def read_parameters(arguments: dict[str, str]) -> dict[str, Any]:
         text = value["string_value"].strip()
         if not text:
             continue
-        if text[0] in "{[" or text in ("true", "false", "null") or text.lstrip("-").replace(".", "", 1).isdigit():
-            try:
-                values[key] = json.loads(text)
-            except json.JSONDecodeError as error:
+        try:
+            values[key] = json.loads(text)
+        except json.JSONDecodeError as error:
+            if text[0] in "{[":
                 raise ConfigError(f"parameter {key} is not valid JSON: {error}") from None
-        else:
             values[key] = text
     return values
 

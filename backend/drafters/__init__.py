@@ -56,14 +56,14 @@ class Drafters:
 
     def propose(self, entries: Sequence[Scheduled]) -> Draft:
         """A row of drafts per entry, empty for those that take none."""
-        draft = Draft([[] for _ in entries], ["target"] * len(entries))
+        draft = Draft([[] for _ in entries], [[] for _ in entries])
         for method, drafter in self._loaded.items():
             own = [b for b, e in enumerate(entries) if e.max_drafts and e.request.speculation.method == method]
             if not own:
                 continue
             for b, token_ids in zip(own, drafter.propose([entries[b] for b in own]), strict=True):
                 draft.token_ids[b] = token_ids[: entries[b].max_drafts]
-                draft.source[b] = drafter.name
+                draft.sources[b] = [drafter.name] * len(draft.token_ids[b])
         return draft
 
     def observe(self, entries: Sequence[Scheduled], verdict: Verdict, hidden: torch.Tensor) -> None:

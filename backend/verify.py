@@ -1,0 +1,126 @@
+"""Which drafts stand: one verdict per entry, by the strategy that its request chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from backend.config import SpeculativeConfig
+from backend.core import Batch, Draft, Verdict
+from backend.runner import Forward
+from backend.sampling import Sampler, is_deterministic, pick_logprobs
+from kernels import reference as ops
+
+
+@torch.inference_mode()
+def verify(batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, config: SpeculativeConfig) -> Verdict:
+    """1 to K + 1 tokens for each entry that emits. Changes the logits.
+
+    An entry with no drafts, or whose next token is certain, needs no strategy: it gets what the target chose.
+    """
+    entries, starts, count = batch.entries, forward.row_starts, len(batch.entries)
+    wanted = [b for b, e in enumerate(entries) if e.emits and e.request.params.logprobs is not None]
+    raw = {b: forward.logits[starts[b] : starts[b + 1]].clone() for b in wanted}
+    sampler.process(entries, draft.token_ids, forward.logits, starts)
+    chosen = sampler.choose(entries, forward.logits, starts).tolist()
+    verdict = Verdict([chosen[starts[b] : starts[b + 1]] for b in range(count)], [0] * count, [None] * count)
+    by_strategy: dict[str, list[int]] = {}
+    for b in range(count):
+        if draft.token_ids[b]:
+            request = entries[b].request
+            strategy = "target_match" if is_deterministic(request) else request.speculation.verify_strategy
+            by_strategy.setdefault(strategy if config.accept_policy == "normal" else config.accept_policy, []).append(b)
+    for strategy, own in by_strategy.items():
+        spans, accepted = STRATEGIES[strategy](own, batch, draft, forward, sampler, config, verdict)
+        for b, span, num_accepted in zip(own, spans, accepted, strict=True):
+            verdict.token_ids[b], verdict.num_accepted[b] = span, num_accepted
+    for b in wanted:
+        verdict.logprobs[b] = pick_logprobs(raw[b], verdict.token_ids[b], entries[b].request.params.logprobs or 0)
+    return verdict
+
+
+Spans = tuple[list[list[int]], list[int]]
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows])
+
+
+def _rows(own: Sequence[int], draft: Draft, starts: Sequence[int], width: int) -> torch.Tensor:
+    """Logits rows [B', width + 1] of the entries; a short one repeats its last."""
+    return torch.tensor([[starts[b] + min(i, len(draft.token_ids[b])) for i in range(width + 1)] for b in own])
+
+
+def _cut(token_ids: torch.Tensor, num_accepted: torch.Tensor) -> Spans:
+    accepted = num_accepted.tolist()
+    return [row[: n + 1] for row, n in zip(token_ids.tolist(), accepted, strict=True)], accepted
+
+
+def _match(own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, config: SpeculativeConfig, verdict: Verdict) -> Spans:
+    """Accept while a draft is what the target chose, drawn or likeliest. The tokens are those of plain decoding."""
+    drafts = [draft.token_ids[b] for b in own]
+    width = max(map(len, drafts))
+    targets = _padded([verdict.token_ids[b] for b in own], width + 1)
+    return _cut(*ops.verify(_padded(drafts, width), torch.tensor([len(d) for d in drafts]), targets))
+
+
+def _distributions(
+    own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, *, use_top_p: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Probabilities [B', K + 1, V] after every parameter (top_p only if asked for), and the rows' parameters [B' * (K + 1)]."""
+    width = max(len(draft.token_ids[b]) for b in own)
+    rows = _rows(own, draft, forward.row_starts, width).to(forward.logits.device)
+    parameters = sampler.parameters([batch.entries[b] for b in own], [width + 1] * len(own))
+    temperature, top_k, top_p, min_p, _, _ = parameters
+    probs = ops.probabilities(forward.logits[rows.flatten()], temperature, top_k, top_p if use_top_p else torch.ones_like(top_p), min_p)
+    return probs.view(len(own), width + 1, -1), parameters
+
+
+def _reject(own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, config: SpeculativeConfig, verdict: Verdict) -> Spans:
+    """Exact in distribution with any drafter, by rejection sampling."""
+    probs, (*_, seeds, positions) = _distributions(own, batch, draft, forward, sampler, use_top_p=True)
+    drafts = [draft.token_ids[b] for b in own]
+    width = probs.shape[1] - 1
+    drawn_from = None if draft.probs is None else draft.probs[torch.tensor(own, device=probs.device), :width]
+    lengths = torch.tensor([len(d) for d in drafts], device=probs.device)
+    ids = _padded(drafts, width).to(probs.device)
+    return _cut(*ops.verify_rejection(probs, ids, lengths, drawn_from, seeds[:: width + 1], positions[:: width + 1]))
+
+
+def _top_p(own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, config: SpeculativeConfig, verdict: Verdict) -> Spans:
+    """FastDeploy's rule: accepts what is likely enough. Not exact in distribution."""
+    probs, (_, _, top_p, _, seeds, positions) = _distributions(own, batch, draft, forward, sampler, use_top_p=False)
+    count, rows, vocab_size = probs.shape
+    ids, weights, num_candidates = ops.top_p_candidates(probs.view(count * rows, vocab_size), top_p, config.max_candidate_len)
+    is_candidate = torch.arange(ids.shape[1], device=ids.device) < num_candidates[:, None]
+    noise = ops.gumbel_noise(seeds, positions, vocab_size).gather(1, ids)
+    best = (weights.log() + noise).masked_fill(~is_candidate, float("-inf")).argmax(dim=-1, keepdim=True)
+    corrections = ids.gather(1, best).view(count, rows)
+    return ops.verify_top_p(
+        [draft.token_ids[b] for b in own], ids.view(count, rows, -1), num_candidates.view(count, rows), corrections, config.verify_window
+    )
+
+
+def _accept_all(
+    own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, config: SpeculativeConfig, verdict: Verdict
+) -> Spans:
+    """For debugging: every draft stands, then what the target chose after the last."""
+    return [[*draft.token_ids[b], verdict.token_ids[b][-1]] for b in own], [len(draft.token_ids[b]) for b in own]
+
+
+def _reject_all(
+    own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, config: SpeculativeConfig, verdict: Verdict
+) -> Spans:
+    """For debugging: no draft stands; the target's first choice does."""
+    return [verdict.token_ids[b][:1] for b in own], [0] * len(own)
+
+
+STRATEGIES = {
+    "target_match": _match,
+    "greedy": _match,
+    "rejection": _reject,
+    "topp": _top_p,
+    "accept_all": _accept_all,
+    "reject_all": _reject_all,
+}
