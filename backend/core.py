@@ -247,10 +247,16 @@ class Scheduled:
 
 @dataclass(slots=True)
 class Batch:
-    """What one step computes. `page_copies` happen first, all sources read before any target is written."""
+    """What one step computes.
+
+    Before it, `page_copies` (source, target, leading slots that count) are read, then `fresh_pages` are cleared, then the copies
+    are written: a page may be source, fresh and target at once. Clearing keeps what one request left behind, which may not even
+    be finite, from another that only multiplies it by zero.
+    """
 
     entries: list[Scheduled] = field(default_factory=list)
-    page_copies: list[tuple[int, int]] = field(default_factory=list)
+    page_copies: list[tuple[int, int, int]] = field(default_factory=list)
+    fresh_pages: list[int] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -287,6 +293,8 @@ class Verdict:
     num_accepted: list[int]
     """[B]"""
     logprobs: list[list[TokenLogprobs] | None]
+    is_broken: list[bool]
+    """[B]: the model's scores are not all finite, and there is no answer."""
 
 
 @dataclass(slots=True)

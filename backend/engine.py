@@ -235,13 +235,24 @@ class Engine:
             return bool(batch.preempted)
         draft, verdict = speculate(batch, self.drafters, self.runner, self.sampler, self.config.speculative_config, self.times)
         for b, entry in enumerate(batch.entries):
-            if entry.emits:
+            if verdict.is_broken[b]:
+                self._break(entry.request)
+            elif entry.emits:
                 self._commit(entry, verdict.token_ids[b], len(draft.token_ids[b]), draft.sources[b], verdict.num_accepted[b], verdict.logprobs[b])
             else:
                 self.scheduler.commit(entry, ())
         self.after_deltas()
         self.metrics.add_step(time.perf_counter() - started, self.times)
         return True
+
+    def _break(self, request: Request) -> None:
+        """Ends a request whose scores are not finite; the others of the batch go on."""
+        place = len(request.token_ids)
+        error = EngineError(
+            f"the model's scores after token {place} are not finite: the weights may be damaged, or too large for {self.runner.dtype}"
+        )
+        logger.error("request %r: %s", request.group_id, error)
+        self._send(self._open[request.request_id], Delta(request.group_id, request.index, error=error))
 
     def _commit(
         self, entry: Scheduled, token_ids: list[int], num_drafts: int, drafters: list[str], num_accepted: int, logprobs: list[TokenLogprobs] | None

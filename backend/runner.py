@@ -175,7 +175,7 @@ class Runner:
         """Computes every entry's tokens and drafts; scores the last known token and each draft of the entries that emit."""
         packed = pack(batch, draft, self.page_size)
         with cpu_threads(self._num_threads if len(packed.token_ids) >= self._single_thread_tokens else 1):
-            self._copy_pages(batch.page_copies)
+            self._prepare_pages(batch)
             return self._compute(packed)
 
     def _compute(self, packed: Packed) -> Forward:
@@ -187,10 +187,17 @@ class Runner:
         scored = hidden if is_all else hidden[torch.tensor(packed.rows, dtype=torch.long, device=device)]
         return Forward(self.model.logits(scored), hidden, packed.row_starts)
 
-    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
-        if not copies:
+    def _prepare_pages(self, batch: Batch) -> None:
+        """Reads all copies' sources, clears fresh pages, writes the copies."""
+        if not batch.fresh_pages:
             return
-        pairs = torch.tensor(copies, device=self.device)
-        for planes in self.cache:
-            for plane in planes:
-                plane[pairs[:, 1]] = plane[pairs[:, 0]]
+        fresh = torch.tensor(batch.fresh_pages, device=self.device)
+        sources, targets, counts = torch.tensor(batch.page_copies or [(0, 0, 0)], device=self.device).T
+        is_past = (torch.arange(self.page_size, device=self.device) >= counts[:, None])[:, :, None, None]
+        for plane in (plane for planes in self.cache for plane in planes):
+            if batch.page_copies:
+                copied = plane[sources].masked_fill_(is_past, 0)
+                plane.index_fill_(0, fresh, 0)
+                plane[targets] = copied
+            else:
+                plane.index_fill_(0, fresh, 0)

@@ -170,6 +170,7 @@ class Scheduler:
             if victim is request:
                 return False
         request.page_ids += pages
+        batch.fresh_pages += pages
         return True
 
     def _preempt(self, request: Request, batch: Batch) -> None:
@@ -212,11 +213,12 @@ class Scheduler:
             request.page_ids = []
             return False
         request.page_ids += pages
+        batch.fresh_pages += pages
         if match is not None:
             request.page_hashes = list(match.page_hashes)
             request.num_computed_tokens = len(match.page_ids) * self.pool.page_size + match.num_copied
             if match.copy_from >= 0:
-                batch.page_copies.append((match.copy_from, pages[0]))
+                batch.page_copies.append((match.copy_from, pages[0], match.num_copied))
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
             self.num_prompt_tokens += len(request.prompt_token_ids)

@@ -21,13 +21,16 @@ def verify(batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, confi
     """
     entries, starts, count = batch.entries, forward.row_starts, len(batch.entries)
     wanted = [b for b, e in enumerate(entries) if e.emits and e.request.params.logprobs is not None]
+    is_finite = forward.logits.isfinite().all(dim=-1).tolist()
     raw = {b: forward.logits[starts[b] : starts[b + 1]].clone() for b in wanted}
     sampler.process(entries, draft.token_ids, forward.logits, starts)
     chosen = sampler.choose(entries, forward.logits, starts).tolist()
-    verdict = Verdict([chosen[starts[b] : starts[b + 1]] for b in range(count)], [0] * count, [None] * count)
+    verdict = Verdict([chosen[starts[b] : starts[b + 1]] for b in range(count)], [0] * count, [None] * count, [False] * count)
+    for b in range(count):
+        verdict.is_broken[b] = not all(is_finite[starts[b] : starts[b + 1]])
     by_strategy: dict[str, list[int]] = {}
     for b in range(count):
-        if draft.token_ids[b]:
+        if draft.token_ids[b] and not verdict.is_broken[b]:
             request = entries[b].request
             strategy = "target_match" if is_deterministic(request) else request.speculation.verify_strategy
             by_strategy.setdefault(strategy if config.accept_policy == "normal" else config.accept_policy, []).append(b)

@@ -324,3 +324,41 @@ class TestLoop:
         while llm.engine.step():
             pass
         assert order == ["high", "middle", "low"]
+
+
+def test_a_request_that_breaks_the_model_does_not_break_others(tmp_path, prompts, expected):
+    """A token whose embedding is not finite: that request gets an error, and its pages give nothing of it to the next owner."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    from backend.config import BUNDLED_MODEL
+
+    poison = 4000
+    assert all(poison not in ids for ids in prompts[:12])
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        shutil.copy(BUNDLED_MODEL / name, tmp_path)
+    weights = load_file(BUNDLED_MODEL / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][poison] = float("nan")
+    save_file({**weights, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    config = (tmp_path / "config.json").read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
+    (tmp_path / "config.json").write_text(config)
+    llm = LLM(str(tmp_path), kv_cache_memory=20 * 1024 * 16 * 130, max_num_batched_tokens=256)
+    seen: dict[str, list[Delta]] = {}
+    for round_number in range(3):
+        for i in range(12):
+            key = f"{round_number}-{i}"
+            seen[key] = []
+            is_bad = i % 3 == 0
+            ids = [*prompts[i][:40], poison, *prompts[i][40:]] if is_bad else prompts[i]
+            llm.engine.submit(ids, greedy(NEW_TOKENS), seen[key].append, request_id=key)
+        while llm.engine.step():
+            pass
+    llm.engine.scheduler.check()
+    for key, deltas in seen.items():
+        i = int(key.split("-")[1])
+        if i % 3 == 0:
+            assert "scores after token" in str(deltas[-1].error) and "not finite" in str(deltas[-1].error)
+        else:
+            assert [t for d in deltas for t in d.token_ids] == expected[i], key

@@ -131,16 +131,19 @@ class World:
         decoding_first = {r.request_id: r.is_decoding for r in scheduler.running}
         batch = scheduler.schedule()
         self._check_batch(batch, decoding_first)
-        # As in Runner._copy_pages: all sources are read before any target is written.
-        sources = [list(self.kv[source]) for source, _ in batch.page_copies]
-        targets = [target for _, target in batch.page_copies]
+        # As in Runner._prepare_pages: all sources are read, fresh pages are cleared, targets are written.
+        sources = [list(self.kv[source]) for source, _, _ in batch.page_copies]
+        targets = [target for _, target, _ in batch.page_copies]
+        assert set(targets) <= set(batch.fresh_pages) and len(set(batch.fresh_pages)) == len(batch.fresh_pages)
+        for page in batch.fresh_pages:
+            self.kv[page] = [-1] * size
         assert len(set(targets)) == len(targets), f"two pages are copied to one: {batch.page_copies}"
-        for (source, target), content in zip(batch.page_copies, sources, strict=True):
+        for (source, target, count), content in zip(batch.page_copies, sources, strict=True):
             self.seen["copies"] += 1
             self.seen["copied onto itself"] += source == target
             held = {page for r in scheduler.running for page in r.page_ids}
             self.seen["source given out in the same step"] += source in held and source != target
-            self.kv[target] = content
+            self.kv[target] = content[:count] + [-1] * (size - count)
         drafts = [self.draft(entry, numbers) if entry.max_drafts else [] for entry in batch.entries]
         spans = []
         for entry, own in zip(batch.entries, drafts, strict=True):
@@ -388,7 +391,15 @@ def test_budget_is_shared_between_decoding_and_prompts() -> None:
     decoding = decode_only(world, [2, 2])
     late = world.add(BASES[0][:20], 4)
     batch = run(world)[0]
-    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(decoding[0], 1, 2), (decoding[1], 1, 2), (late, 6, 0)]
+    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(decoding[0], 1, 0), (decoding[1], 1, 0), (late, 10, 0)]
+
+
+def test_prompts_go_before_drafts_and_drafts_take_what_they_leave() -> None:
+    world = World(num_pages=32, page_size=4, max_batch_size=4, max_num_batched_tokens=12)
+    decoding = decode_only(world, [5, 5])
+    late = world.add(BASES[0][:4], 4)
+    batch = run(world)[0]
+    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(decoding[0], 1, 3), (decoding[1], 1, 3), (late, 4 - late.num_cached_tokens, 0)]
 
 
 def test_decoding_needs_no_more_than_the_batch_size() -> None:
@@ -532,7 +543,7 @@ def test_full_pages_are_shared_and_tails_are_copied() -> None:
     second = world.add([*BASES[0][:10], 5, 5], 3)
     batch = world.scheduler.schedule()
     assert second.page_ids[:2] == first.page_ids[:2]
-    assert batch.page_copies == [(first.page_ids[2], second.page_ids[2])]
+    assert [copy[:2] for copy in batch.page_copies] == [(first.page_ids[2], second.page_ids[2])]
     assert second.num_cached_tokens == second.num_computed_tokens == 10
     assert world.scheduler.num_cached_tokens == 10
 

@@ -1,0 +1,204 @@
+"""Verification: rejection sampling keeps the target's distribution, FastDeploy's rule is what its statement says, policies override."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from backend import LLM, SamplingParams
+from kernels import reference as ops
+from tests.conftest import greedy
+from tests.test_sampling import SAMPLES, assert_follows, draw, exact
+
+VOCABULARY, DRAFTS, DRAWS = 5, 2, 60_000
+
+
+def conditional(seed: int) -> dict[tuple[int, ...], list[float]]:
+    """A random model: the next token's probabilities after every history of up to DRAFTS tokens."""
+    rng = random.Random(seed)
+    table = {}
+    for length in range(DRAFTS + 1):
+        for history in itertools.product(range(VOCABULARY), repeat=length):
+            weights = [rng.random() ** 3 for _ in range(VOCABULARY)]
+            table[history] = [w / sum(weights) for w in weights]
+    return table
+
+
+def draw_pairs(target, drafter, is_certain: bool, verify) -> Counter:
+    """First DRAFTS tokens of DRAWS verified spans; what a span leaves open is drawn from the target itself."""
+    rng = random.Random(1)
+    drafts = []
+    for _ in range(DRAWS):
+        history: tuple[int, ...] = ()
+        for _ in range(DRAFTS):
+            weights = drafter[history]
+            token = max(range(VOCABULARY), key=weights.__getitem__) if is_certain else rng.choices(range(VOCABULARY), weights)[0]
+            history += (token,)
+        drafts.append(history)
+    probs = torch.tensor([[target[d[:i]] for i in range(DRAFTS + 1)] for d in drafts])
+    draft_probs = None if is_certain else torch.tensor([[drafter[d[:i]] for i in range(DRAFTS)] for d in drafts])
+    seeds, positions = torch.arange(DRAWS) * 7919 + 5, torch.full((DRAWS,), 40)
+    token_ids, accepted = verify(probs, torch.tensor(drafts), torch.full((DRAWS,), DRAFTS), draft_probs, seeds, positions)
+    spans = []
+    for row, count in zip(token_ids.tolist(), accepted.tolist()):
+        span = tuple(row[: count + 1])
+        assert row[count + 1 :] == [-1] * (DRAFTS - count) and -1 not in span
+        while len(span) < DRAFTS:
+            span += (rng.choices(range(VOCABULARY), target[span])[0],)
+        spans.append(span[:DRAFTS])
+    return Counter(spans)
+
+
+def follows(counts: Counter, target) -> float:
+    pairs = list(itertools.product(range(VOCABULARY), repeat=DRAFTS))
+    wanted = [target[()][a] * target[a,][b] * DRAWS for a, b in pairs]
+    return chisquare([counts[p] for p in pairs], wanted).pvalue
+
+
+@pytest.mark.parametrize("is_certain", [False, True], ids=["drawn", "one-hot"])
+@pytest.mark.parametrize("drafter_seed", [1, 2], ids=["as the target", "bad"])
+def test_rejection_keeps_the_distribution(is_certain, drafter_seed):
+    target, drafter = conditional(1), conditional(drafter_seed)
+    assert follows(draw_pairs(target, drafter, is_certain, ops.verify_rejection), target) > 1e-4
+
+
+@pytest.mark.parametrize("is_certain", [False, True], ids=["drawn", "one-hot"])
+def test_the_test_above_catches_a_verifier_without_residual(is_certain):
+    """Replacing a rejected draft from p itself, not from what is left of it, must show."""
+
+    def careless(probs, drafts, lengths, draft_probs, seeds, positions):
+        token_ids, accepted = ops.verify_rejection(probs, drafts, lengths, draft_probs, seeds, positions)
+        rows = torch.arange(len(drafts))
+        noise = ops.gumbel_noise(seeds, positions + accepted, probs.shape[-1], ops.RECOVER_STREAM)
+        token_ids[rows, accepted] = (probs[rows, accepted].log() + noise).argmax(-1)
+        return token_ids, accepted
+
+    target, drafter = conditional(1), conditional(2)
+    assert follows(draw_pairs(target, drafter, is_certain, careless), target) < 1e-9
+
+
+def test_ragged_drafts():
+    probs = torch.tensor(conditional(3)[()]).repeat(3, 4, 1)
+    drafts = torch.tensor([[1, 2, 3], [2, -1, -1], [4, 0, -1]])
+    seeds = torch.tensor([1, 2, 3])
+    token_ids, accepted = ops.verify_rejection(probs, drafts, torch.tensor([3, 1, 2]), None, seeds, torch.tensor([9, 9, 9]))
+    for row, count, draft, length in zip(token_ids.tolist(), accepted.tolist(), drafts.tolist(), (3, 1, 2)):
+        assert count <= length and row[:count] == draft[:count] and row[count] >= 0 and set(row[count + 1 :]) <= {-1}
+
+
+def plain_top_p(drafts, rows, top_p, max_candidates, window):
+    """The rule in words: (accepted drafts, row that the last token comes from, its candidates)."""
+
+    def candidates(row):
+        ranked = sorted(range(len(row)), key=lambda i: (-row[i], i))[:max_candidates]
+        kept, mass = [], 0.0
+        for token in ranked:
+            kept.append(token)
+            mass += row[token]
+            if mass >= top_p - 1e-9:
+                break
+        return kept, ranked
+
+    place = 0
+    while place < len(drafts):
+        kept, ranked = candidates(rows[place])
+        if drafts[place] in kept:
+            place += 1
+        elif (
+            len(ranked) > 1
+            and drafts[place] == ranked[1]
+            and len(drafts) - place - 1 >= window
+            and all(drafts[place + 1 + j] == candidates(rows[place + 1 + j])[1][0] for j in range(window))
+        ):
+            place += 1 + window
+        else:
+            break
+    return place, candidates(rows[place])[0]
+
+
+def test_top_p_rule_against_its_plain_statement():
+    rng = random.Random(0)
+    seen = Counter()
+    for trial in range(3000):
+        count, window, most = rng.randint(1, 5), rng.randint(1, 2), rng.choice([1, 2, 3, 5, 9])
+        top_p = rng.choice([0.1, 0.5, 0.75, 0.9, 1.0])
+        rows = []
+        for _ in range(count + 1):
+            weights = [rng.choice([1, 2, 4, 8, 16, 32]) + rng.random() / 8 for _ in range(6)]
+            rows.append([w / sum(weights) for w in weights])
+        drafts = [sorted(range(6), key=lambda i, r=row: -r[i])[min(int(rng.expovariate(1.5)), 5)] for row in rows[:count]]
+        place, allowed = plain_top_p(drafts, rows, top_p, most, window)
+        probs = torch.tensor(rows, dtype=torch.float64)
+        ids, weights, num = ops.top_p_candidates(probs, torch.full((count + 1,), top_p, dtype=torch.float64), most)
+        corrections = ids[:, :1].T  # the likeliest: any of the candidates would do
+        spans, accepted = ops.verify_top_p([drafts], ids[None], num[None], corrections, window)
+        assert accepted == [place] and spans[0][:-1] == drafts[:place], trial
+        assert set(ids[place, : num[place]].tolist()) == set(allowed)
+        seen["all" if place == count else "some" if place else "none"] += 1
+        seen["window"] += any(drafts[i] not in plain_top_p([drafts[i]], rows[i:], top_p, most, 9)[1] for i in range(place))
+        seen["not reached"] += len(allowed) == min(most, 6) and sum(rows[place][i] for i in allowed) < top_p
+    assert min(seen.values()) > 50, seen
+
+
+@pytest.fixture(scope="module")
+def strategies():
+    return {s: {"verify_strategy": s, "num_speculative_tokens": 4} for s in ("greedy", "target_match", "rejection", "topp")}
+
+
+REPEATING = (
+    "class Box:\n"
+    + "".join(f"    def get_{n}(self):\n        return self._{n}\n\n" for n in ("width", "height", "depth"))
+    + "    def get_size(self):"
+)
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "target_match", "rejection", "topp"])
+def test_greedy_requests_do_not_depend_on_the_strategy(llm_ngram, strategies, strategy):
+    plain = llm_ngram.generate(REPEATING, greedy(48), speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]
+    out = llm_ngram.generate(REPEATING, greedy(48), speculative=strategies[strategy], use_tqdm=False)[0].outputs[0]
+    assert out.token_ids == plain.token_ids and out.stats.accepted > 0
+
+
+def test_strategy_greedy_ignores_temperature(llm_ngram, strategies):
+    hot = SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True)
+    out = llm_ngram.generate(REPEATING, hot, speculative=strategies["greedy"], use_tqdm=False)[0].outputs[0]
+    assert out.token_ids == llm_ngram.generate(REPEATING, greedy(24), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_rejection_in_the_engine_follows_the_model(llm_ngram, hf_model, strategies):
+    ids = llm_ngram.engine.tokenizer.encode("a = b\na = c\na = b\na = d\na = b\na")
+    before = llm_ngram.engine.metrics.accepted_tokens["ngram"]
+    counts = draw(llm_ngram, ids, {"max_tokens": 3, "temperature": 1.2, "top_k": 5, "ignore_eos": True}, strategies["rejection"])
+    assert SAMPLES / 20 < llm_ngram.engine.metrics.accepted_tokens["ngram"] - before < 2 * SAMPLES
+    probabilities = {
+        (a, b, c): pa * pb * pc
+        for a, pa in exact(hf_model, ids, 1.2, 5, 1.0).items()
+        for b, pb in exact(hf_model, [*ids, a], 1.2, 5, 1.0).items()
+        for c, pc in exact(hf_model, [*ids, a, b], 1.2, 5, 1.0).items()
+    }
+    assert_follows(counts, probabilities, SAMPLES)
+
+
+def test_top_p_accepts_more_than_target_match(llm_ngram, strategies):
+    accepted = {}
+    for strategy in ("target_match", "topp"):
+        params = [SamplingParams(max_tokens=40, temperature=1.0, top_p=0.95, seed=i, ignore_eos=True) for i in range(16)]
+        results = llm_ngram.generate([REPEATING] * 16, params, speculative=strategies[strategy], use_tqdm=False)
+        accepted[strategy] = sum(r.outputs[0].stats.accepted for r in results) / sum(r.outputs[0].stats.drafted for r in results)
+    assert accepted["topp"] > accepted["target_match"]
+
+
+def test_accept_policies(llm_ngram):
+    settings = {"method": "ngram", "num_speculative_tokens": 3}
+    everything = LLM(speculative_config={**settings, "accept_policy": "accept_all"})
+    out = everything.generate(REPEATING, greedy(40), use_tqdm=False)[0].outputs[0]
+    assert out.stats.accepted == out.stats.drafted > 0 and len(out.token_ids) == 40
+    nothing = LLM(speculative_config={**settings, "accept_policy": "reject_all"})
+    out = nothing.generate(REPEATING, greedy(40), use_tqdm=False)[0].outputs[0]
+    assert out.stats.accepted == 0 < out.stats.drafted
+    assert out.token_ids == llm_ngram.generate(REPEATING, greedy(40), use_tqdm=False)[0].outputs[0].token_ids
