@@ -40,7 +40,9 @@ pip=".venv/bin/python -m pip --disable-pip-version-check"
 say "installing torch (the largest part) ..."
 $pip install -q -c constraints.txt torch
 say "installing the server (nvidia-pytriton's tritonserver) and the rest ..."
+if [ "$what" = test ]; then target='.[test]'; else target=.; fi
+$pip install -q -c constraints.txt -e "$target" 2> >(grep -v '^ERROR: pip.s dependency\|^nvidia-pytriton .* requires' >&2)
+# For the server it carries; its Python library, and what that needs, are not used.
 $pip install -q --no-deps nvidia-pytriton==0.7.0
-if [ "$what" = test ]; then $pip install -q -c constraints.txt -e '.[test]'; else $pip install -q -c constraints.txt -e .; fi
 touch "$stamp"
 say "done"

@@ -399,7 +399,8 @@ def test_prompts_go_before_drafts_and_drafts_take_what_they_leave() -> None:
     decoding = decode_only(world, [5, 5])
     late = world.add(BASES[0][:4], 4)
     batch = run(world)[0]
-    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(decoding[0], 1, 3), (decoding[1], 1, 3), (late, 4 - late.num_cached_tokens, 0)]
+    rest = 4 - late.num_cached_tokens
+    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(decoding[0], 1, 3), (decoding[1], 1, 3), (late, rest, 0)]
 
 
 def test_decoding_needs_no_more_than_the_batch_size() -> None:
