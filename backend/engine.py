@@ -76,7 +76,6 @@ class Engine:
         self._ids: set[str] = set()  # of every request between submit and its end
         self._has_deadlines = False
         self._inbox: deque[Callable[[], None]] = deque()
-        self._num_inbound = 0
         self._wake = threading.Condition()
         self._is_stopping = False
         self._failure: Exception | None = None
@@ -114,8 +113,6 @@ class Engine:
         timeout: seconds from now after which it ends with finish_reason `timeout`. Raises RequestError, ConfigError (both
         the request's fault), CapacityError or EngineError; then no delta follows.
         """
-        if not self.is_healthy:
-            raise EngineError(f"request {request_id!r:.100}: the engine is down: {self._failure or 'it is shutting down'}")
         speculation = self.config.speculative_config.resolve(speculative)
         token_ids = self._check_prompt(prompt)
         self._check_vocabulary(params)
@@ -146,12 +143,13 @@ class Engine:
         ]
         now = time.monotonic()
         with self._wake:
-            self.scheduler.check_room(params.n, self._num_inbound)
+            if not self.is_healthy:  # looked at where the loop's end cannot come between
+                raise EngineError(f"request {request_id!r:.100}: the engine is down: {self._failure or 'it is shutting down'}")
+            self.scheduler.check_room(params.n, len(self._ids))
             if request_id in self._groups or any(r.request_id in self._ids for r in requests):
                 raise RequestError(f"request id {request_id!r:.100} is in use")
             self._ids.update(r.request_id for r in requests)
             self._groups[request_id] = [r.request_id for r in requests]
-            self._num_inbound += params.n
             self._inbox.append(lambda: self._admit(requests, on_delta, now))
             self._wake.notify()
 
@@ -166,7 +164,7 @@ class Engine:
 
     def _check_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            # A token is a byte at least, so a text this long cannot fit: say so before tokenizing megabytes.
+            # No real text this long fits: say so before tokenizing megabytes.
             limit = self.runner.max_model_len * 64
             if len(prompt) > limit:
                 raise RequestError(
@@ -198,7 +196,6 @@ class Engine:
 
     def _admit(self, requests: list[Request], sink: DeltaSink, submitted: float) -> None:
         for request in requests:
-            self._num_inbound -= 1
             params = request.params
             self._open[request.request_id] = _Open(request, sink, TextStream(self.tokenizer, params.stop, params.include_stop), submitted)
             self._has_deadlines |= request.deadline is not None

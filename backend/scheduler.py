@@ -78,9 +78,8 @@ class Scheduler:
                 f"the server has {self.pool.num_pages}: lower max_tokens, or raise --kv-cache-memory"
             )
 
-    def check_room(self, more: int, inbound: int = 0) -> None:
-        """Raises CapacityError when `more` requests beside those on their way here would be too many."""
-        num_open = self.num_open + inbound
+    def check_room(self, more: int, num_open: int) -> None:
+        """Raises CapacityError when `more` requests beside `num_open` would be too many."""
         if num_open + more > self.max_batch_size + self.max_waiting:
             raise CapacityError(
                 f"{num_open} requests are open; the limit is {self.max_batch_size} running and {self.max_waiting} waiting: "
@@ -91,7 +90,7 @@ class Scheduler:
         """Queues a request. Raises RequestError for an id in use, CapacityError when too many wait."""
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r:.100} is in use")
-        self.check_room(1)
+        self.check_room(1, self.num_open)
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request

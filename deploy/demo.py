@@ -15,18 +15,25 @@ from pathlib import Path
 
 from deploy.server import state_directory
 
-PROMPT = '''import os
-import sys
+PROMPT = '''class Circle:
+    """A circle of a radius."""
+
+    def __init__(self, x, y, radius):
+        self.x = x
+        self.y = y
+        self.radius = radius
+
+    def __repr__(self):
+        return f"Circle(x={self.x!r}, y={self.y!r}, radius={self.radius!r})"
+
+    def __eq__(self, other):
+        return (self.x, self.y, self.radius) == (other.x, other.y, other.radius)
 
 
-def read_lines(path):
-    """Return the lines of a file."""
-    with open(path) as f:
-        return f.read().splitlines()
+class Rectangle:
+    """A rectangle of a width and a height."""
 
-
-def count_words(path):
-    """Count the words of a file."""'''
+    def __init__(self, x, y, width, height):'''
 START_SECONDS = 120
 
 
@@ -93,9 +100,7 @@ def run(args: argparse.Namespace) -> int:
             lines = []
             for title, choice in (("without speculation", {"method": "none"}), ("with speculation (ngram, 5 drafts)", None)):
                 print(f"\n[demo] {title}:\n\n{PROMPT}", end="", flush=True)
-                _, line = stream_to_terminal(
-                    client, prompt=PROMPT, max_tokens=args.max_tokens, temperature=0.0, repetition_penalty=1.1, speculative=choice
-                )
+                _, line = stream_to_terminal(client, prompt=PROMPT, max_tokens=args.max_tokens, temperature=0.0, stop=["\n\n\n"], speculative=choice)
                 lines.append(f"[demo] {title}: {line}")
             print("\n\n" + "\n".join(lines))
     except RuntimeError as error:

@@ -309,6 +309,7 @@ BAD_REQUESTS = [
     ({"text_input": "x", "speculative": '{"num_speculative_tokens": 100}'}, "from 0 (off) to 16, got 100"),
     ({"text_input": "x", "stop": ["y" * 100_000] * 100}, "stop has 100 strings; the limit is 64"),
     ({"text_input": "x", "stop": ["y" * 10_000_000]}, "stop has 10000000 characters in all; the limit is 8192"),
+    ({"messages": "[" + "1" * 3_000_000}, "messages has 3000001 characters; the limit is 2000000"),
     ({"messages": "hello"}, "messages is not valid JSON"),
     ({"messages": "[]"}, "messages must be a list of objects with role and content"),
 ]  # fmt: skip

@@ -223,7 +223,10 @@ class TritonPythonModel:
             if due:
                 self._outbox.put([(e, None) for e in due])
             turn = turn + MAX_CHECKS_PER_WATCH if turn + MAX_CHECKS_PER_WATCH < len(quiet) else 0
-            self._publisher.publish()
+            try:
+                self._publisher.publish()
+            except Exception:
+                logger.exception("metrics could not be published")
 
     def finalize(self) -> None:
         """Ends the engine; requests that are still open get an error."""

@@ -20,6 +20,7 @@ SAMPLING_SCALARS = (
 SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
 PROMPTS = ("text_input", "input_ids", "messages")
 MAX_JSON_CHARACTERS = 65536
+MAX_MESSAGES_CHARACTERS = 2_000_000
 
 
 @dataclass(slots=True)
@@ -65,6 +66,8 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def _messages(text: str) -> list[dict[str, Any]]:
+    if len(text) > MAX_MESSAGES_CHARACTERS:
+        raise RequestError(f"messages has {len(text)} characters; the limit is {MAX_MESSAGES_CHARACTERS}")
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
