@@ -1,0 +1,101 @@
+"""The bundled model keeps its promises: size, shape, the same to transformers, good at code it has never seen."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from backend.config import BUNDLED_MODEL
+from backend.core import Batch, Draft, Request, SamplingParams, Scheduled
+from tests.conftest import code_prompts, greedy
+from training.evaluate import file_bits
+from training.heldout import read_heldout
+
+
+def test_size_and_shape():
+    files = [BUNDLED_MODEL / n for n in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json")]
+    assert sum(f.stat().st_size for f in files) <= 20 * 2**20
+    weights = load_file(BUNDLED_MODEL / "model.safetensors")
+    total = sum(w.numel() for w in weights.values())
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16} and total <= 10_000_000
+    config = json.loads((BUNDLED_MODEL / "config.json").read_text())
+    assert config["num_hidden_layers"] >= 16 and config["max_position_embeddings"] == 2048 and config["vocab_size"] == 4096
+    # What one more layer and the head would cost of a step, in weights read: a drafter must be cheap.
+    layer = sum(w.numel() for name, w in weights.items() if ".layers.0." in name)
+    assert (layer + 4096 * config["hidden_size"]) / total <= 0.15
+
+
+def test_transformers_gives_the_same_logits_and_tokens(llm_ngram, hf_model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    for prompt in code_prompts(10, lengths=(400, 2000), seed=5):
+        ids = llm_ngram.engine.tokenizer.encode(prompt)
+        assert tokenizer(prompt)["input_ids"] == ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
+        runner = llm_ngram.engine.runner
+        request = Request("r", ids, SamplingParams(), page_ids=list(range(-(-len(ids) // runner.page_size))))
+        # Every token but the first as a draft: then each gets its row of logits.
+        batch = Batch([Scheduled(Request("r", ids[:1], SamplingParams(), page_ids=request.page_ids), 1, len(ids) - 1)])
+        ours = runner.forward(batch, Draft([ids[1:]], [[]])).logits
+        with torch.inference_mode():
+            theirs = hf_model(torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_the_chat_template_is_the_same_to_transformers(llm_ngram):
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": "read a file\nby lines"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "again"}]
+    theirs = AutoTokenizer.from_pretrained(BUNDLED_MODEL).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert llm_ngram.engine.tokenizer.render_chat(messages) == theirs
+
+
+def test_bits_per_byte_on_held_out_files(llm_ngram, hf_model):
+    texts = sorted(read_heldout().values(), key=len)[:8]
+    bits = sum(file_bits(lambda ids: hf_model(ids).logits, llm_ngram.engine.tokenizer.encode(text)) for text in texts)
+    assert bits / sum(len(t.encode()) for t in texts) <= 1.25
+
+
+def test_completions_look_like_python(llm_ngram):
+    heads = [
+        "import os\n\n\ndef read_lines(path):",
+        "class Queue:\n    def __init__(self):",
+        "def is_even(number):",
+        "import json\n\n\ndef load(path):",
+        "def test_add():",
+        "class Error(Exception):",
+        "import logging\n\nlogger =",
+        "def main():",
+    ]
+    parsed = 0
+    for result in llm_ngram.generate(heads, greedy(80), use_tqdm=False):
+        lines = (result.prompt + result.outputs[0].text).split("\n")
+        while len(lines) > 2 + result.prompt.count("\n"):
+            try:
+                ast.parse("\n".join(lines))
+                parsed += 1
+                break
+            except SyntaxError:
+                lines.pop()  # the last statement is cut off by the length
+    assert parsed >= len(heads) - 1
+
+
+@pytest.mark.parametrize("name", ["README.md", "loss_curve.svg", "loss_curve.jsonl", "packages.txt"])
+def test_the_card_is_there(root, name):
+    assert (root / "training" / name).stat().st_size > 500
+
+
+def test_cross_entropy_of_the_card(llm_ngram, hf_model):
+    """The loss that the card's curve ends with is that of this file: a wrong or stale weight file would not be near it."""
+    losses = []
+    for prompt in code_prompts(12, lengths=(1500, 3000), seed=8):
+        ids = torch.tensor([llm_ngram.engine.tokenizer.encode(prompt)])
+        with torch.inference_mode():
+            losses.append(F.cross_entropy(hf_model(ids[:, :-1]).logits[0], ids[0, 1:]).item())
+    assert 1.0 < sum(losses) / len(losses) < 2.4
