@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -56,14 +57,16 @@ def find_server() -> Server:
 
 def _lay_out_backend(root: Path, stub: Path) -> Path:
     """The Python backend's folder as the server wants it: the wheel's parts by link, with this interpreter's stub."""
-    directory = state_directory() / f"backends-{stub.parent.name}"
+    installation = hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()  # another venv has a folder of its own
+    directory = state_directory() / f"backends-{stub.parent.name}-{installation}"
     target = directory / "python"
     target.mkdir(parents=True, exist_ok=True)
     for source in (*(p for p in (root / "backends" / "python").iterdir() if p.is_file()), stub):
         link = target / source.name
         if not link.is_symlink() or link.readlink() != source:
-            link.unlink(missing_ok=True)
-            link.symlink_to(source)
+            fresh = link.with_name(f"{link.name}.{os.getpid()}")
+            fresh.symlink_to(source)
+            fresh.replace(link)  # at once: another server may be starting
     return directory
 
 
