@@ -47,17 +47,8 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class Completion:
-    """A whole completion, from its chunks."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    finish_reason: str | None = None
-    logprobs: list[dict[str, Any]] | None = None
-    usage: dict[str, int] | None = None
-    speculation: dict[str, Any] | None = None
-    index: int = 0
+class Completion(Chunk):
+    """A whole completion: its chunks in one."""
 
     def add(self, chunk: Chunk) -> None:
         self.text += chunk.text

@@ -53,25 +53,24 @@ def _text(name: str, value: Any) -> str:
         raise RequestError(f"{name} is not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    if len(text) > MAX_JSON_CHARACTERS:
-        raise RequestError(f"{name} has {len(text)} characters; the limit is {MAX_JSON_CHARACTERS}")
+def _json(name: str, text: str, limit: int) -> Any:
+    if len(text) > limit:
+        raise RequestError(f"{name} has {len(text)} characters; the limit is {limit}")
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise RequestError(f"{name} is not valid JSON: {error}") from None
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    value = _json(name, text, MAX_JSON_CHARACTERS)
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {text!r:.80}")
     return value
 
 
 def _messages(text: str) -> list[dict[str, Any]]:
-    if len(text) > MAX_MESSAGES_CHARACTERS:
-        raise RequestError(f"messages has {len(text)} characters; the limit is {MAX_MESSAGES_CHARACTERS}")
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise RequestError(f"messages is not valid JSON: {error}") from None
+    value = _json("messages", text, MAX_MESSAGES_CHARACTERS)
     good = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
     if not good:
         raise RequestError(f"messages must be a list of objects with role and content, got {text!r:.80}")
