@@ -171,16 +171,32 @@ def test_requests_of_one_batch_do_not_mix(tiny: tuple[LlamaForCausalLM, Path]) -
 
 
 def test_copied_pages_hold_what_was_there_before_the_step(tiny: tuple[LlamaForCausalLM, Path]) -> None:
-    """Copies come first, and a page may be a source and a target of the same step."""
+    """Sources are read first, fresh pages are cleared, and only the slots that count are copied; a page may be all three."""
     runner = make_runner(tiny[1])
+    size = runner.page_size
     for number, planes in enumerate(runner.cache):
         for plane in planes:
-            plane[:] = torch.arange(runner.num_pages)[:, None, None, None] + 100.0 * number
-    runner._copy_pages([(0, 1), (1, 2), (5, 5), (1, 3)])
+            plane[:] = torch.arange(runner.num_pages)[:, None, None, None] + 100.0 * (number + 1)
+    copies = [(0, 1, size), (1, 2, 3), (5, 5, 2), (1, 3, size)]
+    runner._prepare_pages(Batch(page_copies=copies, fresh_pages=[1, 2, 3, 5, 6]))
     for number, planes in enumerate(runner.cache):
         for plane in planes:
-            assert (plane.flatten(1)[:, 0] - 100 * number)[:7].tolist() == [0, 0, 1, 1, 4, 5, 6]
-            assert torch.equal(plane.flatten(1).amin(dim=1), plane.flatten(1).amax(dim=1)), "pages are copied whole"
+            slots = plane[:8, :, 0, 0] - 100 * (number + 1)
+            empty = [-100.0 * (number + 1)]
+            wanted = [
+                [0] * size,
+                [0] * size,
+                [1] * 3 + empty * (size - 3),
+                [1] * size,
+                [4] * size,
+                [5] * 2 + empty * (size - 2),
+                empty * size,
+                [7] * size,
+            ]
+            assert slots.tolist() == wanted
+            assert torch.equal(plane.flatten(2).amin(dim=2), plane.flatten(2).amax(dim=2)), "slots are copied whole"
+    runner._prepare_pages(Batch(fresh_pages=[7]))
+    assert all(plane[7].abs().max() == 0 < plane[4].min() for planes in runner.cache for plane in planes)
 
 
 def test_generation_from_a_tiny_model(tiny: tuple[LlamaForCausalLM, Path]) -> None:

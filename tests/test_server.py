@@ -20,7 +20,7 @@ PROMPT = "import os\n\n\ndef read_lines(path):"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log") as running:
+    with serve(tmp_path_factory.mktemp("server") / "log", "--drain-seconds=5") as running:
         yield running
 
 
