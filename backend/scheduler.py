@@ -52,7 +52,6 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self._is_out_of_pages = False
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -144,10 +143,10 @@ class Scheduler:
     def _prompt_tokens(self) -> int:
         """Tokens that unfinished prompts, and those that could be admitted, would take."""
         count = sum(len(r.token_ids) - r.num_computed_tokens for r in self.running if not r.is_decoding)
-        if not self._is_out_of_pages:  # else nothing is admitted, and the drafts may have the room
-            free = self.max_batch_size - len(self.running)
-            count += sum(len(r.token_ids) for _, _, r in self._waiting[:free] if self._requests.get(r.request_id) is r)
-        return count
+        queue = [r for _, _, r in self._waiting[: self.max_batch_size - len(self.running)] if self._requests.get(r.request_id) is r]
+        if queue and self.pool.pages_for(len(queue[0].token_ids)) > self.pool.num_available:
+            return count + 1  # it may fit all the same, if it shares its beginning: leave it the chance to be looked at
+        return count + sum(len(r.token_ids) for r in queue)
 
     def _drafts_wanted(self, request: Request) -> int:
         """Drafts that could still be emitted: the step's own token comes on top of them. A prompt's step verifies none."""
@@ -186,8 +185,7 @@ class Scheduler:
             if self._requests.get(request.request_id) is not request:
                 heapq.heappop(self._waiting)  # it ended while it waited
                 continue
-            self._is_out_of_pages = not self._start(request, batch)
-            if self._is_out_of_pages:
+            if not self._start(request, batch):
                 break
             heapq.heappop(self._waiting)
             bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))

@@ -891,3 +891,18 @@ def test_a_tail_that_fills_up_is_found_as_a_full_page() -> None:
     match = cache.match([1, 2, 3, 4, 5], 4)
     assert (match.page_ids, match.copy_from) == ([page], -1)
     cache.check()
+
+
+def test_a_waiting_request_is_not_starved_by_drafts() -> None:
+    """While it does not fit, drafts may have the room; once pages are free, it must get in beside a request that drafts all it can."""
+    world = World(num_pages=12, page_size=4, max_batch_size=4, max_num_batched_tokens=7, caching=False)
+    (eager,) = decode_only(world, [6], max_tokens=40)
+    holder = world.add([4] * 28, 2)
+    while holder.num_output_tokens == 0:
+        run(world)
+    late = world.add([3] * 16, 2)
+    run(world)
+    assert late not in world.scheduler.running, "there is no room for it yet"
+    while late not in world.scheduler.running:
+        assert eager in world.scheduler.running, "it waited until the other had ended"
+        run(world)
