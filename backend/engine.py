@@ -144,7 +144,7 @@ class Engine:
         now = time.monotonic()
         with self._wake:
             if not self.is_healthy:  # looked at where the loop's end cannot come between
-                raise EngineError(f"request {request_id!r:.100}: the engine is down: {self._failure or 'it is shutting down'}")
+                raise EngineError(f"the engine is down: {self._failure or 'it is shutting down'}")
             self.scheduler.check_room(params.n, len(self._ids))
             if request_id in self._groups or any(r.request_id in self._ids for r in requests):
                 raise RequestError(f"request id {request_id!r:.100} is in use")

@@ -170,6 +170,7 @@ class TritonPythonModel:
         if delta.error is not None:
             self._close(exchange)
             exchange.num_open = 0
+            self._engine.cancel(exchange.key)  # its siblings, if it has any
             self._send_error(exchange.sender, exchange.client_id, delta.error)
             return
         if delta.is_final:
@@ -206,9 +207,7 @@ class TritonPythonModel:
         else:
             code = codes.INTERNAL
             logger.exception("request %r failed", client_id, exc_info=error)
-        message = str(error)
-        if not message.startswith("request "):
-            message = f"request {client_id!r:.100}: {message}"
+        message = f"request {client_id!r:.100}: {error}"
         sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=FINAL)
 
     # -- watcher thread ---------------------------------------------------------------------------------------------
