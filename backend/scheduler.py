@@ -70,6 +70,10 @@ class Scheduler:
         """Raises RequestError when a request could never finish, however empty the server is."""
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(f"the prompt has {num_prompt_tokens} tokens; the context holds {self.max_model_len}, one output token included")
+        if max_tokens > self.max_model_len:
+            raise RequestError(
+                f"max_tokens is {max_tokens}; the context holds {self.max_model_len} tokens, the prompt's {num_prompt_tokens} included"
+            )
         needed = self.pool.pages_for(min(num_prompt_tokens + max_tokens, self.max_model_len))
         if needed > self.pool.num_pages:
             raise RequestError(

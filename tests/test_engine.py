@@ -173,7 +173,7 @@ class TestEnds:
     def test_the_context_ends(self, hf_model):
         llm = LLM(max_model_len=64, speculative_config={"method": "ngram", "num_speculative_tokens": 8})
         ids = llm.engine.tokenizer.encode("x = 1\n" * 12)[:50]
-        out = self.outputs(llm, greedy(500), {"prompt_token_ids": ids})
+        out = self.outputs(llm, greedy(60), {"prompt_token_ids": ids})
         assert len(out.token_ids) == 14 and out.finish_reason == "length"
 
     def test_echo(self, llm_ngram):
@@ -209,6 +209,7 @@ class TestRefusals:
             ([-1], {}, r"input_ids\[0\] is -1"),
             ([5] * 2048, {}, "2048 tokens; the context holds 2048"),
             ("x" * 200_000, {}, "200000 characters"),
+            ("x", {"max_tokens": 2049}, "max_tokens is 2049; the context holds 2048 tokens, the prompt's among them"),
             ("x", {"logit_bias": {5000: 1.0}}, "logit_bias names token 5000"),
             ("x", {"stop_token_ids": (9999,)}, "stop_token_ids names token 9999"),
         ],

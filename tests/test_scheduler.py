@@ -627,7 +627,9 @@ def test_check_fits_names_the_number_and_the_limit() -> None:
     with pytest.raises(RequestError, match=r"the prompt has 32 tokens; the context holds 32"):
         scheduler.check_fits(32, 1)
     roomy = World(num_pages=8, page_size=4, max_model_len=32).scheduler
-    roomy.check_fits(31, 10**9)  # the context's end comes first
+    roomy.check_fits(31, 32)  # the context's end comes first
+    with pytest.raises(RequestError, match=r"max_tokens is 33; the context holds 32 tokens"):
+        roomy.check_fits(1, 33)
 
 
 # -- cut_at_end -----------------------------------------------------------------------------------------------------------------

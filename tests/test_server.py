@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
+from backend import SamplingParams
 from client import AsyncClient, Client, GenerateError, HttpClient
 from tests.conftest import code_prompts, greedy
 from tests.servers import RunningServer, serve
@@ -108,8 +111,6 @@ class TestWaysIn:
         assert {r.get_response().id for r, _ in results} == {"mine"}
 
     def test_every_parameter_reaches_the_engine(self, client, llm_ngram):
-        from backend import SamplingParams
-
         parameters = {
             "max_tokens": 30, "min_tokens": 4, "temperature": 0.75, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.25,
             "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {300: 1.5}, "seed": 77, "stop": ("\n\n\n",), "stop_token_ids": (441,),
@@ -135,6 +136,35 @@ class TestWaysIn:
         ids = llm_ngram.engine.tokenizer.encode(end, add_special_tokens=False)
         for chunk in client.stream("# " + end * 8, max_tokens=30, temperature=0.0, logit_bias=dict.fromkeys(ids, 6.0)):
             assert "�" not in chunk.text or chunk.finish_reason
+
+
+class TestCommandLine:
+    def run(self, server, *arguments, stdin=""):
+        command = [sys.executable, "-m", "deploy.cli", *arguments, "--url", server.grpc]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+
+    def test_complete(self, server, llm_ngram):
+        wanted = llm_ngram.generate("def f(x):", SamplingParams(max_tokens=12, temperature=0.0), use_tqdm=False)[0].outputs[0].text
+        result = self.run(server, "complete", "--max-tokens=12", "def f(x):")
+        assert result.returncode == 0 and result.stdout.strip("\n") == wanted.strip("\n")
+        assert "12 tokens, time to first token" in result.stderr and "drafts accepted" in result.stderr
+        assert self.run(server, "complete", "--max-tokens=12", "--quiet", stdin="def f(x):").stdout.strip("\n") == wanted.strip("\n")
+
+    def test_chat(self, server, llm_ngram):
+        result = self.run(server, "chat", "--max-tokens=8", "--quiet", stdin="read a file\nand again\n\n")
+        messages = [{"role": "user", "content": "read a file"}]
+        for question in ("and again", None):
+            answer = llm_ngram.chat(messages, SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False)[0].outputs[0].text
+            assert answer in result.stdout
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+        assert result.returncode == 0
+
+    def test_errors(self, server):
+        result = self.run(server, "complete", "--top-p=0", "x")
+        assert result.returncode == 1 and "top_p must be a number above 0" in result.stderr and "Traceback" not in result.stderr
+        server_of_nobody = [sys.executable, "-m", "deploy.cli", "complete", "--url=127.0.0.1:9", "x"]
+        result = subprocess.run(server_of_nobody, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 1 and "foretoken complete:" in result.stderr and "Traceback" not in result.stderr
 
 
 class TestTritonInterface:
@@ -185,8 +215,6 @@ class TestTritonInterface:
 
 class TestManyStreams:
     def test_256_streams_equal_their_solo_runs(self, server, llm_ngram):
-        from backend import SamplingParams
-
         prompts = code_prompts(256, lengths=(30, 300), seed=11)
         params = [{"max_tokens": 16, "ignore_eos": True, **({"temperature": 0.0} if i % 2 else {"seed": i, "top_p": 0.95})} for i in range(256)]
 
@@ -289,6 +317,7 @@ BAD_REQUESTS = [
     ({"text_input": "x" * 1_000_000}, "1000000 characters"),
     ({"text_input": "x", "max_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
     ({"text_input": "x", "max_tokens": -5}, "got -5"),
+    ({"text_input": "x", "max_tokens": 100_000}, "max_tokens is 100000; the context holds 2048 tokens"),
     ({"text_input": "x", "min_tokens": 9, "max_tokens": 3}, "min_tokens must be an integer from 0 to max_tokens (3), got 9"),
     ({"text_input": "x", "temperature": float("nan")}, "temperature must be a finite number >= 0, got nan"),
     ({"text_input": "x", "temperature": -1.0}, "got -1.0"),
