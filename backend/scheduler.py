@@ -71,9 +71,7 @@ class Scheduler:
         if num_prompt_tokens >= self.max_model_len:
             raise RequestError(f"the prompt has {num_prompt_tokens} tokens; the context holds {self.max_model_len}, one output token included")
         if max_tokens > self.max_model_len:
-            raise RequestError(
-                f"max_tokens is {max_tokens}; the context holds {self.max_model_len} tokens, the prompt's {num_prompt_tokens} included"
-            )
+            raise RequestError(f"max_tokens is {max_tokens}; the context holds {self.max_model_len} tokens, the prompt's among them")
         needed = self.pool.pages_for(min(num_prompt_tokens + max_tokens, self.max_model_len))
         if needed > self.pool.num_pages:
             raise RequestError(
