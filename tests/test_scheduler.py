@@ -420,7 +420,7 @@ def test_drafts_are_shared_fairly(budget: int, share: int) -> None:
 
 def test_drafts_stop_at_max_tokens_and_at_the_context() -> None:
     world = World(num_pages=32, page_size=4, max_num_batched_tokens=64, max_model_len=12)
-    short, long = decode_only(world, [6, 6], max_tokens=4), decode_only(world, [6], max_tokens=40)
+    short, long = decode_only(world, [6, 6], max_tokens=4), decode_only(world, [6], max_tokens=12)
     while world.scheduler.num_open:
         for entry in world.step(random.Random(1)).entries:
             request = entry.request
