@@ -93,7 +93,7 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
 def keep_temporaries_on_heap() -> None:
     """Stops glibc from mapping and unmapping every large temporary.
 
-    A step's gathered keys and values are some megabytes; their page faults took ten times as long as the copy itself.
+    A step's gathered keys and values are some megabytes, and page faults would dominate copying them.
     """
     try:
         libc = ctypes.CDLL(None)

@@ -188,5 +188,5 @@ def _strings(name: str, values: list[str]) -> Any:
 
 @functools.cache
 def _empty(name: str) -> Any:
-    """Most responses carry these; making them anew took a third of a response's time. For the sender thread only."""
+    """Most responses carry these, so they are made once. For the sender thread only."""
     return _strings(name, [""])
