@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import logging
 import types
@@ -23,14 +24,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUNDLED_MODEL = Path(__file__).parent.parent / "model_repository" / "standalone" / "decode" / "1"
+REPOSITORY = Path(__file__).parent.parent / "model_repository" / "standalone"
+BUNDLED_MODEL = REPOSITORY / "decode" / "1"
+BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
 MAX_BATCH_SIZE = 256
 MAX_SPECULATIVE_TOKENS = 16
 MAX_CANDIDATES = 64
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
-METHODS = ("none", "naive", "ngram")
-METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram"}
+METHODS = ("none", "naive", "ngram", "suffix", "mtp")
+METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram", "deepseek_mtp": "mtp", "ernie_mtp": "mtp"}
+MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+PLACEMENTS = ("auto", "in_process", "bls")
+DRAFT_SAMPLINGS = ("shared_noise", "greedy")
+QUANTIZATIONS = ("wint8", "wint4", "fp8")
 DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -89,10 +96,19 @@ def _convert(key: str, value: object, hint: Any) -> object:
             return value if isinstance(value, option) else option.from_dict(value, f"{key}.")
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
+        if typing.get_origin(option) is tuple and isinstance(value, (list, tuple)):
+            (element, _) = typing.get_args(option)
+            return tuple(_convert(f"{key}[{i}]", v, element) for i, v in enumerate(value))
         if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
             return value
     names = " or ".join("null" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
     raise ConfigError(f"{key} must be {names}, got {value!r:.80}")
+
+
+def _choose(key: str, value: object, known: tuple[str, ...]) -> str:
+    """One of the known names, whatever its case. Raises ConfigError."""
+    _require(isinstance(value, str) and value.lower() in known, key, value, "one of " + ", ".join(known))
+    return str(value).lower()
 
 
 def _require(is_good: bool, key: str, value: object, rule: str) -> None:
@@ -107,9 +123,13 @@ class SpeculativeConfig(Section):
     aliases: ClassVar[dict[str, str]] = {"prompt_lookup_max": "max_ngram_size", "prompt_lookup_min": "min_ngram_size"}
 
     method: str | None = None
-    """none (plain decoding), naive (the speculative path without drafts) or ngram."""
-    num_speculative_tokens: int = 1
-    """Drafts a step, 1 to 16."""
+    """none (plain decoding), naive (the speculative path without drafts), ngram, suffix or mtp."""
+    num_speculative_tokens: int | None = None
+    """Drafts a step at most, 1 to 16. Default: 1; suffix: suffix_decoding_max_tree_depth, within 16."""
+    adaptive: bool = True
+    """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches."""
+    request_methods: tuple[str, ...] = ()
+    """Further methods to load, for requests to choose."""
     verify_strategy: str = "target_match"
     """target_match (the tokens of plain decoding for the same seed), greedy, rejection (exact in distribution) or topp (FastDeploy's
     rule: accepts what is likely enough, which changes the distribution)."""
@@ -120,64 +140,134 @@ class SpeculativeConfig(Section):
     verify_window: int = 2
     """topp: likeliest drafts that must follow one that was only second."""
     max_ngram_size: int = 5
-    min_ngram_size: int = 1
+    min_ngram_size: int | None = None
+    """Default: 1; with_ngram: 2."""
+    model: str | None = None
+    """mtp: folder of the drafter's weights; default: the mtp_drafter model's version folder."""
+    num_model_steps: int | None = None
+    """mtp: drafter forwards a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
+    mtp_strategy: str = "default"
+    """default, or with_ngram and with_suffix: lookups lengthen the model's drafts up to num_speculative_tokens."""
+    placement: str = "auto"
+    """mtp: in_process (the decode model runs the drafter), bls (the mtp_drafter model does, called each step), or auto: in_process."""
+    draft_sampling: str = "shared_noise"
+    """mtp, target_match at temperature > 0: drafts drawn with the target's noise (Daliri et al. 2024), or the likeliest (greedy)."""
+    quantization: str | None = None
+    """mtp: wint8, wint4 or fp8 for the drafter's weights."""
+    draft_tensor_parallel_size: int = 1
+    """1, or the target's tensor_parallel_size."""
+    suffix_decoding_max_tree_depth: int = 64
+    suffix_decoding_max_cached_requests: int = -1
+    """Finished requests whose answers are searched too; -1: as many as memory's own limit allows, 0: none."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Drafts at most, as a multiple of the length of the match."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Tokens less likely than this by the tree's counts are not drafted."""
+    suffix_decoding_cache_path: str | None = None
+    """File that the suffix cache is saved to at shutdown and restored from at start; default: none."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", normalize_method(self.method))
-        strategy = self.verify_strategy.lower()
-        _require(strategy in VERIFY_STRATEGIES, "verify_strategy", self.verify_strategy, "one of " + ", ".join(VERIFY_STRATEGIES))
-        object.__setattr__(self, "verify_strategy", strategy)
-        policy = self.accept_policy.lower()
-        _require(policy in ACCEPT_POLICIES, "accept_policy", self.accept_policy, "one of " + ", ".join(ACCEPT_POLICIES))
-        object.__setattr__(self, "accept_policy", policy)
+        put = functools.partial(object.__setattr__, self)
+        put("method", normalize_method(self.method))
+        for key, known in (
+            ("verify_strategy", VERIFY_STRATEGIES),
+            ("accept_policy", ACCEPT_POLICIES),
+            ("mtp_strategy", MTP_STRATEGIES),
+            ("placement", PLACEMENTS),
+            ("draft_sampling", DRAFT_SAMPLINGS),
+        ):
+            put(key, _choose(key, getattr(self, key), known))
+        if self.quantization is not None:
+            put("quantization", _choose("quantization", self.quantization, QUANTIZATIONS))
+        put("request_methods", tuple(normalize_method(m) for m in self.request_methods))
         _require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
         good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS
         _require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
-        if strategy == "topp":
+        if self.verify_strategy == "topp":
             logger.warning("verify_strategy topp accepts every likely draft: sampled answers do not follow the model's distribution exactly")
-        if policy != "normal":
-            logger.warning("accept_policy %s is for debugging: answers are not the model's", policy)
-        _require(self.num_speculative_tokens >= 0, "num_speculative_tokens", self.num_speculative_tokens, ">= 0")
-        if self.method in ("none", "naive"):
-            if self.method == "naive" and self.num_speculative_tokens > 1:  # 1 is the default
-                logger.warning("method naive drafts nothing: num_speculative_tokens %d is set to 0", self.num_speculative_tokens)
-            object.__setattr__(self, "num_speculative_tokens", 0)
-        else:
-            good = 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS
-            _require(good, "num_speculative_tokens", self.num_speculative_tokens, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
+        if self.accept_policy != "normal":
+            logger.warning("accept_policy %s is for debugging: answers are not the model's", self.accept_policy)
+        self._check_suffix()
+        _require(self.draft_tensor_parallel_size >= 1, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, ">= 1")
+        self._settle_counts()
+        put("min_ngram_size", self.min_ngram_size if self.min_ngram_size is not None else 2 if self.mtp_strategy == "with_ngram" else 1)
+        assert self.min_ngram_size is not None
         _require(self.min_ngram_size >= 1, "min_ngram_size", self.min_ngram_size, ">= 1")
         good = self.max_ngram_size >= self.min_ngram_size
         _require(good, "max_ngram_size", self.max_ngram_size, f">= min_ngram_size ({self.min_ngram_size})")
+
+    def _check_suffix(self) -> None:
+        prefix = "suffix_decoding_"
+        depth, cached = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+        factor, probability = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        _require(depth >= 1, f"{prefix}max_tree_depth", depth, ">= 1")
+        _require(cached >= -1, f"{prefix}max_cached_requests", cached, ">= 0, or -1 for no limit of its own")
+        _require(factor >= 0, f"{prefix}max_spec_factor", factor, ">= 0")
+        _require(0 <= probability <= 1, f"{prefix}min_token_prob", probability, "from 0 to 1")
+
+    def _settle_counts(self) -> None:
+        """Fills in num_speculative_tokens and num_model_steps; each is checked where it is used."""
+        count, steps = self.num_speculative_tokens, self.num_model_steps
+        if count is not None:
+            _require(count >= 0, "num_speculative_tokens", count, ">= 0")
+        if self.method in ("none", "naive"):
+            if self.method == "naive" and count is not None and count > 1:  # 1 is the default
+                logger.warning("method naive drafts nothing: num_speculative_tokens %d is set to 0", count)
+            count = 0
+        else:
+            if count is None:
+                count = min(self.suffix_decoding_max_tree_depth, MAX_SPECULATIVE_TOKENS) if self.method == "suffix" else 1
+            _require(1 <= count <= MAX_SPECULATIVE_TOKENS, "num_speculative_tokens", count, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
+        if steps is None:
+            steps = max(1, count) if self.mtp_strategy == "default" else 1
+        _require(1 <= steps <= MAX_SPECULATIVE_TOKENS, "num_model_steps", steps, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
+        if self.method == "mtp" and steps > count:
+            logger.warning("num_speculative_tokens %d is raised to num_model_steps %d", count, steps)
+            count = steps
+        object.__setattr__(self, "num_speculative_tokens", count)
+        object.__setattr__(self, "num_model_steps", steps)
+
+    @property
+    def loaded_methods(self) -> tuple[str, ...]:
+        """What requests may choose, `method` first. ngram costs nothing to have."""
+        methods = [self.method or "none", *self.request_methods, *(["suffix"] if self.mtp_strategy == "with_suffix" else [])]
+        return tuple(dict.fromkeys([*methods, *([] if set(methods) == {"none"} else ["ngram"]), "none", "naive"]))
 
     def resolve(self, choice: object) -> Speculation:
         """The speculation of one request: this configuration, with the request's `speculative` object over it.
 
         Raises ConfigError for unknown keys, a method that is not loaded, or values out of range.
         """
-        method, count, strategy = self.method or "none", self.num_speculative_tokens, self.verify_strategy
+        method, count, strategy = self.method or "none", self.num_speculative_tokens or 0, self.verify_strategy
+        mtp_strategy = self.mtp_strategy
         if choice is None:
-            return Speculation(method, count, strategy)
+            choice = {}
         if not isinstance(choice, dict):
             raise ConfigError(f"speculative must be an object, got {choice!r:.80}")
-        keys = ("method", "num_speculative_tokens", "verify_strategy")
+        keys = ("method", "num_speculative_tokens", "verify_strategy", "mtp_strategy")
         for key in choice:
             if key not in keys:
                 raise ConfigError(f"speculative: unknown key {key!r:.80}{nearest(str(key), keys)}")
         if "method" in choice:
             method = normalize_method(choice["method"])
-            loaded = {"none", "naive", self.method or "none"}
-            if method not in loaded:
-                raise ConfigError(f"speculative: method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
+            if method not in self.loaded_methods:
+                raise ConfigError(f"speculative: method {method} is not loaded; loaded: {', '.join(sorted(self.loaded_methods))}")
         if "verify_strategy" in choice:
-            strategy = choice["verify_strategy"]
-            good = isinstance(strategy, str) and strategy.lower() in VERIFY_STRATEGIES
-            _require(good, "speculative.verify_strategy", strategy, "one of " + ", ".join(VERIFY_STRATEGIES))
-            strategy = strategy.lower()
+            strategy = _choose("speculative.verify_strategy", choice["verify_strategy"], VERIFY_STRATEGIES)
+        if "mtp_strategy" in choice:
+            mtp_strategy = _choose("speculative.mtp_strategy", choice["mtp_strategy"], MTP_STRATEGIES)
+            lookup = mtp_strategy.removeprefix("with_")
+            if lookup != "default" and lookup not in self.loaded_methods:
+                raise ConfigError(f"speculative: mtp_strategy {mtp_strategy} needs method {lookup}, which is not loaded")
         if "num_speculative_tokens" in choice:
             count = choice["num_speculative_tokens"]
             good = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_SPECULATIVE_TOKENS
             _require(good, "speculative.num_speculative_tokens", count, f"from 0 (off) to {MAX_SPECULATIVE_TOKENS}")
-        return Speculation(method, 0 if method in ("none", "naive") else count, strategy)
+        elif count == 0 and method not in ("none", "naive"):  # the server's own method drafts nothing
+            count = 1
+        is_own = mtp_strategy == self.mtp_strategy and "num_speculative_tokens" not in choice
+        steps = count if mtp_strategy == "default" and not is_own else min(count, self.num_model_steps or 1)
+        return Speculation(method, 0 if method in ("none", "naive") else count, strategy, steps, mtp_strategy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +327,8 @@ class EngineConfig(Section):
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         _require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, ">= 1")
         _require(self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")
+        own, target = self.speculative_config.draft_tensor_parallel_size, self.parallel_config.tensor_parallel_size
+        _require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
 

@@ -6,6 +6,7 @@ Shape letters: B requests, K drafted tokens, R logits rows, V vocabulary. This m
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -144,6 +145,9 @@ class Speculation:
     method: str = "none"
     num_speculative_tokens: int = 0
     verify_strategy: str = "target_match"
+    num_model_steps: int = 1
+    """mtp: drafts that the model makes; the others are looked up."""
+    mtp_strategy: str = "default"
 
 
 @dataclass(slots=True)
@@ -271,8 +275,20 @@ class Draft:
     """[B][<= K]"""
     sources: list[list[str]]
     """[B][<= K]: who drafted each token (a `token_sources` name)."""
-    probs: torch.Tensor | None = None
-    """[B, K, V] of a drafter that samples, or None when drafts are certain (one-hot)."""
+    probs: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By entry: [k, V] that its first k drafts were drawn from. Drafts without are certain (one-hot)."""
+
+
+@dataclass(slots=True)
+class DraftFaults:
+    """What went wrong with drafters, by method. Requests go on without the drafts."""
+
+    failures: Counter[str] = field(default_factory=Counter)
+    """Times a drafter raised or could not be reached."""
+    invalid: Counter[str] = field(default_factory=Counter)
+    """Proposals that were no good: too long, or with ids outside the vocabulary."""
+    undrafted: Counter[str] = field(default_factory=Counter)
+    """Steps of a request that were decoded plainly because its drafter was down."""
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -11,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from backend.config import EngineConfig
+from backend.config import BUNDLED_DRAFTER, EngineConfig
 from backend.core import Delta, FinishReason, Request, SamplingParams, Scheduled, TokenLogprobs
-from backend.drafters import Drafters
-from backend.errors import EngineError, RequestError
+from backend.drafters import load_drafters
+from backend.drafters.calls import DraftService
+from backend.errors import ConfigError, EngineError, RequestError
 from backend.metrics import Metrics
 from backend.parallel.ranks import Ranks
-from backend.runner import Runner
+from backend.runner import Runner, cpu_threads, make_plane
 from backend.sampling import Sampler
 from backend.scheduler import Scheduler, cut_at_end
 from backend.speculate import StepTimes, speculate
@@ -52,11 +54,21 @@ class Engine:
     group of them, so that whoever passes them on can do it once a step.
     """
 
-    def __init__(self, config: EngineConfig, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: EngineConfig, ranks: Ranks | None = None, draft_service: DraftService | None = None) -> None:
+        """draft_service: the drafter's model in another process, for placement bls. Raises ConfigError, ModelError."""
         self.config = config
         ranks = ranks or Ranks()
         self.tokenizer = Tokenizer(config.model)
         self.runner = Runner(config, ranks)
+        self.drafters = load_drafters(
+            config.speculative_config,
+            self.runner.model.vocab_size,
+            config.max_num_batched_tokens,
+            lambda: draft_service or self._load_drafter(),
+            self.tokenizer.fingerprint,
+        )
+        self.runner.allocate_cache(self.drafters.taps, self.drafters.page_entries)
+        self.drafters.attach(self.runner.num_pages, config.page_size, self.runner.taps)
         self.scheduler = Scheduler(
             num_pages=self.runner.num_pages,
             page_size=config.page_size,
@@ -66,7 +78,6 @@ class Engine:
             max_waiting=config.max_waiting,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self.drafters = Drafters(config.speculative_config)
         self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
         self.metrics = Metrics()
         self.times = StepTimes()
@@ -90,6 +101,19 @@ class Engine:
             self.runner.max_model_len,
             config.as_json(),
         )
+
+    def _load_drafter(self) -> DraftService:
+        """The drafter's model in this process."""
+        from backend.drafters.mtp_service import MtpService
+        from backend.models.mtp import Mtp
+
+        config, runner = self.config.speculative_config, self.runner
+        if config.placement == "bls":
+            raise ConfigError("speculative_config.placement bls needs a server: offline, use in_process")
+        with cpu_threads(1):
+            model = Mtp(config.model or BUNDLED_DRAFTER, runner.model, runner.dtype, runner.device, config.quantization)
+        make = functools.partial(make_plane, dtype=runner.dtype, device=runner.device)
+        return MtpService(model, make, runner.threads_for, config.num_model_steps or 1)
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -359,3 +383,4 @@ class Engine:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join(timeout)
+        self.drafters.close()

@@ -7,7 +7,7 @@ import ctypes
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,8 +32,6 @@ class Forward:
 
     logits: torch.Tensor
     """[R, V] float32"""
-    hidden: torch.Tensor
-    """[T, hidden] of all packed tokens, after the final norm"""
     row_starts: list[int]
 
 
@@ -114,6 +112,34 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def make_plane(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """One tensor of paged memory [P, page, ...], zeros. On CPU, pages that are never used take no memory."""
+    if device.type == "cpu":
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def prepare_pages(planes: Sequence[torch.Tensor], copies: Sequence[tuple[int, int, int]], fresh: Sequence[int]) -> None:
+    """Reads all copies' sources (source, target, leading slots that count), clears fresh pages, writes the copies.
+
+    planes [P, page, ...] hold something of every token.
+    """
+    device, size = planes[0].device, planes[0].shape[1]
+    cleared = torch.tensor(fresh, device=device)
+    if not copies:
+        for plane in planes:
+            plane.index_fill_(0, cleared, 0)
+        return
+    sources, targets, counts = torch.tensor(copies, device=device).T
+    is_past = torch.arange(size, device=device) >= counts[:, None]
+    for plane in planes:
+        copied = plane[sources]
+        copied.masked_fill_(is_past.view(*is_past.shape, *[1] * (plane.dim() - 2)), 0)
+        plane.index_fill_(0, cleared, 0)
+        plane[targets] = copied
+
+
 class Runner:
     """Owns the model and its paged KV tensors. Called by the engine thread only."""
 
@@ -124,32 +150,32 @@ class Runner:
             keep_temporaries_on_heap()
         self._num_threads = config.num_threads or torch.get_num_threads()
         self._single_thread_tokens = config.single_thread_tokens
+        self._config = config
         # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
         # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
         with cpu_threads(1):
-            self._load(config, ranks)
-
-    def _load(self, config: EngineConfig, ranks: Ranks) -> None:
-        self.model: Model = load_model(config.model, self.dtype, self.device, ranks)
+            self.model: Model = load_model(config.model, self.dtype, self.device, ranks)
         self.page_size = config.page_size
         self.max_model_len = min(config.max_model_len or self.model.max_model_len, self.model.max_model_len)
         if config.max_model_len is not None and config.max_model_len > self.model.max_model_len:
             raise ConfigError(f"max_model_len {config.max_model_len} is beyond the model's own limit {self.model.max_model_len}")
-        self.page_bytes = self._page_bytes()
-        self.num_pages = self._count_pages(config)
-        self.cache = [tuple(self._zeros(shape) for shape in self.model.cache_planes) for _ in range(self.model.num_layers)]
 
-    def _zeros(self, entry: tuple[int, ...]) -> torch.Tensor:
-        """One plane of one layer's cache [P, page, *entry]. On CPU, pages that are never used take no memory."""
-        shape = (self.num_pages, self.page_size, *entry)
-        if self.device.type == "cpu":
-            size = torch.Size(shape).numel() * self.dtype.itemsize
-            return torch.frombuffer(mmap.mmap(-1, size), dtype=self.dtype).view(shape)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def allocate_cache(self, taps: Sequence[str] = (), drafter_entries: Sequence[tuple[int, ...]] = ()) -> None:
+        """Makes the paged memory: the target's keys and values, and the taps that drafters read.
 
-    def _page_bytes(self) -> int:
-        entries = sum(torch.Size(shape).numel() for shape in self.model.cache_planes)
-        return self.page_size * entries * self.dtype.itemsize * self.model.num_layers
+        taps: what each says of a token is kept beside the token's keys and values, so that a drafter can catch up on any token,
+        whoever computed it; known: hidden, the state after the final norm. drafter_entries: shapes of what drafters keep of a
+        token in memory of their own, which has to fit too.
+        """
+        model, known = self.model, {"hidden": (self.model.hidden_size,)}
+        entries = [shape for _ in range(model.num_layers) for shape in model.cache_planes] + [known[tap] for tap in taps]
+        self.page_bytes = self.page_size * self.dtype.itemsize * sum(torch.Size(shape).numel() for shape in [*entries, *drafter_entries])
+        self.num_pages = self._count_pages(self._config)
+        self._planes = [make_plane((self.num_pages, self.page_size, *shape), self.dtype, self.device) for shape in entries]
+        width = len(model.cache_planes)
+        num_cached = model.num_layers * width
+        self.cache = [tuple(self._planes[i : i + width]) for i in range(0, num_cached, width)]
+        self.taps = dict(zip(taps, self._planes[num_cached:]))
 
     def _count_pages(self, config: EngineConfig) -> int:
         """Pages within the memory asked for, never more than a full batch of full contexts."""
@@ -170,12 +196,22 @@ class Runner:
             logger.warning("the KV cache holds %d tokens, less than one context of %d", pages * self.page_size, self.max_model_len)
         return pages
 
+    def threads_for(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
+        """CPU threads for a forward of that many tokens: waking the others for a few costs more than it brings."""
+        return cpu_threads(self._num_threads if num_tokens >= self._single_thread_tokens else 1)
+
+    @torch.inference_mode()
+    def prepare(self, batch: Batch) -> None:
+        """Copies and clears the pages that the batch says; before its drafts, which may read them."""
+        if batch.fresh_pages:
+            with self.threads_for(1):
+                prepare_pages(self._planes, batch.page_copies, batch.fresh_pages)
+
     @torch.inference_mode()
     def forward(self, batch: Batch, draft: Draft) -> Forward:
         """Computes every entry's tokens and drafts; scores the last known token and each draft of the entries that emit."""
         packed = pack(batch, draft, self.page_size)
-        with cpu_threads(self._num_threads if len(packed.token_ids) >= self._single_thread_tokens else 1):
-            self._prepare_pages(batch)
+        with self.threads_for(len(packed.token_ids)):
             return self._compute(packed)
 
     def _compute(self, packed: Packed) -> Forward:
@@ -183,21 +219,8 @@ class Runner:
         plan = plan_attention(packed.query_lens, packed.seq_lens, packed.page_ids, size, groups, self.dtype, device)
         token_ids, positions, slots = torch.tensor([packed.token_ids, packed.positions, packed.slots], device=device)
         hidden = self.model.forward(token_ids, positions, slots, self.cache, plan)
+        if "hidden" in self.taps:
+            self.taps["hidden"].flatten(0, 1).index_copy_(0, slots, hidden)
         is_all = len(packed.rows) == len(packed.token_ids)
         scored = hidden if is_all else hidden[torch.tensor(packed.rows, dtype=torch.long, device=device)]
-        return Forward(self.model.logits(scored), hidden, packed.row_starts)
-
-    def _prepare_pages(self, batch: Batch) -> None:
-        """Reads all copies' sources, clears fresh pages, writes the copies."""
-        if not batch.fresh_pages:
-            return
-        fresh = torch.tensor(batch.fresh_pages, device=self.device)
-        sources, targets, counts = torch.tensor(batch.page_copies or [(0, 0, 0)], device=self.device).T
-        is_past = (torch.arange(self.page_size, device=self.device) >= counts[:, None])[:, :, None, None]
-        for plane in (plane for planes in self.cache for plane in planes):
-            if batch.page_copies:
-                copied = plane[sources].masked_fill_(is_past, 0)
-                plane.index_fill_(0, fresh, 0)
-                plane[targets] = copied
-            else:
-                plane.index_fill_(0, fresh, 0)
+        return Forward(self.model.logits(scored), packed.row_starts)

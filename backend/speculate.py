@@ -26,12 +26,12 @@ def speculate(
     batch: Batch, drafters: Drafters, runner: Runner, sampler: Sampler, config: SpeculativeConfig, times: StepTimes
 ) -> tuple[Draft, Verdict]:
     """One step of every entry: 1 to K + 1 tokens for each that emits."""
+    runner.prepare(batch)
     started = time.perf_counter()
-    draft = drafters.propose(batch.entries)
+    draft = drafters.propose(batch)
     proposed = time.perf_counter()
     forward = runner.forward(batch, draft)
     computed = time.perf_counter()
     verdict = verify(batch, draft, forward, sampler, config)
-    drafters.observe(batch.entries, verdict, forward.hidden)
     times.propose, times.forward, times.verify = proposed - started, computed - proposed, time.perf_counter() - computed
     return draft, verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class Tokenizer:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{path} cannot be read: {error}") from None
+        self.fingerprint = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        """Of the tokenizer's file: the same token ids mean the same text where it is the same."""
         self.inner.no_truncation()
         self.inner.no_padding()
         config = Path(directory) / "tokenizer_config.json"

@@ -85,9 +85,15 @@ def _reject(own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sa
     probs, (*_, seeds, positions) = _distributions(own, batch, draft, forward, sampler, use_top_p=True)
     drafts = [draft.token_ids[b] for b in own]
     width = probs.shape[1] - 1
-    drawn_from = None if draft.probs is None else draft.probs[torch.tensor(own, device=probs.device), :width]
     lengths = torch.tensor([len(d) for d in drafts], device=probs.device)
     ids = _padded(drafts, width).to(probs.device)
+    drawn_from = None
+    if any(b in draft.probs for b in own):
+        drawn_from = torch.zeros_like(probs[:, :width]).scatter_(2, ids.clamp(min=0)[:, :, None], 1.0)
+        for i, b in enumerate(own):
+            if b in draft.probs:
+                known = draft.probs[b][: len(drafts[i])]
+                drawn_from[i, : len(known)] = known
     return _cut(*ops.verify_rejection(probs, ids, lengths, drawn_from, seeds[:: width + 1], positions[:: width + 1]))
 
 

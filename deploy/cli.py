@@ -13,6 +13,12 @@ def main(argv: list[str] | None = None) -> int:
     complete = commands.add_parser("complete", help="complete a prompt on a running server")
     chat = commands.add_parser("chat", help="talk to a running server")
     demo = commands.add_parser("demo", help="start a server, stream an answer, stop it")
+    commands.add_parser("train-mtp", help="train a drafter for a model", add_help=False)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["train-mtp"]:  # needs torch, as nothing else here does
+        from training import mtp
+
+        return mtp.main(argv[1:])
     # Each part is imported when it is asked for: the client needs no torch, the launcher no gRPC.
     from deploy import launcher
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import shlex
@@ -15,12 +16,13 @@ from typing import Any
 
 import yaml
 
-from backend.config import BUNDLED_MODEL, EngineConfig, Section
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, Section, SpeculativeConfig
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from deploy.server import LaunchError, Server, check_gpu, check_ports, check_shared_memory, find_server, state_directory
 
-REPOSITORY = Path(__file__).parent.parent / "model_repository" / "standalone"
+DEFAULT_SPECULATION = {"method": "mtp", "num_speculative_tokens": 3}
+"""Of the bundled model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +80,10 @@ def render_parameters(values: dict[str, Any]) -> str:
     return "parameters [\n" + ",\n".join(lines) + "\n]\n"
 
 
-def render_repository(target: Path, engine: dict[str, Any], model: Path, device: str) -> None:
-    """Writes a repository like the checked-in one, with this configuration; weights are referenced, not copied.
+def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str) -> None:
+    """Writes a repository like the checked-in one: its models without parameters, and those named here with theirs.
 
-    Raises LaunchError when the folder holds anything that was not rendered.
+    Weights are referenced, not copied. Raises LaunchError when the folder holds anything that was not rendered.
     """
     models = {source.name for source in REPOSITORY.iterdir()}
     if target.exists():
@@ -89,16 +91,17 @@ def render_repository(target: Path, engine: dict[str, Any], model: Path, device:
         if is_other or any(target.rglob("*.safetensors")):
             raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
         shutil.rmtree(target)
-    parameters = {"decode": {**engine, "model": str(model)}, "tokenizer": {"model": str(model)}}
     for source in sorted(REPOSITORY.iterdir()):
         text = (source / "config.pbtxt").read_text()
+        head, mark, tail = text.partition("parameters [")
+        if mark and source.name not in parameters:
+            continue
         version = target / source.name / "1"
         version.mkdir(parents=True)
-        if source.name in parameters:
-            head, _, tail = text.partition("parameters [")
+        if mark:
             block_end = tail.index("\n]\n") + 3 if "\n]\n" in tail.split("input [")[0] else tail.index("\n") + 1
             text = head + render_parameters(parameters[source.name]) + tail[block_end:]
-            if source.name == "decode" and device.startswith("cuda"):
+            if source.name != "tokenizer" and device.startswith("cuda"):
                 number = device.partition(":")[2] or "0"
                 text = text.replace("kind: KIND_CPU", f"kind: KIND_GPU gpus: [ {number} ]")
             shutil.copy(source / "1" / "model.py", version)
@@ -185,11 +188,39 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def engine_parameters(values: dict[str, Any], model: Path) -> dict[str, Any]:
-    """What goes into the decode model's config.pbtxt. The bundled model speculates unless told otherwise."""
-    parameters = {k: v for k, v in values.items() if k not in SERVE_KEYS and k != "model"}
-    if model == BUNDLED_MODEL:
-        parameters.setdefault("speculative_config", {"method": "ngram", "num_speculative_tokens": 5})
+def check_drafter(config: SpeculativeConfig, model: Path) -> Path | None:
+    """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
+    if "mtp" not in config.loaded_methods:
+        return None
+    if config.model is None and model != BUNDLED_MODEL:
+        raise ConfigError(f"speculative_config.model: method mtp needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
+    folder = Path(config.model or BUNDLED_DRAFTER).expanduser().resolve()
+    read_config(folder)
+    if not str(folder).isascii():
+        raise ModelError(f"drafter folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} has no *.safetensors")
+    return folder
+
+
+def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) -> dict[str, dict[str, Any]]:
+    """What goes into each model's config.pbtxt. Raises ConfigError, ModelError."""
+    decode = {k: v for k, v in values.items() if k not in SERVE_KEYS} | {"model": str(model)}
+    parameters = {"decode": decode, "tokenizer": {"model": str(model)}}
+    config = engine.speculative_config
+    drafter = check_drafter(config, model)
+    speculative = dict(values.get("speculative_config") or {})
+    if drafter is not None:
+        speculative["model"] = str(drafter)
+        if config.placement == "bls":
+            own = {"model": str(drafter), "target": str(model), "num_model_steps": config.num_model_steps, "quantization": config.quantization}
+            shared = {k: decode[k] for k in ("dtype", "device", "num_threads", "single_thread_tokens") if k in decode}
+            parameters["mtp_drafter"] = {k: v for k, v in own.items() if v is not None} | shared
+    if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
+        name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()
+        speculative["suffix_decoding_cache_path"] = str(state_directory() / f"suffix-{name}.npz")
+    if speculative:
+        decode["speculative_config"] = speculative
     return parameters
 
 
@@ -197,15 +228,18 @@ def serve(args: argparse.Namespace) -> int:
     """Checks, renders, and becomes tritonserver. Returns an exit status only with --dry-run or when a check fails."""
     try:
         values = gather(args)
+        if "speculative_config" not in values and "model" not in values:
+            values["speculative_config"] = DEFAULT_SPECULATION
         config, engine = split_keys(values)
         model = check_model(engine.model)
+        parameters = model_parameters(values, engine, model)
         check_gpu(engine.device)
         server = find_server()
         if not args.dry_run:
             check_ports({k: getattr(config, k) for k in ("http_port", "grpc_port", "metrics_port")})
             check_shared_memory()
         target = (Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}").resolve()
-        render_repository(target, engine_parameters(values, model), model, engine.device)
+        render_repository(target, parameters, engine.device)
     except (ConfigError, ModelError, LaunchError) as error:
         print(f"foretoken serve: {error}", file=sys.stderr)
         return 2

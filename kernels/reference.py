@@ -199,8 +199,8 @@ def philox(seeds: torch.Tensor, positions: torch.Tensor, count: int, stream: int
     return torch.stack([c0, c1, c2, c3], dim=-1).flatten(1)[:, :count]
 
 
-SAMPLE_STREAM, ACCEPT_STREAM, RECOVER_STREAM = 0, 1, 2
-"""Independent random numbers of one (seed, position): drawing a token, accepting a draft, replacing a rejected one."""
+SAMPLE_STREAM, ACCEPT_STREAM, RECOVER_STREAM, DRAFT_STREAM = 0, 1, 2, 3
+"""Independent random numbers of one (seed, position): drawing a token, accepting a draft, replacing a rejected one, drafting."""
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, stream: int = SAMPLE_STREAM) -> torch.Tensor:

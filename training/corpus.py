@@ -157,7 +157,7 @@ def fetch() -> None:
             subprocess.run(command, check=True)
 
 
-def build(max_train_bytes: int) -> None:
+def build(max_train_bytes: int, keep_tokenizer: bool) -> None:
     wheels = sorted((DATA / "wheels").glob("*.whl"))
     usable = [(w, declared) for w in wheels if is_permissive(declared := read_license(w))]
     print(f"{len(usable)} of {len(wheels)} wheels carry a permissive licence")
@@ -182,7 +182,8 @@ def build(max_train_bytes: int) -> None:
             break
     for name, part in (("train", train), ("held out", heldout)):
         print(f"{name}: {len(part)} files, {sum(len(t) for _, t in part) / 1e6:.2f} MB")
-    train_tokenizer((text for _, text in train[:12000]))
+    if not keep_tokenizer:
+        train_tokenizer((text for _, text in train[:12000]))
     for name, part in (("train", train), ("heldout", heldout)):
         write_ids(DATA / f"{name}.u16", [text for _, text in part])
     table = [{"path": p, "bytes": len(t.encode())} for p, t in heldout]
@@ -206,8 +207,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["fetch", "build"])
     parser.add_argument("--max-train-bytes", type=int, default=300_000_000)
+    parser.add_argument("--keep-tokenizer", action="store_true", help="build: encode with the model's tokenizer, for drafters of that model")
     args = parser.parse_args()
-    fetch() if args.command == "fetch" else build(args.max_train_bytes)
+    fetch() if args.command == "fetch" else build(args.max_train_bytes, args.keep_tokenizer)
 
 
 if __name__ == "__main__":

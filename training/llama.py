@@ -10,9 +10,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
+from backend.errors import ModelError
+from backend.model_files import read_config
+from backend.models.layers import rope_frequencies
+from backend.models.loader import Checkpoint
 from training.tokenizer import END_OF_TEXT, load_tokenizer
 
 CONFIG = {
@@ -51,8 +55,9 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         layers, hidden, inner = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
-        self.q_size = config["num_attention_heads"] * config["head_dim"]
-        self.kv_size = config["num_key_value_heads"] * config["head_dim"]
+        self.head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+        self.q_size = config["num_attention_heads"] * self.head_dim
+        self.kv_size = (config.get("num_key_value_heads") or config["num_attention_heads"]) * self.head_dim
 
         def matrix(out_features: int, in_features: int, scale: float = 1.0) -> nn.Parameter:
             return nn.Parameter(torch.randn(layers, out_features, in_features) * scale * in_features**-0.5)
@@ -65,34 +70,72 @@ class Llama(nn.Module):
         self.input_norm = nn.Parameter(torch.ones(layers, hidden))
         self.post_norm = nn.Parameter(torch.ones(layers, hidden))
         self.norm = nn.Parameter(torch.ones(hidden))
-        frequencies = config["rope_theta"] ** (-torch.arange(0, config["head_dim"], 2).float() / config["head_dim"])
-        angles = torch.outer(torch.arange(config["max_position_embeddings"]).float(), frequencies)
-        angles = torch.cat([angles, angles], dim=-1)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.own_head = None if config.get("tie_word_embeddings") else nn.Parameter(torch.randn(config["vocab_size"], hidden) * 0.02)
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+        self.make_tables()
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+    def make_tables(self) -> None:
+        """Rotations of every position [max_position_embeddings, head_dim], on the weights' device."""
+        angles = torch.outer(torch.arange(self.config["max_position_embeddings"]).float(), rope_frequencies(self.config, self.head_dim))
+        angles = torch.cat([angles, angles], dim=-1).to(self.embed.device)
+        self.cos, self.sin = angles.cos(), angles.sin()
+
+    @property
+    def head(self) -> torch.Tensor:
+        """[V, hidden]"""
+        return self.embed if self.own_head is None else self.own_head
+
+    def rotate(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
         half = x.shape[-1] // 2
         turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        length = x.shape[-2]
-        return (x * self.cos[:length] + turned * self.sin[:length]).to(x.dtype)
+        places = slice(start, start + x.shape[-2])
+        return (x * self.cos[places] + turned * self.sin[places]).to(x.dtype)
 
-    def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [B, T] -> hidden states after the final norm [B, T, hidden]."""
+    def hidden_states(self, ids: torch.Tensor, cache: torch.Tensor | None = None, start: int = 0) -> torch.Tensor:
+        """Token ids [B, T] -> hidden states after the final norm [B, T, hidden].
+
+        With a cache [layers, 2, B, Hkv, length, D] the ids stand at `start`, after what the cache holds: either all of it
+        (start 0) or one token.
+        """
         c = self.config
         batch, length = ids.shape
         x = F.embedding(ids, self.embed)
         for i in range(c["num_hidden_layers"]):
             y = F.rms_norm(x, (x.shape[-1],), self.input_norm[i], c["rms_norm_eps"])
-            heads = [F.linear(y, w[i]).view(batch, length, -1, c["head_dim"]).transpose(1, 2) for w in (self.q, self.k, self.v)]
-            y = F.scaled_dot_product_attention(self.rotate(heads[0]), self.rotate(heads[1]), heads[2], is_causal=True, enable_gqa=True)
+            q, k, v = (F.linear(y, w[i]).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.q, self.k, self.v))
+            q, k = self.rotate(q, start), self.rotate(k, start)
+            if cache is not None:
+                cache[i, 0, :, :, start : start + length], cache[i, 1, :, :, start : start + length] = k, v
+            if start == 0:
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            else:  # the heads that share keys become queries of one head
+                k, v = cache[i, :, :, :, : start + 1]
+                y = F.scaled_dot_product_attention(q.reshape(batch, k.shape[1], -1, self.head_dim), k, v).reshape(q.shape)
             x = x + F.linear(y.transpose(1, 2).reshape(batch, length, self.q_size), self.o[i])
             y = F.rms_norm(x, (x.shape[-1],), self.post_norm[i], c["rms_norm_eps"])
             x = x + F.linear(F.silu(F.linear(y, self.gate[i])) * F.linear(y, self.up[i]), self.down[i])
         return F.rms_norm(x, (x.shape[-1],), self.norm, c["rms_norm_eps"])
 
+    @torch.no_grad()
+    def generate(self, prompt: torch.Tensor, count: int, temperature: torch.Tensor) -> torch.Tensor:
+        """Prompts [B, T] -> [B, T + count] with `count` tokens drawn after them at temperature [B] (0: the likeliest)."""
+        batch, length = prompt.shape
+        dtype = torch.get_autocast_dtype(prompt.device.type) if torch.is_autocast_enabled(prompt.device.type) else self.embed.dtype
+        shape = (len(self.q), 2, batch, self.kv_size // self.head_dim, length + count, self.head_dim)
+        cache = torch.empty(shape, dtype=dtype, device=prompt.device)
+        ids = F.pad(prompt, (0, count))
+        hidden = self.hidden_states(prompt, cache)[:, -1:]
+        for place in range(length, length + count):
+            scores = F.linear(hidden, self.head)[:, 0].float()
+            noise = -torch.empty_like(scores).exponential_().log()
+            ids[:, place] = (scores + temperature[:, None] * noise).argmax(dim=-1)
+            if place + 1 < length + count:
+                hidden = self.hidden_states(ids[:, place : place + 1], cache, place)
+        return ids
+
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(self.hidden_states(ids), self.embed)
+        logits = F.linear(self.hidden_states(ids), self.head)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def save(self, directory: Path) -> None:
@@ -112,10 +155,27 @@ class Llama(nn.Module):
 
 
 def load_model(directory: Path) -> Llama:
-    """A saved model with float32 weights, for evaluation and for training drafters on it."""
-    model = Llama(json.loads((directory / "config.json").read_text()))
-    named = load_file(directory / "model.safetensors")
-    stacked = {a: torch.stack([named[f"model.layers.{i}.{n}.weight"] for i in range(len(model.q))]) for a, n in PARTS.items()}
-    stacked |= {"embed": named["model.embed_tokens.weight"], "norm": named["model.norm.weight"]}
-    model.load_state_dict({k: v.float() for k, v in stacked.items()})
+    """A Llama folder with float32 weights, for evaluation and for training drafters on it.
+
+    Raises ModelError for another architecture, and for weights that are missing or of another shape.
+    """
+    config = read_config(directory)
+    if config.get("architectures") != ["LlamaForCausalLM"]:
+        raise ModelError(f"{directory}: architectures {config.get('architectures')} cannot be trained on; known: LlamaForCausalLM")
+    with torch.device("meta"):
+        model = Llama(config)
+    with Checkpoint(directory) as checkpoint:
+
+        def stack(name: str, like: torch.Tensor) -> torch.Tensor:
+            shape = tuple(like.shape[1:])
+            return torch.stack([checkpoint.get(f"model.layers.{i}.{name}.weight", shape).float() for i in range(len(like))])
+
+        weights = {attribute: stack(name, getattr(model, attribute)) for attribute, name in PARTS.items()}
+        weights["embed"] = checkpoint.get("model.embed_tokens.weight", tuple(model.embed.shape)).float()
+        weights["norm"] = checkpoint.get("model.norm.weight", tuple(model.norm.shape)).float()
+        if model.own_head is not None:
+            weights["own_head"] = checkpoint.get("lm_head.weight", tuple(model.own_head.shape)).float()
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(weights)
+    model.make_tables()
     return model.eval()

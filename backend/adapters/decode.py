@@ -9,6 +9,7 @@ TRITONBACKEND_ResponseFactoryIsCancelled, release 24.10) when `is_cancelled` ran
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import queue
@@ -20,9 +21,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from backend.adapters.draft_io import BlsDraftService
 from backend.adapters.metrics import MetricsPublisher
 from backend.adapters.request_io import Answer, CancelCall, read_request
-from backend.adapters.stub import check_interpreter, log_to_server, read_parameters, resolve_model
+from backend.adapters.stub import check_interpreter, log_to_server, model_folder, read_parameters, resolve_model
 from backend.config import EngineConfig
 from backend.core import Delta
 from backend.engine import Engine
@@ -30,6 +32,9 @@ from backend.errors import CapacityError, EngineError
 
 logger = logging.getLogger(__name__)
 
+DRAFTER_MODEL = "mtp_drafter"
+DRAFTER_FOLDER = "../../mtp_drafter/1"
+"""Relative to the version folder."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 4.0
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
@@ -66,7 +71,13 @@ class TritonPythonModel:
         values["model"] = resolve_model(values, args)
         if args["model_instance_kind"] == "GPU" and "device" not in values:
             values["device"] = f"cuda:{args['model_instance_device_id']}"
-        self._engine = Engine(EngineConfig.from_dict(values, f"{args['model_name']}: "))
+        config = EngineConfig.from_dict(values, f"{args['model_name']}: ")
+        speculative = config.speculative_config
+        service = BlsDraftService(DRAFTER_MODEL) if speculative.placement == "bls" else None
+        if "mtp" in speculative.loaded_methods:
+            drafter = str((model_folder(args) / (speculative.model or DRAFTER_FOLDER)).resolve())
+            config = dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
+        self._engine = Engine(config, draft_service=service)
         self._keys = itertools.count()
         self._exchanges: dict[str, _Exchange] = {}
         self._lock = threading.Lock()

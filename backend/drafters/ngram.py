@@ -8,18 +8,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-import torch
-
-from backend.core import Request, Scheduled
+from backend.core import Request
 
 TOKEN_BYTES = 4
 
 
-class NgramDrafter:
+class NgramLookup:
     """Longest n first, earliest place first (so the prompt comes before the output)."""
 
     name = "ngram"
-    taps: tuple[str, ...] = ()
 
     def __init__(self, max_size: int, min_size: int) -> None:
         self.max_size = max_size
@@ -29,16 +26,15 @@ class NgramDrafter:
     def start(self, request: Request) -> None:
         self._texts[request.request_id] = bytearray(array("i", request.token_ids).tobytes())
 
-    def propose(self, entries: Sequence[Scheduled]) -> list[list[int]]:
-        return [self._lookup(e.request, e.max_drafts) for e in entries]
-
-    def _lookup(self, request: Request, count: int) -> list[int]:
+    def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
         text = self._texts[request.request_id]
         known = len(text) // TOKEN_BYTES
         if known < len(request.token_ids):
             text += array("i", request.token_ids[known:]).tobytes()
+        if drafts:
+            text = text + array("i", drafts).tobytes()
         end = len(text)
-        for size in range(min(self.max_size, len(request.token_ids) - 1), self.min_size - 1, -1):
+        for size in range(min(self.max_size, end // TOKEN_BYTES - 1), self.min_size - 1, -1):
             pattern = bytes(text[end - size * TOKEN_BYTES :])
             at = text.find(pattern, 0, end - 1)  # not the pattern itself
             while at >= 0 and at % TOKEN_BYTES:  # bytes that match across token borders
@@ -48,8 +44,8 @@ class NgramDrafter:
                 return array("i", bytes(text[follow : follow + count * TOKEN_BYTES])).tolist()
         return []
 
-    def observe(self, entries: Sequence[Scheduled], emitted: Sequence[Sequence[int]], hidden: torch.Tensor | None) -> None:
-        pass  # the tokens are read off the request at the next lookup
-
     def stop(self, request: Request) -> None:
         self._texts.pop(request.request_id, None)
+
+    def close(self) -> None:
+        pass

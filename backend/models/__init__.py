@@ -18,6 +18,7 @@ class Model(Protocol):
     """What the runner needs of a family. T packed tokens, R rows that need logits."""
 
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
     num_layers: int
@@ -32,13 +33,20 @@ class Model(Protocol):
         """Hidden states after the final norm [T, hidden]; keys and values go to their slots."""
         ...
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [T] -> [T, hidden], as the first layer takes them."""
+        ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, V] float32."""
         ...
 
 
-def load_model(directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> Model:
-    """The model in a Hugging Face folder. Raises ModelError for what is missing, truncated, mismatched or not supported."""
+def load_model(directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks, *, only_head: bool = False) -> Model:
+    """The model in a Hugging Face folder; only_head: embedding and head alone, for a drafter that shares them.
+
+    Raises ModelError for what is missing, truncated, mismatched or not supported.
+    """
     from backend.models.llama import Llama
 
     families = {"LlamaForCausalLM": Llama}
@@ -49,6 +57,6 @@ def load_model(directory: str | Path, dtype: torch.dtype, device: torch.device, 
         raise ModelError(f"{directory}: architectures {names} are not supported; known: {', '.join(families)}")
     with Checkpoint(directory) as checkpoint:
         try:
-            return family(config, checkpoint, dtype, device, ranks)
+            return family(config, checkpoint, dtype, device, ranks, only_head=only_head)
         except KeyError as error:
             raise ModelError(f"{directory}/config.json has no {error}") from None

@@ -17,14 +17,19 @@ from backend.quantization import Linear, make_linear
 class Weights:
     """A checkpoint seen from one rank: reads, splits, converts."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks, quantization: str | None = None) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
+        self.quantization = quantization
 
     def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.checkpoint.get(name, shape).to(self.device, self.dtype)
+
+    def linear(self, name: str, out_features: int, in_features: int) -> Linear:
+        """A projection that every rank holds whole."""
+        return make_linear(self.whole(f"{name}.weight", (out_features, in_features)), None, self.quantization)
 
     def split_rows(self, parts: Sequence[tuple[str, int]], in_features: int, unit: int = 1) -> Linear:
         """Several projections of one input as one; each gives this rank its share of output rows, in units of `unit`."""
@@ -36,7 +41,7 @@ class Weights:
             if f"{name}.bias" in self.checkpoint:
                 biases.append(self.checkpoint.get(f"{name}.bias", (out_features,))[rows])
         bias = torch.cat(biases).to(self.device, self.dtype) if biases else None
-        return make_linear(torch.cat(weights).to(self.device, self.dtype), bias)
+        return make_linear(torch.cat(weights).to(self.device, self.dtype), bias, self.quantization)
 
     def split_columns(self, name: str, out_features: int, in_features: int) -> Linear:
         """A projection of an input that is split over the ranks; its results add up (`Ranks.all_reduce`)."""
@@ -45,7 +50,7 @@ class Weights:
         bias = None
         if f"{name}.bias" in self.checkpoint and self.ranks.rank == 0:
             bias = self.whole(f"{name}.bias", (out_features,))
-        return make_linear(weight.to(self.device, self.dtype), bias)
+        return make_linear(weight.to(self.device, self.dtype), bias, self.quantization)
 
 
 def rope_frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:

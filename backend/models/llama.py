@@ -50,9 +50,13 @@ class LlamaLayer:
 class Llama:
     """LlamaForCausalLM: embedding, layers, final norm, head (tied or not). Fulfils `backend.models.Model`."""
 
-    def __init__(self, config: dict[str, Any], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
+    def __init__(
+        self, config: dict[str, Any], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks, *, only_head: bool = False
+    ) -> None:
+        """only_head: `embed` and `logits` work, `forward` has no layers to run."""
         hidden, num_q = config["hidden_size"], config["num_attention_heads"]
         self.vocab_size: int = config["vocab_size"]
+        self.hidden_size: int = hidden
         self.num_layers: int = config["num_hidden_layers"]
         self.max_model_len: int = config["max_position_embeddings"]
         if config.get("hidden_act", "silu") != "silu":
@@ -68,7 +72,7 @@ class Llama:
         self.ranks = ranks
         weights = Weights(checkpoint, dtype, device, ranks)
         self.embedding = weights.whole("model.embed_tokens.weight", (self.vocab_size, hidden))
-        self.layers = [LlamaLayer(f"model.layers.{i}", config, weights, head_dim) for i in range(self.num_layers)]
+        self.layers = [LlamaLayer(f"model.layers.{i}", config, weights, head_dim) for i in range(0 if only_head else self.num_layers)]
         self.norm = weights.whole("model.norm.weight", (hidden,))
         is_tied = bool(config.get("tie_word_embeddings"))
         if is_tied and ranks.size == 1:
@@ -81,11 +85,14 @@ class Llama:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: list[tuple[torch.Tensor, ...]], plan: AttentionPlan
     ) -> torch.Tensor:
-        x = self.embedding[token_ids]
+        x = self.embed(token_ids)
         cos, sin = self.cos[positions], self.sin[positions]
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x = layer.forward(x, cos, sin, slots, layer_cache, plan)
         return ops.rms_norm(x, self.norm, self.eps)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding[token_ids]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ranks.all_gather(self.head(hidden)).float()

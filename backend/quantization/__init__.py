@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from backend.quantization.weight_only import WeightOnlyLinear
+
 
 class Linear(Protocol):
     """x [T, in] -> [T, out]."""
@@ -48,5 +50,8 @@ class PackedLinear:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, scheme: str | None = None) -> Linear:
+    """The projection of weight [out, in]: dense, or in the named scheme (wint8, wint4, fp8)."""
+    if scheme is not None:
+        return WeightOnlyLinear(weight, bias, scheme)
     return PackedLinear(weight, bias) if PackedLinear.is_usable(weight) else DenseLinear(weight, bias)

@@ -1,0 +1,84 @@
+"""The `mtp_drafter` model: drafts for the decode model of the same server, one call a step."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import triton_python_backend_utils as pb_utils
+
+from backend.adapters.draft_io import read_call, reply_tensors
+from backend.adapters.stub import check_interpreter, log_to_server, model_folder, read_parameters, resolve_model
+from backend.config import EngineConfig, SpeculativeConfig
+from backend.drafters.calls import DraftError
+from backend.drafters.mtp_service import MtpService
+from backend.errors import ConfigError
+from backend.models import load_model
+from backend.models.mtp import Mtp
+from backend.parallel.ranks import Ranks
+from backend.runner import cpu_threads, keep_temporaries_on_heap, make_plane, pick_device, pick_dtype
+
+logger = logging.getLogger(__name__)
+
+OWN_KEYS = ("target", "quantization", "num_model_steps")
+ENGINE_KEYS = ("dtype", "device", "num_threads", "single_thread_tokens")
+
+
+class TritonPythonModel:
+    """Holds the drafter's weights and its paged memory, whose pages are numbered as the decode model numbers its own."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        check_interpreter()
+        log_to_server()
+        values = read_parameters(args)
+        if unknown := set(values) - {"model", *OWN_KEYS, *ENGINE_KEYS}:
+            raise ConfigError(f"{args['model_name']}: unknown parameters {sorted(unknown)}; known: model, {', '.join((*OWN_KEYS, *ENGINE_KEYS))}")
+        if args["model_instance_kind"] == "GPU" and "device" not in values:
+            values["device"] = f"cuda:{args['model_instance_device_id']}"
+        target = str((model_folder(args) / values.get("target", ".")).resolve())
+        engine = EngineConfig.from_dict({"model": target, **{k: values[k] for k in ENGINE_KEYS if k in values}}, f"{args['model_name']}: ")
+        steps = values.get("num_model_steps", 1)
+        config = SpeculativeConfig.from_dict(
+            {"method": "mtp", "num_speculative_tokens": steps, "num_model_steps": steps, "quantization": values.get("quantization")},
+            f"{args['model_name']}: ",
+        )
+        device = pick_device(engine)
+        dtype = pick_dtype(engine, device)
+        if device.type == "cpu":
+            keep_temporaries_on_heap()
+        num_threads = engine.num_threads or torch.get_num_threads()
+        # The server may call from another thread: a pool of this one would stall that one's (see Runner).
+        with cpu_threads(1):
+            self._target = load_model(target, dtype, device, Ranks(), only_head=True)
+            model = Mtp(resolve_model(values, args), self._target, dtype, device, config.quantization)
+        self._service = MtpService(
+            model,
+            functools.partial(make_plane, dtype=dtype, device=device),
+            lambda count: cpu_threads(num_threads if count >= engine.single_thread_tokens else 1),
+            config.num_model_steps or 1,
+        )
+        self._device, self._dtype = device, dtype
+        self._expected = (-1, 0)
+        logger.info("drafter ready: %d layers, %s on %s, %d steps", model.num_layers, dtype, device, config.num_model_steps)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            call, (session, count, num_pages, page_size) = read_call(request)
+            call.hidden = call.hidden.to(self._device, self._dtype)
+            if count == 0:
+                self._service.open(num_pages, page_size)
+            elif (session, count) != self._expected:
+                raise DraftError(f"call {count} of session {session:x} is not the one expected here: open a new session")
+            self._expected = (session, count + 1)
+            return pb_utils.InferenceResponse(reply_tensors(self._service.draft(call), call, self._target.vocab_size))
+        except Exception as error:  # whatever it is, the decode model goes on without these drafts
+            self._expected = (-1, 0)
+            if not isinstance(error, DraftError):
+                logger.exception("a call failed")
+            code = pb_utils.TritonError.INVALID_ARG if isinstance(error, ValueError) else pb_utils.TritonError.INTERNAL
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}", code))

@@ -1,0 +1,127 @@
+"""Runs a multi-token-prediction model on draft calls, with its own paged memory. In the decode model's process, or in its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from backend.drafters.calls import LIKELIEST, OWN_NOISE, DraftCall, DraftReply
+from backend.models.mtp import Mtp
+from kernels import reference as ops
+from kernels.reference import AttentionPlan, plan_attention
+
+MakePlane = Callable[[tuple[int, ...]], torch.Tensor]
+ThreadsFor = Callable[[int], AbstractContextManager[None]]
+
+
+class MtpService:
+    """A DraftService. The pages' numbers are the target's; what they hold is the drafter's own.
+
+    threads_for: CPU threads for a forward of so many tokens (`Runner.threads_for`); max_steps: layers beyond that many drafts a step
+    are left out, and requests that want more go on with the last one in use.
+    """
+
+    def __init__(self, model: Mtp, make_plane: MakePlane, threads_for: ThreadsFor, max_steps: int) -> None:
+        self._model = model
+        self._make_plane = make_plane
+        self._threads_for = threads_for
+        self._num_layers = min(model.num_layers, max_steps)
+        self.page_entries = model.cache_planes[: 3 * self._num_layers]
+        self._planes: list[torch.Tensor] = []
+        self._page_size = 0
+
+    def open(self, num_pages: int, page_size: int) -> None:
+        if self._planes and tuple(self._planes[0].shape[:2]) == (num_pages, page_size):
+            for plane in self._planes:
+                plane.zero_()
+            return
+        self._page_size = page_size
+        self._planes = [self._make_plane((num_pages, page_size, *entry)) for entry in self.page_entries]
+
+    @torch.inference_mode()
+    def draft(self, call: DraftCall) -> DraftReply:
+        with self._threads_for(len(call.token_ids)):
+            return self._draft(call)
+
+    def _draft(self, call: DraftCall) -> DraftReply:
+        if call.fresh_pages:
+            fresh = torch.tensor(call.fresh_pages, device=call.hidden.device)
+            for plane in self._planes:
+                plane.index_fill_(0, fresh, 0)
+        states = self._catch_up(call)
+        reply = DraftReply([[] for _ in call.num_drafts])
+        drawn_from: dict[int, list[torch.Tensor]] = {}
+        for step in range(max(call.num_drafts)):
+            drafting = [b for b, count in enumerate(call.num_drafts) if count > step]
+            layer = min(step, self._num_layers - 1)
+            if step:
+                if any(call.num_drafts[b] == step for b in range(len(call.num_drafts))):
+                    before = [b for b, count in enumerate(call.num_drafts) if count >= step]
+                    states = states[[i for i, b in enumerate(before) if call.num_drafts[b] > step]]
+                states = self._go_on(call, drafting, [reply.token_ids[b][-1] for b in drafting], states, layer, step)
+            chosen = self._choose(call, drafting, self._model.logits(layer, states), step, drawn_from)
+            for b, token_id in zip(drafting, chosen, strict=True):
+                reply.token_ids[b].append(token_id)
+        reply.probs = {b: torch.stack(rows) for b, rows in drawn_from.items()}
+        return reply
+
+    def _catch_up(self, call: DraftCall) -> torch.Tensor:
+        """Every layer over all tokens of the call; the first layer's states [B', hidden] at the last tokens of those that draft."""
+        begins = [length - count for length, count in zip(call.seq_lens, call.query_lens)]
+        spans = list(zip(call.page_ids, begins, call.seq_lens))
+        positions = [i for _, begin, end in spans for i in range(begin, end)]
+        slots = [self._slot(pages, i) for pages, begin, end in spans for i in range(begin, end)]
+        device = call.hidden.device
+        rows = torch.tensor([call.token_ids, positions, slots], device=device)
+        plan = self._plan(call.query_lens, call.seq_lens, call.page_ids, call.hidden)
+        first = states = self._compute(0, rows, call.hidden, plan)
+        for layer in range(1, self._num_layers):
+            kept = self._planes[3 * layer - 1].flatten(0, 1)
+            kept.index_copy_(0, rows[2], states)
+            before = torch.tensor([self._slot(pages, max(i - 1, 0)) for pages, begin, end in spans for i in range(begin, end)], device=device)
+            previous = kept[before].masked_fill_((rows[1] == 0)[:, None], 0)  # nothing comes before the first token
+            states = self._compute(layer, rows, previous, plan)
+        ends = list(itertools.accumulate(call.query_lens))
+        return first[[end - 1 for end, count in zip(ends, call.num_drafts) if count]]
+
+    def _go_on(self, call: DraftCall, drafting: list[int], token_ids: list[int], states: torch.Tensor, layer: int, step: int) -> torch.Tensor:
+        """One layer at each request's newest draft [B'], from the states [B', hidden] that gave it."""
+        pages, lengths = [call.page_ids[b] for b in drafting], [call.seq_lens[b] + step for b in drafting]
+        slots = [self._slot(own, length - 1) for own, length in zip(pages, lengths)]
+        rows = torch.tensor([token_ids, [length - 1 for length in lengths], slots], device=states.device)
+        return self._compute(layer, rows, states, self._plan([1] * len(drafting), lengths, pages, states))
+
+    def _compute(self, layer: int, rows: torch.Tensor, previous: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        token_ids, positions, slots = rows
+        return self._model.forward(layer, token_ids, previous, positions, slots, self._planes, plan)
+
+    def _plan(self, query_lens: list[int], seq_lens: list[int], pages: list[list[int]], like: torch.Tensor) -> AttentionPlan:
+        return plan_attention(query_lens, seq_lens, pages, self._page_size, self._model.num_query_groups, like.dtype, like.device)
+
+    def _slot(self, pages: list[int], place: int) -> int:
+        return pages[place // self._page_size] * self._page_size + place % self._page_size
+
+    @staticmethod
+    def _choose(call: DraftCall, drafting: list[int], logits: torch.Tensor, step: int, drawn_from: dict[int, list[torch.Tensor]]) -> list[int]:
+        """A token for each row of logits [B', V]; rows of OWN_NOISE leave their distribution in `drawn_from`."""
+        if all(call.choices[b][0] == LIKELIEST for b in drafting):
+            return logits.argmax(dim=-1).tolist()
+        device = logits.device
+        modes, top_k, seeds = torch.tensor([call.choices[b] for b in drafting], device=device).T
+        # A greedy row's temperature is 0: 1 in its place, and its draw is not looked at.
+        temperature, top_p, min_p = torch.tensor([call.filters[b] for b in drafting], dtype=torch.float32, device=device).T
+        temperature = torch.where(modes == LIKELIEST, torch.ones_like(temperature), temperature)
+        positions = torch.tensor([call.seq_lens[b] + step for b in drafting], device=device)
+        scores = ops.probabilities(logits, temperature, top_k, top_p, min_p)
+        noise = ops.gumbel_noise(seeds, positions, logits.shape[-1])
+        if (modes == OWN_NOISE).any():
+            own = ops.gumbel_noise(seeds, positions, logits.shape[-1], ops.DRAFT_STREAM)
+            noise = torch.where((modes == OWN_NOISE)[:, None], own, noise)
+        drawn = (scores.log() + noise).argmax(dim=-1)
+        for i, b in enumerate(drafting):
+            if call.choices[b][0] == OWN_NOISE:
+                drawn_from.setdefault(b, []).append(scores[i])
+        return torch.where(modes == LIKELIEST, logits.argmax(dim=-1), drawn).tolist()

@@ -1,0 +1,373 @@
+"""Suffix decoding: what followed the request's last tokens, earlier in it or in other requests' answers, is proposed.
+
+SuffixDecoding (Oliaro et al. 2024), on the suffix trees (C++) of arctic-inference, an optional package. As there, each open request has a tree
+of its own tokens and all answers share one; the tree whose draft has the higher score (the sum of its tokens' estimated probabilities) drafts.
+A draft is as long as the match times `max_spec_factor`, and ends where its probability falls below `min_token_prob`.
+
+`SuffixTree` is used and not arctic's `SuffixDecodingCache` around it, which takes a prompt in one call only, evicts on the caller's thread,
+has no bound on tokens and cannot be saved.
+
+Threads. No call of the library releases the GIL, so calls never overlap, and a long one (34 ms for a prompt of 32k tokens of code) would stop
+the engine's thread whichever thread made it. Long work is therefore cut into slices, which one background thread does, resting after each for as
+long as it took: removals first, then prompts (in turns), then what waits for the shared tree. One lock guards the trees and the books; it is held
+for one slice, under a millisecond as a rule, so the engine's thread simply takes it. Removal cannot be cut, and a dropped tree is freed at once: so
+a long text is held in overlapping pieces, and each is a slice of work when it goes, of about 1 ms (1 of 400: 14 ms).
+
+Memory: about 340 bytes per token in a tree. The shared tree keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
+out first; the open requests' own trees are as long as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from backend.core import Request
+from backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MAX_CACHED_TOKENS = 2**19
+"""Of the shared tree: about 180 MB."""
+TOKENS_AHEAD = 2**20
+"""While open requests have this many tokens in trees, the prompt of a new one, which may wait for long, goes in at its first lookup only."""
+SLICE_TOKENS = 256
+"""What one call inserts."""
+PIECE_TOKENS = 1024
+"""What one call removes."""
+FILE_VERSION = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """A sequence in a tree: a long one in pieces, each with the end of the one before at its start, so that matches cross the cuts."""
+
+    tree: Any
+    token_ids: list[int] | array[int]
+    num_inserted: int = 0
+    """Tokens that the tree has; the others wait."""
+    piece_ids: list[int] = field(default_factory=list)
+    num_in_piece: int = 0
+    """In the last piece."""
+    is_evicted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open request: all its tokens in a tree of its own, its output in the shared one."""
+
+    request: Request
+    text: _Text
+    answer: _Text | None = None
+    num_reserved: int = 0
+    is_queued: bool = False
+
+
+class _ForeignError(ValueError):
+    """A sound cache file of another model or format."""
+
+
+class SuffixLookup:
+    """Drafts as long as the match allows: none for a text without repetition, dozens of tokens in a copied one.
+
+    `max_tree_depth`: longest match plus draft, tokens. `max_cached_requests`: answers in the shared tree; -1: no limit but `max_cached_tokens`;
+    0: no shared tree. `cache_path`: file that `close` saves the answers to and that a later drafter with the same `fingerprint` (which names
+    model and tokenizer) starts from; a file that cannot be used costs a warning. Raises ConfigError where arctic-inference is not installed.
+    """
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        *,
+        max_tree_depth: int = 64,
+        max_cached_requests: int = -1,
+        max_spec_factor: float = 1.0,
+        min_token_prob: float = 0.1,
+        cache_path: str | None = None,
+        fingerprint: str = "",
+        max_cached_tokens: int = MAX_CACHED_TOKENS,
+    ) -> None:
+        try:
+            from arctic_inference.suffix_decoding._C import SuffixTree
+        except ImportError as error:
+            raise ConfigError(
+                f"speculative method suffix needs the package arctic-inference ({error}). With a C++ compiler, CMake and Python's headers, in the "
+                "activated environment: pip install 'setuptools>=70.1' nanobind==2.9.2 && pip install --no-build-isolation 'arctic-inference<0.4'"
+            ) from error
+        self._new_tree = SuffixTree
+        self._extend = SuffixTree.extend_ndarray
+        self._speculate = SuffixTree.speculate_ndarray
+        self.max_tree_depth = max_tree_depth
+        self.max_cached_requests = max_cached_requests
+        self.max_cached_tokens = max_cached_tokens
+        self.max_spec_factor = max_spec_factor
+        self.min_token_prob = min_token_prob
+        self._is_sharing = max_cached_requests != 0
+        self._cache_path = cache_path if self._is_sharing else None
+        self._fingerprint = fingerprint
+        self._is_unreadable = False
+
+        self._open: dict[Request, _Open] = {}
+        self._num_reserved = 0  # tokens of the open requests that are in trees, or queued
+        self._shared = SuffixTree(max_tree_depth)
+        self._answers: deque[_Text] = deque()  # oldest first
+        self._num_cached_tokens = 0
+        self._new_ids = itertools.count()
+        self._free_ids: list[int] = []  # to use again: a tree's ids are 32 bits
+
+        self._removals: deque[tuple[Any, int]] = deque()  # tree, piece; the thread's work, in this order
+        self._behind: deque[_Open] = deque()
+        self._unshared: deque[_Text] = deque()
+        self._is_closed = False
+        self._wake = threading.Condition(threading.Lock())
+        if self._cache_path is not None:
+            self._restore(self._cache_path)
+        self._thread = threading.Thread(target=self._run, name="suffix", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_cached_requests(self) -> int:
+        """Answers in the shared tree, those of open requests too."""
+        return len(self._answers)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of those answers."""
+        return self._num_cached_tokens
+
+    @property
+    def is_idle(self) -> bool:
+        """Everything known is in the trees, and everything evicted is out of them."""
+        with self._wake:
+            return not (self._removals or self._behind or self._unshared)
+
+    # -- the engine's thread ----------------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        """Queues the prompt; until it is in, the request gets no drafts. No effect on an open request, or after `close`."""
+        with self._wake:
+            if self._is_closed or request in self._open:
+                return
+            self._open[request] = own = _Open(request, _Text(self._new_tree(self.max_tree_depth), request.token_ids))
+            if self._num_reserved < TOKENS_AHEAD:
+                self._queue(own)
+
+    def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
+        """At most `count` tokens to follow the request's tokens and `drafts`; none while its tokens are on their way into its tree."""
+        return self.lookup_scored(request, drafts, count)[0]
+
+    def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
+        """As `lookup`, with the score: how many of the tokens are expected to be right (0.0 to `count`)."""
+        with self._wake:
+            own = self._open.get(request)
+            if own is None or own.is_queued or count <= 0:
+                return [], 0.0
+            missing = len(request.token_ids) - own.text.num_inserted
+            if missing > SLICE_TOKENS:
+                if not self._is_closed:
+                    self._queue(own)
+                return [], 0.0
+            if missing:
+                self._take_in(own)
+            depth = self.max_tree_depth
+            context = np.array([*request.token_ids[-depth:], *drafts][-depth:], dtype=np.int32)
+            limits = (count, self.max_spec_factor, 0.0, self.min_token_prob, False)
+            draft = self._speculate(own.text.tree, context, *limits)
+            if self._is_sharing:
+                other = self._speculate(self._shared, context, *limits)
+                draft = other if other.score > draft.score else draft
+            return draft.token_ids, draft.score
+
+    def stop(self, request: Request) -> None:
+        """Keeps the answer and drops the rest. No effect on a request that is not open."""
+        with self._wake:
+            own = self._open.pop(request, None)
+            if own is None:
+                return
+            self._num_reserved -= own.num_reserved
+            self._share(own, request.token_ids[max(own.text.num_inserted, len(request.prompt_token_ids)) :])
+            if own.answer is not None and own.answer.num_inserted < len(own.answer.token_ids):
+                self._unshared.appendleft(own.answer)  # before what a file restores, which can be long
+                self._wake.notify()
+            if len(own.text.piece_ids) > 1:  # dropped as one, 128k tokens would take 80 ms
+                self._remove(own.text)
+            else:
+                self._free_ids += own.text.piece_ids
+
+    def close(self) -> None:
+        """Ends the thread and saves the answers, if there is a path. No effect when closed."""
+        with self._wake:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._wake.notify()
+        self._thread.join()
+        if self._cache_path is not None and self._answers:
+            self._save(self._cache_path)
+
+    # -- under the lock ---------------------------------------------------------------------------------------------
+
+    def _queue(self, own: _Open) -> None:
+        if not own.num_reserved:
+            own.num_reserved = len(own.request.token_ids)
+            self._num_reserved += own.num_reserved
+        own.is_queued = True
+        self._behind.append(own)
+        self._wake.notify()
+
+    def _take_in(self, own: _Open) -> None:
+        """One slice of the request's tokens."""
+        start = own.text.num_inserted
+        self._insert(own.text)
+        self._share(own, own.request.token_ids[max(start, len(own.request.prompt_token_ids)) : own.text.num_inserted])
+        if own.answer is not None:
+            self._insert(own.answer)
+
+    def _share(self, own: _Open, token_ids: list[int]) -> None:
+        """Books output of a request; `_insert` brings it into the shared tree."""
+        if not token_ids or not self._is_sharing:
+            return
+        if own.answer is None:
+            own.answer = _Text(self._shared, array("i"))
+            self._answers.append(own.answer)
+        if not own.answer.is_evicted:
+            own.answer.token_ids.extend(token_ids)
+            self._num_cached_tokens += len(token_ids)
+            while self._num_cached_tokens > self.max_cached_tokens or 0 < self.max_cached_requests < len(self._answers):
+                oldest = self._answers.popleft()
+                oldest.is_evicted = True
+                self._num_cached_tokens -= len(oldest.token_ids)
+                self._remove(oldest)
+
+    def _insert(self, text: _Text) -> None:
+        """One slice of what waits, if there is any."""
+        start = text.num_inserted
+        token_ids = text.token_ids[start : start + SLICE_TOKENS]
+        if text.is_evicted or not token_ids:
+            return
+        text.num_inserted += len(token_ids)
+        if not text.piece_ids or text.num_in_piece >= PIECE_TOKENS:
+            text.piece_ids.append(self._free_ids.pop() if self._free_ids else next(self._new_ids))
+            token_ids = text.token_ids[max(0, start - self.max_tree_depth) : text.num_inserted]
+            text.num_in_piece = 0
+        text.num_in_piece += len(token_ids)
+        self._extend(text.tree, text.piece_ids[-1], np.array(token_ids, dtype=np.int32))
+
+    def _remove(self, text: _Text) -> None:
+        self._removals.extend((text.tree, piece_id) for piece_id in text.piece_ids)
+        self._wake.notify()
+
+    def _work(self) -> None:
+        """One slice of what waits."""
+        if self._removals:
+            tree, piece_id = self._removals.popleft()
+            tree.remove(piece_id)
+            self._free_ids.append(piece_id)
+        elif self._behind:
+            own = self._behind.popleft()
+            if self._open.get(own.request) is not own:
+                return  # ended
+            self._take_in(own)
+            own.is_queued = own.text.num_inserted < len(own.request.token_ids)
+            if own.is_queued:
+                self._behind.append(own)
+        else:
+            answer = self._unshared[0]
+            self._insert(answer)
+            if answer.is_evicted or answer.num_inserted == len(answer.token_ids):
+                self._unshared.popleft()
+
+    # -- the background thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not (self._is_closed or self._removals or self._behind or self._unshared):
+                        self._wake.wait()
+                    if self._is_closed:
+                        return
+                    started = time.perf_counter()
+                    self._work()
+                time.sleep(time.perf_counter() - started)  # lets go of the GIL and of the lock, so half of the time at least is the engine's
+        except Exception:
+            logger.exception("the suffix cache failed: it drafts nothing any more, and will not be saved")
+            with self._wake:
+                self._is_closed = True
+                self._open.clear()
+                self._behind.clear()
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def _restore(self, path: str) -> None:
+        """Books the answers of a file, as many of the newest as may stay; the thread inserts them, oldest first."""
+        try:
+            sequences = _read(path, self._fingerprint)
+        except FileNotFoundError:
+            logger.info("the suffix cache starts empty: there is no %s yet", path)
+            return
+        except _ForeignError as error:
+            reason = str(error)
+        except Exception as error:  # whatever numpy and zipfile make of a damaged file
+            reason = f"{type(error).__name__}: {error}"
+            self._is_unreadable = True
+        else:
+            if self.max_cached_requests > 0:
+                sequences = sequences[-self.max_cached_requests :]
+            for token_ids in reversed(sequences):
+                if self._num_cached_tokens + len(token_ids) > self.max_cached_tokens:
+                    break
+                self._num_cached_tokens += len(token_ids)
+                self._answers.appendleft(_Text(self._shared, token_ids))
+            self._unshared.extend(self._answers)
+            return
+        logger.warning("the suffix cache starts empty, not from %s: %s", path, reason)
+
+    def _save(self, path: str) -> None:
+        temporary = f"{path}.{os.getpid()}.tmp"
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            with open(temporary, "wb") as file:
+                np.savez(
+                    file,
+                    version=np.array(FILE_VERSION),
+                    fingerprint=np.array(self._fingerprint),
+                    lengths=np.array([len(a.token_ids) for a in self._answers], dtype=np.int64),
+                    token_ids=np.concatenate([np.array(a.token_ids, dtype=np.int32) for a in self._answers]),
+                )
+                file.flush()
+                os.fsync(file.fileno())
+            if self._is_unreadable and os.path.isfile(path):
+                os.replace(path, f"{path}.unreadable")  # it may be no cache at all, but a file that the path names by mistake
+            os.replace(temporary, path)
+        except OSError as error:
+            logger.warning("the suffix cache is not saved to %s: %s", path, error)
+            with suppress(OSError):
+                os.unlink(temporary)
+
+
+def _read(path: str, fingerprint: str) -> list[array[int]]:
+    """A file's answers, oldest first. Raises _ForeignError, OSError, or what numpy raises for a damaged file."""
+    with np.load(path, allow_pickle=False) as file:
+        version, made_for = int(file["version"]), str(file["fingerprint"])
+        if version != FILE_VERSION:
+            raise _ForeignError(f"it has format version {version}, not {FILE_VERSION}")
+        if made_for != fingerprint:
+            raise _ForeignError(f"it is of another model ({made_for!r:.100}, not {fingerprint!r:.100})")
+        lengths, token_ids = file["lengths"], file["token_ids"]
+    is_sound = lengths.dtype == np.int64 and token_ids.dtype == np.int32 and lengths.ndim == token_ids.ndim == 1
+    if not is_sound or (lengths < 1).any() or (token_ids < 0).any() or lengths.sum() != token_ids.size:
+        raise ValueError("its lengths and token ids do not fit together")
+    return [array("i", piece.tobytes()) for piece in np.split(token_ids, np.cumsum(lengths)[:-1])] if lengths.size else []

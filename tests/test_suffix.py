@@ -1,0 +1,737 @@
+"""The suffix drafter, on the real library: what it drafts, what it keeps, what it saves, and its thread."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+from backend.core import Request, SamplingParams
+from backend.drafters import suffix
+from backend.drafters.suffix import SuffixLookup
+from backend.errors import ConfigError
+
+ids = itertools.count()
+Make = Callable[..., SuffixLookup]
+
+
+def request_of(prompt: list[int], request_id: str | None = None) -> Request:
+    return Request(request_id or f"request-{next(ids)}", prompt, SamplingParams())
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[SuffixLookup] = []
+
+    def make(**options) -> SuffixLookup:
+        made.append(SuffixLookup(**options))
+        return made[-1]
+
+    yield make
+    for drafter in made:
+        drafter.close()
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread: a test calls `_work` for each slice."""
+    monkeypatch.setattr(SuffixLookup, "_run", lambda self: None)
+
+
+def settle(drafter: SuffixLookup) -> SuffixLookup:
+    while not drafter.is_idle:
+        assert drafter._thread.is_alive(), "work waits, and nobody does it"
+        time.sleep(0.001)
+    return drafter
+
+
+def work_off(drafter: SuffixLookup) -> int:
+    count = 0
+    while not drafter.is_idle:
+        drafter._work()
+        count += 1
+    return count
+
+
+def answer(drafter: SuffixLookup, prompt: list[int], tokens: list[int], request_id: str | None = None) -> Request:
+    """A request whose target emits `tokens`, one a step."""
+    request = request_of(prompt, request_id)
+    drafter.start(request)
+    for token in tokens:
+        drafter.lookup(request, [], 4)
+        request.token_ids.append(token)
+    drafter.stop(request)
+    return request
+
+
+def drafts_after(drafter: SuffixLookup, tokens: list[int], count: int = 16) -> list[int]:
+    """What a new request gets that has emitted `tokens`."""
+    request = request_of([0])
+    request.token_ids += tokens
+    drafter.start(request)
+    drafts = settle(drafter).lookup(request, [], count)
+    drafter.stop(request)
+    settle(drafter)
+    return drafts
+
+
+PROMPT = list(range(1, 41))
+ANSWER = random.Random(1).sample(range(100, 1000), 60)
+"""No token twice: what it drafts is certain, and nothing else drafts it."""
+
+
+# -- what it drafts -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_repeats_its_prompt(make: Make) -> None:
+    drafter = make()
+    request = request_of(PROMPT)
+    drafter.start(request)
+    settle(drafter)
+    request.token_ids += [10, 11, 12]
+    assert drafter.lookup(request, [], 16) == [13, 14, 15]  # as long as the match
+    assert drafter.lookup(request, [], 2) == [13, 14]
+    assert drafter.lookup(request, [], 0) == []
+    assert drafter.lookup(request, (), 1) == [13]
+    request.token_ids += [13, 14, 15, 16]
+    assert drafter.lookup(request, [], 16) == [17, 18, 19, 20, 21, 22, 23]
+    request.token_ids += [999]
+    assert drafter.lookup(request, [], 16) == []
+
+
+def test_drafts_of_another_drafter_are_the_end_of_the_pattern(make: Make) -> None:
+    drafter = make()
+    request = request_of(PROMPT)
+    drafter.start(request)
+    settle(drafter)
+    request.token_ids += [10, 11]
+    assert drafter.lookup(request, [12, 13, 14], 16) == [15, 16, 17, 18, 19]
+    assert drafter.lookup(request, [30, 31], 16) == [32, 33]
+    assert drafter.lookup(request, [30, 1000], 16) == []
+    assert drafter.lookup(request, [], 16) == [12, 13]  # drafts are not taken for tokens
+    assert request.token_ids == [*PROMPT, 10, 11]
+
+
+def test_the_second_identical_request_drafts_the_first_answer(make: Make) -> None:
+    drafter = make()
+    first = answer(drafter, PROMPT, ANSWER)
+    assert first.token_ids == PROMPT + ANSWER
+    settle(drafter)
+    second = request_of(PROMPT)
+    drafter.start(second)
+    settle(drafter)
+    second.token_ids.append(ANSWER[0])
+    steps = 0
+    while second.num_output_tokens < len(ANSWER):
+        drafts = drafter.lookup(second, [], 16)
+        done = second.num_output_tokens
+        assert drafts == ANSWER[done : done + len(drafts)]
+        second.token_ids += ANSWER[done : done + len(drafts) + 1]
+        steps += 1
+    assert steps <= 8  # drafts of 1, 3, 7, 15, 16, ... tokens
+    assert second.token_ids == first.token_ids
+
+
+def test_an_open_request_drafts_for_others(make: Make) -> None:
+    """The n completions of a prompt run together."""
+    drafter = make()
+    first, second = request_of(PROMPT), request_of(PROMPT)
+    for request in (first, second):
+        drafter.start(request)
+    settle(drafter)
+    first.token_ids += ANSWER[:20]
+    drafter.lookup(first, [], 1)
+    second.token_ids += ANSWER[:5]
+    assert drafter.lookup(second, [], 16) == ANSWER[5:10]
+
+
+def test_limits_on_drafts(make: Make) -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3]
+
+    def drafts(**options) -> list[int]:
+        drafter = make(**options)
+        request = request_of(tokens)
+        drafter.start(request)
+        return settle(drafter).lookup(request, [4], 16)
+
+    assert drafts() == [5, 6, 7, 8]  # the match 1, 2, 3, 4; after 5, 6, 7 there are two ways, of 1/2 each
+    assert drafts(min_token_prob=0.6) == [5, 6, 7]
+    assert drafts(max_spec_factor=0.5) == [5, 6]
+    assert drafts(max_spec_factor=0.0) == []
+    assert drafts(max_tree_depth=4) == [5, 6]  # match and draft together
+
+
+def test_scores(make: Make) -> None:
+    drafter = make()
+    request = request_of(PROMPT)
+    drafter.start(request)
+    settle(drafter)
+    request.token_ids += [10, 11]
+    assert drafter.lookup_scored(request, [12, 13], 16) == ([14, 15, 16, 17], 4.0)
+    assert drafter.lookup_scored(request, [12, 13], 3) == ([14, 15, 16], 3.0)
+    assert drafter.lookup_scored(request, [], 16) == ([12, 13], 1.0)  # seen twice, once continued
+    assert drafter.lookup_scored(request, [77], 16) == ([], 0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drafts_are_those_of_the_library(seed: int, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own cache: slices, and who inserts, make no difference."""
+    monkeypatch.setattr(suffix, "SLICE_TOKENS", 7)
+    rng = random.Random(seed)
+    depth, factor, floor = rng.choice([4, 8, 64]), rng.choice([0.5, 1.0, 3.0]), rng.choice([0.0, 0.1, 0.4])
+    drafter = make(max_tree_depth=depth, max_spec_factor=factor, min_token_prob=floor)
+    cache = SuffixDecodingCache(depth)
+    vocabulary = range(rng.choice([2, 4, 12]))
+    open_requests: list[Request] = []
+    num_drafts = 0
+    for _ in range(60):
+        if len(open_requests) < 3 and rng.random() < 0.3:
+            request = request_of(rng.choices(vocabulary, k=rng.randint(1, 40)))
+            open_requests.append(request)
+            drafter.start(request)
+            cache.start_request(request, np.array(request.token_ids, dtype=np.int32))
+        elif open_requests and rng.random() < 0.1:
+            request = open_requests.pop(rng.randrange(len(open_requests)))
+            drafter.stop(request)
+            cache.stop_request(request)
+        for request in open_requests:
+            emitted = rng.choices(vocabulary, k=rng.randint(1, 5))
+            request.token_ids += emitted
+            cache.add_active_response(request, np.array(emitted, dtype=np.int32))
+            settle(drafter).lookup(request, [], 1)  # as the library, which has the new tokens of all before any drafts
+        for request in open_requests:
+            drafts, count = rng.choices(vocabulary, k=rng.randint(0, 3)), rng.randint(1, 16)
+            context = np.array((request.token_ids + drafts)[-depth:], dtype=np.int32)
+            expected = cache.speculate(request, context, max_spec_tokens=count, max_spec_factor=factor, min_token_prob=floor)
+            assert drafter.lookup_scored(request, drafts, count) == (expected.token_ids, expected.score)
+            num_drafts += len(expected.token_ids)
+    assert num_drafts
+    assert drafter.num_cached_tokens == sum(len(a.token_ids) for a in drafter._answers)
+    assert settle(drafter)._shared.check_integrity() == ""
+
+
+# -- requests that come and go --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_drafted_until_the_prompt_is_in(make: Make, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "SLICE_TOKENS", 16)
+    drafter = make()
+    request = request_of(PROMPT)
+    drafter.start(request)
+    request.token_ids += [10, 11, 12]
+    assert not drafter.is_idle
+    for _ in range(2):
+        assert drafter.lookup(request, [], 16) == []
+        drafter._work()
+    assert drafter.lookup(request, [], 16) == []
+    drafter._work()
+    assert drafter.is_idle
+    assert drafter.lookup(request, [], 16) == [13, 14, 15]
+
+
+def test_a_long_backlog_goes_to_the_thread(make: Make, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "SLICE_TOKENS", 16)
+    drafter = make()
+    request = request_of([1, 2, 3])
+    drafter.start(request)
+    work_off(drafter)
+    request.token_ids += ANSWER[:40] + ANSWER[5:8]
+    assert drafter.lookup(request, [], 16) == []
+    assert drafter.lookup(request, [], 16) == []
+    assert work_off(drafter) == 3
+    assert drafter.lookup(request, [], 16) == ANSWER[8:11]
+    assert drafter.num_cached_tokens == 43
+
+
+def test_prompts_take_turns(make: Make, by_hand: None) -> None:
+    """A long one does not hold up the short ones behind it."""
+    drafter = make()
+    long, short = request_of(list(range(1, 10_000))), request_of(PROMPT)
+    drafter.start(long)
+    drafter.start(short)
+    short.token_ids += [10, 11]
+    drafter._work()
+    drafter._work()
+    assert drafter.lookup(short, [], 16) == [12, 13]
+    assert drafter.lookup(long, [], 16) == []
+    assert work_off(drafter) > 10
+
+
+def test_a_waiting_prompt_goes_in_at_its_first_lookup(make: Make, by_hand: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a long queue of long prompts would fill the memory before they run."""
+    monkeypatch.setattr(suffix, "TOKENS_AHEAD", 100)
+    prompt = list(range(1, 1000))
+    drafter = make()
+    first, second = request_of(prompt), request_of(prompt)
+    drafter.start(first)
+    drafter.start(second)
+    work_off(drafter)
+    assert drafter._open[second].text.num_inserted == 0
+    second.token_ids += [10, 11]
+    assert drafter.lookup(second, [], 16) == []
+    work_off(drafter)
+    assert drafter.lookup(second, [], 16) == [12, 13]
+    drafter.stop(second)
+    drafter.stop(first)
+    assert drafter._num_reserved == 0
+    third = request_of(prompt)
+    drafter.start(third)
+    assert work_off(drafter) == 4
+
+
+def test_a_long_request_is_forgotten_in_slices(make: Make, by_hand: None) -> None:
+    """To free the tree of one with 128k tokens takes longer than a step."""
+    drafter = make()
+    request = request_of(list(range(10_000)))
+    drafter.start(request)
+    work_off(drafter)
+    tree = drafter._open[request].text.tree
+    assert tree.num_seqs() > 5
+    pieces = tree.num_seqs()
+    drafter.stop(request)
+    assert (tree.num_seqs(), work_off(drafter), tree.num_seqs()) == (pieces, pieces, 0)
+
+
+@pytest.mark.parametrize("slices", [0, 1, 2])
+def test_stop_before_insertion_ends(slices: int, make: Make, by_hand: None) -> None:
+    drafter = make()
+    request = request_of(list(range(2000, 3000)))
+    drafter.start(request)
+    for _ in range(slices):
+        drafter._work()
+    request.token_ids += ANSWER
+    drafter.stop(request)
+    drafter.stop(request)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens) == (1, len(ANSWER))
+    assert drafter.lookup(request, [], 16) == []
+    work_off(drafter)
+    assert not drafter._open
+    assert not drafter._num_reserved
+    other = request_of([0])
+    drafter.start(other)
+    work_off(drafter)
+    other.token_ids += ANSWER[:4]
+    assert drafter.lookup(other, [], 16) == ANSWER[4:8]  # the answer stays all the same
+
+
+def test_stop_of_a_request_that_never_started(make: Make) -> None:
+    drafter = make()
+    request = request_of(PROMPT)
+    assert drafter.lookup(request, [], 4) == []
+    drafter.stop(request)
+    drafter.start(request)
+    drafter.stop(request)  # cancelled before any output
+    assert drafter.num_cached_requests == 0
+    settle(drafter)
+
+
+def test_a_preempted_request_goes_on(make: Make) -> None:
+    drafter = make()
+    request = request_of(PROMPT)
+    drafter.start(request)
+    settle(drafter)
+    request.token_ids += ANSWER[:10]
+    drafter.lookup(request, [], 4)
+    drafter.start(request)
+    request.token_ids += ANSWER[:3]
+    assert settle(drafter).lookup(request, [], 4) == ANSWER[3:6]
+    drafter.stop(request)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens) == (1, 13)
+
+
+def test_request_ids_come_again(make: Make) -> None:
+    """A client may send the same id for every request it makes."""
+    drafter = make()
+    answer(drafter, PROMPT, ANSWER[:20], "id")
+    answer(drafter, PROMPT, ANSWER[30:50], "id")
+    assert drafter.num_cached_requests == 2
+    assert drafts_after(drafter, ANSWER[:4]) == ANSWER[4:8]
+    assert drafts_after(drafter, ANSWER[30:34]) == ANSWER[34:38]
+
+
+# -- bounds ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_at_most_so_many_requests_stay(make: Make) -> None:
+    drafter = make(max_cached_requests=2)
+    answers = [list(range(start, start + 20)) for start in range(100, 1100, 100)]
+    for tokens in answers:
+        answer(drafter, PROMPT, tokens)
+        assert drafter.num_cached_requests <= 2
+    settle(drafter)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens, drafter._shared.num_seqs()) == (2, 40, 2)
+    kept = [bool(drafts_after(make_copy(drafter, make), tokens[:5])) for tokens in answers]
+    assert kept == [False] * 8 + [True] * 2
+
+
+def make_copy(drafter: SuffixLookup, make: Make) -> SuffixLookup:
+    """One with the same answers and more room: asking takes a place too."""
+    copy = make()
+    for kept in drafter._answers:
+        answer(copy, [0], kept.token_ids.tolist())
+    return copy
+
+
+def test_at_most_so_many_tokens_stay(make: Make) -> None:
+    drafter = make(max_cached_tokens=100)
+    for start in range(100, 1100, 100):
+        answer(drafter, PROMPT, list(range(start, start + 40)))
+        assert drafter.num_cached_tokens <= 100
+    settle(drafter)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens, drafter._shared.num_seqs()) == (2, 80, 2)
+    assert drafts_after(drafter, list(range(1000, 1005))) == list(range(1005, 1010))
+    assert drafts_after(drafter, list(range(100, 105))) == []
+
+
+def test_an_answer_longer_than_the_bound(make: Make) -> None:
+    drafter = make(max_cached_tokens=50)
+    request = request_of(PROMPT)
+    drafter.start(request)
+    settle(drafter)
+    for token in ANSWER:
+        request.token_ids.append(token)
+        drafter.lookup(request, [], 4)
+        assert drafter.num_cached_tokens <= 50
+    settle(drafter)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens, drafter._shared.num_seqs()) == (0, 0, 0)
+    request.token_ids += ANSWER[:3]
+    assert drafter.lookup(request, [], 4) == ANSWER[3:6]  # of its own tree
+    drafter.stop(request)
+    assert drafter.num_cached_tokens == 0
+
+
+def test_evicted_memory_comes_back(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "PIECE_TOKENS", 300)
+    drafter = make(max_cached_tokens=5000)
+    rng = random.Random(0)
+    sizes = []
+    for _ in range(12):
+        for _ in range(4):
+            request = request_of([0])
+            drafter.start(request)
+            request.token_ids += rng.choices(range(500), k=1500)
+            drafter.stop(request)
+        settle(drafter)
+        sizes.append(drafter._shared.estimate_memory())
+        assert drafter._shared.num_seqs() == 3 * 5
+    assert max(sizes[6:]) < 1.2 * max(sizes[:6])
+    assert next(drafter._new_ids) <= 50  # ids are used again
+    assert drafter._shared.check_integrity() == ""
+
+
+def test_no_shared_tree(make: Make, tmp_path: Path) -> None:
+    drafter = make(max_cached_requests=0, cache_path=str(tmp_path / "cache"))
+    answer(drafter, PROMPT, ANSWER)
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens) == (0, 0)
+    assert drafts_after(drafter, ANSWER[:5]) == []
+    assert drafts_after(drafter, [1, 2, 3, 4, 1, 2]) == [3, 4]
+    assert next(drafter._new_ids) == 1  # one id after the other
+    drafter.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_matches_cross_the_pieces_of_a_long_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "PIECE_TOKENS", 300)
+    tokens = random.Random(2).sample(range(10_000), 2000)
+    drafter = make()
+    answer(drafter, PROMPT, tokens)
+    settle(drafter)
+    assert drafter._shared.num_seqs() > 5
+    for place in range(20, 1900, 7):
+        assert drafts_after(drafter, tokens[place - 10 : place], 8)[:5] == tokens[place : place + 5]
+
+
+# -- the file -------------------------------------------------------------------------------------------------------------------
+
+
+def test_saved_answers_come_back(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "made" / "cache"
+    rng = random.Random(3)
+    texts = [rng.choices(range(30), k=rng.randint(1, 700)) for _ in range(20)]
+    questions = [text[i : i + 6] for text in texts for i in range(0, len(text), 50)]
+
+    def ask(drafter: SuffixLookup) -> list[tuple[list[int], float]]:
+        request = request_of([99])
+        drafter.start(request)
+        settle(drafter)
+        return [drafter.lookup_scored(request, question, 16) for question in questions]
+
+    first = make(cache_path=str(path), fingerprint="model")
+    for text in texts:
+        answer(first, PROMPT, text)
+        settle(first)  # one after the other, as the file restores them: of equally likely drafts the first one seen is taken
+    expected = ask(first)
+    assert sum(len(tokens) for tokens, _ in expected) > 100
+    counts = (first.num_cached_requests, first.num_cached_tokens)
+    first.close()
+    assert [p.name for p in path.parent.iterdir()] == ["cache"]
+
+    caplog.clear()
+    second = make(cache_path=str(path), fingerprint="model")
+    assert not caplog.records
+    assert (second.num_cached_requests, second.num_cached_tokens) == counts
+    assert ask(second) == expected
+    second.close()
+
+    third = make(cache_path=str(path), fingerprint="model")
+    third.close()  # before all is in
+    assert ask(make(cache_path=str(path), fingerprint="model")) == expected
+
+
+@pytest.mark.parametrize("options", [{"max_cached_requests": 2}, {"max_cached_tokens": 45}])
+def test_the_newest_saved_answers_come_back_and_are_the_oldest_then(options: dict[str, int], make: Make, tmp_path: Path) -> None:
+    path = str(tmp_path / "cache")
+    answers = [list(range(start, start + 20)) for start in (100, 200, 300, 400)]
+    first = make(cache_path=path)
+    for tokens in answers[:3]:
+        answer(first, PROMPT, tokens)
+    first.close()
+    second = make(cache_path=path, **options)
+    assert [a.token_ids.tolist() for a in second._answers] == answers[1:3]
+    answer(second, PROMPT, answers[3])
+    assert [a.token_ids.tolist() for a in second._answers] == answers[2:4]
+    assert settle(second)._shared.num_seqs() == 2
+
+
+def test_an_open_request_is_saved_too(make: Make, tmp_path: Path) -> None:
+    path = str(tmp_path / "cache")
+    first = make(cache_path=path)
+    request = request_of([0])
+    first.start(request)
+    settle(first)
+    request.token_ids += ANSWER
+    first.lookup(request, [], 4)
+    first.close()
+    assert drafts_after(make(cache_path=path), ANSWER[:5]) == ANSWER[5:10]
+
+
+def save(path: Path, **changes: object) -> None:
+    content: dict[str, object] = {
+        "version": np.array(suffix.FILE_VERSION),
+        "fingerprint": np.array("model"),
+        "lengths": np.array([2, 3]),
+        "token_ids": np.arange(5, dtype=np.int32),
+    }
+    with path.open("wb") as file:
+        np.savez(file, **{k: v for k, v in (content | changes).items() if v is not None})  # type: ignore[arg-type]
+
+
+def truncate(path: Path) -> None:
+    save(path)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def flip(path: Path) -> None:
+    save(path, token_ids=np.zeros(5, dtype=np.int32))
+    content = bytearray(path.read_bytes())
+    content[content.rindex(bytes(20)) + 3] = 7
+    path.write_bytes(content)
+
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "no archive": lambda path: path.write_bytes(b"weights of a model"),
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": truncate,
+    "a bit flipped": flip,
+    "another array": lambda path: np.save(path.open("wb"), np.arange(3)),
+    "pickled": lambda path: save(path, token_ids=np.array([print], dtype=object)),
+    "no lengths": lambda path: save(path, lengths=None),
+    "lengths that do not add up": lambda path: save(path, lengths=np.array([2, 4])),
+    "a negative length": lambda path: save(path, lengths=np.array([6, -1])),
+    "a length of zero": lambda path: save(path, lengths=np.array([5, 0])),
+    "a negative token": lambda path: save(path, token_ids=-np.arange(5, dtype=np.int32)),
+    "other integers": lambda path: save(path, token_ids=np.arange(5)),
+    "a table": lambda path: save(path, lengths=np.array([[2, 3]])),
+}
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    assert all(r.levelno == logging.WARNING for r in caplog.records)
+    return [r.getMessage() for r in caplog.records]
+
+
+def test_the_file_that_the_damaged_ones_are_made_from(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "cache")
+    drafter = make(cache_path=str(tmp_path / "cache"), fingerprint="model")
+    assert (drafter.num_cached_requests, drafter.num_cached_tokens) == (2, 5)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("damage", UNREADABLE)
+def test_an_unreadable_file(damage: str, make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "cache"
+    UNREADABLE[damage](path)
+    before = path.read_bytes()
+    drafter = make(cache_path=str(path), fingerprint="model")
+    (message,) = warnings(caplog)
+    assert str(path) in message
+    assert drafter.num_cached_requests == 0
+    answer(drafter, PROMPT, ANSWER)
+    drafter.close()
+    assert (tmp_path / "cache.unreadable").read_bytes() == before  # the path may have named something else by mistake
+    assert drafts_after(make(cache_path=str(path), fingerprint="model"), ANSWER[:5]) == ANSWER[5:10]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"fingerprint": np.array("another")}, "'another'"), ({"version": np.array(suffix.FILE_VERSION + 1)}, f"version {suffix.FILE_VERSION + 1}")],
+)
+def test_a_foreign_file(changes: dict[str, object], reason: str, make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "cache"
+    save(path, **changes)
+    before = path.read_bytes()
+    unused = make(cache_path=str(path), fingerprint="model")
+    unused.close()
+    assert path.read_bytes() == before  # nothing to put in its place
+    drafter = make(cache_path=str(path), fingerprint="model")
+    assert len(caplog.records) == 2
+    assert all(str(path) in message and reason in message for message in warnings(caplog))
+    assert drafter.num_cached_requests == 0
+    answer(drafter, PROMPT, ANSWER)
+    drafter.close()
+    assert make(cache_path=str(path), fingerprint="model").num_cached_requests == 1
+    assert len(caplog.records) == 2
+
+
+def test_no_file_yet(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make(cache_path=str(tmp_path / "cache"))
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO, "every first start comes here: nothing is wrong"
+    assert str(tmp_path / "cache") in record.message
+
+
+def test_a_folder_in_the_way(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "cache"
+    path.mkdir()
+    drafter = make(cache_path=str(path))
+    answer(drafter, PROMPT, ANSWER)
+    drafter.close()
+    assert len(warnings(caplog)) == 2
+    assert all(str(path) in message for message in warnings(caplog))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# -- the thread -----------------------------------------------------------------------------------------------------------------
+
+
+def test_calls_while_the_thread_works(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Several engines at once, harder than the one there is: no wrong draft, nothing lost, sound trees."""
+    monkeypatch.setattr(suffix, "SLICE_TOKENS", 32)
+    monkeypatch.setattr(suffix, "PIECE_TOKENS", 200)
+    drafter = make(max_cached_tokens=3000, max_cached_requests=40, cache_path=str(tmp_path / "cache"))
+    caplog.clear()
+    cycle, errors, num_drafts = 50, [], [0] * 4
+
+    def follows(token: int) -> int:
+        """Each of the texts counts, in a range of its own: a draft is right or it mixes two texts."""
+        return token - cycle + 1 if token % cycle == cycle - 1 else token + 1
+
+    def emit(request: Request, count: int) -> None:
+        for _ in range(count):
+            request.token_ids.append(follows(request.token_ids[-1]))
+
+    def engine(number: int) -> None:
+        rng = random.Random(number)
+        running: list[Request] = []
+        try:
+            for round_number in itertools.count():
+                if round_number >= 150 and num_drafts[number] > 500:
+                    break
+                time.sleep(0.001)  # a step
+                if len(running) < 6:
+                    request = request_of([rng.randrange(20) * cycle + rng.randrange(cycle)])
+                    emit(request, rng.choice([1, 30, 400]))
+                    request.prompt_token_ids = list(request.token_ids)
+                    running.append(request)
+                    drafter.start(request)
+                for request in running:
+                    last, drafts = request.token_ids[-1], drafter.lookup(request, [], 8)
+                    for token in drafts:
+                        assert token == follows(last)
+                        last = token
+                    num_drafts[number] += len(drafts)
+                    emit(request, rng.choices([1, 3, 40], [10, 5, 1])[0])
+                    assert drafter.num_cached_requests <= 40
+                if rng.random() < 0.2:
+                    drafter.stop(running.pop(rng.randrange(len(running))))
+            for request in running:
+                drafter.stop(request)
+        except BaseException as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=engine, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+    settle(drafter)
+    assert not drafter._open
+    assert drafter._num_reserved == 0
+    assert drafter.num_cached_tokens == sum(len(a.token_ids) for a in drafter._answers) <= 3000
+    assert all(a.num_inserted == len(a.token_ids) for a in drafter._answers)
+    assert drafter._shared.num_seqs() == sum(len(a.piece_ids) for a in drafter._answers)
+    assert drafter._shared.check_integrity() == ""
+    assert not caplog.records
+
+
+def test_close(make: Make, tmp_path: Path) -> None:
+    drafter = make(cache_path=str(tmp_path / "cache"))
+    request = request_of(list(range(100_000)))
+    drafter.start(request)
+    drafter.close()
+    assert not drafter._thread.is_alive()
+    assert not list(tmp_path.iterdir())  # no answer, no file
+    drafter.close()
+    request.token_ids += [5, 6, 7]
+    assert drafter.lookup(request, [], 4) == []
+    drafter.stop(request)
+    other = request_of(PROMPT)
+    drafter.start(other)
+    assert drafter.lookup(other, [], 4) == []
+    drafter.stop(other)
+
+
+def test_a_failure_of_the_thread_costs_drafts_only(make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = make()
+    answer(drafter, PROMPT, ANSWER)
+    running = request_of(PROMPT)
+    drafter.start(running)
+    settle(drafter)
+
+    def fail(self: SuffixLookup) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(SuffixLookup, "_work", fail)
+    drafter.start(request_of(PROMPT))
+    drafter._thread.join()
+    assert "no more" in caplog.text
+    running.token_ids += [10, 11]
+    assert drafter.lookup(running, [], 4) == []
+    drafter.stop(running)
+    drafter.close()
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("arctic_inference", "arctic_inference.suffix_decoding", "arctic_inference.suffix_decoding._C"):
+        monkeypatch.setitem(sys.modules, module, None)
+    num_threads = threading.active_count()
+    with pytest.raises(ConfigError, match=r"method suffix needs the package arctic-inference .*pip install .*arctic-inference"):
+        SuffixLookup()
+    assert threading.active_count() == num_threads
