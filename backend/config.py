@@ -5,6 +5,7 @@ Nothing here imports torch: the launcher reads this module too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -30,6 +31,8 @@ BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
 MAX_BATCH_SIZE = 256
 MAX_SPECULATIVE_TOKENS = 16
 MAX_CANDIDATES = 64
+MAX_SUFFIX_LIMIT = 10**6
+"""The trees count in 32 bits, and products that overflow them end all drafts without a word."""
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
 METHODS = ("none", "naive", "ngram", "suffix", "mtp")
@@ -48,16 +51,16 @@ def nearest(key: str, known: typing.Iterable[str]) -> str:
     return f'; did you mean "{match[0]}"?' if match else f"; known keys: {', '.join(known)}"
 
 
-def normalize_method(value: object) -> str:
+def normalize_method(value: object, key: str = "method") -> str:
     """A method's own name from any accepted spelling. Raises ConfigError."""
     if value is None:
         return "none"
     if not isinstance(value, str):
-        raise ConfigError(f"method must be a string, got {value!r:.80}")
+        raise ConfigError(f"{key} must be a string, got {value!r:.80}")
     name = value.lower()
     name = METHOD_ALIASES.get(name, name)
     if name not in METHODS:
-        raise ConfigError(f"method {value!r:.80} is not one of {', '.join(METHODS)} (case-insensitive){nearest(name, METHODS)}")
+        raise ConfigError(f"{key} {value!r:.80} is not one of {', '.join(METHODS)} (case-insensitive){nearest(name, METHODS)}")
     return name
 
 
@@ -95,13 +98,14 @@ def _convert(key: str, value: object, hint: Any) -> object:
         if isinstance(option, type) and issubclass(option, Section):
             return value if isinstance(value, option) else option.from_dict(value, f"{key}.")
         if option is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            with contextlib.suppress(OverflowError):  # an integer that no float holds
+                return float(value)
         if typing.get_origin(option) is tuple and isinstance(value, (list, tuple)):
             (element, _) = typing.get_args(option)
             return tuple(_convert(f"{key}[{i}]", v, element) for i, v in enumerate(value))
         if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
             return value
-    names = " or ".join("null" if o is type(None) else getattr(o, "__name__", str(o)) for o in options)
+    names = " or ".join("null" if o is type(None) else "a list" if typing.get_origin(o) is tuple else o.__name__ for o in options)
     raise ConfigError(f"{key} must be {names}, got {value!r:.80}")
 
 
@@ -125,7 +129,7 @@ class SpeculativeConfig(Section):
     method: str | None = None
     """none (plain decoding), naive (the speculative path without drafts), ngram, suffix or mtp."""
     num_speculative_tokens: int | None = None
-    """Drafts a step at most, 1 to 16. Default: 1; suffix: suffix_decoding_max_tree_depth, within 16."""
+    """Drafts a step at most, 1 to 16. Default: 1; mtp: num_model_steps; suffix: suffix_decoding_max_tree_depth, within 16."""
     adaptive: bool = True
     """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches."""
     request_methods: tuple[str, ...] = ()
@@ -179,7 +183,9 @@ class SpeculativeConfig(Section):
             put(key, _choose(key, getattr(self, key), known))
         if self.quantization is not None:
             put("quantization", _choose("quantization", self.quantization, QUANTIZATIONS))
-        put("request_methods", tuple(normalize_method(m) for m in self.request_methods))
+        put("request_methods", tuple(normalize_method(m, "request_methods") for m in self.request_methods))
+        for key in ("model", "suffix_decoding_cache_path"):
+            _require(getattr(self, key) != "", key, "", "a path")
         _require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
         good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS
         _require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
@@ -200,27 +206,27 @@ class SpeculativeConfig(Section):
         prefix = "suffix_decoding_"
         depth, cached = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
         factor, probability = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        _require(depth >= 1, f"{prefix}max_tree_depth", depth, ">= 1")
+        _require(1 <= depth <= MAX_SUFFIX_LIMIT, f"{prefix}max_tree_depth", depth, f"from 1 to {MAX_SUFFIX_LIMIT}")
         _require(cached >= -1, f"{prefix}max_cached_requests", cached, ">= 0, or -1 for no limit of its own")
-        _require(factor >= 0, f"{prefix}max_spec_factor", factor, ">= 0")
+        _require(0 <= factor <= MAX_SUFFIX_LIMIT, f"{prefix}max_spec_factor", factor, f"from 0 to {MAX_SUFFIX_LIMIT}")
         _require(0 <= probability <= 1, f"{prefix}min_token_prob", probability, "from 0 to 1")
 
     def _settle_counts(self) -> None:
         """Fills in num_speculative_tokens and num_model_steps; each is checked where it is used."""
         count, steps = self.num_speculative_tokens, self.num_model_steps
-        if count is not None:
-            _require(count >= 0, "num_speculative_tokens", count, ">= 0")
+        limit, rule = MAX_SPECULATIVE_TOKENS, f"from 1 to {MAX_SPECULATIVE_TOKENS}"
+        _require(count is None or count >= 0, "num_speculative_tokens", count, ">= 0")
+        _require(steps is None or 1 <= steps <= limit, "num_model_steps", steps, rule)
         if self.method in ("none", "naive"):
             if self.method == "naive" and count is not None and count > 1:  # 1 is the default
                 logger.warning("method naive drafts nothing: num_speculative_tokens %d is set to 0", count)
             count = 0
+        elif count is None:
+            count = {"suffix": min(self.suffix_decoding_max_tree_depth, limit), "mtp": steps or 1}.get(self.method or "", 1)
         else:
-            if count is None:
-                count = min(self.suffix_decoding_max_tree_depth, MAX_SPECULATIVE_TOKENS) if self.method == "suffix" else 1
-            _require(1 <= count <= MAX_SPECULATIVE_TOKENS, "num_speculative_tokens", count, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
+            _require(1 <= count <= limit, "num_speculative_tokens", count, rule)
         if steps is None:
             steps = max(1, count) if self.mtp_strategy == "default" else 1
-        _require(1 <= steps <= MAX_SPECULATIVE_TOKENS, "num_model_steps", steps, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
         if self.method == "mtp" and steps > count:
             logger.warning("num_speculative_tokens %d is raised to num_model_steps %d", count, steps)
             count = steps

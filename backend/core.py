@@ -277,6 +277,8 @@ class Draft:
     """[B][<= K]: who drafted each token (a `token_sources` name)."""
     probs: dict[int, torch.Tensor] = field(default_factory=dict)
     """By entry: [k, V] that its first k drafts were drawn from. Drafts without are certain (one-hot)."""
+    is_behind: bool = False
+    """A model drafter had more to catch up on than one step brings: its time is not typical."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from backend.drafters import load_drafters
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError, EngineError, RequestError
 from backend.metrics import Metrics
+from backend.pacing import Pacer
 from backend.parallel.ranks import Ranks
 from backend.runner import Runner, cpu_threads, make_plane
 from backend.sampling import Sampler
@@ -81,6 +82,7 @@ class Engine:
         self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
         self.metrics = Metrics()
         self.times = StepTimes()
+        self._pacer = Pacer() if config.speculative_config.adaptive else None
         self.after_deltas: Callable[[], None] = do_nothing
         self._open: dict[str, _Open] = {}
         self._groups: dict[str, list[str]] = {}
@@ -249,12 +251,16 @@ class Engine:
         if self._has_deadlines:
             self._expire()
         started = time.perf_counter()
-        batch = self.scheduler.schedule()
+        if self._pacer is not None:
+            self._pacer.choose([r for r in self.scheduler.running if r.is_decoding])
+        batch = self.scheduler.schedule(self._pacer.limit if self._pacer is not None else None)
         self.metrics.preemptions += len(batch.preempted)
         if not batch:
             self.after_deltas()
             return bool(batch.preempted)
         draft, verdict = speculate(batch, self.drafters, self.runner, self.sampler, self.config.speculative_config, self.times)
+        if self._pacer is not None:
+            self._pacer.observe(batch.entries, draft, verdict, self.times.propose, self.times.forward + self.times.verify)
         for b, entry in enumerate(batch.entries):
             if verdict.is_broken[b]:
                 self._break(entry.request)

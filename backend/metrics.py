@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
+LENGTHS = tuple(float(n) for n in range(1, 18))
+
 
 class Histogram:
     """Cumulative-bucket histogram, as Prometheus counts."""
@@ -39,6 +41,7 @@ class Metrics:
     drafts: Counter[str] = field(default_factory=Counter)
     draft_tokens: Counter[str] = field(default_factory=Counter)
     accepted_tokens: Counter[str] = field(default_factory=Counter)
+    drafted_per_position: Counter[tuple[str, int]] = field(default_factory=Counter)
     accepted_per_position: Counter[tuple[str, int]] = field(default_factory=Counter)
     emitted_tokens: Counter[str] = field(default_factory=Counter)
     step_seconds: float = 0.0
@@ -48,6 +51,7 @@ class Metrics:
     time_to_first_token: Histogram = field(default_factory=Histogram)
     time_per_output_token: Histogram = field(default_factory=Histogram)
     step_time: Histogram = field(default_factory=Histogram)
+    accepted_length: Histogram = field(default_factory=lambda: Histogram(LENGTHS))
 
     def add_verdict(self, method: str, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         self.emitted_tokens[method] += num_emitted
@@ -55,8 +59,11 @@ class Metrics:
             self.drafts[method] += 1
             self.draft_tokens[method] += num_drafted
             self.accepted_tokens[method] += num_accepted
+            for position in range(num_drafted):
+                self.drafted_per_position[method, position] += 1
             for position in range(num_accepted):
                 self.accepted_per_position[method, position] += 1
+            self.accepted_length.observe(1 + num_accepted)
 
     def add_step(self, seconds: float, times: StepTimes) -> None:
         self.steps += 1

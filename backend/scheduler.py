@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from backend.core import Batch, FinishReason, Request, Scheduled
 from backend.errors import CapacityError, RequestError
@@ -107,8 +107,11 @@ class Scheduler:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Batch:
-        """The next step's batch; empty when there is nothing to do. Pages for everything in it are held."""
+    def schedule(self, draft_limit: Callable[[Request], int] | None = None) -> Batch:
+        """The next step's batch; empty when there is nothing to do. Pages for everything in it are held.
+
+        draft_limit: most drafts of a request, where that is fewer than the request wants.
+        """
         batch = Batch()
         scheduled: set[str] = set()
         budget = self.max_num_batched_tokens
@@ -121,6 +124,8 @@ class Scheduler:
             if request in batch.preempted:
                 continue
             drafts = min(share, self._drafts_wanted(request))
+            if draft_limit is not None and drafts:
+                drafts = min(drafts, draft_limit(request))
             if not self._reserve(request, 1 + drafts, scheduled, batch, may_preempt=False):
                 drafts = 0
                 if not self._reserve(request, 1, scheduled, batch, may_preempt=True):

@@ -25,6 +25,9 @@ DEFAULT_SPECULATION = {"method": "mtp", "num_speculative_tokens": 3}
 """Of the bundled model."""
 
 
+MODEL_CONTROL_MODES = ("none", "explicit")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Section):
     """The launcher's own keys; all others go to the engine."""
@@ -40,6 +43,12 @@ class ServeConfig(Section):
     drain_seconds: int = 30
     """How long running requests may go on after SIGTERM."""
     log_verbose: int = 0
+    model_control_mode: str = "none"
+    """none, or explicit: models can be unloaded and loaded again through the server's repository API."""
+
+    def __post_init__(self) -> None:
+        if self.model_control_mode not in MODEL_CONTROL_MODES:
+            raise ConfigError(f"model_control_mode must be one of {', '.join(MODEL_CONTROL_MODES)}, got {self.model_control_mode!r:.80}")
 
 
 SERVE_KEYS = {f.name for f in dataclasses.fields(ServeConfig)}
@@ -122,6 +131,8 @@ def server_command(server: Server, config: ServeConfig, repository: Path) -> tup
         f"--log-verbose={config.log_verbose}",
         f"--exit-timeout-secs={config.drain_seconds}",
     ]
+    if config.model_control_mode == "explicit":
+        command += ["--model-control-mode=explicit", "--load-model=*"]
     environment = dict(os.environ)
     # The stub runs the first python3 on PATH: it must be the one that this project is installed in.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
@@ -172,6 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
     parser.add_argument("--drain-seconds", type=int, metavar="S", help="how long running requests may go on after SIGTERM (default 30)")
     parser.add_argument("--log-verbose", type=int, metavar="LEVEL")
+    parser.add_argument("--model-control-mode", metavar="MODE", help="explicit: models can be unloaded and loaded again (default none)")
 
 
 def gather(args: argparse.Namespace) -> dict[str, Any]:

@@ -46,8 +46,14 @@ def hf_model():
 
 @pytest.fixture(scope="session")
 def llm_ngram() -> LLM:
-    """One engine that has ngram loaded; requests choose none, naive or ngram."""
-    return LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    """One engine that has ngram loaded; requests choose none, naive or ngram. Drafts are not paced: they must not depend on the clock."""
+    return LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
+
+
+@pytest.fixture(scope="session")
+def llm_all() -> LLM:
+    """One engine that has every method loaded, mtp by default, not paced either."""
+    return LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 3, "request_methods": ["suffix"], "adaptive": False})
 
 
 def greedy(max_tokens: int, **options) -> SamplingParams:

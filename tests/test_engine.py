@@ -11,6 +11,8 @@ from backend.errors import CapacityError, ConfigError, EngineError, RequestError
 from tests.conftest import code_prompts, greedy, run_in_batches
 
 NEW_TOKENS = 32
+UNPACED = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+"""Drafts that do not depend on the clock."""
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +49,14 @@ def test_greedy_equals_transformers(llm_ngram, prompts, expected, method, batch)
     ids=["whole prompts, no cache", "small chunks, no cache", "odd chunks", "page 64", "page 1"],
 )
 def test_chunks_and_cache_do_not_change_the_answer(prompts, expected, options, method):
-    llm = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 4}, **options)
+    llm = LLM(speculative_config=UNPACED, **options)
     assert run_in_batches(llm, prompts, greedy(NEW_TOKENS), 32, method) == expected
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
 @pytest.mark.parametrize("cached", [True, False])
 def test_preemption_does_not_change_the_answer(prompts, expected, method, cached):
-    llm = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 4}, kv_cache_memory=20 * 1024 * 16 * 60, enable_prefix_caching=cached)
+    llm = LLM(speculative_config=UNPACED, kv_cache_memory=20 * 1024 * 16 * 60, enable_prefix_caching=cached)
     assert llm.engine.runner.num_pages == 60
     assert run_in_batches(llm, prompts, greedy(NEW_TOKENS), 32, method) == expected
     assert llm.engine.metrics.preemptions > 0
@@ -171,7 +173,7 @@ class TestEnds:
         assert len(out.token_ids) == 6 and out.token_ids.index(end) == 5
 
     def test_the_context_ends(self, hf_model):
-        llm = LLM(max_model_len=64, speculative_config={"method": "ngram", "num_speculative_tokens": 8})
+        llm = LLM(max_model_len=64, speculative_config=UNPACED)
         ids = llm.engine.tokenizer.encode("x = 1\n" * 12)[:50]
         out = self.outputs(llm, greedy(60), {"prompt_token_ids": ids})
         assert len(out.token_ids) == 14 and out.finish_reason == "length"
@@ -222,7 +224,9 @@ class TestRefusals:
     def test_speculative(self, llm_ngram):
         for choice, message in (
             ({"methods": "ngram"}, 'did you mean "method"'),
-            ({"method": "mtp"}, "not one of"),
+            ({"method": "mtpp"}, "not one of"),
+            ({"method": "mtp"}, "method mtp is not loaded; loaded: naive, ngram, none"),
+            ({"mtp_strategy": "with_suffix"}, "mtp_strategy with_suffix needs method suffix, which is not loaded"),
             ({"num_speculative_tokens": 99}, "from 0 .off. to 16"),
             ({"num_speculative_tokens": True}, "from 0"),
             ({"verify_strategy": "lucky"}, "verify_strategy"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -106,9 +107,11 @@ def expected_logits(model: LlamaForCausalLM, token_ids: list[int]) -> torch.Tens
     return model(torch.tensor([token_ids])).logits[0].float()
 
 
-def make_runner(folder: Path, **options: Any) -> Runner:
+def make_runner(folder: Path, taps: tuple[str, ...] = (), **options: Any) -> Runner:
     values = {"model": str(folder), "device": "cpu", "dtype": "float32", "kv_cache_memory": "4MiB", "page_size": 8, **options}
-    return Runner(EngineConfig.from_dict(values), Ranks())
+    runner = Runner(EngineConfig.from_dict(values), Ranks())
+    runner.allocate_cache(taps)
+    return runner
 
 
 def drafts(*rows: list[int]) -> Draft:
@@ -172,31 +175,89 @@ def test_requests_of_one_batch_do_not_mix(tiny: tuple[LlamaForCausalLM, Path]) -
 
 def test_copied_pages_hold_what_was_there_before_the_step(tiny: tuple[LlamaForCausalLM, Path]) -> None:
     """Sources are read first, fresh pages are cleared, and only the slots that count are copied; a page may be all three."""
-    runner = make_runner(tiny[1])
+    runner = make_runner(tiny[1], taps=("hidden",))
     size = runner.page_size
-    for number, planes in enumerate(runner.cache):
-        for plane in planes:
-            plane[:] = torch.arange(runner.num_pages)[:, None, None, None] + 100.0 * (number + 1)
+    planes = [*itertools.chain.from_iterable(runner.cache), runner.taps["hidden"]]
+    assert len(planes) == 5 and len({plane.data_ptr() for plane in planes}) == 5
+    for number, plane in enumerate(planes):
+        flat = plane.flatten(2)
+        flat[:] = torch.arange(runner.num_pages)[:, None, None] + 100.0 * (number + 1)
     copies = [(0, 1, size), (1, 2, 3), (5, 5, 2), (1, 3, size)]
-    runner._prepare_pages(Batch(page_copies=copies, fresh_pages=[1, 2, 3, 5, 6]))
-    for number, planes in enumerate(runner.cache):
-        for plane in planes:
-            slots = plane[:8, :, 0, 0] - 100 * (number + 1)
-            empty = [-100.0 * (number + 1)]
-            wanted = [
-                [0] * size,
-                [0] * size,
-                [1] * 3 + empty * (size - 3),
-                [1] * size,
-                [4] * size,
-                [5] * 2 + empty * (size - 2),
-                empty * size,
-                [7] * size,
-            ]
-            assert slots.tolist() == wanted
-            assert torch.equal(plane.flatten(2).amin(dim=2), plane.flatten(2).amax(dim=2)), "slots are copied whole"
-    runner._prepare_pages(Batch(fresh_pages=[7]))
-    assert all(plane[7].abs().max() == 0 < plane[4].min() for planes in runner.cache for plane in planes)
+    runner.prepare(Batch(page_copies=copies, fresh_pages=[1, 2, 3, 5, 6]))
+    for number, plane in enumerate(planes):
+        slots = plane.flatten(2)[:8, :, 0] - 100 * (number + 1)
+        empty = [-100.0 * (number + 1)]
+        wanted = [
+            [0] * size,
+            [0] * size,
+            [1] * 3 + empty * (size - 3),
+            [1] * size,
+            [4] * size,
+            [5] * 2 + empty * (size - 2),
+            empty * size,
+            [7] * size,
+        ]
+        assert slots.tolist() == wanted
+        assert torch.equal(plane.flatten(2).amin(dim=2), plane.flatten(2).amax(dim=2)), "slots are copied whole"
+    runner.prepare(Batch(fresh_pages=[7]))
+    assert all(plane[7].abs().max() == 0 < plane[4].min() for plane in planes)
+
+
+@torch.inference_mode()
+def expected_hidden(model: LlamaForCausalLM, token_ids: list[int]) -> torch.Tensor:
+    """States after the final norm."""
+    return model.model(torch.tensor([token_ids])).last_hidden_state[0]
+
+
+def tapped(runner: Runner, request: Request, count: int) -> torch.Tensor:
+    """What the tap holds of a request's first tokens [count, hidden]."""
+    return torch.stack([runner.taps["hidden"][request.page_ids[i // runner.page_size], i % runner.page_size] for i in range(count)])
+
+
+def test_the_tap_holds_every_tokens_hidden_state(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    """Of chunks that emit nothing, of several requests in one step, of drafts; and of nobody else's slots."""
+    model, folder = tiny
+    runner = make_runner(folder, taps=("hidden",))
+    first, second = random_tokens(37, 1), random_tokens(21, 2)
+    pages = random.Random(3).sample(range(runner.num_pages), 8)
+    one, two = Request("1", first[:30], SamplingParams(), page_ids=pages[:5]), Request("2", second, SamplingParams(), page_ids=pages[5:])
+    runner.forward(Batch([Scheduled(one, 11)]), drafts([]))
+    one.num_computed_tokens = 11
+    torch.testing.assert_close(tapped(runner, one, 11), expected_hidden(model, first[:11]), rtol=0, atol=TOLERANCE)
+    assert tapped(runner, one, 30)[11:].abs().max() == 0
+    runner.forward(Batch([Scheduled(two, 20), Scheduled(one, 18)]), drafts([], []))
+    one.num_computed_tokens, two.num_computed_tokens = 29, 20
+    runner.forward(Batch([Scheduled(one, 1, 7), Scheduled(two, 1)]), drafts(first[30:], []))
+    for request, token_ids in ((one, first), (two, second)):
+        wanted = expected_hidden(model, token_ids)
+        assert wanted.std() > 0.5
+        torch.testing.assert_close(tapped(runner, request, len(token_ids)), wanted, rtol=0, atol=TOLERANCE)
+    written = {page for request in (one, two) for page in request.page_ids}
+    assert {page for page in range(runner.num_pages) if runner.taps["hidden"][page].any()} == written
+
+
+def test_the_tap_does_not_change_the_logits(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    token_ids = random_tokens(LENGTH)
+    plain = make_runner(tiny[1])
+    assert plain.taps == {}
+    assert torch.equal(own_logits(plain, token_ids, (13,)), own_logits(make_runner(tiny[1], taps=("hidden",)), token_ids, (13,)))
+
+
+def test_copies_carry_the_tap(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    """A request that shares a prefix finds its hidden states in its own pages, and computes only what is left."""
+    model, folder = tiny
+    runner = make_runner(folder, taps=("hidden",))
+    shared = random_tokens(13)
+    first = Request("1", shared, SamplingParams(), page_ids=[3, 9])
+    runner.forward(Batch([Scheduled(first, 13)]), drafts([]))
+    token_ids = [*shared[:11], *random_tokens(6, 5)]
+    second = Request("2", token_ids, SamplingParams(), page_ids=[3, 4, 5], num_computed_tokens=11)
+    batch = Batch([Scheduled(second, 6)], page_copies=[(9, 4, 3)], fresh_pages=[4, 5])
+    runner.prepare(batch)
+    assert torch.equal(runner.taps["hidden"][4, :3], runner.taps["hidden"][9, :3]) and not runner.taps["hidden"][4, 3:].any()
+    runner.forward(batch, drafts([]))
+    torch.testing.assert_close(tapped(runner, second, 17), expected_hidden(model, token_ids), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(tapped(runner, first, 13), expected_hidden(model, shared), rtol=0, atol=TOLERANCE)
 
 
 def test_generation_from_a_tiny_model(tiny: tuple[LlamaForCausalLM, Path]) -> None:
@@ -477,6 +538,18 @@ def test_memory_for_no_page(tiny: tuple[LlamaForCausalLM, Path]) -> None:
     assert make_runner(tiny[1], kv_cache_memory=4096).num_pages == 1
     with pytest.raises(ConfigError, match=r"kv_cache_memory: 4095 bytes hold no page; one takes 4096 bytes"):
         make_runner(tiny[1], kv_cache_memory=4095)
+
+
+def test_pages_leave_room_for_taps_and_drafters(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+    """Beside the 4096 bytes: 64 hidden values of 8 tokens, and what a drafter keeps of each of them, here 2 x 16 and 5 values."""
+    runner = make_runner(tiny[1], kv_cache_memory=60_000)
+    assert (runner.page_bytes, runner.num_pages) == (4096, 14)
+    runner.allocate_cache(["hidden"])
+    assert (runner.page_bytes, runner.num_pages) == (4096 + 64 * 8 * 4, 9)
+    runner.allocate_cache(["hidden"], [(2, 16), (5,)])
+    assert (runner.page_bytes, runner.num_pages) == (6144 + 37 * 8 * 4, 8)
+    assert runner.taps["hidden"].shape == (8, 8, 64)
+    assert [plane.shape for planes in runner.cache for plane in planes] == [(8, 8, 2, 16)] * 4, "a drafter's memory is its own"
 
 
 def test_a_checkpoint_is_read_when_asked(tiny: tuple[LlamaForCausalLM, Path]) -> None:

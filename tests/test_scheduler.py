@@ -131,7 +131,7 @@ class World:
         decoding_first = {r.request_id: r.is_decoding for r in scheduler.running}
         batch = scheduler.schedule()
         self._check_batch(batch, decoding_first)
-        # As in Runner._prepare_pages: all sources are read, fresh pages are cleared, targets are written.
+        # As in backend.runner.prepare_pages: all sources are read, fresh pages are cleared, targets are written.
         sources = [list(self.kv[source]) for source, _, _ in batch.page_copies]
         targets = [target for _, target, _ in batch.page_copies]
         assert set(targets) <= set(batch.fresh_pages) and len(set(batch.fresh_pages)) == len(batch.fresh_pages)

@@ -11,6 +11,11 @@ import torch
 from scipy.stats import chisquare
 
 from backend import LLM, SamplingParams
+from backend.config import SpeculativeConfig
+from backend.core import Batch, Draft, Request, Scheduled, Speculation
+from backend.runner import Forward
+from backend.sampling import Sampler
+from backend.verify import verify
 from kernels import reference as ops
 from tests.conftest import greedy
 from tests.test_sampling import SAMPLES, assert_follows, draw, exact
@@ -89,6 +94,49 @@ def test_ragged_drafts():
     token_ids, accepted = ops.verify_rejection(probs, drafts, torch.tensor([3, 1, 2]), None, seeds, torch.tensor([9, 9, 9]))
     for row, count, draft, length in zip(token_ids.tolist(), accepted.tolist(), drafts.tolist(), (3, 1, 2)):
         assert count <= length and row[:count] == draft[:count] and row[count] >= 0 and set(row[count + 1 :]) <= {-1}
+
+
+@pytest.mark.parametrize("known", [0, 1, 2], ids=["certain", "first drawn, then looked up", "drawn"])
+def test_drafts_of_mixed_origin_keep_the_distribution(known):
+    """What a hybrid drafter proposes: the first drafts with the distributions that they were drawn from, the others without.
+
+    In one batch with entries of the other two kinds, and with shorter ones. The distributions have to be used: a drawn draft that is
+    taken for a certain one is accepted less often, and the tokens would not show it.
+    """
+    count, rng = 8000, random.Random(known)
+    target, other = conditional(1), conditional(2)
+    drafter = {history: [(a + b) / 2 for a, b in zip(weights, other[history])] for history, weights in target.items()}
+    proposed = {h: [[float(i == max(range(VOCABULARY), key=w.__getitem__)) for i in range(VOCABULARY)], w] for h, w in drafter.items()}
+    kinds = [known if i % 4 else (known + 1 + i // 4 % 2) % 3 for i in range(count)]
+    draft, entries, rows, starts = Draft([], []), [], [], [0]
+    for i, kind in enumerate(kinds):
+        speculation = Speculation("mtp", DRAFTS, "rejection")
+        entries.append(Scheduled(Request(f"r{i}", [3, 1, 4], SamplingParams(), speculation, seed=104729 * i + 7, num_computed_tokens=2), 1, DRAFTS))
+        history: tuple[int, ...] = ()
+        for place in range(1 if i % 7 == 0 else DRAFTS):
+            history += (rng.choices(range(VOCABULARY), proposed[history][place < kind])[0],)
+        draft.token_ids.append(list(history))
+        rows += [target[history[:place]] for place in range(len(history) + 1)]
+        starts.append(len(rows))
+        if kind:
+            draft.probs[i] = torch.tensor([drafter[history[:place]] for place in range(min(kind, len(history)))])
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=DRAFTS)
+    forward = Forward(torch.tensor(rows).log(), starts)
+    verdict = verify(Batch(entries), draft, forward, Sampler(VOCABULARY, torch.device("cpu")), config)
+    spans: Counter[tuple[int, ...]] = Counter()
+    accepted: Counter[int] = Counter()
+    for i in range(count):
+        span, num_accepted = tuple(verdict.token_ids[i]), verdict.num_accepted[i]
+        assert span[:-1] == tuple(draft.token_ids[i][:num_accepted]) and len(span) == num_accepted + 1
+        if kinds[i] == known:
+            accepted[num_accepted] += len(draft.token_ids[i]) == DRAFTS
+            while len(span) < DRAFTS:
+                span += (rng.choices(range(VOCABULARY), target[span])[0],)
+            spans[span[:DRAFTS]] += 1
+    assert_follows(spans, {(a, b): target[()][a] * target[a,][b] for a in range(VOCABULARY) for b in range(VOCABULARY)}, spans.total())
+    overlap = {h: sum(map(min, target[h], proposed[h][len(h) < known])) for h in target}  # how often the draft after h is accepted
+    both = sum(min(p, q) * overlap[a,] for a, (p, q) in enumerate(zip(target[()], proposed[()][known > 0])))
+    assert_follows(accepted, {0: 1 - overlap[()], 1: overlap[()] - both, 2: both}, accepted.total())
 
 
 def plain_top_p(drafts, rows, top_p, max_candidates, window):
@@ -194,7 +242,7 @@ def test_top_p_accepts_more_than_target_match(llm_ngram, strategies):
 
 
 def test_accept_policies(llm_ngram):
-    settings = {"method": "ngram", "num_speculative_tokens": 3}
+    settings = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     everything = LLM(speculative_config={**settings, "accept_policy": "accept_all"})
     out = everything.generate(REPEATING, greedy(40), use_tqdm=False)[0].outputs[0]
     assert out.stats.accepted == out.stats.drafted > 0 and len(out.token_ids) == 40

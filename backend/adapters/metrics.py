@@ -42,9 +42,26 @@ class MetricsPublisher:
         ):
             for method, value in list(counter.items()):
                 self._count(f"spec_decode_num_{name}_total", text, value, method=method)
-        for (method, position), value in list(metrics.accepted_per_position.items()):
-            text = "Drafted tokens accepted, by position in the draft"
-            self._count("spec_decode_num_accepted_tokens_per_pos_total", text, value, method=method, position=str(position))
+        for name, positions, text in (
+            ("draft_tokens", metrics.drafted_per_position, "Tokens drafted, by position in the draft"),
+            ("accepted_tokens", metrics.accepted_per_position, "Drafted tokens accepted, by position in the draft"),
+        ):
+            for (method, position), value in list(positions.items()):
+                self._count(f"spec_decode_num_{name}_per_pos_total", text, value, method=method, position=str(position))
+        faults = self._engine.drafters.faults
+        for name, counter, text in (
+            ("drafter_failures", faults.failures, "Times a drafter raised or could not be reached"),
+            ("invalid_drafts", faults.invalid, "Proposals refused: too long, or with ids outside the vocabulary"),
+            ("undrafted_steps", faults.undrafted, "Steps of a request decoded plainly because its drafter was down"),
+        ):
+            for method, value in list(counter.items()):
+                self._count(f"spec_decode_num_{name}_total", text, value, method=method)
+        for name, seconds, text in (
+            ("propose", metrics.propose_seconds, "Seconds of drafting"),
+            ("forward", metrics.forward_seconds, "Seconds of the target's forward pass"),
+            ("verify", metrics.verify_seconds, "Seconds of sampling and verification"),
+        ):
+            self._count(f"step_{name}_seconds_total", text, seconds)
         self._count("steps_total", "Steps run", metrics.steps)
         self._count("preemptions_total", "Requests set back for want of KV pages", metrics.preemptions)
         self._count("prompt_tokens_total", "Prompt tokens admitted", scheduler.num_prompt_tokens)
@@ -52,6 +69,7 @@ class MetricsPublisher:
         self._histogram("time_to_first_token_seconds", "Time to first token", metrics.time_to_first_token)
         self._histogram("time_per_output_token_seconds", "Time per output token after the first", metrics.time_per_output_token)
         self._histogram("step_seconds", "Time of one step", metrics.step_time)
+        self._histogram("spec_decode_accepted_length", "Tokens that a step with drafts emitted", metrics.accepted_length)
         self._gauge("requests_running", "Requests in the batch", len(scheduler.running))
         self._gauge("requests_waiting", "Requests waiting for room", scheduler.num_waiting)
         self._gauge("kv_pages_held", "KV pages held by requests", scheduler.pool.num_held)

@@ -93,6 +93,7 @@ class Drafters:
                 self.faults.failures[method] += 1
                 self.faults.undrafted[method] += len(own)
                 continue
+            draft.is_behind |= part.is_behind
             for i, b in enumerate(own):
                 if self._is_good(method, entries[b], part.token_ids[i]):
                     draft.token_ids[b], draft.sources[b] = part.token_ids[i], part.sources[i]

@@ -14,11 +14,14 @@ from collections.abc import Sequence
 
 import torch
 
+from backend.config import MAX_SPECULATIVE_TOKENS
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
 from backend.drafters.calls import LIKELIEST, OWN_NOISE, SHARED_NOISE, DraftCall, DraftError, DraftService
 
 logger = logging.getLogger(__name__)
 
+MAX_STEP_TOKENS = MAX_SPECULATIVE_TOKENS + 1
+"""A request that took part in the last step has no more than these to be shown."""
 RETRY_SECONDS = 0.5
 """A drafter that failed is asked again after this long; plain decoding goes on meanwhile."""
 
@@ -89,6 +92,7 @@ class MtpDrafter:
             logger.info("drafter %s is back", self.name)
             self._retry_at = 0.0
         self._fresh.clear()
+        draft.is_behind = any(count > MAX_STEP_TOKENS for count in call.query_lens)
         for i, b in enumerate(asked):
             self._note(entries[b].request, call.seq_lens[i] - call.query_lens[i], call.seq_lens[i])
             draft.token_ids[b] = reply.token_ids[i]

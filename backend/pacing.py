@@ -1,0 +1,188 @@
+"""How many drafts are worth it now: chosen from measured step times and acceptance, so that speculation does not slow large batches.
+
+A step of few tokens costs what reading the weights costs, so drafts are almost free; once arithmetic bounds it, every draft is paid
+for, and most are rejected. Where the one turns into the other depends on machine, model and batch: it is measured, not configured.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Sequence
+
+from backend.core import Draft, Request, Scheduled, Verdict
+
+SMOOTHING_DOWN, SMOOTHING_UP = 0.5, 0.1
+"""Share of the newest measurement in an average of times. Noise only ever makes a step slower, so a faster one says more."""
+MEMORY = 0.998
+"""What is left of old acceptance counts after one more step of a request."""
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
+"""Before anything is measured: of each further draft, and how many measurements that is worth. Hopeful, so that drafts are tried."""
+EXPLORE_EVERY, FAR_EVERY = 32, 8
+"""Steps between trials of one draft more, and trials between those of any other number: what is never tried cannot be known to have
+become better."""
+TRIAL_STEPS = 2
+"""A model drafter that was not asked for long catches up in the first; the second is what can be measured."""
+MAX_EXPLORERS = 2
+"""Requests that a trial from no drafts at all takes: a model drafter has to catch up for each."""
+MIN_GAIN = 1.03
+"""Another number of drafts has to promise this much more speed, or noise would drive the choice."""
+
+
+class _Times:
+    """Seconds by number of tokens: averages at the counts that were seen, straight lines between them."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._seconds: dict[int, float] = {}
+
+    @staticmethod
+    def _bucket(count: int) -> int:
+        """Counts above 8 to three bits."""
+        shift = max(0, count.bit_length() - 3)
+        return count >> shift << shift
+
+    def add(self, count: int, seconds: float) -> None:
+        count = self._bucket(count)
+        if count not in self._seconds:
+            bisect.insort(self._counts, count)
+            self._seconds[count] = seconds
+        else:
+            change = seconds - self._seconds[count]
+            self._seconds[count] += change * (SMOOTHING_UP if change > 0 else SMOOTHING_DOWN)
+
+    def at(self, count: int) -> float | None:
+        """Past the largest count seen, the last line goes on; with one count seen, all take as long (which is then tried and seen)."""
+        if not self._counts:
+            return None
+        place = bisect.bisect_left(self._counts, count)
+        if place < len(self._counts) and self._counts[place] == count:
+            return self._seconds[count]
+        if place == 0 or len(self._counts) == 1:
+            return self._seconds[self._counts[0]]
+        low, high = self._counts[max(0, min(place, len(self._counts) - 1) - 1)], self._counts[min(place, len(self._counts) - 1)]
+        slope = max(0.0, (self._seconds[high] - self._seconds[low]) / (high - low))
+        return self._seconds[low] + slope * (count - low)
+
+
+class _Acceptance:
+    """Of one method, by position in the draft: how often there was a draft, and how often it was accepted."""
+
+    def __init__(self) -> None:
+        self.tries: list[float] = []
+        self.drafted: list[float] = []
+        self.accepted: list[float] = []
+
+    def add(self, limit: int, num_drafts: int, num_accepted: int) -> None:
+        while len(self.tries) < limit:
+            hopeful = PRIOR_WEIGHT * PRIOR_ACCEPTANCE ** (len(self.tries) + 1)
+            self.tries.append(PRIOR_WEIGHT)
+            self.drafted.append(PRIOR_WEIGHT)
+            self.accepted.append(hopeful)
+        for position in range(limit):
+            self.tries[position] = self.tries[position] * MEMORY + 1
+            self.drafted[position] = self.drafted[position] * MEMORY + (num_drafts > position)
+            self.accepted[position] = self.accepted[position] * MEMORY + (num_accepted > position)
+
+    def expect(self, limit: int) -> tuple[float, float]:
+        """Drafts and accepted drafts of one request's step with that limit."""
+        drafted = sum(d / t for d, t in zip(self.drafted[:limit], self.tries))
+        accepted = sum(a / t for a, t in zip(self.accepted[:limit], self.tries))
+        known = min(limit, len(self.tries))
+        last = self.accepted[known - 1] / self.tries[known - 1] if known else 1.0
+        ratio = last ** (1 / known) if known else PRIOR_ACCEPTANCE
+        for _ in range(known, limit):
+            last *= ratio
+            drafted, accepted = drafted + 1, accepted + last
+        return drafted, accepted
+
+
+class Pacer:
+    """Chooses one limit for all drafts of a step. Called by the engine thread only."""
+
+    def __init__(self) -> None:
+        self._step_times = _Times()
+        self._draft_times: dict[str, dict[int, _Times]] = defaultdict(lambda: defaultdict(_Times))  # by method and limit, over requests
+        self._acceptance: dict[str, _Acceptance] = defaultdict(_Acceptance)
+        self._steps = 0
+        self._limit: int | None = None  # what is best as far as known
+        self._applied: int | None = None  # that, or a trial
+        self._explorers: frozenset[str] | None = None
+
+    def choose(self, requests: Sequence[Request]) -> None:
+        """Sets the limit for the next step of these requests, all of them decoding."""
+        self._explorers = None
+        wanted: dict[tuple[str, int], int] = defaultdict(int)
+        for request in requests:
+            if request.speculation.num_speculative_tokens:
+                wanted[request.speculation.method, request.speculation.num_speculative_tokens] += 1
+        if not wanted:
+            return
+        self._steps += 1
+        top = max(count for _, count in wanted)
+        speeds = [self._speed(limit, len(requests), wanted) for limit in range(top + 1)]
+        best = max(range(top + 1), key=lambda limit: speeds[limit])
+        current = min(self._limit if self._limit is not None else top, top)
+        if self._limit is None or speeds[best] > MIN_GAIN * speeds[current]:
+            current = best
+        self._limit = self._applied = current
+        if self._steps >= EXPLORE_EVERY and self._steps % EXPLORE_EVERY < TRIAL_STEPS:
+            self._explore(requests, top)
+
+    def _explore(self, requests: Sequence[Request], top: int) -> None:
+        """Another limit for this step."""
+        trial = self._steps // EXPLORE_EVERY
+        assert self._limit is not None
+        self._applied = trial // FAR_EVERY % (top + 1) if trial % FAR_EVERY == 0 else min(self._limit + 1, top)
+        if self._limit == 0:
+            drafting = [r.request_id for r in requests if r.speculation.num_speculative_tokens]
+            start = trial * MAX_EXPLORERS % len(drafting)
+            self._explorers = frozenset((drafting + drafting)[start : start + MAX_EXPLORERS])
+
+    def limit(self, request: Request) -> int:
+        """Most drafts of a request in the next step."""
+        if self._applied is None:
+            return request.speculation.num_speculative_tokens
+        if self._explorers is not None and request.request_id not in self._explorers:
+            return 0
+        return self._applied
+
+    def _speed(self, limit: int, num_requests: int, wanted: dict[tuple[str, int], int]) -> float:
+        """Expected tokens a second with that limit; what was never measured counts as free, and is then measured."""
+        tokens = emitted = float(num_requests)
+        drafting: dict[str, int] = defaultdict(int)
+        for (method, count), number in wanted.items():
+            drafted, accepted = self._acceptance[method].expect(min(limit, count))
+            tokens += number * drafted
+            emitted += number * accepted
+            drafting[method] += number
+        seconds = self._step_times.at(round(tokens))
+        if seconds is None:
+            return emitted
+        if limit:
+            seconds += sum(self._draft_seconds(method, limit, number) for method, number in drafting.items())
+        return emitted / max(seconds, 1e-9)
+
+    def _draft_seconds(self, method: str, limit: int, num_requests: int) -> float:
+        """From the nearest limit that was measured, in proportion."""
+        known = self._draft_times[method]
+        if not known:
+            return 0.0
+        nearest = min(known, key=lambda other: (abs(other - limit), other))
+        return (known[nearest].at(num_requests) or 0.0) * limit / nearest
+
+    def observe(self, entries: Sequence[Scheduled], draft: Draft, verdict: Verdict, propose_seconds: float, rest_seconds: float) -> None:
+        """What a step brought. Steps with prompts in them say nothing about the time of drafts."""
+        is_plain = all(e.num_tokens == 1 and e.emits for e in entries)
+        drafting: dict[str, int] = defaultdict(int)
+        limit = 0
+        for b, entry in enumerate(entries):
+            if entry.max_drafts:
+                method, limit = entry.request.speculation.method, max(limit, entry.max_drafts)
+                drafting[method] += 1
+                self._acceptance[method].add(entry.max_drafts, len(draft.token_ids[b]), verdict.num_accepted[b])
+        if is_plain:
+            self._step_times.add(len(entries) + sum(map(len, draft.token_ids)), rest_seconds)
+            if len(drafting) == 1 and not draft.is_behind:
+                ((method, number),) = drafting.items()
+                self._draft_times[method][limit].add(number, propose_seconds)

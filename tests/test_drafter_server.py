@@ -1,0 +1,165 @@
+"""The drafter as a Triton model of its own, on a real server: called each step, killed, unloaded, loaded again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from backend import LLM
+from client import Client
+from tests.conftest import code_prompts, greedy
+from tests.servers import RunningServer, serve
+
+PROMPTS = code_prompts(6, (60, 400), seed=21)
+COUNTER = "foretoken_spec_decode_num_"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    speculative = {"method": "mtp", "num_speculative_tokens": 3, "placement": "bls", "adaptive": False}
+    options = ("--speculative-config", json.dumps(speculative), "--model-control-mode=explicit", "--drain-seconds=3")
+    with serve(tmp_path_factory.mktemp("bls") / "log", *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def offline() -> list:
+    """The same requests with the drafter in this process."""
+    llm = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 3, "adaptive": False})
+    return [r.outputs[0] for r in llm.generate(PROMPTS, greedy(40), use_tqdm=False)]
+
+
+def ask(server: RunningServer, prompt: str, **options):
+    with Client(server.grpc) as client:
+        return client.generate(prompt, max_tokens=40, temperature=0.0, ignore_eos=True, **options)[0]
+
+
+def stub_of(server: RunningServer, model: str) -> int:
+    """Process id of a model's stub."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"triton_python_backend_stub" in words[0] and any(f"/{model}/".encode() in w and str(server.log.parent).encode() in w for w in words):
+                return int(entry.name)
+    raise AssertionError(f"no stub of {model} runs")
+
+
+def wait_for(condition, what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come about in {seconds} s"
+        time.sleep(0.2)
+
+
+def accepted(server: RunningServer) -> float:
+    return server.metric(f"{COUNTER}accepted_tokens_total", method="mtp")
+
+
+def test_both_placements_draft_the_same(server, offline):
+    for prompt, expected in zip(PROMPTS, offline):
+        answer = ask(server, prompt)
+        assert answer.token_ids == expected.token_ids
+        assert answer.sources == expected.sources
+        assert answer.speculation["drafted"] == expected.stats.drafted > 0
+
+
+def test_counters_are_on_the_metrics_port(server, offline):
+    """Every family of SPECULATION.md, with model and method."""
+    time.sleep(0.5)  # what ran before is published
+    before = {name: server.metric(f"{COUNTER}{name}_total", model="decode", method="mtp") for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    length = server.metric("foretoken_spec_decode_accepted_length_sum")
+    position = server.metric(f"{COUNTER}accepted_tokens_per_pos_total", method="mtp", position="0")
+    ask(server, PROMPTS[0])
+    stats = offline[0].stats
+    time.sleep(0.5)
+    for name, value in (("drafts", stats.drafts), ("draft_tokens", stats.drafted), ("accepted_tokens", stats.accepted)):
+        assert server.metric(f"{COUNTER}{name}_total", model="decode", method="mtp") - before[name] == value
+    assert server.metric("foretoken_spec_decode_accepted_length_sum") - length == stats.drafts + stats.accepted
+    assert server.metric(f"{COUNTER}accepted_tokens_per_pos_total", method="mtp", position="0") - position == stats.accepted_per_position[0]
+    for name in ("propose", "forward", "verify"):
+        assert server.metric(f"foretoken_step_{name}_seconds_total") > 0
+
+
+def test_the_log_says_how_the_drafter_is_set_up(server):
+    log = server.log.read_text("utf-8", "replace").replace("\\", "")
+    assert "drafter ready: 2 layers" in log
+    assert '"placement": "bls"' in log and '"num_model_steps": 3' in log
+
+
+def test_others_cannot_disturb_the_drafter(server, offline):
+    """Its calls carry a session: a stranger's is answered with an error, and the decode model opens a new one."""
+    import numpy as np
+    from tritonclient.grpc import InferenceServerClient, InferInput
+    from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+    arrays = {
+        "session": np.array([1, 5, 64, 16], dtype=np.int64),
+        "tokens": np.array([3], dtype=np.int32),
+        "hidden": np.zeros((1, 192), dtype=np.float32),
+        "requests": np.array([[1, 1, 1, 1, 0, 0, 0]], dtype=np.int64),
+        "filters": np.zeros((1, 3), dtype=np.float32),
+        "pages": np.array([0], dtype=np.int32),
+        "fresh_pages": np.array([], dtype=np.int32),
+    }
+    with InferenceServerClient(server.grpc) as client:
+        for changes, message in (({}, "open a new session"), ({"pages": np.array([64], dtype=np.int32)}, "not one of 0 to 63")):
+            inputs = []
+            for name, value in {**arrays, **changes}.items():
+                tensor = InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
+                tensor.set_data_from_numpy(value)
+                inputs.append(tensor)
+            with pytest.raises(InferenceServerException, match=message):
+                client.infer("mtp_drafter", inputs)
+    assert ask(server, PROMPTS[1]).token_ids == offline[1].token_ids
+    before = accepted(server)
+    assert ask(server, PROMPTS[1]).token_ids == offline[1].token_ids
+    wait_for(lambda: accepted(server) > before, "an accepted draft")
+
+
+@pytest.mark.parametrize("how", ["unload", "kill"])
+def test_a_drafter_that_goes_away_under_load_and_comes_back(server, offline, how):
+    answers: list = []
+    is_over = threading.Event()
+
+    def keep_asking() -> None:
+        while not is_over.is_set():
+            for prompt, expected in zip(PROMPTS, offline):
+                answers.append(ask(server, prompt).token_ids == expected.token_ids)
+
+    threads = [threading.Thread(target=keep_asking) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: len(answers) > 2, "an answer")
+        failures = server.metric(f"{COUNTER}drafter_failures_total", method="mtp")
+        if how == "kill":
+            os.kill(stub_of(server, "mtp_drafter"), signal.SIGKILL)
+        else:
+            server.post("/v2/repository/models/mtp_drafter/unload", {})
+        wait_for(lambda: server.metric(f"{COUNTER}drafter_failures_total", method="mtp") > failures, "a counted failure")
+        count = len(answers)
+        wait_for(lambda: len(answers) > count + 2, "an answer without the drafter")
+        assert server.metric(f"{COUNTER}undrafted_steps_total", method="mtp") > 0
+        if how == "kill":
+            server.post("/v2/repository/models/mtp_drafter/unload", {})
+            time.sleep(0.5)
+        status, text = server.post("/v2/repository/models/mtp_drafter/load", {})
+        assert status == 200, text
+        before = accepted(server)
+        wait_for(lambda: accepted(server) > before, "an accepted draft of the drafter that came back")
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
+    assert all(answers) and not any(t.is_alive() for t in threads)
+    settled = ask(server, PROMPTS[2])
+    assert settled.speculation["drafted"] == offline[2].stats.drafted, "it drafts as if nothing had been"

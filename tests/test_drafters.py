@@ -1,0 +1,323 @@
+"""Drafters that fail, lie or go away; and speculative sampling with a real drafter's own probabilities."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from scipy.stats import chisquare
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from backend import LLM, SamplingParams
+from backend.config import EngineConfig
+from backend.core import Draft, DraftFaults
+from backend.drafters import mtp
+from backend.drafters.calls import DraftCall, DraftError, DraftReply
+from backend.engine import Engine
+from backend.errors import ConfigError, ModelError
+from kernels import reference as ops
+from tests.conftest import code_prompts, greedy
+from training.llama import load_model
+from training.mtp import Mtp as TrainedMtp
+from training.mtp import save as save_drafter
+
+PROMPTS = code_prompts(4, (60, 200), seed=9)
+
+
+def collect(engine: Engine, prompts: list[str], params: SamplingParams) -> list[list[int]]:
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        engine.submit(prompt, params, lambda d: outputs[int(d.request_id)].extend(d.token_ids), request_id=str(i))
+    while engine.step():
+        pass
+    engine.scheduler.check()
+    assert engine.scheduler.num_open == 0
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return collect(LLM().engine, PROMPTS, greedy(40))
+
+
+class Service:
+    """The real drafter, behind a switch."""
+
+    def __init__(self) -> None:
+        self.inner = LLM(speculative_config={"method": "mtp"}).engine._load_drafter()
+        self.page_entries = self.inner.page_entries
+        self.fault = ""
+        self.num_opened = 0
+        self.num_calls = 0
+        self.caught_up: list[int] = []
+
+    def open(self, num_pages: int, page_size: int) -> None:
+        self.num_opened += 1
+        self.inner.open(num_pages, page_size)
+
+    def draft(self, call: DraftCall) -> DraftReply:
+        self.num_calls += 1
+        self.caught_up.append(len(call.token_ids))
+        if self.fault == "unreachable":
+            raise DraftError("nobody there")
+        if self.fault == "broken":
+            raise ZeroDivisionError("a bug")
+        reply = self.inner.draft(call)
+        if self.fault == "nothing":
+            return DraftReply([[] for _ in reply.token_ids])
+        if self.fault == "too many":
+            return DraftReply([[*row, 5, 6, 7, 8] for row in reply.token_ids])
+        if self.fault == "no such id":
+            return DraftReply([[4096, *row[1:]] for row in reply.token_ids])
+        if self.fault == "negative id":
+            return DraftReply([[-7, *row[1:]] for row in reply.token_ids])
+        return reply
+
+
+@pytest.fixture
+def service(monkeypatch) -> Service:
+    monkeypatch.setattr(mtp, "RETRY_SECONDS", 0.0)
+    return Service()
+
+
+def make_engine(service: Service, **options) -> Engine:
+    speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, "placement": "bls"}
+    return Engine(EngineConfig.from_dict({"speculative_config": speculative, **options}), draft_service=service)
+
+
+@pytest.mark.parametrize("fault", ["unreachable", "broken"])
+def test_a_drafter_that_fails_leaves_plain_decoding_and_is_used_again(service, plain, fault, caplog):
+    engine = make_engine(service)
+    assert collect(engine, PROMPTS, greedy(40)) == plain
+    accepted = engine.metrics.accepted_tokens["mtp"]
+    assert accepted > 0 and service.num_opened == 1
+    service.fault = fault
+    with caplog.at_level(logging.WARNING):
+        assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert engine.metrics.accepted_tokens["mtp"] == accepted
+    faults = engine.drafters.faults
+    assert faults.failures["mtp"] > 0 and faults.undrafted["mtp"] >= faults.failures["mtp"]
+    assert sum("goes on without drafts" in r.message for r in caplog.records) == 1, "one warning, not one a step"
+    service.fault = ""
+    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert engine.metrics.accepted_tokens["mtp"] == 2 * accepted, "all that it had forgotten was shown to it again"
+    assert service.num_opened > 1
+
+
+def test_a_drafter_that_comes_back_in_the_middle_of_a_request(service, plain):
+    engine = make_engine(service)
+    outputs: list[int] = []
+    engine.submit(PROMPTS[0], greedy(40), lambda d: outputs.extend(d.token_ids), request_id="0")
+    service.fault = "unreachable"
+    while len(outputs) < 10:
+        engine.step()
+    service.fault = ""
+    before = service.num_calls
+    while engine.step():
+        pass
+    assert outputs == plain[0]
+    known = len(engine.tokenizer.encode(PROMPTS[0])) + 10
+    assert service.caught_up[before] == known, "the whole text so far"
+    assert engine.metrics.accepted_tokens["mtp"] > 0
+
+
+def test_a_dead_drafter_is_not_asked_every_step(monkeypatch, plain):
+    service = Service()
+    monkeypatch.setattr(mtp, "RETRY_SECONDS", 3600.0)
+    engine = make_engine(service)
+    service.fault = "unreachable"
+    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert service.num_calls == 1 and engine.drafters.faults.undrafted["mtp"] > 30
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("too many", "7 tokens; 3 were asked for"), ("no such id", "token 4096; the vocabulary has ids 0 to 4095"), ("negative id", "token -7;")],
+)
+def test_bad_proposals_are_refused_and_said(service, plain, fault, message, caplog):
+    engine = make_engine(service)
+    service.fault = fault
+    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert engine.metrics.draft_tokens["mtp"] == 0
+    assert engine.drafters.faults.invalid["mtp"] > 0
+    assert any(message in r.message and "request" in r.message for r in caplog.records)
+
+
+def test_a_drafter_may_propose_nothing(service, plain):
+    engine = make_engine(service)
+    service.fault = "nothing"
+    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert engine.metrics.draft_tokens["mtp"] == 0 and not engine.drafters.faults.invalid
+
+
+def test_any_drafter_may_raise(plain, monkeypatch):
+    engine = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 3}).engine
+
+    def propose(entries, faults: DraftFaults) -> Draft:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine.drafters._loaded["ngram"], "propose", propose)
+    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert engine.drafters.faults.failures["ngram"] > 0
+
+
+def test_backlogs_longer_than_a_step_are_taken_in_parts(service, plain):
+    engine = make_engine(service, max_num_batched_tokens=24, max_batch_size=4)
+    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert max(service.caught_up) <= 24 < max(len(engine.tokenizer.encode(p)) for p in PROMPTS)
+    assert engine.metrics.accepted_tokens["mtp"] > 0
+
+
+def test_bls_needs_a_server():
+    with pytest.raises(ConfigError, match="placement bls needs a server"):
+        LLM(speculative_config={"method": "mtp", "placement": "bls"})
+
+
+# -- folders that are no drafter of this target ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, root) -> Path:
+    source = root / "model_repository/standalone/mtp_drafter/1"
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "is no drafter; known: LlamaMTP"),
+        ({"hidden_size": 256}, "hidden_size is 256; the target's is 192"),
+        ({"vocab_size": 32000}, "vocab_size is 32000; the target's is 4096"),
+        ({"max_position_embeddings": 1024}, "max_position_embeddings is 1024; the target's is 2048"),
+        ({"num_nextn_predict_layers": 3}, "model.layers.2.enorm.weight is missing"),
+        ({"intermediate_size": 100}, "has shape"),
+    ],
+)
+def test_a_folder_that_is_no_drafter_of_this_target(folder, change, message):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 2, "model": str(folder)})
+
+
+def test_a_drafter_without_a_needed_key(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="num_nextn_predict_layers"):
+        LLM(speculative_config={"method": "mtp", "model": str(folder)})
+    with pytest.raises(ModelError, match="does not exist"):
+        LLM(speculative_config={"method": "mtp", "model": str(folder / "nowhere")})
+
+
+# -- the distribution of sampled answers -------------------------------------------------------------------------------
+
+VOCABULARY, LENGTH, DRAWS = 6, 3, 12000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A target of six words, whose answers of three tokens can be counted."""
+    path = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, initializer_range=0.5, bos_token_id=0, eos_token_id=0, **sizes)
+    LlamaForCausalLM(config).save_pretrained(path)
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny_drafters(tiny, tmp_path_factory) -> dict[str, Path]:
+    """One that was never trained, and one that gives the target's own scores back (its layers add nothing)."""
+    target = load_model(tiny)
+    target.config.setdefault("rope_theta", 10000.0)
+    paths = {}
+    for name in ("bad", "fair"):
+        torch.manual_seed(8)
+        drafter = TrainedMtp(target, num_layers=2, inner=48)
+        if name == "fair":
+            with torch.no_grad():
+                for weight in (drafter.o, drafter.down):
+                    weight.zero_()
+                drafter.eh.copy_(0.3 * drafter.eh)
+                drafter.norm.fill_(0.4)  # less sure of itself, so that it is right more often in distribution
+        paths[name] = tmp_path_factory.mktemp(name)
+        save_drafter(drafter, target, paths[name], 2)
+    return paths
+
+
+PARAMETERS = {"temperature": 1.3, "ignore_eos": True}
+
+
+def answers(tiny: Path, drafter: Path, choice: dict) -> tuple[Counter, float]:
+    """How often each answer came, the first token (which no draft can precede) and LENGTH more, and the share of accepted drafts."""
+    speculative = {"method": "mtp", "num_speculative_tokens": 2, "model": str(drafter), "adaptive": False, **choice}
+    llm = LLM(str(tiny), speculative_config=speculative, dtype="float32", kv_cache_memory="8MiB")
+    prompts = [{"prompt_token_ids": [1, 3, 2, 4]}] * (DRAWS // 50)
+    seeded = [SamplingParams(max_tokens=LENGTH + 1, n=50, seed=1000 * i, **PARAMETERS) for i in range(len(prompts))]
+    outputs = [o for r in llm.generate(prompts, seeded, use_tqdm=False) for o in r.outputs]
+    drafted = sum(o.stats.drafted for o in outputs)
+    return Counter(tuple(o.token_ids) for o in outputs), sum(o.stats.accepted for o in outputs) / drafted
+
+
+@torch.inference_mode()
+def exact(tiny: Path) -> dict[tuple[int, ...], float]:
+    model = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    spans = list(itertools.product(range(VOCABULARY), repeat=LENGTH + 1))
+    ids = torch.tensor([[1, 3, 2, 4, *s] for s in spans])
+    scores = (model(ids).logits / PARAMETERS["temperature"]).log_softmax(-1)
+    picked = scores[:, 3:-1].gather(2, ids[:, 4:, None])[:, :, 0].sum(1)
+    return dict(zip(spans, picked.exp().tolist()))
+
+
+def fit(counts: Counter, wanted: dict[tuple[int, ...], float]) -> float:
+    """p of the chi-square test; rare answers together."""
+    total = sum(counts.values())
+    large = [s for s, p in wanted.items() if p * total >= 8]
+    seen = [counts[s] for s in large]
+    expected = [wanted[s] * total for s in large]
+    return chisquare([*seen, total - sum(seen)], [*expected, total - sum(expected)]).pvalue
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "target_match"])
+@pytest.mark.parametrize("name", ["bad", "fair"])
+def test_answers_follow_the_targets_distribution(tiny, tiny_drafters, name, strategy):
+    counts, rate = answers(tiny, tiny_drafters[name], {"verify_strategy": strategy})
+    assert fit(counts, exact(tiny)) > 1e-3
+    assert 0.05 < rate < 0.98, "drafts that are all accepted or none test nothing"
+
+
+def test_the_test_above_catches_a_verifier_without_residual(tiny, tiny_drafters, monkeypatch):
+    right = ops.verify_rejection
+
+    def careless(probs, drafts, lengths, draft_probs, seeds, positions):
+        token_ids, accepted = right(probs, drafts, lengths, draft_probs, seeds, positions)
+        rows = torch.arange(len(drafts))
+        noise = ops.gumbel_noise(seeds, positions + accepted, probs.shape[-1], ops.RECOVER_STREAM)
+        token_ids[rows, accepted] = (probs[rows, accepted].log() + noise).argmax(-1)
+        return token_ids, accepted
+
+    monkeypatch.setattr(ops, "verify_rejection", careless)
+    counts, _ = answers(tiny, tiny_drafters["bad"], {"verify_strategy": "rejection"})
+    assert fit(counts, exact(tiny)) < 1e-6
+
+
+def test_a_drafter_file_that_is_damaged(folder):
+    blob = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(blob[: len(blob) // 2])
+    with pytest.raises(ModelError, match="cannot be read"):
+        LLM(speculative_config={"method": "mtp", "model": str(folder)})
+    save_file({"other": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="is missing"):
+        LLM(speculative_config={"method": "mtp", "model": str(folder)})
