@@ -43,3 +43,23 @@ def editing_prompts(count: int, lines: tuple[int, int] = (18, 45), seed: int = 0
         prompts.append((f"{block}\n\n\n# The same, with {name} renamed to new_{name}.\n{head}", changed[len(head) :]))
     assert len(prompts) == count, f"{len(prompts)} blocks found, {count} wanted"
     return prompts
+
+
+Requests = list[tuple[str, int]]
+"""Prompts, and how many tokens to ask for."""
+
+
+def completion_requests(count: int) -> Requests:
+    """Code to go on with: 64 tokens each."""
+    return [(prompt, 64) for prompt in completion_prompts(count, (200, 800), seed=2)]
+
+
+def editing_requests(count: int) -> Requests:
+    """Functions to write again with one name changed, at most 96 tokens of each (about 3 characters a token)."""
+    prompts = editing_prompts(min(count, 24))
+    return [(prompt, min(96, max(16, len(rest) // 3))) for prompt, rest in (prompts * 2)[:count]]
+
+
+def agent_rounds(count: int) -> Requests:
+    """One round of an agent's loop: the same tasks, in the same words, each time."""
+    return [(f"# Task {i}: continue the module.\n{prompt}", 96) for i, prompt in enumerate(completion_prompts(count, (300, 600), seed=5))]

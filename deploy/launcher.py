@@ -200,11 +200,15 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
+def is_bundled(model: str | Path) -> bool:
+    return Path(model).expanduser().resolve() == BUNDLED_MODEL.resolve()
+
+
 def check_drafter(config: SpeculativeConfig, model: Path) -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     if "mtp" not in config.loaded_methods:
         return None
-    if config.model is None and model != BUNDLED_MODEL:
+    if config.model is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method mtp needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
     folder = Path(config.model or BUNDLED_DRAFTER).expanduser().resolve()
     read_config(folder)
@@ -240,7 +244,7 @@ def serve(args: argparse.Namespace) -> int:
     """Checks, renders, and becomes tritonserver. Returns an exit status only with --dry-run or when a check fails."""
     try:
         values = gather(args)
-        if "speculative_config" not in values and "model" not in values:
+        if "speculative_config" not in values and is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values["speculative_config"] = DEFAULT_SPECULATION
         config, engine = split_keys(values)
         model = check_model(engine.model)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import math
+import re
 import shlex
 import shutil
 import socket
@@ -26,7 +27,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend import LLM
-from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, SpeculativeConfig, normalize_method, parse_bytes
+from backend.config import (
+    BUNDLED_DRAFTER,
+    BUNDLED_MODEL,
+    METHODS,
+    EngineConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    normalize_method,
+    parse_bytes,
+)
 from backend.core import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
@@ -34,7 +44,6 @@ from backend.core import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
-    Speculation,
 )
 from backend.errors import ConfigError, ModelError
 from deploy import launcher, server
@@ -96,6 +105,7 @@ def test_unknown_keys_name_the_nearest(values: dict[Any, Any], message: str) -> 
         ("device", 0),
         ("gpu_memory_utilization", "0.9"),
         ("gpu_memory_utilization", True),
+        ("gpu_memory_utilization", HUGE),
         ("kv_cache_memory", 1.5),
         ("kv_cache_memory", True),
         ("kv_cache_memory", [1]),
@@ -222,15 +232,21 @@ def test_parse_bytes(value: int | str, expected: int) -> None:
         ("NGRAM", "ngram"),
         ("ngram_match", "ngram"),
         ("Inference_With_Reference", "ngram"),
+        ("Suffix", "suffix"),
+        ("MTP", "mtp"),
+        ("deepseek_mtp", "mtp"),
+        ("Ernie_MTP", "mtp"),
     ],
 )
 def test_methods_have_one_name_and_many_spellings(given_name: str | None, expected: str) -> None:
     assert normalize_method(given_name) == expected
     assert SpeculativeConfig.from_dict({"method": given_name}).method == expected
+    assert SpeculativeConfig.from_dict({"request_methods": [given_name] if given_name else []}).request_methods == ((expected,) if given_name else ())
+    assert SpeculativeConfig(method="mtp", request_methods=("suffix",)).resolve({"method": given_name}).method == expected
 
 
 def test_unknown_methods_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, .*did you mean \"ngram\"\?"):
+    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, ngram, suffix, mtp .*did you mean \"ngram\"\?"):
         SpeculativeConfig.from_dict({"method": "n-gram"})
     with pytest.raises(ConfigError, match="method must be"):
         SpeculativeConfig.from_dict({"method": 5})
@@ -241,6 +257,89 @@ def test_keys_of_other_engines_are_taken() -> None:
     assert (config.max_ngram_size, config.min_ngram_size) == (4, 2)
     with pytest.raises(ConfigError, match="max_ngram_size is given twice"):
         SpeculativeConfig.from_dict({"method": "ngram", "prompt_lookup_max": 4, "max_ngram_size": 4})
+    with pytest.raises(ConfigError, match="min_ngram_size must be int or null, got '2'"):
+        SpeculativeConfig.from_dict({"prompt_lookup_min": "2"})
+
+
+COUNTS = [0, 17, 10**30, "5", True, 1.0]
+BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
+    "method": (["n-gram", "", 5, True, ["mtp"]], "none, naive, ngram, suffix, mtp"),
+    "num_speculative_tokens": (COUNTS, "from 1 to 16"),
+    "adaptive": (["False", "true", 0, 1, None], "bool"),
+    "request_methods": ([["n-gram"], [""], [5], [None], "suffix", None, {"suffix": 1}], "none, naive, ngram, suffix, mtp"),
+    "verify_strategy": (["fastest", "", None, 5], "target_match, greedy, rejection, topp"),
+    "accept_policy": (["all", "", None, 5], "normal, accept_all, reject_all"),
+    "max_candidate_len": ([0, -1, 65, "5", True, None], "from 1 to 64"),
+    "verify_window": ([0, -1, 17, "2", True, None], "from 1 to 16"),
+    "max_ngram_size": ([0, -1, "5", True, None], ">= min_ngram_size (1)"),
+    "min_ngram_size": ([0, -1, "1", True], ">= 1"),
+    "model": (["", 5, True, ["x"]], "a path"),
+    "num_model_steps": (COUNTS, "from 1 to 16"),
+    "mtp_strategy": (["ngram", "with_mtp", "", None, 5], "default, with_ngram, with_suffix"),
+    "placement": (["triton", "", None, 5], "auto, in_process, bls"),
+    "draft_sampling": (["random", "", None, 5], "shared_noise, greedy"),
+    "quantization": (["int8", "wint2", "", 8], "wint8, wint4, fp8"),
+    "draft_tensor_parallel_size": ([0, -1, "1", True, None], ">= 1"),
+    "suffix_decoding_max_tree_depth": ([0, -1, 10**6 + 1, 2**40, "64", True, None], "from 1 to 1000000"),
+    "suffix_decoding_max_cached_requests": ([-2, "0", True, None], ">= 0, or -1"),
+    "suffix_decoding_max_spec_factor": ([-0.1, NAN, INF, 1e7, HUGE, "1", True, None], "from 0 to 1000000"),
+    "suffix_decoding_min_token_prob": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
+    "suffix_decoding_cache_path": (["", 5, True], "a path"),
+}
+"""By key: what must be refused, and the rule that a value of the right type is told."""
+GOOD_SPECULATIVE: dict[str, list[Any]] = {
+    "method": ["mtp"],
+    "num_speculative_tokens": [1, 16, None],
+    "adaptive": [True, False],
+    "request_methods": [(), ("suffix",), ("suffix", "ngram", "naive", "none", "mtp")],
+    "verify_strategy": ["target_match", "greedy", "rejection", "topp"],
+    "accept_policy": ["normal", "accept_all", "reject_all"],
+    "max_candidate_len": [1, 64],
+    "verify_window": [1, 16],
+    "max_ngram_size": [1, 10**6],
+    "min_ngram_size": [1, 5],
+    "model": [None, "/models/drafter"],
+    "num_model_steps": [1, 16],
+    "mtp_strategy": ["default", "with_ngram", "with_suffix"],
+    "placement": ["auto", "in_process", "bls"],
+    "draft_sampling": ["shared_noise", "greedy"],
+    "quantization": [None, "wint8", "wint4", "fp8"],
+    "draft_tensor_parallel_size": [1, 8],
+    "suffix_decoding_max_tree_depth": [1, 64, 10**6],
+    "suffix_decoding_max_cached_requests": [-1, 0, 10**9],
+    "suffix_decoding_max_spec_factor": [0.0, 0.5, 1e6],
+    "suffix_decoding_min_token_prob": [0.0, 1.0],
+    "suffix_decoding_cache_path": [None, "/var/cache/suffix.npz"],
+}
+
+
+def cases(table: dict[str, list[Any]]) -> list[Any]:
+    return [pytest.param(key, value, id=f"{key}={str(value)[:20]}") for key, values in table.items() for value in values]
+
+
+def test_every_speculative_key_has_its_cases() -> None:
+    assert set(BAD_SPECULATIVE) == set(GOOD_SPECULATIVE) == set(field_names(SpeculativeConfig))
+
+
+@pytest.mark.parametrize(("key", "value"), cases({key: values for key, (values, _) in BAD_SPECULATIVE.items()}))
+def test_bad_speculative_values_are_refused(key: str, value: Any) -> None:
+    """The key, the rule or the type, and the value seen; whatever the method, or wherever it is given."""
+    rule = BAD_SPECULATIVE[key][1]
+    for method in ("mtp", "suffix", "ngram"):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.from_dict({"speculative_config": {"method": method, key: value}})
+        message = str(caught.value)
+        seen = value[0] if key == "request_methods" and isinstance(value, list) else value
+        assert key in message and repr(seen)[:80] in message and len(message) < 400, message
+        assert rule in message or re.search(r"must be (str|int|float|bool|a list)( or null)?, got", message), message
+
+
+@pytest.mark.parametrize(("key", "value"), cases(GOOD_SPECULATIVE))
+def test_good_speculative_values_are_taken(key: str, value: Any) -> None:
+    config = SpeculativeConfig.from_dict({"method": "mtp", key: list(value) if isinstance(value, tuple) else value})
+    assert getattr(config, key) == (1 if key == "num_speculative_tokens" and value is None else value)
+    if isinstance(value, str) and key not in ("model", "suffix_decoding_cache_path"):
+        assert getattr(SpeculativeConfig.from_dict({"method": "mtp", key: value.upper()}), key) == value, "in any case"
 
 
 @pytest.mark.parametrize(
@@ -248,17 +347,116 @@ def test_keys_of_other_engines_are_taken() -> None:
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be from 1 to 16, got 0"),
         ({"num_speculative_tokens": 17}, "num_speculative_tokens must be from 1 to 16, got 17"),
-        ({"num_speculative_tokens": "5"}, "num_speculative_tokens must be int, got '5'"),
-        ({"num_speculative_tokens": True}, "num_speculative_tokens must be int, got True"),
+        ({"num_speculative_tokens": -3}, "num_speculative_tokens must be >= 0, got -3"),
+        ({"num_speculative_tokens": "5"}, "num_speculative_tokens must be int or null, got '5'"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens must be int or null, got True"),
         ({"min_ngram_size": 0}, "min_ngram_size must be >= 1, got 0"),
         ({"min_ngram_size": 3, "max_ngram_size": 2}, r"max_ngram_size must be >= min_ngram_size \(3\), got 2"),
+        ({"mtp_strategy": "with_ngram", "max_ngram_size": 1}, r"max_ngram_size must be >= min_ngram_size \(2\), got 1"),
         ({"verify_strategy": "fastest"}, "verify_strategy must be one of .*target_match.*, got 'fastest'"),
         ({"verify_strategy": None}, "verify_strategy must be str"),
+        ({"request_methods": "suffix"}, "request_methods must be a list, got 'suffix'"),
+        ({"request_methods": ["suffix", 5]}, r"request_methods\[1\] must be str, got 5"),
+        ({"request_methods": ["suffx"]}, "request_methods 'suffx' is not one of .*did you mean \"suffix\""),
+        ({"adaptive": "False"}, "adaptive must be bool, got 'False'"),
     ],
 )
 def test_speculative_ranges(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.from_dict({"method": "ngram", **values})
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("num_model_step", "num_model_steps"),
+        ("num_nextn_predict_steps", None),
+        ("quantisation", "quantization"),
+        ("mtp_stategy", "mtp_strategy"),
+        ("request_method", "request_methods"),
+        ("suffix_decoding_max_tree_dept", "suffix_decoding_max_tree_depth"),
+        ("draft_tensor_parallel", "draft_tensor_parallel_size"),
+        ("prompt_lookup_maximum", "prompt_lookup_max"),
+        ("Adaptive", "adaptive"),
+    ],
+)
+def test_unknown_speculative_keys_name_the_nearest(key: str, nearest: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_dict({"speculative_config": {"method": "mtp", key: 1}})
+    assert f"speculative_config: unknown key {key!r}" in str(caught.value)
+    assert nearest is None or f'did you mean "{nearest}"?' in str(caught.value)
+
+
+def test_a_drafters_tensor_parallelism_is_one_or_the_targets() -> None:
+    assert EngineConfig.from_dict({"speculative_config": {"draft_tensor_parallel_size": 1}}).speculative_config.draft_tensor_parallel_size == 1
+    with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size must be 1 or the target's tensor_parallel_size \(1\), got 2"):
+        EngineConfig.from_dict({"speculative_config": {"draft_tensor_parallel_size": 2}})
+
+
+def counts(**values: Any) -> tuple[int | None, int | None]:
+    config = SpeculativeConfig.from_dict(values)
+    return config.num_speculative_tokens, config.num_model_steps
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"method": "ngram"}, (1, 1)),
+        ({"method": "mtp"}, (1, 1)),
+        ({"method": "mtp", "num_speculative_tokens": 4}, (4, 4)),
+        ({"method": "mtp", "num_speculative_tokens": 4, "num_model_steps": 2}, (4, 2)),
+        ({"method": "mtp", "num_model_steps": 3}, (3, 3)),
+        ({"method": "mtp", "num_speculative_tokens": 6, "mtp_strategy": "with_ngram"}, (6, 1)),
+        ({"method": "mtp", "num_speculative_tokens": 6, "mtp_strategy": "with_suffix"}, (6, 1)),
+        ({"method": "mtp", "num_speculative_tokens": 6, "mtp_strategy": "with_ngram", "num_model_steps": 2}, (6, 2)),
+        ({"method": "suffix"}, (16, 16)),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 5}, (5, 5)),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 16}, (16, 16)),
+        ({"method": "suffix", "num_speculative_tokens": 3}, (3, 3)),
+        ({"method": "none"}, (0, 1)),
+        ({"method": "none", "request_methods": ["mtp"], "num_model_steps": 4}, (0, 4)),
+    ],
+)
+def test_counts_that_are_not_given(values: dict[str, Any], expected: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert counts(**values) == expected
+    assert not caplog.records, "nothing that was given is overridden"
+
+
+def test_drafts_are_raised_to_the_models_steps_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert counts(method="mtp", num_speculative_tokens=2, num_model_steps=3) == (3, 3)
+    assert "num_speculative_tokens 2 is raised to num_model_steps 3" in caplog.text
+    caplog.clear()
+    assert counts(method="ngram", num_speculative_tokens=2, num_model_steps=3) == (2, 3), "another method has no model"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("strategy", "smallest"), [("default", 1), ("with_ngram", 2), ("with_suffix", 1)])
+def test_the_smallest_ngram_follows_the_strategy(strategy: str, smallest: int) -> None:
+    values = {"method": "mtp", "mtp_strategy": strategy}
+    assert SpeculativeConfig.from_dict(values).min_ngram_size == smallest
+    assert SpeculativeConfig.from_dict(values | {"min_ngram_size": 1}).min_ngram_size == 1
+    assert SpeculativeConfig.from_dict(values | {"prompt_lookup_min": 3}).min_ngram_size == 3
+
+
+@given(
+    values=st.fixed_dictionaries(
+        {}, optional={key: st.sampled_from(good) for key, good in GOOD_SPECULATIVE.items()} | {"method": st.sampled_from(METHODS)}
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_settled_values_stay_as_they_are(values: dict[str, Any]) -> None:
+    """The launcher reads a configuration, and the server reads it again."""
+    try:
+        config = SpeculativeConfig.from_dict(values)
+    except ConfigError as error:
+        assert "ngram_size" in str(error), "each value is good by itself; only these two depend on each other"
+        return
+    assert dataclasses.replace(config) == config == SpeculativeConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config))))
+    count, steps = config.num_speculative_tokens, config.num_model_steps
+    assert count is not None and 0 <= count <= 16 and (count == 0) == (config.method in ("none", "naive"))
+    assert steps is not None and 1 <= steps <= 16 and (config.method != "mtp" or steps <= count)
 
 
 def test_verify_strategy_in_any_case() -> None:
@@ -280,29 +478,91 @@ def test_nothing_is_said_when_nothing_is_overridden(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, ("none", "naive")),
+        ({"method": "none"}, ("none", "naive")),
+        ({"request_methods": ["none"]}, ("none", "naive")),
+        ({"method": "naive"}, ("naive", "ngram", "none")),
+        ({"method": "ngram"}, ("ngram", "none", "naive")),
+        ({"method": "suffix"}, ("suffix", "ngram", "none", "naive")),
+        ({"method": "mtp"}, ("mtp", "ngram", "none", "naive")),
+        ({"method": "mtp", "mtp_strategy": "with_ngram"}, ("mtp", "ngram", "none", "naive")),
+        ({"method": "mtp", "mtp_strategy": "with_suffix"}, ("mtp", "suffix", "ngram", "none", "naive")),
+        ({"method": "mtp", "request_methods": ["Suffix", "deepseek_mtp"]}, ("mtp", "suffix", "ngram", "none", "naive")),
+        ({"request_methods": ["mtp"]}, ("none", "mtp", "ngram", "naive")),
+    ],
+)
+def test_loaded_methods(values: dict[str, Any], expected: tuple[str, ...]) -> None:
+    assert SpeculativeConfig.from_dict(values).loaded_methods == expected
+
+
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
 
 
 @pytest.mark.parametrize(
     ("config", "choice", "expected"),
     [
-        (NGRAM, None, Speculation("ngram", 5, "target_match")),
-        (NGRAM, {}, Speculation("ngram", 5, "target_match")),
-        (NGRAM, {"num_speculative_tokens": 0}, Speculation("ngram", 0, "target_match")),
-        (NGRAM, {"num_speculative_tokens": 16}, Speculation("ngram", 16, "target_match")),
-        (NGRAM, {"method": None}, Speculation("none", 0, "target_match")),
-        (NGRAM, {"method": "None", "num_speculative_tokens": 3}, Speculation("none", 0, "target_match")),
-        (NGRAM, {"method": "naive"}, Speculation("naive", 0, "target_match")),
-        (NGRAM, {"method": "ngram_match"}, Speculation("ngram", 5, "target_match")),
-        (NGRAM, {"verify_strategy": "GREEDY"}, Speculation("ngram", 5, "greedy")),
-        (SpeculativeConfig(method="ngram", verify_strategy="greedy"), None, Speculation("ngram", 1, "greedy")),
-        (SpeculativeConfig(), None, Speculation("none", 0, "target_match")),
-        (SpeculativeConfig(), {"num_speculative_tokens": 4}, Speculation("none", 0, "target_match")),
-        (SpeculativeConfig(), {"method": "naive"}, Speculation("naive", 0, "target_match")),
+        (NGRAM, None, ("ngram", 5, "target_match")),
+        (NGRAM, {}, ("ngram", 5, "target_match")),
+        (NGRAM, {"num_speculative_tokens": 0}, ("ngram", 0, "target_match")),
+        (NGRAM, {"num_speculative_tokens": 16}, ("ngram", 16, "target_match")),
+        (NGRAM, {"method": None}, ("none", 0, "target_match")),
+        (NGRAM, {"method": "None", "num_speculative_tokens": 3}, ("none", 0, "target_match")),
+        (NGRAM, {"method": "naive"}, ("naive", 0, "target_match")),
+        (NGRAM, {"method": "ngram_match"}, ("ngram", 5, "target_match")),
+        (NGRAM, {"verify_strategy": "GREEDY"}, ("ngram", 5, "greedy")),
+        (SpeculativeConfig(method="ngram", verify_strategy="greedy"), None, ("ngram", 1, "greedy")),
+        (SpeculativeConfig(), None, ("none", 0, "target_match")),
+        (SpeculativeConfig(), {"num_speculative_tokens": 4}, ("none", 0, "target_match")),
+        (SpeculativeConfig(), {"method": "naive"}, ("naive", 0, "target_match")),
+        (SpeculativeConfig(method="suffix"), {"method": "ngram"}, ("ngram", 16, "target_match")),
+        (SpeculativeConfig(method="suffix"), {"num_speculative_tokens": 3}, ("suffix", 3, "target_match")),
+        (SpeculativeConfig(request_methods=("suffix",)), {"method": "suffix"}, ("suffix", 1, "target_match")),
+        (SpeculativeConfig(request_methods=("suffix",)), {"method": "suffix", "num_speculative_tokens": 9}, ("suffix", 9, "target_match")),
+        (SpeculativeConfig(method="naive"), {"method": "ngram"}, ("ngram", 1, "target_match")),
     ],
 )
-def test_a_request_may_choose(config: SpeculativeConfig, choice: object, expected: Speculation) -> None:
-    assert config.resolve(choice) == expected
+def test_a_request_may_choose(config: SpeculativeConfig, choice: object, expected: tuple[str, int, str]) -> None:
+    found = config.resolve(choice)
+    assert (found.method, found.num_speculative_tokens, found.verify_strategy) == expected
+    assert found.mtp_strategy == "default"
+
+
+MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+HYBRID = SpeculativeConfig(method="mtp", num_speculative_tokens=6, mtp_strategy="with_ngram", num_model_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "choice", "expected"),
+    [
+        (MTP, None, (3, 3, "default")),
+        (MTP, {"num_speculative_tokens": 2}, (2, 2, "default")),
+        (MTP, {"num_speculative_tokens": 5}, (5, 5, "default")),
+        (MTP, {"num_speculative_tokens": 0}, (0, 0, "default")),
+        (MTP, {"mtp_strategy": "default"}, (3, 3, "default")),
+        (MTP, {"mtp_strategy": "With_Ngram"}, (3, 3, "with_ngram")),
+        (MTP, {"mtp_strategy": "with_ngram", "num_speculative_tokens": 8}, (8, 3, "with_ngram")),
+        (MTP, {"mtp_strategy": "with_ngram", "num_speculative_tokens": 1}, (1, 1, "with_ngram")),
+        (SpeculativeConfig(method="mtp", num_speculative_tokens=5, num_model_steps=2), None, (5, 2, "default")),
+        (HYBRID, None, (6, 2, "with_ngram")),
+        (HYBRID, {}, (6, 2, "with_ngram")),
+        (HYBRID, {"num_speculative_tokens": 10}, (10, 2, "with_ngram")),
+        (HYBRID, {"num_speculative_tokens": 1}, (1, 1, "with_ngram")),
+        (HYBRID, {"mtp_strategy": "default"}, (6, 6, "default")),
+        (HYBRID, {"mtp_strategy": "default", "num_speculative_tokens": 4}, (4, 4, "default")),
+        (SpeculativeConfig(method="mtp", request_methods=("suffix",)), {"mtp_strategy": "with_suffix"}, (1, 1, "with_suffix")),
+        (SpeculativeConfig(request_methods=("mtp",)), {"method": "ernie_mtp"}, (1, 1, "default")),
+        (SpeculativeConfig(request_methods=("mtp",)), {"method": "mtp", "num_speculative_tokens": 4}, (4, 4, "default")),
+        (SpeculativeConfig(method="ngram", num_speculative_tokens=4, request_methods=("mtp",)), {"method": "mtp"}, (4, 4, "default")),
+    ],
+)
+def test_a_request_may_choose_how_the_model_drafts(config: SpeculativeConfig, choice: object, expected: tuple[int, int, str]) -> None:
+    """Drafts, those of them that the model makes, and what lengthens them."""
+    found = config.resolve(choice)
+    assert found.method == "mtp"
+    assert (found.num_speculative_tokens, found.num_model_steps, found.mtp_strategy) == expected
 
 
 @pytest.mark.parametrize(
@@ -311,6 +571,7 @@ def test_a_request_may_choose(config: SpeculativeConfig, choice: object, expecte
         (NGRAM, "ngram", "speculative must be an object, got 'ngram'"),
         (NGRAM, [], "speculative must be an object"),
         (NGRAM, {"num_speculative_token": 3}, "unknown key 'num_speculative_token'; did you mean \"num_speculative_tokens\""),
+        (NGRAM, {"mtp_stategy": "default"}, "unknown key 'mtp_stategy'; did you mean \"mtp_strategy\""),
         (NGRAM, {"max_ngram_size": 3}, "unknown key 'max_ngram_size'"),
         (NGRAM, {3: 3}, "unknown key 3"),
         (NGRAM, {"num_speculative_tokens": 17}, r"speculative.num_speculative_tokens must be from 0 \(off\) to 16, got 17"),
@@ -320,8 +581,13 @@ def test_a_request_may_choose(config: SpeculativeConfig, choice: object, expecte
         (NGRAM, {"num_speculative_tokens": None}, "got None"),
         (NGRAM, {"verify_strategy": "fastest"}, "speculative.verify_strategy must be one of"),
         (NGRAM, {"verify_strategy": None}, "speculative.verify_strategy must be one of"),
-        (NGRAM, {"method": "mtpp"}, "method 'mtpp' is not one of"),
+        (NGRAM, {"method": "mtpp"}, "method 'mtpp' is not one of .*did you mean \"mtp\""),
+        (NGRAM, {"method": "mtp"}, "method mtp is not loaded; loaded: naive, ngram, none"),
         (SpeculativeConfig(), {"method": "ngram"}, "method ngram is not loaded; loaded: naive, none"),
+        (MTP, {"method": "suffix"}, "method suffix is not loaded; loaded: mtp, naive, ngram, none"),
+        (MTP, {"mtp_strategy": "with_suffix"}, "mtp_strategy with_suffix needs method suffix, which is not loaded"),
+        (MTP, {"mtp_strategy": "with_mtp"}, "speculative.mtp_strategy must be one of default, with_ngram, with_suffix, got 'with_mtp'"),
+        (MTP, {"mtp_strategy": None}, "speculative.mtp_strategy must be one of .*got None"),
     ],
 )
 def test_a_request_may_choose_wrongly(config: SpeculativeConfig, choice: object, message: str) -> None:
@@ -458,6 +724,18 @@ def test_what_is_taken_can_be_sampled(llm_ngram: LLM, options: dict[str, Any]) -
         assert found == token_ids(SamplingParams(max_tokens=4, min_tokens=4, temperature=0.0)), "so small a top_p leaves the likeliest token"
 
 
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A state folder of its own, and a tritonserver on PATH, which is found and never run."""
+    (tmp_path / "bin").mkdir()
+    executable = tmp_path / "bin" / "tritonserver"
+    executable.write_text("#!/bin/false\n")
+    executable.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "foretoken"
+
+
 # -- launcher: keys -------------------------------------------------------------------------------------------------------------
 
 
@@ -542,6 +820,7 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"http_port": True}, "http_port must be int, got True"),
         ({"enable_prefix_caching": "False"}, "enable_prefix_caching must be bool, got 'False'"),
         ({"host": None}, "host must be str"),
+        ({"model_control_mode": "poll"}, "model_control_mode must be one of none, explicit, got 'poll'"),
     ],
 )
 def test_split_keys_refuses(values: dict[str, Any], message: str) -> None:
@@ -561,27 +840,36 @@ def parameters_of(config: Any) -> dict[str, str]:
     return {key: value.string_value for key, value in config.parameters.items()}
 
 
-def test_the_rendered_repository_is_the_checked_in_one_with_other_parameters(tmp_path: Path) -> None:
+OWN = {"decode": {"model": "/m"}, "tokenizer": {"model": "/m"}}
+"""The least that is rendered: the models that every repository has."""
+DRAFTER = {"model": "/d", "target": "/m", "num_model_steps": 3}
+
+
+@pytest.mark.parametrize("others", [{}, {"mtp_drafter": DRAFTER}], ids=["no drafter", "a drafter of its own"])
+def test_the_rendered_repository_is_the_checked_in_one_with_other_parameters(tmp_path: Path, others: dict[str, Any]) -> None:
     target = tmp_path / "repository"
     engine = {"max_batch_size": 8, "enable_prefix_caching": False, "kv_cache_memory": "1GiB", "speculative_config": {"method": "ngram"}}
-    launcher.render_repository(target, engine, BUNDLED_MODEL, "cpu")
-    assert sorted(p.name for p in target.iterdir()) == sorted(p.name for p in launcher.REPOSITORY.iterdir())
+    launcher.render_repository(target, {"decode": {"model": "/m", **engine}, "tokenizer": {"model": "/m"}, **others}, "cpu")
+    assert {p.name for p in target.iterdir()} == {"decode", "generate", "tokenizer", *others}
+    assert {p.name for p in launcher.REPOSITORY.iterdir()} == {"decode", "generate", "tokenizer", "mtp_drafter"}
     for folder in target.iterdir():
         config, original = read_pbtxt(folder / "config.pbtxt"), read_pbtxt(launcher.REPOSITORY / folder.name / "config.pbtxt")
         assert config.name == folder.name
         assert (folder / "1").is_dir(), "the server loads version folders only"
         parameters = parameters_of(config)
         if folder.name == "decode":
-            assert parameters.pop("model") == str(BUNDLED_MODEL)
+            assert parameters.pop("model") == "/m"
             assert {k: json.loads(v) if k != "kv_cache_memory" else v for k, v in parameters.items()} == engine
         elif folder.name == "tokenizer":
-            assert parameters == {"model": str(BUNDLED_MODEL)}
+            assert parameters == {"model": "/m"}
+        elif folder.name == "mtp_drafter":
+            assert parameters == {k: str(v) for k, v in DRAFTER.items()}
         config.ClearField("parameters"), original.ClearField("parameters")
         assert config == original
 
 
 def test_weights_are_referenced(tmp_path: Path) -> None:
-    launcher.render_repository(tmp_path / "r", {}, BUNDLED_MODEL, "cpu")
+    launcher.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, "cpu")
     files = {p.relative_to(tmp_path / "r").as_posix(): p for p in (tmp_path / "r").rglob("*") if p.is_file()}
     wanted = {
         p.relative_to(launcher.REPOSITORY).as_posix() for pattern in ("*/config.pbtxt", "*/1/model.py") for p in launcher.REPOSITORY.glob(pattern)
@@ -589,16 +877,21 @@ def test_weights_are_referenced(tmp_path: Path) -> None:
     assert set(files) == wanted >= {"decode/config.pbtxt", "decode/1/model.py", "generate/config.pbtxt", "tokenizer/1/model.py"}
     assert sum(p.stat().st_size for p in files.values()) < 100_000
     assert not any(p.is_symlink() for p in files.values())
-    for name in ("decode/1/model.py", "tokenizer/1/model.py"):
+    for name in ("decode/1/model.py", "tokenizer/1/model.py", "mtp_drafter/1/model.py"):
         assert files[name].read_bytes() == (launcher.REPOSITORY / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ['with "quotes"', "it's", r"back\slash", "new\nline", "tab\t", "modèle", "]\n}", 'x" } } ] #', "${HOME} %s {0}"])
 def test_parameters_are_escaped(tmp_path: Path, name: str) -> None:
     """A folder may have any name; none may end the string that it stands in."""
-    launcher.render_repository(tmp_path / "r", {"dtype": name}, Path("/models") / name, "cpu")
-    assert parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt")) == {"dtype": name, "model": f"/models/{name}"}
-    assert parameters_of(read_pbtxt(tmp_path / "r" / "tokenizer" / "config.pbtxt")) == {"model": f"/models/{name}"}
+    parameters = {
+        "decode": {"dtype": name, "model": f"/models/{name}"},
+        "tokenizer": {"model": f"/models/{name}"},
+        "mtp_drafter": {"target": f"/models/{name}"},
+    }
+    launcher.render_repository(tmp_path / "r", parameters, "cpu")
+    for model, wanted in parameters.items():
+        assert parameters_of(read_pbtxt(tmp_path / "r" / model / "config.pbtxt")) == wanted
 
 
 @given(values=st.dictionaries(st.sampled_from(field_names(EngineConfig)), JSON_VALUES, max_size=4))
@@ -614,21 +907,23 @@ def test_any_parameters_parse(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("device", "gpus"), [("auto", None), ("cpu", None), ("cuda", [0]), ("cuda:3", [3])])
 def test_the_instance_group_follows_the_device(tmp_path: Path, device: str, gpus: list[int] | None) -> None:
-    launcher.render_repository(tmp_path / "r", {}, BUNDLED_MODEL, device)
-    (group,) = read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt").instance_group
-    assert group.count == 1
-    assert list(group.gpus) == (gpus or [])
-    assert group.kind == (model_config.ModelInstanceGroup.KIND_CPU if gpus is None else model_config.ModelInstanceGroup.KIND_GPU)
+    launcher.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, device)
+    for model in ("decode", "mtp_drafter"):
+        (group,) = read_pbtxt(tmp_path / "r" / model / "config.pbtxt").instance_group
+        assert group.count == 1
+        assert list(group.gpus) == (gpus or [])
+        assert group.kind == (model_config.ModelInstanceGroup.KIND_CPU if gpus is None else model_config.ModelInstanceGroup.KIND_GPU)
     (group,) = read_pbtxt(tmp_path / "r" / "tokenizer" / "config.pbtxt").instance_group
     assert group.kind == model_config.ModelInstanceGroup.KIND_CPU
 
 
 def test_rendering_again_leaves_nothing_of_before(tmp_path: Path) -> None:
-    launcher.render_repository(tmp_path / "r", {"max_batch_size": 3}, BUNDLED_MODEL, "cuda:1")
+    before = {"decode": {"model": "/m", "max_batch_size": 3}, "tokenizer": {"model": "/m"}, "mtp_drafter": DRAFTER}
+    launcher.render_repository(tmp_path / "r", before, "cuda:1")
     (tmp_path / "r" / "decode" / "2").mkdir()
-    launcher.render_repository(tmp_path / "r", {}, BUNDLED_MODEL, "cpu")
-    assert not (tmp_path / "r" / "decode" / "2").exists()
-    assert parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt")) == {"model": str(BUNDLED_MODEL)}
+    launcher.render_repository(tmp_path / "r", OWN, "cpu")
+    assert not (tmp_path / "r" / "decode" / "2").exists() and not (tmp_path / "r" / "mtp_drafter").exists()
+    assert parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt")) == {"model": "/m"}
 
 
 def test_a_folder_of_something_else_survives(tmp_path: Path) -> None:
@@ -637,19 +932,151 @@ def test_a_folder_of_something_else_survives(tmp_path: Path) -> None:
     precious.parent.mkdir()
     precious.write_text("three years of work")
     with contextlib.suppress(ConfigError, LaunchError):
-        launcher.render_repository(precious.parent, {}, BUNDLED_MODEL, "cpu")
+        launcher.render_repository(precious.parent, OWN, "cpu")
     assert precious.is_file()
 
 
-def test_a_repository_that_holds_weights_survives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["decode", "mtp_drafter"])
+def test_a_repository_that_holds_weights_survives(tmp_path: Path, model: str) -> None:
     """What is rendered holds none, so this is somebody's own: the checked-in repository, to begin with."""
     own = tmp_path / "standalone"
     shutil.copytree(launcher.REPOSITORY, own, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
-    weights = own / "decode" / "1" / "model.safetensors"
+    weights = own / model / "1" / "model.safetensors"
     weights.write_bytes(b"a week of training")
     with contextlib.suppress(ConfigError, LaunchError):
-        launcher.render_repository(own, {}, BUNDLED_MODEL, "cpu")
+        launcher.render_repository(own, OWN, "cpu")
     assert weights.is_file()
+
+
+# -- launcher: what each model is told ------------------------------------------------------------------------------------------
+
+
+def told(values: dict[str, Any], model: Path = BUNDLED_MODEL) -> dict[str, dict[str, Any]]:
+    """The models' parameters, as `serve` makes them."""
+    return launcher.model_parameters(values, launcher.split_keys(values)[1], model.resolve())
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A model folder that is not the bundled one."""
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).symlink_to(BUNDLED_MODEL / name)
+    return folder
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(BUNDLED_DRAFTER / name)
+    return folder
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "none"}, {"method": "naive"}, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_what_needs_no_drafter_is_passed_on_as_it_is(state: Path, foreign: Path, speculative: dict[str, Any] | None) -> None:
+    values = {"model": str(foreign), "max_batch_size": 4, "http_port": 9000, "drain_seconds": 3}
+    values |= {} if speculative is None else {"speculative_config": speculative}
+    decode = {"model": str(foreign), "max_batch_size": 4} | ({} if speculative is None else {"speculative_config": speculative})
+    assert told(values, foreign) == {"decode": decode, "tokenizer": {"model": str(foreign)}}
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [{"method": "mtp"}, {"method": "DeepSeek_MTP", "placement": "bls"}, {"method": "ngram", "request_methods": ["mtp"]}],
+)
+def test_a_foreign_model_needs_its_own_drafter(foreign: Path, drafter: Path, speculative: dict[str, Any]) -> None:
+    """The bundled drafter would draft nonsense for it, or not load."""
+    with pytest.raises(
+        ConfigError, match=rf"speculative_config\.model: .*drafter trained for {foreign}: name its folder \(see foretoken train-mtp\)"
+    ):
+        told({"speculative_config": speculative}, foreign)
+    assert told({"speculative_config": {**speculative, "model": str(drafter)}}, foreign)["decode"]["speculative_config"]["model"] == str(drafter)
+    assert told({"speculative_config": speculative})["decode"]["speculative_config"]["model"] == str(BUNDLED_DRAFTER.resolve())
+
+
+def test_the_bundled_model_is_known_by_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout may be reached through a link, and then the folder's resolved name is another one."""
+    (tmp_path / "link").symlink_to(launcher.REPOSITORY)
+    linked = tmp_path / "link" / "decode" / "1"
+    assert launcher.is_bundled(linked) and launcher.is_bundled(BUNDLED_MODEL) and not launcher.is_bundled(tmp_path)
+    monkeypatch.setattr(launcher, "BUNDLED_MODEL", linked)
+    assert launcher.check_drafter(SpeculativeConfig(method="mtp"), BUNDLED_MODEL.resolve()) == BUNDLED_DRAFTER.resolve()
+
+
+def test_a_drafter_that_is_not_there(tmp_path: Path, foreign: Path, drafter: Path) -> None:
+    def refused(folder: Path, message: str) -> None:
+        for placement in ("in_process", "bls"):
+            with pytest.raises(ModelError, match=message):
+                told({"speculative_config": {"method": "mtp", "model": str(folder), "placement": placement}}, foreign)
+
+    refused(tmp_path / "gone", f"{tmp_path / 'gone'} does not exist")
+    (drafter / "model.safetensors").unlink()
+    refused(drafter, rf"{drafter} has no \*\.safetensors")
+    (drafter / "config.json").unlink()
+    refused(drafter, "config.json is missing")
+    accents = tmp_path / "modèle"
+    shutil.copytree(BUNDLED_DRAFTER, accents)
+    refused(accents, "drafter folder .*ASCII paths only")
+
+
+def test_a_drafters_folder_is_made_absolute(foreign: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server runs elsewhere."""
+    monkeypatch.chdir(drafter.parent)
+    monkeypatch.setenv("HOME", str(drafter.parent))
+    for name in ("drafter", "./drafter/", "~/drafter"):
+        parameters = told({"speculative_config": {"method": "mtp", "model": name, "placement": "bls"}}, foreign)
+        assert parameters["decode"]["speculative_config"]["model"] == parameters["mtp_drafter"]["model"] == str(drafter)
+
+
+def test_in_process_renders_no_drafter(foreign: Path, drafter: Path) -> None:
+    for placement in ("auto", "in_process"):
+        assert set(told({"speculative_config": {"method": "mtp", "model": str(drafter), "placement": placement}}, foreign)) == {"decode", "tokenizer"}
+    assert set(told({"speculative_config": {"method": "ngram", "placement": "bls"}}, foreign)) == {"decode", "tokenizer"}, "nobody would call it"
+
+
+@pytest.mark.parametrize(
+    ("speculative", "engine", "own"),
+    [
+        ({}, {}, {"num_model_steps": 1}),
+        ({"num_speculative_tokens": 4}, {}, {"num_model_steps": 4}),
+        ({"num_speculative_tokens": 6, "mtp_strategy": "with_ngram"}, {}, {"num_model_steps": 1}),
+        ({"num_speculative_tokens": 6, "num_model_steps": 2, "quantization": "WINT8"}, {}, {"num_model_steps": 2, "quantization": "wint8"}),
+        (
+            {},
+            {"dtype": "bfloat16", "device": "cpu", "num_threads": 3, "single_thread_tokens": 5, "max_batch_size": 4, "http_port": 9000},
+            {"num_model_steps": 1, "dtype": "bfloat16", "device": "cpu", "num_threads": 3, "single_thread_tokens": 5},
+        ),
+    ],
+)
+def test_a_drafter_of_its_own_is_told_what_decode_is(
+    tmp_path: Path, foreign: Path, drafter: Path, speculative: dict[str, Any], engine: dict[str, Any], own: dict[str, Any]
+) -> None:
+    """And nothing else: it refuses what it does not know."""
+    values = {**engine, "speculative_config": {"method": "mtp", "placement": "BLS", "model": str(drafter), **speculative}}
+    parameters = told(values, foreign)
+    assert parameters["mtp_drafter"] == {"model": str(drafter), "target": str(foreign), **own}
+    launcher.render_repository(tmp_path / "r", parameters, "cpu")
+    rendered = parameters_of(read_pbtxt(tmp_path / "r" / "mtp_drafter" / "config.pbtxt"))
+    assert rendered == {key: str(value) for key, value in parameters["mtp_drafter"].items()}
+    read_back = json.loads(parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt"))["speculative_config"])
+    assert SpeculativeConfig.from_dict(read_back) == SpeculativeConfig.from_dict(values["speculative_config"])
+
+
+def test_the_suffix_cache_has_a_file_for_each_model(state: Path, foreign: Path, drafter: Path) -> None:
+    def path(speculative: dict[str, Any], model: Path) -> str:
+        return told({"speculative_config": speculative}, model)["decode"]["speculative_config"]["suffix_decoding_cache_path"]
+
+    own = path({"method": "suffix"}, foreign)
+    assert Path(own).parent == state and Path(own).match("suffix-*.npz") and not state.exists()
+    assert path({"method": "ngram", "request_methods": ["Suffix"]}, foreign) == own
+    assert path({"method": "mtp", "model": str(drafter), "mtp_strategy": "with_suffix"}, foreign) == own
+    assert path({"method": "suffix"}, BUNDLED_MODEL) != own, "token ids of another model mean something else"
+    assert path({"method": "suffix", "suffix_decoding_cache_path": "/mine.npz"}, foreign) == "/mine.npz"
+    values = {"method": "mtp", "model": str(drafter)}
+    assert told({"speculative_config": values}, foreign)["decode"]["speculative_config"] == values, "nothing is kept of what is not loaded"
 
 
 # -- launcher: the server -------------------------------------------------------------------------------------------------------
@@ -666,6 +1093,9 @@ def test_server_command() -> None:
     assert environment["LD_LIBRARY_PATH"].split(":")[:2] == ["/lib/a", "/lib/b"]
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent), "the stub runs the first python3 on PATH"
     assert not any("--backend-directory" in part for part in launcher.server_command(server.Server(Path("/t")), config, Path("/repo"))[0])
+    assert not any("--model-control-mode" in part for part in command)
+    config = launcher.ServeConfig(model_control_mode="explicit")
+    assert {"--model-control-mode=explicit", "--load-model=*"} <= set(launcher.server_command(found, config, Path("/repo"))[0])
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
@@ -761,18 +1191,6 @@ def test_the_wheels_server_is_laid_out(monkeypatch: pytest.MonkeyPatch, tmp_path
 # -- foretoken serve ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A state folder of its own, and a tritonserver on PATH, which is found and never run."""
-    (tmp_path / "bin").mkdir()
-    executable = tmp_path / "bin" / "tritonserver"
-    executable.write_text("#!/bin/false\n")
-    executable.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "foretoken"
-
-
 def printed_command(output: str) -> list[str]:
     return shlex.split(output.strip().splitlines()[-1])
 
@@ -785,8 +1203,20 @@ def test_dry_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(part.endswith("/bin/tritonserver") for part in command)
     assert {f"--model-repository={repository}", "--http-port=9100", "--grpc-port=8001"} <= set(command)
     parameters = parameters_of(read_pbtxt(repository / "decode" / "config.pbtxt"))
-    assert parameters.pop("speculative_config") == '{"method": "ngram", "num_speculative_tokens": 5}', "the bundled model's default"
+    speculative = {"method": "mtp", "num_speculative_tokens": 3, "model": str(BUNDLED_DRAFTER)}
+    assert json.loads(parameters.pop("speculative_config")) == speculative, "the bundled model's default"
     assert parameters == {"max_batch_size": "4", "model": str(BUNDLED_MODEL)}
+    assert not (repository / "mtp_drafter").exists()
+    assert main(["serve", "--dry-run", "--http-port=9100", "--max-batch-size", "4", "--model", str(BUNDLED_MODEL)]) == 0
+    assert json.loads(parameters_of(read_pbtxt(repository / "decode" / "config.pbtxt"))["speculative_config"]) == speculative, "named or not"
+
+
+def test_dry_run_with_a_drafter_of_its_own(state: Path) -> None:
+    assert main(["serve", "--dry-run", "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 4, "placement": "bls"}']) == 0
+    parameters = parameters_of(read_pbtxt(state / "repository-8000" / "mtp_drafter" / "config.pbtxt"))
+    assert parameters == {"model": str(BUNDLED_DRAFTER), "target": str(BUNDLED_MODEL), "num_model_steps": "4"}
+    assert main(["serve", "--dry-run", "--speculative-config", '{"method": "suffix"}']) == 0
+    assert not (state / "repository-8000" / "mtp_drafter").exists()
 
 
 def test_dry_run_with_everything(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -800,13 +1230,11 @@ def test_dry_run_with_everything(state: Path, tmp_path: Path, capsys: pytest.Cap
     assert not state.exists()
 
 
-def test_another_models_default_is_plain_decoding(state: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (folder / name).symlink_to(BUNDLED_MODEL / name)
-    assert main(["serve", "--dry-run", "--model", str(folder)]) == 0
-    assert parameters_of(read_pbtxt(state / "repository-8000" / "decode" / "config.pbtxt")) == {"model": str(folder)}
+def test_another_models_default_is_plain_decoding(state: Path, foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--dry-run", "--model", str(foreign)]) == 0
+    assert parameters_of(read_pbtxt(state / "repository-8000" / "decode" / "config.pbtxt")) == {"model": str(foreign)}
+    assert main(["serve", "--dry-run", "--model", str(foreign), "--speculative-config", '{"method": "mtp"}']) == 2
+    assert "foretoken serve: speculative_config.model: method mtp needs a drafter trained for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -817,6 +1245,9 @@ def test_another_models_default_is_plain_decoding(state: Path, tmp_path: Path) -
         (["--kv-cache-memory", "lots"], "kv_cache_memory must be bytes or a string"),
         (["--speculative-config", '{"method": "ngrm"}'], 'did you mean "ngram"'),
         (["--speculative-config", "ngram"], "speculative_config is not valid JSON"),
+        (["--speculative-config", '{"method": "mtp", "model": "/no/drafter"}'], "model folder /no/drafter does not exist"),
+        (["--speculative-config", '{"method": "mtp", "quantization": "int8"}'], "quantization must be one of wint8, wint4, fp8, got 'int8'"),
+        (["--speculative-config", '{"draft_tensor_parallel_size": 2}'], "draft_tensor_parallel_size must be 1 or the target's"),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: No such file"),
     ],
 )

@@ -10,7 +10,8 @@ import torch
 from backend.config import SpeculativeConfig
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
 from backend.drafters.calls import DraftService
-from backend.drafters.lookup import HybridDrafter, LookupDrafter
+from backend.drafters.hybrid import HybridDrafter
+from backend.drafters.lookup import LookupDrafter
 from backend.drafters.ngram import NgramLookup
 from backend.drafters.protocol import Drafter, Lookup
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from backend.core import Request
 
 TOKEN_BYTES = 4
+MAX_SCORE = 16
 
 
 class NgramLookup:
@@ -27,6 +28,10 @@ class NgramLookup:
         self._texts[request.request_id] = bytearray(array("i", request.token_ids).tobytes())
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
+        return self.lookup_scored(request, drafts, count)[0]
+
+    def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
+        """The score is the number of tokens that matched, counted on past max_size."""
         text = self._texts[request.request_id]
         known = len(text) // TOKEN_BYTES
         if known < len(request.token_ids):
@@ -41,8 +46,17 @@ class NgramLookup:
                 at = text.find(pattern, at + 1, end - 1)
             if at >= 0:
                 follow = at + len(pattern)
-                return array("i", bytes(text[follow : follow + count * TOKEN_BYTES])).tolist()
-        return []
+                found = array("i", bytes(text[follow : follow + count * TOKEN_BYTES])).tolist()
+                return found, float(size + self._match_back(text, at, end - len(pattern)))
+        return [], 0.0
+
+    @staticmethod
+    def _match_back(text: bytearray, first: int, second: int) -> int:
+        """Tokens before two places that agree, as far as scores need to know."""
+        count = 0
+        while count < MAX_SCORE and first >= TOKEN_BYTES and text[first - TOKEN_BYTES : first] == text[second - TOKEN_BYTES : second]:
+            first, second, count = first - TOKEN_BYTES, second - TOKEN_BYTES, count + 1
+        return count
 
     def stop(self, request: Request) -> None:
         self._texts.pop(request.request_id, None)
