@@ -29,6 +29,10 @@ MIN_GAIN = 1.03
 """Another number of drafts has to promise this much more speed, or noise would drive the choice."""
 
 
+NEAR = 1.3
+"""Token counts that differ by no more than this factor say something about one another's time."""
+
+
 class _Times:
     """Seconds by number of tokens: averages at the counts that were seen, straight lines between them."""
 
@@ -51,10 +55,15 @@ class _Times:
             change = seconds - self._seconds[count]
             self._seconds[count] += change * (SMOOTHING_UP if change > 0 else SMOOTHING_DOWN)
 
-    def at(self, count: int) -> float | None:
-        """Past the largest count seen, the last line goes on; with one count seen, all take as long (which is then tried and seen)."""
+    def knows(self, count: int) -> bool:
+        """Whether a count near enough was seen."""
+        place = bisect.bisect_left(self._counts, count)
+        return any(count <= NEAR * other and other <= NEAR * count for other in self._counts[max(0, place - 1) : place + 1])
+
+    def at(self, count: int) -> float:
+        """Past the largest count seen, the last line goes on; before the smallest, all take as long."""
         if not self._counts:
-            return None
+            return 0.0
         place = bisect.bisect_left(self._counts, count)
         if place < len(self._counts) and self._counts[place] == count:
             return self._seconds[count]
@@ -120,10 +129,15 @@ class Pacer:
             return
         self._steps += 1
         top = max(count for _, count in wanted)
-        speeds = [self._speed(limit, len(requests), wanted) for limit in range(top + 1)]
-        best = max(range(top + 1), key=lambda limit: speeds[limit])
+        outcomes = [self._expect(limit, len(requests), wanted) for limit in range(top + 1)]
         current = min(self._limit if self._limit is not None else top, top)
-        if self._limit is None or speeds[best] > MIN_GAIN * speeds[current]:
+        unknown = next((limit for limit in range(top + 1) if not self._step_times.knows(round(outcomes[limit][0]))), None)
+        if unknown is not None:
+            self._limit, self._applied = current, unknown
+            return
+        speeds = [emitted / max(seconds, 1e-9) for _, emitted, seconds in outcomes]
+        best = max(range(top + 1), key=lambda limit: speeds[limit])
+        if speeds[best] > MIN_GAIN * speeds[current]:
             current = best
         self._limit = self._applied = current
         if self._steps >= EXPLORE_EVERY and self._steps % EXPLORE_EVERY < TRIAL_STEPS:
@@ -147,8 +161,8 @@ class Pacer:
             return 0
         return self._applied
 
-    def _speed(self, limit: int, num_requests: int, wanted: dict[tuple[str, int], int]) -> float:
-        """Expected tokens a second with that limit; what was never measured counts as free, and is then measured."""
+    def _expect(self, limit: int, num_requests: int, wanted: dict[tuple[str, int], int]) -> tuple[float, float, float]:
+        """Tokens that a step with that limit computes, tokens that it emits, and its seconds."""
         tokens = emitted = float(num_requests)
         drafting: dict[str, int] = defaultdict(int)
         for (method, count), number in wanted.items():
@@ -157,11 +171,9 @@ class Pacer:
             emitted += number * accepted
             drafting[method] += number
         seconds = self._step_times.at(round(tokens))
-        if seconds is None:
-            return emitted
         if limit:
             seconds += sum(self._draft_seconds(method, limit, number) for method, number in drafting.items())
-        return emitted / max(seconds, 1e-9)
+        return tokens, emitted, seconds
 
     def _draft_seconds(self, method: str, limit: int, num_requests: int) -> float:
         """From the nearest limit that was measured, in proportion."""
@@ -169,7 +181,7 @@ class Pacer:
         if not known:
             return 0.0
         nearest = min(known, key=lambda other: (abs(other - limit), other))
-        return (known[nearest].at(num_requests) or 0.0) * limit / nearest
+        return known[nearest].at(num_requests) * limit / nearest
 
     def observe(self, entries: Sequence[Scheduled], draft: Draft, verdict: Verdict, propose_seconds: float, rest_seconds: float) -> None:
         """What a step brought. Steps with prompts in them say nothing about the time of drafts."""
