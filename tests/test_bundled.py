@@ -86,7 +86,7 @@ def test_completions_look_like_python(llm_ngram):
     assert parsed >= len(heads) - 1
 
 
-@pytest.mark.parametrize("name", ["README.md", "loss_curve.svg", "loss_curve.jsonl", "packages.txt"])
+@pytest.mark.parametrize("name", ["README.md", "loss_curve.svg", "loss_curve.jsonl", "mtp_loss_curve.jsonl", "packages.txt"])
 def test_the_card_is_there(root, name):
     assert (root / "training" / name).stat().st_size > 500
 
@@ -99,3 +99,16 @@ def test_cross_entropy_of_the_card(llm_ngram, hf_model):
         with torch.inference_mode():
             losses.append(F.cross_entropy(hf_model(ids[:, :-1]).logits[0], ids[0, 1:]).item())
     assert 1.0 < sum(losses) / len(losses) < 2.4
+
+
+def test_the_drafter_is_small(root):
+    assert (root / "model_repository/standalone/mtp_drafter/1/model.safetensors").stat().st_size <= 6 * 2**20
+
+
+def test_the_drafter_is_as_good_as_its_card_says(llm_all):
+    """Greedy, three steps, after code of the standard library that neither model has seen (the card's figures are of more, and longer, answers)."""
+    outputs = [r.outputs[0] for r in llm_all.generate(code_prompts(32, (200, 1600), seed=11), greedy(160), use_tqdm=False)]
+    drafts = sum(o.stats.drafts for o in outputs)
+    first = sum(o.stats.accepted_per_position[0] for o in outputs) / drafts
+    length = 1 + sum(o.stats.accepted for o in outputs) / drafts
+    assert first >= 0.75 and length >= 2.6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import tritonclient.http as triton_http
 
-from backend.config import BUNDLED_MODEL
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from client import AsyncClient, Client, GenerateError, HttpClient
 from deploy.demo import free_ports, stop_server
 from deploy.launcher import ServeConfig, server_command
@@ -120,6 +121,23 @@ def replace(name: str, old: str, new: str):
 def test_a_model_that_cannot_load_says_why(tmp_path, change, options, message):
     folder = broken_model(tmp_path, change)
     with pytest.raises(RuntimeError) as caught, serve(tmp_path / "log", f"--model={folder}", *options):
+        pass
+    assert message in str(caught.value) + (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("placement", "change", "message"),
+    [
+        ("in_process", truncate, "model.safetensors cannot be read (truncated download?)"),
+        ("bls", replace("config.json", '"hidden_size": 192', '"hidden_size": 96'), "hidden_size is 96; the target's is 192"),
+    ],
+)
+def test_a_drafter_that_cannot_load_says_why(tmp_path, placement, change, message):
+    """At the start; a drafter that fails later costs its drafts only."""
+    folder = Path(shutil.copytree(BUNDLED_DRAFTER, tmp_path / "drafter"))
+    change(folder)
+    speculative = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "placement": placement, "model": str(folder)})
+    with pytest.raises(RuntimeError) as caught, serve(tmp_path / "log", f"--speculative-config={speculative}"):
         pass
     assert message in str(caught.value) + (tmp_path / "log").read_text()
 

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 from backend.drafters.calls import LIKELIEST, DraftCall
 from backend.drafters.mtp_service import MtpService
-from backend.errors import ModelError
 from backend.models import load_model as load_served
 from backend.models.mtp import Mtp as ServedMtp
 from backend.parallel.ranks import Ranks
@@ -580,22 +579,3 @@ def test_layers_that_are_left_out(folder: Path, target: Llama, tmp_path: Path) -
     module.num_layers = 1
     ids = [random.Random(1).randrange(2, 4096) for _ in range(14)]
     same_drafts(target, module, served, {0: (ids, 4)})
-
-
-def test_a_drafter_of_another_target_is_refused(folder: Path, target: Llama, tmp_path: Path) -> None:
-    mtp.save(make_module(target, 1), target, tmp_path / "drafter", 1)
-    own = load_served(folder, torch.float32, CPU, Ranks(), only_head=True)
-
-    def refused_with(message: str, **values: object) -> None:
-        config = json.loads((tmp_path / "drafter" / "config.json").read_text())
-        changed = Path(shutil.copytree(tmp_path / "drafter", tmp_path / "changed", dirs_exist_ok=True))
-        (changed / "config.json").write_text(json.dumps({k: v for k, v in {**config, **values}.items() if v is not None}))
-        with pytest.raises(ModelError, match=message):
-            ServedMtp(changed, own, torch.float32, CPU)
-
-    refused_with("hidden_size is 64; the target's is 32", hidden_size=64)
-    refused_with("vocab_size is 4097; the target's is 4096", vocab_size=4097)
-    refused_with("max_position_embeddings is 64; the target's is 128", max_position_embeddings=64)
-    refused_with("is no drafter; known: LlamaMTP", architectures=["LlamaForCausalLM"])
-    refused_with(r"layers\.1\.enorm\.weight is missing", num_nextn_predict_layers=2)
-    refused_with("config.json has no 'num_nextn_predict_layers'", num_nextn_predict_layers=None)
