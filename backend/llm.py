@@ -110,6 +110,10 @@ class LLM:
                 self.engine.step()
         return results
 
+    def close(self) -> None:
+        """Ends the engine; what drafters keep on disk is saved."""
+        self.engine.shutdown()
+
     @staticmethod
     def _content(prompt: object) -> str | list[int]:
         if isinstance(prompt, str):

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         with running_server(ports[0], ports[1], ports[2], log) as process, Client(f"127.0.0.1:{ports[1]}") as client:
             print(f"[demo] ready after {time.monotonic() - started:.1f} s (process {process.pid}, log {log})", flush=True)
             lines = []
-            for title, choice in (("without speculation", {"method": "none"}), ("with speculation (mtp, 3 drafts a step)", None)):
+            for title, choice in (("without speculation", {"method": "none"}), ("with speculation (mtp and ngram)", None)):
                 print(f"\n[demo] {title}:\n\n{PROMPT}", end="", flush=True)
                 _, line = stream_to_terminal(client, prompt=PROMPT, max_tokens=args.max_tokens, temperature=0.0, stop=["\n\n\n"], speculative=choice)
                 lines.append(f"[demo] {title}: {line}")

@@ -21,7 +21,7 @@ from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from deploy.server import LaunchError, Server, check_gpu, check_ports, check_shared_memory, find_server, state_directory
 
-DEFAULT_SPECULATION = {"method": "mtp", "num_speculative_tokens": 3}
+DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
 """Of the bundled model."""
 
 

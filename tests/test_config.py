@@ -1203,7 +1203,7 @@ def test_dry_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(part.endswith("/bin/tritonserver") for part in command)
     assert {f"--model-repository={repository}", "--http-port=9100", "--grpc-port=8001"} <= set(command)
     parameters = parameters_of(read_pbtxt(repository / "decode" / "config.pbtxt"))
-    speculative = {"method": "mtp", "num_speculative_tokens": 3, "model": str(BUNDLED_DRAFTER)}
+    speculative = {**launcher.DEFAULT_SPECULATION, "model": str(BUNDLED_DRAFTER)}
     assert json.loads(parameters.pop("speculative_config")) == speculative, "the bundled model's default"
     assert parameters == {"max_batch_size": "4", "model": str(BUNDLED_MODEL)}
     assert not (repository / "mtp_drafter").exists()

@@ -163,3 +163,21 @@ def test_a_drafter_that_goes_away_under_load_and_comes_back(server, offline, how
     assert all(answers) and not any(t.is_alive() for t in threads)
     settled = ask(server, PROMPTS[2])
     assert settled.speculation["drafted"] == offline[2].stats.drafted, "it drafts as if nothing had been"
+
+
+def test_the_suffix_cache_outlives_the_server(tmp_path):
+    """Saved at shutdown, restored at start: the first answer of the second server is drafted from the first one's."""
+    path = tmp_path / "suffix.npz"
+    speculative = {"method": "suffix", "num_speculative_tokens": 8, "adaptive": False, "suffix_decoding_cache_path": str(path)}
+    answers = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with serve(folder / "log", "--speculative-config", json.dumps(speculative)) as server:
+            if number:
+                time.sleep(1.0)  # it is read in beside the server's start
+            answers.append(ask(server, PROMPTS[3]))
+    first, second = answers
+    assert path.is_file() and first.token_ids == second.token_ids
+    assert second.speculation["accepted"] > first.speculation["accepted"]
+    assert second.speculation["steps"] < 12 < first.speculation["steps"]

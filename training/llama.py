@@ -162,12 +162,19 @@ def load_model(directory: Path) -> Llama:
     config = read_config(directory)
     if config.get("architectures") != ["LlamaForCausalLM"]:
         raise ModelError(f"{directory}: architectures {config.get('architectures')} cannot be trained on; known: LlamaForCausalLM")
-    with torch.device("meta"):
-        model = Llama(config)
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{directory}/config.json: hidden_act {config['hidden_act']!r} is not supported; known: silu")
+    try:
+        with torch.device("meta"):
+            model = Llama(config)
+    except KeyError as error:
+        raise ModelError(f"{directory}/config.json has no {error}") from None
     with Checkpoint(directory) as checkpoint:
 
         def stack(name: str, like: torch.Tensor) -> torch.Tensor:
             shape = tuple(like.shape[1:])
+            if f"model.layers.0.{name}.bias" in checkpoint:
+                raise ModelError(f"{directory}: weight model.layers.0.{name}.bias: targets with biases cannot be trained on")
             return torch.stack([checkpoint.get(f"model.layers.{i}.{name}.weight", shape).float() for i in range(len(like))])
 
         weights = {attribute: stack(name, getattr(model, attribute)) for attribute, name in PARTS.items()}

@@ -15,6 +15,7 @@ import argparse
 import json
 import lzma
 import math
+import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -161,34 +162,53 @@ SHARPEN = 0.3
 """Weight of the target's likeliest token beside its whole distribution: greedy answers are what most drafts are for."""
 
 
-def read_ids(paths: Sequence[Path], directory: Path) -> np.ndarray:
+def read_file(file: Path, vocab_size: int) -> np.ndarray | list[str]:
+    """A file's token ids, or its documents' texts. Raises ValueError for what is neither."""
+    if file.suffix in (".xz", ".u16"):
+        content = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+        ids = np.frombuffer(content, dtype="<u2").astype(np.uint32)
+        if len(ids) and ids.max() >= vocab_size:
+            raise ValueError(f"it holds id {ids.max()}; the model's vocabulary has ids 0 to {vocab_size - 1}")
+        return ids
+    text = file.read_text("utf-8")
+    if file.suffix != ".jsonl":
+        return [text]
+    texts = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
+    if bad := [t for t in texts if not isinstance(t, str)]:
+        raise ValueError(f'"text" must be a string, got {bad[0]!r:.80}')
+    return texts
+
+
+def read_ids(paths: Sequence[Path], directory: Path, option: str = "--data") -> np.ndarray:
     """Token ids of text files, folders of them (*.py, *.txt, *.md), *.jsonl (a "text" each line) and *.u16 or *.u16.xz ids, uint32.
 
-    Every document opens with the end-of-text id. Raises ValueError naming the file that cannot be used.
+    Every document opens with the end-of-text id. Raises ValueError naming the option and the file that cannot be used, and ModelError
+    for the model's tokenizer.
     """
     from training.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(directory)
-    end = read_config(directory).get("eos_token_id")
+    try:
+        tokenizer = load_tokenizer(directory)
+    except Exception as error:  # the library has no kind of its own
+        raise ModelError(f"{directory / 'tokenizer.json'} cannot be read: {error}") from None
+    config = read_config(directory)
+    end = config.get("eos_token_id")
     start = [] if end is None else [end if isinstance(end, int) else end[0]]
     parts: list[np.ndarray] = []
     files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path]) if f.is_file()]
     files = [f for f in files if f.suffix in (".py", ".txt", ".md", ".jsonl", ".u16", ".xz") or f in paths]
     for file in tqdm(files, desc="tokens", unit="file", disable=len(files) < 50):
-        if file.suffix == ".xz":
-            parts.append(np.frombuffer(lzma.decompress(file.read_bytes()), dtype="<u2").astype(np.uint32))
-        elif file.suffix == ".u16":
-            parts.append(np.fromfile(file, dtype="<u2").astype(np.uint32))
+        try:
+            content = read_file(file, config["vocab_size"])
+        except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{option} {file} cannot be used: {error!r:.200}") from None
+        if isinstance(content, np.ndarray):
+            parts.append(content)
         else:
-            try:
-                text = file.read_text("utf-8")
-                texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()] if file.suffix == ".jsonl" else [text]
-            except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"--data {file} cannot be used: {error!r:.200}") from None
-            for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
+            for encoding in tokenizer.encode_batch(content, add_special_tokens=False):
                 parts.append(np.array([*start, *encoding.ids], dtype=np.uint32))
     if not parts:
-        raise ValueError(f"--data {', '.join(map(str, paths))}: no *.py, *.txt, *.md, *.jsonl or *.u16 there")
+        raise ValueError(f"{option} {', '.join(map(str, paths))}: no *.py, *.txt, *.md, *.jsonl or *.u16 there")
     return np.concatenate(parts)
 
 
@@ -264,14 +284,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError naming the option, the value and the limit."""
-    for key, low, high in (("layers", 1, 8), ("unroll", 1, 8), ("steps", 1, 10**7), ("batch_size", 1, 4096), ("context", 16, 10**6)):
+    ranges = {"layers": (1, 8), "unroll": (1, 8), "steps": (1, 10**7), "batch_size": (1, 4096), "context": (16, 10**6)}
+    ranges |= {"inner": (1, 10**6), "checkpoint_every": (1, 10**7), "seed": (0, 2**63 - 1)}
+    for key, (low, high) in ranges.items():
         value = getattr(args, key)
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise ValueError(f"--{key.replace('_', '-')} must be from {low} to {high}, got {value}")
     if args.unroll < args.layers:
         raise ValueError(f"--unroll must be at least --layers ({args.layers}), got {args.unroll}: a layer that takes no step learns nothing")
     if not 0 < args.lr < 1:
         raise ValueError(f"--lr must be between 0 and 1, got {args.lr}")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {args.device} cannot be used: {str(error).splitlines()[0]:.200}") from None
 
 
 def batches(ids: torch.Tensor, args: argparse.Namespace, generator: torch.Generator) -> Iterator[torch.Tensor]:
@@ -295,6 +321,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     ids = torch.from_numpy(read_ids(args.data, args.model).astype(np.int32)).to(device)
     if len(ids) <= args.context:
         raise ValueError(f"--data holds {len(ids)} tokens; one sequence takes {args.context} (--context)")
+    held = torch.from_numpy(read_ids(args.heldout, args.model, "--heldout").astype(np.int64)) if args.heldout else None
+    if held is not None and len(held) < args.context:
+        raise ValueError(f"--heldout holds {len(held)} tokens; one sequence takes {args.context} (--context)")
     mtp = Mtp(target, args.layers, args.inner or target.config["intermediate_size"]).to(device)
     objective = Objective(target, mtp, args.unroll)
     others = [p for p in mtp.parameters() if p.dim() == 2]
@@ -304,11 +333,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     ]
     generator = torch.Generator(device=device).manual_seed(args.seed)
     first, checkpoint, args.out = 0, args.out / "checkpoint.pt", args.out
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {args.out}: {error.strerror}") from None
     if args.resume:
         if not checkpoint.is_file():
             raise ValueError(f"--resume: {checkpoint} does not exist")
-        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        try:
+            state = torch.load(checkpoint, map_location=device, weights_only=True)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"--resume: {checkpoint} cannot be read: {error!r:.200}") from None
         try:
             mtp.load_state_dict(state["mtp"])
         except RuntimeError as error:
@@ -349,10 +384,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 checkpoint.with_suffix(".tmp").replace(checkpoint)
     save(mtp, target, args.out, args.unroll)
     result = {"steps": args.steps, "seconds": round(time.time() - started, 1), "torch": torch.__version__, "last": row}
-    if args.heldout:
-        held = torch.from_numpy(read_ids(args.heldout, args.model).astype(np.int64)).to(device)
+    if held is not None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            result["heldout"] = evaluate(objective, held, args.batch_size, args.context)
+            result["heldout"] = evaluate(objective, held.to(device), args.batch_size, args.context)
     (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
 
@@ -363,6 +397,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         print(json.dumps(train(args)))
+    except KeyboardInterrupt:
+        print("foretoken train-mtp: stopped; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
     except (ValueError, ModelError) as error:
         print(f"foretoken train-mtp: {error}", file=sys.stderr)
         return 2

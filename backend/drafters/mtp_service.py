@@ -29,7 +29,7 @@ class MtpService:
         self._make_plane = make_plane
         self._threads_for = threads_for
         self._num_layers = min(model.num_layers, max_steps)
-        self.page_entries = model.cache_planes[: 3 * self._num_layers]
+        self.page_entries = model.cache_planes[: 3 * self._num_layers - 1]
         self._planes: list[torch.Tensor] = []
         self._page_size = 0
 
@@ -60,16 +60,17 @@ class MtpService:
             if step:
                 if any(call.num_drafts[b] == step for b in range(len(call.num_drafts))):
                     before = [b for b, count in enumerate(call.num_drafts) if count >= step]
-                    states = states[[i for i, b in enumerate(before) if call.num_drafts[b] > step]]
-                states = self._go_on(call, drafting, [reply.token_ids[b][-1] for b in drafting], states, layer, step)
-            chosen = self._choose(call, drafting, self._model.logits(layer, states), step, drawn_from)
+                    kept = [i for i, b in enumerate(before) if call.num_drafts[b] > step]
+                    states = [own[kept] for own in states]
+                states = self._go_on(call, drafting, [reply.token_ids[b][-1] for b in drafting], states, step)
+            chosen = self._choose(call, drafting, self._model.logits(layer, states[layer]), step, drawn_from)
             for b, token_id in zip(drafting, chosen, strict=True):
                 reply.token_ids[b].append(token_id)
         reply.probs = {b: torch.stack(rows) for b, rows in drawn_from.items()}
         return reply
 
-    def _catch_up(self, call: DraftCall) -> torch.Tensor:
-        """Every layer over all tokens of the call; the first layer's states [B', hidden] at the last tokens of those that draft."""
+    def _catch_up(self, call: DraftCall) -> list[torch.Tensor]:
+        """Every layer over all tokens of the call; each one's states [B', hidden] at the last tokens of those that draft."""
         begins = [length - count for length, count in zip(call.seq_lens, call.query_lens)]
         spans = list(zip(call.page_ids, begins, call.seq_lens))
         positions = [i for _, begin, end in spans for i in range(begin, end)]
@@ -77,22 +78,29 @@ class MtpService:
         device = call.hidden.device
         rows = torch.tensor([call.token_ids, positions, slots], device=device)
         plan = self._plan(call.query_lens, call.seq_lens, call.page_ids, call.hidden)
-        first = states = self._compute(0, rows, call.hidden, plan)
+        ends = list(itertools.accumulate(call.query_lens))
+        last = [end - 1 for end, count in zip(ends, call.num_drafts) if count]
+        states = self._compute(0, rows, call.hidden, plan)
+        newest = [states[last]]
         for layer in range(1, self._num_layers):
             kept = self._planes[3 * layer - 1].flatten(0, 1)
             kept.index_copy_(0, rows[2], states)
             before = torch.tensor([self._slot(pages, max(i - 1, 0)) for pages, begin, end in spans for i in range(begin, end)], device=device)
             previous = kept[before].masked_fill_((rows[1] == 0)[:, None], 0)  # nothing comes before the first token
             states = self._compute(layer, rows, previous, plan)
-        ends = list(itertools.accumulate(call.query_lens))
-        return first[[end - 1 for end, count in zip(ends, call.num_drafts) if count]]
+            newest.append(states[last])
+        return newest
 
-    def _go_on(self, call: DraftCall, drafting: list[int], token_ids: list[int], states: torch.Tensor, layer: int, step: int) -> torch.Tensor:
-        """One layer at each request's newest draft [B'], from the states [B', hidden] that gave it."""
+    def _go_on(self, call: DraftCall, drafting: list[int], token_ids: list[int], states: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """Each request's newest draft [B'] in the layers that this step and later ones need, from every layer's states [B', hidden] before it."""
         pages, lengths = [call.page_ids[b] for b in drafting], [call.seq_lens[b] + step for b in drafting]
         slots = [self._slot(own, length - 1) for own, length in zip(pages, lengths)]
-        rows = torch.tensor([token_ids, [length - 1 for length in lengths], slots], device=states.device)
-        return self._compute(layer, rows, states, self._plan([1] * len(drafting), lengths, pages, states))
+        rows = torch.tensor([token_ids, [length - 1 for length in lengths], slots], device=states[0].device)
+        plan = self._plan([1] * len(drafting), lengths, pages, states[0])
+        newest, last = list(states), self._num_layers - 1
+        for layer in range(min(step, last), last + 1):
+            newest[layer] = self._compute(layer, rows, states[layer - 1 if step <= layer else layer], plan)
+        return newest
 
     def _compute(self, layer: int, rows: torch.Tensor, previous: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         token_ids, positions, slots = rows
