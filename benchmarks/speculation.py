@@ -30,7 +30,7 @@ from benchmarks.workloads import Requests, agent_rounds, completion_requests, ed
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
-    "mtp": {"method": "mtp"},
+    "mtp": {"method": "mtp", "mtp_strategy": "default"},
     "mtp+ngram": {"method": "mtp", "mtp_strategy": "with_ngram"},
     "mtp+suffix": {"method": "mtp", "mtp_strategy": "with_suffix"},
 }
@@ -156,7 +156,7 @@ def say(title: str, rows: dict[str, Run]) -> dict[str, Any]:
 
 
 def sized(requests: Callable[[int], Requests], concurrency: int) -> Requests:
-    return requests({1: 6, 8: 16, 32: 32}[concurrency])
+    return requests({1: 5, 8: 16, 32: 32}[concurrency])
 
 
 SETS: dict[str, Callable[[int], Requests]] = {"completion": completion_requests, "editing": editing_requests}
@@ -211,7 +211,7 @@ def hybrid(repeats: int) -> dict[str, Any]:
     bench, results = Bench(make_llm()), {}
     bench.run(completion_requests(4), 4, NONE)
     choices = {
-        "mtp k=3": {"method": "mtp", "num_speculative_tokens": 3},
+        "mtp k=3": {**METHODS["mtp"], "num_speculative_tokens": 3},
         "ngram k=5": {"method": "ngram", "num_speculative_tokens": 5},
         "mtp k=3 + ngram, k=5": {**METHODS["mtp+ngram"], "num_speculative_tokens": 5},
         "suffix k=5": {"method": "suffix", "num_speculative_tokens": 5},
@@ -230,7 +230,7 @@ def noise(repeats: int) -> dict[str, Any]:
     rows = {}
     for sampling in ("shared_noise", "greedy"):
         bench = Bench(make_llm(draft_sampling=sampling))
-        choice = {"method": "mtp", "num_speculative_tokens": 3}
+        choice = {**METHODS["mtp"], "num_speculative_tokens": 3}
         rows[f"target_match, {sampling}"] = bench.compare(completion_requests(12), 4, [choice], repeats, temperature=1.0)[0]
         if sampling == "shared_noise":
             choice = {**choice, "verify_strategy": "rejection"}
