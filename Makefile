@@ -22,6 +22,7 @@ lint:
 bench:
 	@deploy/setup.sh test
 	@.venv/bin/python -m benchmarks.serve_cpu
+	@.venv/bin/python -m benchmarks.speculation
 
 clean:
 	rm -rf .venv build *.egg-info
