@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -188,6 +188,11 @@ class SpeculationStats:
         }
 
 
+def slots_of(page_ids: Sequence[int], begin: int, end: int, page_size: int) -> list[int]:
+    """Where what is kept of tokens begin to end goes: page * page_size + offset."""
+    return [page_ids[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence in the engine. The scheduler alone changes what is below `params`."""
@@ -224,6 +229,12 @@ class Request:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
         self.group_id = self.group_id or self.request_id
+
+    @property
+    def signed_seed(self) -> int:
+        """The 64-bit seed as an int64 holds it."""
+        seed = self.seed & (2**64 - 1)
+        return seed - 2**64 if seed >= 2**63 else seed
 
     @property
     def num_output_tokens(self) -> int:

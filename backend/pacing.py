@@ -27,8 +27,6 @@ MAX_EXPLORERS = 2
 """Requests that a trial from no drafts at all takes: a model drafter has to catch up for each."""
 MIN_GAIN = 1.03
 """Another number of drafts has to promise this much more speed, or noise would drive the choice."""
-
-
 NEAR = 1.3
 """Token counts that differ by no more than this factor say something about one another's time."""
 
@@ -82,28 +80,34 @@ class _Acceptance:
         self.drafted: list[float] = []
         self.accepted: list[float] = []
 
-    def add(self, limit: int, num_drafts: int, num_accepted: int) -> None:
-        while len(self.tries) < limit:
+    def add(self, limits: list[int], num_drafts: list[int], num_accepted: list[int]) -> None:
+        """One step's requests: the limit of each, its drafts, and those accepted."""
+        while len(self.tries) < max(limits):
             hopeful = PRIOR_WEIGHT * PRIOR_ACCEPTANCE ** (len(self.tries) + 1)
             self.tries.append(PRIOR_WEIGHT)
             self.drafted.append(PRIOR_WEIGHT)
             self.accepted.append(hopeful)
-        for position in range(limit):
-            self.tries[position] = self.tries[position] * MEMORY + 1
-            self.drafted[position] = self.drafted[position] * MEMORY + (num_drafts > position)
-            self.accepted[position] = self.accepted[position] * MEMORY + (num_accepted > position)
+        for position in range(max(limits)):
+            tries, drafted, accepted = (sum(value > position for value in values) for values in (limits, num_drafts, num_accepted))
+            kept = MEMORY**tries
+            self.tries[position] = self.tries[position] * kept + tries
+            self.drafted[position] = self.drafted[position] * kept + drafted
+            self.accepted[position] = self.accepted[position] * kept + accepted
 
-    def expect(self, limit: int) -> tuple[float, float]:
-        """Drafts and accepted drafts of one request's step with that limit."""
-        drafted = sum(d / t for d, t in zip(self.drafted[:limit], self.tries))
-        accepted = sum(a / t for a, t in zip(self.accepted[:limit], self.tries))
-        known = min(limit, len(self.tries))
-        last = self.accepted[known - 1] / self.tries[known - 1] if known else 1.0
-        ratio = last ** (1 / known) if known else PRIOR_ACCEPTANCE
-        for _ in range(known, limit):
-            last *= ratio
-            drafted, accepted = drafted + 1, accepted + last
-        return drafted, accepted
+    def expect(self, top: int) -> list[tuple[float, float]]:
+        """Drafts and accepted drafts of one request's step with a limit of 0 to `top`."""
+        drafted, accepted, last, ratio = 0.0, 0.0, 1.0, PRIOR_ACCEPTANCE
+        outcomes = [(drafted, accepted)]
+        for position in range(top):
+            if position < len(self.tries):
+                tries = self.tries[position]
+                drafted, last = drafted + self.drafted[position] / tries, self.accepted[position] / tries
+                ratio = last ** (1 / (position + 1))
+            else:
+                drafted, last = drafted + 1, last * ratio
+            accepted += last
+            outcomes.append((drafted, accepted))
+        return outcomes
 
 
 class Pacer:
@@ -129,7 +133,7 @@ class Pacer:
             return
         self._steps += 1
         top = max(count for _, count in wanted)
-        outcomes = [self._expect(limit, len(requests), wanted) for limit in range(top + 1)]
+        outcomes = self._expect(top, len(requests), wanted)
         current = min(self._limit if self._limit is not None else top, top)
         unknown = next((limit for limit in range(top + 1) if not self._step_times.knows(round(outcomes[limit][0]))), None)
         if unknown is not None:
@@ -161,19 +165,23 @@ class Pacer:
             return 0
         return self._applied
 
-    def _expect(self, limit: int, num_requests: int, wanted: dict[tuple[str, int], int]) -> tuple[float, float, float]:
-        """Tokens that a step with that limit computes, tokens that it emits, and its seconds."""
-        tokens = emitted = float(num_requests)
-        drafting: dict[str, int] = defaultdict(int)
-        for (method, count), number in wanted.items():
-            drafted, accepted = self._acceptance[method].expect(min(limit, count))
-            tokens += number * drafted
-            emitted += number * accepted
-            drafting[method] += number
-        seconds = self._step_times.at(round(tokens))
-        if limit:
-            seconds += sum(self._draft_seconds(method, limit, number) for method, number in drafting.items())
-        return tokens, emitted, seconds
+    def _expect(self, top: int, num_requests: int, wanted: dict[tuple[str, int], int]) -> list[tuple[float, float, float]]:
+        """For limits of 0 to `top`: tokens that a step computes, tokens that it emits, and its seconds."""
+        expected = {method: self._acceptance[method].expect(top) for method, _ in wanted}
+        outcomes = []
+        for limit in range(top + 1):
+            tokens = emitted = float(num_requests)
+            drafting: dict[str, int] = defaultdict(int)
+            for (method, count), number in wanted.items():
+                drafted, accepted = expected[method][min(limit, count)]
+                tokens += number * drafted
+                emitted += number * accepted
+                drafting[method] += number
+            seconds = self._step_times.at(round(tokens))
+            if limit:
+                seconds += sum(self._draft_seconds(method, limit, number) for method, number in drafting.items())
+            outcomes.append((tokens, emitted, seconds))
+        return outcomes
 
     def _draft_seconds(self, method: str, limit: int, num_requests: int) -> float:
         """From the nearest limit that was measured, in proportion."""
@@ -185,16 +193,17 @@ class Pacer:
 
     def observe(self, entries: Sequence[Scheduled], draft: Draft, verdict: Verdict, propose_seconds: float, rest_seconds: float) -> None:
         """What a step brought. Steps with prompts in them say nothing about the time of drafts."""
-        is_plain = all(e.num_tokens == 1 and e.emits for e in entries)
-        drafting: dict[str, int] = defaultdict(int)
-        limit = 0
+        drafting: dict[str, tuple[list[int], list[int], list[int]]] = {}
         for b, entry in enumerate(entries):
             if entry.max_drafts:
-                method, limit = entry.request.speculation.method, max(limit, entry.max_drafts)
-                drafting[method] += 1
-                self._acceptance[method].add(entry.max_drafts, len(draft.token_ids[b]), verdict.num_accepted[b])
-        if is_plain:
+                limits, drafts, accepted = drafting.setdefault(entry.request.speculation.method, ([], [], []))
+                limits.append(entry.max_drafts)
+                drafts.append(len(draft.token_ids[b]))
+                accepted.append(verdict.num_accepted[b])
+        for method, (limits, drafts, accepted) in drafting.items():
+            self._acceptance[method].add(limits, drafts, accepted)
+        if all(e.num_tokens == 1 and e.emits for e in entries):
             self._step_times.add(len(entries) + sum(map(len, draft.token_ids)), rest_seconds)
             if len(drafting) == 1 and not draft.is_behind:
-                ((method, number),) = drafting.items()
-                self._draft_times[method][limit].add(number, propose_seconds)
+                ((method, (limits, _, _)),) = drafting.items()
+                self._draft_times[method][max(limits)].add(len(limits), propose_seconds)

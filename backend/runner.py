@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from backend.config import EngineConfig
-from backend.core import Batch, Draft
+from backend.core import Batch, Draft, slots_of
 from backend.errors import ConfigError
 from backend.model_files import read_config
 from backend.models import Model, load_model
@@ -60,7 +60,7 @@ def pack(batch: Batch, draft: Draft, page_size: int) -> Packed:
         packed.token_ids += request.token_ids[begin : begin + entry.num_tokens]
         packed.token_ids += drafts
         packed.positions += range(begin, end)
-        packed.slots += [request.page_ids[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+        packed.slots += slots_of(request.page_ids, begin, end, page_size)
         packed.query_lens.append(end - begin)
         packed.seq_lens.append(end)
         packed.page_ids.append(request.page_ids)

@@ -33,12 +33,6 @@ class _History:
         return rows
 
 
-def _signed(seed: int) -> int:
-    """A 64-bit seed as torch's int64 holds it."""
-    seed &= 2**64 - 1
-    return seed - 2**64 if seed >= 2**63 else seed
-
-
 def is_deterministic(request: Request) -> bool:
     """The likeliest token is the only choice."""
     return request.params.is_greedy or request.speculation.verify_strategy == "greedy"
@@ -80,7 +74,7 @@ class Sampler:
         """temperature, top_k, top_p, min_p, seed and position of each row [sum of num_rows], as `kernels.reference.sample` takes them."""
         rows: list[tuple[float, int, float, float, int, int]] = []
         for entry, count in zip(entries, num_rows, strict=True):
-            params, seed, position = entry.request.params, _signed(entry.request.seed), len(entry.request.token_ids)
+            params, seed, position = entry.request.params, entry.request.signed_seed, len(entry.request.token_ids)
             # As far as float32 and the vocabulary go; beyond, they change nothing.
             temperature, top_k = min(params.temperature, 1e30), min(max(params.top_k, 0), self._vocab_size)
             rows += [(temperature, top_k, params.top_p, params.min_p, seed, position + i) for i in range(count)]

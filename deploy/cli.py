@@ -16,9 +16,9 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("train-mtp", help="train a drafter for a model", add_help=False)
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["train-mtp"]:  # needs torch, as nothing else here does
-        from training import mtp
+        from training import train_mtp
 
-        return mtp.main(argv[1:])
+        return train_mtp.main(argv[1:])
     # Each part is imported when it is asked for: the client needs no torch, the launcher no gRPC.
     from deploy import launcher
 

@@ -84,6 +84,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch) -> Service:
     monkeypatch.setattr(mtp, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(mtp, "RETRY_SHARE", 0)
     return Service()
 
 

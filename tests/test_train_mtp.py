@@ -25,7 +25,7 @@ from backend.models.mtp import Mtp as ServedMtp
 from backend.parallel.ranks import Ranks
 from deploy.cli import main
 from tests.test_loader import Kind, make_model, save
-from training import mtp
+from training import mtp, train_mtp
 from training.llama import Llama, load_model
 from training.tokenizer import load_tokenizer
 
@@ -80,7 +80,7 @@ def test_the_loss_goes_down_and_the_server_reads_what_is_written(
 ) -> None:
     out = tmp_path / "out"
     assert main(flags(folder, text, out, steps=100, layers=layers, inner=40, heldout=text)) == 0
-    ids = torch.from_numpy(mtp.read_ids([text], folder).astype(np.int64))
+    ids = torch.from_numpy(train_mtp.read_ids([text], folder).astype(np.int64))
     batch = ids[: len(ids) // 64 * 64].view(-1, 64)[:16]
     torch.manual_seed(0)
     objective = mtp.Objective(target, mtp.Mtp(target, layers, 40), 3)
@@ -112,13 +112,13 @@ def test_the_loss_goes_down_and_the_server_reads_what_is_written(
 
 def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C when that many batches are done."""
-    original = mtp.batches
+    original = train_mtp.batches
 
     def some(*args: Any) -> Iterator[torch.Tensor]:
         yield from itertools.islice(original(*args), count)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mtp, "batches", some)
+    monkeypatch.setattr(train_mtp, "batches", some)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -223,7 +223,7 @@ def test_too_little_data(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "a.txt"
     for content in ("", "x = 1\n", "x"):
         path.write_text(content)
-        count = len(mtp.read_ids([path], folder))
+        count = len(train_mtp.read_ids([path], folder))
         refused(flags(folder, path, tmp_path / "out"), capsys, f"--data holds {count} tokens; one sequence takes 32 (--context)")
     ids = np.arange(2, 34, dtype="<u2")
     ids.tofile(tmp_path / "a.u16")
@@ -353,7 +353,7 @@ def test_read_ids_of_every_kind(folder: Path, tmp_path: Path) -> None:
         return [i for t in texts for i in (0, *tokenizer.encode(t, add_special_tokens=False).ids)]
 
     def read(*paths: Path) -> list[int]:
-        ids = mtp.read_ids(paths, folder)
+        ids = train_mtp.read_ids(paths, folder)
         assert ids.dtype == np.uint32
         return ids.tolist()
 
@@ -375,7 +375,8 @@ def test_lines_end_where_json_lines_does(folder: Path, tmp_path: Path) -> None:
     """JSON may hold U+2028, U+0085 and their like as they are; only a line feed ends a line."""
     (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
     assert (
-        mtp.read_ids([tmp_path / "lines.jsonl"], folder).tolist()[1:] == load_tokenizer(folder).encode("a\u2028b\x85c", add_special_tokens=False).ids
+        train_mtp.read_ids([tmp_path / "lines.jsonl"], folder).tolist()[1:]
+        == load_tokenizer(folder).encode("a\u2028b\x85c", add_special_tokens=False).ids
     )
 
 

@@ -49,8 +49,11 @@ def call_tensors(call: DraftCall, session: tuple[int, int, int, int]) -> list[An
     ]
 
 
-def read_call(request: Any) -> tuple[DraftCall, tuple[int, int, int, int]]:
-    """The reverse of `call_tensors`. Raises ValueError naming the input that does not fit the others."""
+def read_call(request: Any, vocab_size: int, max_model_len: int) -> tuple[DraftCall, tuple[int, int, int, int]]:
+    """The reverse of `call_tensors`. Raises ValueError naming the input that does not fit the others, or the model.
+
+    Anybody can call the model, and an index out of range would end the process on a GPU.
+    """
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     number, count, num_pages, page_size = inputs["session"].as_numpy().tolist()
     requests = inputs["requests"].as_numpy().tolist()
@@ -68,10 +71,14 @@ def read_call(request: Any) -> tuple[DraftCall, tuple[int, int, int, int]]:
         call.choices.append((mode, top_k, seed))
         call.page_ids.append(pages[begin : begin + num_own])
         begin += num_own
+        if length + drafts > max_model_len:
+            raise ValueError(f"requests: {length} tokens and {drafts} drafts are more than the context of {max_model_len}")
         if not 1 <= queries <= length or drafts < 0 or num_own * page_size < length + max(drafts - 1, 0):
             raise ValueError(f"requests: {queries} of {length} tokens with {drafts} drafts do not fit {num_own} pages of {page_size}")
     if any(not 0 <= page < num_pages for page in (*pages, *call.fresh_pages)):
         raise ValueError(f"pages: a page is not one of 0 to {num_pages - 1}")
+    if any(not 0 <= token_id < vocab_size for token_id in call.token_ids):
+        raise ValueError(f"tokens: an id is not one of 0 to {vocab_size - 1}")
     if not requests or len(call.token_ids) != sum(call.query_lens) or len(call.filters) != len(requests) or len(call.hidden) != len(call.token_ids):
         raise ValueError(
             f"{len(requests)} requests of {sum(call.query_lens)} tokens came with {len(call.token_ids)} tokens, {len(call.hidden)} hidden rows "
@@ -80,7 +87,7 @@ def read_call(request: Any) -> tuple[DraftCall, tuple[int, int, int, int]]:
     return call, (number, count, num_pages, page_size)
 
 
-def reply_tensors(reply: DraftReply, call: DraftCall, vocab_size: int) -> list[Any]:
+def reply_tensors(reply: DraftReply, vocab_size: int) -> list[Any]:
     width = max(map(len, reply.token_ids), default=0)
     drafts = np.full((len(reply.token_ids), width), -1, dtype=np.int32)
     for row, token_ids in zip(drafts, reply.token_ids):

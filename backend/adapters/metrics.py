@@ -33,12 +33,15 @@ class MetricsPublisher:
             pb_utils.Logger.log_warn(f"{self._model}: metrics are off: {error}")
 
     def _publish(self) -> None:
-        metrics, scheduler = self._engine.metrics, self._engine.scheduler
+        metrics, scheduler, faults = self._engine.metrics, self._engine.scheduler, self._engine.drafters.faults
         for name, counter, text in (
             ("drafts", metrics.drafts, "Steps of a request that verified at least one draft"),
             ("draft_tokens", metrics.draft_tokens, "Tokens drafted"),
             ("accepted_tokens", metrics.accepted_tokens, "Drafted tokens accepted"),
             ("emitted_tokens", metrics.emitted_tokens, "Tokens emitted"),
+            ("drafter_failures", faults.failures, "Times a drafter raised or could not be reached"),
+            ("invalid_drafts", faults.invalid, "Proposals refused: too long, or with ids outside the vocabulary"),
+            ("undrafted_steps", faults.undrafted, "Steps of a request decoded plainly because its drafter was down"),
         ):
             for method, value in list(counter.items()):
                 self._count(f"spec_decode_num_{name}_total", text, value, method=method)
@@ -48,14 +51,6 @@ class MetricsPublisher:
         ):
             for (method, position), value in list(positions.items()):
                 self._count(f"spec_decode_num_{name}_per_pos_total", text, value, method=method, position=str(position))
-        faults = self._engine.drafters.faults
-        for name, counter, text in (
-            ("drafter_failures", faults.failures, "Times a drafter raised or could not be reached"),
-            ("invalid_drafts", faults.invalid, "Proposals refused: too long, or with ids outside the vocabulary"),
-            ("undrafted_steps", faults.undrafted, "Steps of a request decoded plainly because its drafter was down"),
-        ):
-            for method, value in list(counter.items()):
-                self._count(f"spec_decode_num_{name}_total", text, value, method=method)
         for name, seconds, text in (
             ("propose", metrics.propose_seconds, "Seconds of drafting"),
             ("forward", metrics.forward_seconds, "Seconds of the target's forward pass"),

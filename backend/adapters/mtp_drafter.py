@@ -68,14 +68,14 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         try:
-            call, (session, count, num_pages, page_size) = read_call(request)
+            call, (session, count, num_pages, page_size) = read_call(request, self._target.vocab_size, self._target.max_model_len)
             call.hidden = call.hidden.to(self._device, self._dtype)
             if count == 0:
                 self._service.open(num_pages, page_size)
             elif (session, count) != self._expected:
                 raise DraftError(f"call {count} of session {session:x} is not the one expected here: open a new session")
             self._expected = (session, count + 1)
-            return pb_utils.InferenceResponse(reply_tensors(self._service.draft(call), call, self._target.vocab_size))
+            return pb_utils.InferenceResponse(reply_tensors(self._service.draft(call), self._target.vocab_size))
         except Exception as error:  # whatever it is, the decode model goes on without these drafts
             self._expected = (-1, 0)
             if not isinstance(error, DraftError):

@@ -161,8 +161,9 @@ class HybridDrafter:
         lookup = self._lookups.get(request.speculation.mtp_strategy)
         if lookup is None:
             return
-        watched = self._watched[request.request_id]
-        watched.model_at = watched.seen_by_model = len(request.token_ids)
+        if token_ids:  # a model that is down says nothing about how good it is
+            watched = self._watched[request.request_id]
+            watched.model_at = watched.seen_by_model = len(request.token_ids)
         if (room := entry.max_drafts - len(token_ids)) > 0:
             found = lookup.lookup(request, token_ids, room)
             token_ids += found

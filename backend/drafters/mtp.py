@@ -15,15 +15,16 @@ from collections.abc import Sequence
 import torch
 
 from backend.config import MAX_SPECULATIVE_TOKENS
-from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
+from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, slots_of
 from backend.drafters.calls import LIKELIEST, OWN_NOISE, SHARED_NOISE, DraftCall, DraftError, DraftService
 
 logger = logging.getLogger(__name__)
 
 MAX_STEP_TOKENS = MAX_SPECULATIVE_TOKENS + 1
 """A request that took part in the last step has no more than these to be shown."""
-RETRY_SECONDS = 0.5
-"""A drafter that failed is asked again after this long; plain decoding goes on meanwhile."""
+RETRY_SECONDS, RETRY_SHARE = 0.5, 10
+"""A drafter that failed is asked again after this long, or this many times what the failed call took: one that hangs must not take most
+of the time. Plain decoding goes on meanwhile."""
 
 
 class MtpDrafter:
@@ -78,13 +79,14 @@ class MtpDrafter:
         asked, call = self._make_call(entries)
         if not asked:
             return draft
+        started = time.monotonic()
         try:
             if not self._is_open:
                 self._service.open(len(self._seen_in_page), self._page_size)
                 self._is_open = True
             reply = self._service.draft(call)
         except Exception as error:  # whatever it is: drafts are optional
-            self._fail(error)
+            self._fail(error, time.monotonic() - started)
             faults.failures[self.name] += 1
             faults.undrafted[self.name] += len(asked)
             return draft
@@ -101,12 +103,12 @@ class MtpDrafter:
                 draft.probs[b] = reply.probs[i]
         return draft
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, seconds: float) -> None:
         """The drafter's memory can no longer be relied on: it is shown everything again when it is back."""
         if not self._retry_at:
             details = None if isinstance(error, DraftError) else error
             logger.warning("drafter %s failed, decoding goes on without drafts: %s", self.name, error, exc_info=details)
-        self._retry_at = time.monotonic() + RETRY_SECONDS
+        self._retry_at = time.monotonic() + max(RETRY_SECONDS, RETRY_SHARE * seconds)
         self._is_open = False
         self._seen_in_page = [0] * len(self._seen_in_page)
         self._num_seen.clear()
@@ -127,15 +129,13 @@ class MtpDrafter:
             pages = request.page_ids
             asked.append(b)
             call.token_ids += request.token_ids[seen:end]
-            before += [-1 if i == 0 else pages[(i - 1) // size] * size + (i - 1) % size for i in range(seen, end)]
+            before += [-1] * (seen == 0) + slots_of(pages, max(seen - 1, 0), end - 1, size)
             call.query_lens.append(end - seen)
             call.seq_lens.append(end)
             call.page_ids.append(pages[: -(-max(end, end + steps - 1) // size)])
             call.num_drafts.append(steps)
-            params, mode = request.params, self._mode(request)
-            top_k = max(params.top_k, 0)
-            seed = request.seed & (2**64 - 1)
-            call.choices.append((mode, min(top_k, 2**31 - 1), seed - 2**64 if seed >= 2**63 else seed))
+            params = request.params
+            call.choices.append((self._mode(request), min(max(params.top_k, 0), 2**31 - 1), request.signed_seed))
             call.filters.append((min(params.temperature, 1e30), params.top_p, params.min_p))
         slots = torch.tensor(before, dtype=torch.long, device=self._hidden.device)
         call.hidden = self._hidden[slots.clamp(min=0)].masked_fill_((slots < 0)[:, None], 0)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from backend.core import slots_of
 from backend.drafters.calls import LIKELIEST, OWN_NOISE, DraftCall, DraftReply
 from backend.models.mtp import Mtp
 from kernels import reference as ops
@@ -74,7 +75,7 @@ class MtpService:
         begins = [length - count for length, count in zip(call.seq_lens, call.query_lens)]
         spans = list(zip(call.page_ids, begins, call.seq_lens))
         positions = [i for _, begin, end in spans for i in range(begin, end)]
-        slots = [self._slot(pages, i) for pages, begin, end in spans for i in range(begin, end)]
+        slots = [s for pages, begin, end in spans for s in slots_of(pages, begin, end, self._page_size)]
         device = call.hidden.device
         rows = torch.tensor([call.token_ids, positions, slots], device=device)
         plan = self._plan(call.query_lens, call.seq_lens, call.page_ids, call.hidden)
@@ -82,10 +83,15 @@ class MtpService:
         last = [end - 1 for end, count in zip(ends, call.num_drafts) if count]
         states = self._compute(0, rows, call.hidden, plan)
         newest = [states[last]]
+        before = torch.empty(0, dtype=torch.long)
+        if self._num_layers > 1:
+            size = self._page_size
+            before = torch.tensor(
+                [s for pages, begin, end in spans for s in [0] * (begin == 0) + slots_of(pages, max(begin - 1, 0), end - 1, size)], device=device
+            )
         for layer in range(1, self._num_layers):
             kept = self._planes[3 * layer - 1].flatten(0, 1)
             kept.index_copy_(0, rows[2], states)
-            before = torch.tensor([self._slot(pages, max(i - 1, 0)) for pages, begin, end in spans for i in range(begin, end)], device=device)
             previous = kept[before].masked_fill_((rows[1] == 0)[:, None], 0)  # nothing comes before the first token
             states = self._compute(layer, rows, previous, plan)
             newest.append(states[last])
@@ -94,7 +100,7 @@ class MtpService:
     def _go_on(self, call: DraftCall, drafting: list[int], token_ids: list[int], states: list[torch.Tensor], step: int) -> list[torch.Tensor]:
         """Each request's newest draft [B'] in the layers that this step and later ones need, from every layer's states [B', hidden] before it."""
         pages, lengths = [call.page_ids[b] for b in drafting], [call.seq_lens[b] + step for b in drafting]
-        slots = [self._slot(own, length - 1) for own, length in zip(pages, lengths)]
+        slots = [s for own, length in zip(pages, lengths) for s in slots_of(own, length - 1, length, self._page_size)]
         rows = torch.tensor([token_ids, [length - 1 for length in lengths], slots], device=states[0].device)
         plan = self._plan([1] * len(drafting), lengths, pages, states[0])
         newest, last = list(states), self._num_layers - 1
@@ -108,9 +114,6 @@ class MtpService:
 
     def _plan(self, query_lens: list[int], seq_lens: list[int], pages: list[list[int]], like: torch.Tensor) -> AttentionPlan:
         return plan_attention(query_lens, seq_lens, pages, self._page_size, self._model.num_query_groups, like.dtype, like.device)
-
-    def _slot(self, pages: list[int], place: int) -> int:
-        return pages[place // self._page_size] * self._page_size + place % self._page_size
 
     @staticmethod
     def _choose(call: DraftCall, drafting: list[int], logits: torch.Tensor, step: int, drawn_from: dict[int, list[torch.Tensor]]) -> list[int]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from backend.errors import ConfigError
+
 GROUP = 64
 
 
 class WeightOnlyLinear:
-    """One projection [out, in] stored as `scheme` says: wint8, wint4 or fp8. Raises ValueError for a shape that the scheme cannot hold."""
+    """One projection [out, in] stored as `scheme` says: wint8, wint4 or fp8. Raises ConfigError for a shape that the scheme cannot hold."""
 
     __slots__ = ("bias", "scales", "scheme", "shape", "stored")
 
@@ -22,7 +24,7 @@ class WeightOnlyLinear:
         values = weight.float()
         if scheme == "wint4":
             if values.shape[1] % GROUP:
-                raise ValueError(f"wint4 needs input sizes that are multiples of {GROUP}, got {values.shape[1]}")
+                raise ConfigError(f"quantization wint4 needs input sizes that are multiples of {GROUP}, got {values.shape[1]}")
             values = values.view(-1, GROUP)
         top = {"wint8": 127.0, "wint4": 7.0, "fp8": 448.0}[scheme]
         scales = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / top
