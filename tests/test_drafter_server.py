@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backend import LLM
+from backend import LLM, SamplingParams
 from client import Client
 from tests.conftest import code_prompts, greedy
 from tests.servers import RunningServer, serve
@@ -37,7 +37,7 @@ def offline() -> list:
 
 def ask(server: RunningServer, prompt: str, **options):
     with Client(server.grpc) as client:
-        return client.generate(prompt, max_tokens=40, temperature=0.0, ignore_eos=True, **options)[0]
+        return client.generate(prompt, max_tokens=40, ignore_eos=True, **{"temperature": 0.0, **options})[0]
 
 
 def stub_of(server: RunningServer, model: str) -> int:
@@ -70,6 +70,27 @@ def test_both_placements_draft_the_same(server, offline):
         assert answer.token_ids == expected.token_ids
         assert answer.sources == expected.sources
         assert answer.speculation["drafted"] == expected.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "sampling"),
+    [
+        ({"num_speculative_tokens": 1}, {"temperature": 1.0, "seed": 5}),
+        ({"num_speculative_tokens": 8}, {"temperature": 0.7, "seed": 6, "top_p": 0.9}),
+        ({"verify_strategy": "rejection", "num_speculative_tokens": 4}, {"temperature": 1.0, "seed": 7}),
+        ({"verify_strategy": "topp"}, {"temperature": 1.0, "seed": 8, "top_p": 0.8}),
+    ],
+    ids=["one draft", "eight drafts", "rejection: its probabilities cross too", "topp"],
+)
+def test_both_placements_sample_the_same(server, llm_all, choice, sampling):
+    """Nothing of a draft is lost on the way: not even what rejection sampling needs to be exact."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
+    results = llm_all.generate(PROMPTS, params, speculative={"method": "mtp", **choice}, use_tqdm=False)
+    for prompt, result in zip(PROMPTS, results):
+        expected, answer = result.outputs[0], ask(server, prompt, speculative=choice, **sampling)
+        assert answer.token_ids == expected.token_ids
+        assert (answer.speculation["drafted"], answer.speculation["accepted"]) == (expected.stats.drafted, expected.stats.accepted)
+    assert sum(r.outputs[0].stats.accepted for r in results) > 0
 
 
 def test_counters_are_on_the_metrics_port(server, offline):
@@ -111,7 +132,14 @@ def test_others_cannot_disturb_the_drafter(server, offline):
         "fresh_pages": np.array([], dtype=np.int32),
     }
     with InferenceServerClient(server.grpc) as client:
-        for changes, message in (({}, "open a new session"), ({"pages": np.array([64], dtype=np.int32)}, "not one of 0 to 63")):
+        long = np.array([[1, 2048, 1, 128, 0, 0, 0]], dtype=np.int64)
+        for changes, message in (
+            ({}, "open a new session"),
+            ({"pages": np.array([64], dtype=np.int32)}, "not one of 0 to 63"),
+            ({"tokens": np.array([4096], dtype=np.int32)}, "not one of 0 to 4095"),
+            ({"requests": long, "pages": np.zeros(128, dtype=np.int32)}, "more than the context of 2048"),
+            ({"hidden": np.zeros((2, 192), dtype=np.float32)}, "1 tokens, 2 hidden rows"),
+        ):
             inputs = []
             for name, value in {**arrays, **changes}.items():
                 tensor = InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
