@@ -1,0 +1,187 @@
+"""Compiles the project's CUDA sources with nvcc, keeps what it made on disk, and loads and launches it through PyCUDA.
+
+PyCUDA, torch and CUDA graphs share the device's primary context and one stream. PyCUDA cannot adopt a stream of torch, so the
+stream is PyCUDA's and torch runs on it: everything that launches kernels does so inside `device_stream`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+FLAGS = ("-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v")
+
+Defines = Mapping[str, "int | str"]
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be compiled or run on this machine; says what is missing."""
+
+
+def find_nvcc() -> str:
+    """Path of nvcc. Raises KernelError when there is none."""
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if home and (path := Path(home) / "bin" / "nvcc").is_file():
+            return str(path)
+    if path := shutil.which("nvcc"):
+        return path
+    raise KernelError("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler, or use --device cpu")
+
+
+@functools.cache
+def _nvcc_version(nvcc: str) -> str:
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept, by content."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "foretoken" / "kernels"
+
+
+def compile_source(name: str, architecture: str, defines: Defines | None = None) -> Path:
+    """The cubin of <name>.cu for an architecture such as sm_90, compiled unless an equal one is on disk.
+
+    Raises KernelError with the compiler's message.
+    """
+    nvcc, source = find_nvcc(), SOURCES / f"{name}.cu"
+    # An `a` target has the architecture's own instructions (wgmma, setmaxnreg); it runs on that one alone, as every cubin does.
+    target = {"sm_90": "sm_90a", "sm_100": "sm_100a"}.get(architecture, architecture)
+    options = [*FLAGS, f"-gencode=arch=compute_{target[3:]},code={target}", *(f"-D{k}={v}" for k, v in sorted((defines or {}).items()))]
+    headers = [path.read_bytes() for path in sorted(SOURCES.glob("*.cuh"))]
+    parts = [source.read_bytes(), *headers, " ".join(options).encode(), _nvcc_version(nvcc).encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+    path = cache_folder() / f"{name}-{architecture}-{key}.cubin"
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / "out.cubin"
+        result = subprocess.run([nvcc, "-cubin", *options, "-o", str(made), str(source)], capture_output=True, text=True)
+        if result.returncode:
+            raise KernelError(f"nvcc could not compile {source.name} for {architecture}:\n{result.stderr.strip()}")
+        (path.with_suffix(".log")).write_text(result.stderr)  # registers, shared memory and spills of each kernel
+        made.replace(path)  # whole or not at all: several processes may compile at once
+    return path
+
+
+def compile_all(jobs: Sequence[tuple[str, Defines]], architecture: str) -> None:
+    """Compiles several (source, defines) at once, with a line that says so when it takes time."""
+    nvcc_jobs = os.cpu_count() or 1
+    with ThreadPoolExecutor(min(nvcc_jobs, max(1, len(jobs)))) as pool:
+        futures = [pool.submit(compile_source, name, architecture, defines) for name, defines in jobs]
+        for number, future in enumerate(futures, 1):
+            if not future.done():
+                logger.info("compiling CUDA kernels for %s: %d of %d", architecture, number, len(futures))
+            future.result()
+
+
+class _Device:
+    """One GPU's context and stream, and the modules loaded there."""
+
+    def __init__(self, index: int) -> None:
+        try:
+            import pycuda.driver as driver
+        except ImportError as error:
+            raise KernelError(f"PyCUDA cannot be imported ({error}): pip install pycuda, or use --device cpu") from None
+        torch.zeros(1, device=f"cuda:{index}")  # torch makes the primary context
+        driver.init()
+        self.driver = driver
+        self.context = driver.Device(index).retain_primary_context()
+        major, minor = torch.cuda.get_device_capability(index)
+        self.architecture = f"sm_{major}{minor}"
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise KernelError(f"cuda:{index} is an {torch.cuda.get_device_name(index)} ({self.architecture}); kernels are made for {known}")
+        self._threads = threading.local()
+        self.enter_thread()
+        self.stream = driver.Stream()
+        self.torch_stream = torch.cuda.ExternalStream(self.stream.handle, device=f"cuda:{index}")
+        self._lock = threading.Lock()
+        self._modules: dict[Path, Any] = {}
+
+    def enter_thread(self) -> None:
+        """PyCUDA wants the context on every thread that uses it."""
+        if not getattr(self._threads, "has_context", False):
+            self.context.push()
+            self._threads.has_context = True
+
+    def module(self, name: str, defines: Defines | None) -> Any:
+        path = compile_source(name, self.architecture, defines)
+        self.enter_thread()
+        with self._lock:
+            if path not in self._modules:
+                self._modules[path] = self.driver.module_from_buffer(path.read_bytes())
+            return self._modules[path]
+
+
+@functools.cache
+def _device(index: int) -> _Device:
+    return _Device(index)
+
+
+def device_of(device: torch.device) -> _Device:
+    return _device(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@contextlib.contextmanager
+def device_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Makes the stream that kernels run on torch's own for this thread, too."""
+    own = device_of(device)
+    own.enter_thread()
+    with torch.cuda.stream(own.torch_stream):
+        yield own.torch_stream
+
+
+class Kernel:
+    """A CUDA function. Called with grid, block and arguments; tensors go as pointers."""
+
+    def __init__(self, device: _Device, function: Any, types: str, shared: int) -> None:
+        function.prepare(types)
+        if shared > 48 * 1024:
+            function.set_attribute(device.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        self._launch = function.prepared_async_call
+        self._stream = device.stream
+        self._torch_stream = device.torch_stream.cuda_stream
+        self._index = device.torch_stream.device
+        self._shared = shared
+        self.num_registers, self.num_local_bytes = function.num_regs, function.local_size_bytes
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], *args: Any, shared: int | None = None) -> None:
+        if torch.cuda.current_stream(self._index).cuda_stream != self._torch_stream:
+            raise KernelError("kernels are launched inside kernels.device_stream(device) only")
+        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        self._launch(grid, block, self._stream, *values, shared_size=self._shared if shared is None else shared)
+
+
+@functools.lru_cache(maxsize=None)
+def _kernel(index: int, source: str, name: str, types: str, defines: tuple[tuple[str, int | str], ...], shared: int) -> Kernel:
+    device = _device(index)
+    return Kernel(device, device.module(source, dict(defines)).get_function(name), types, shared)
+
+
+def load(device: torch.device, source: str, name: str, types: str, defines: Defines | None = None, shared: int = 0) -> Kernel:
+    """The function `name` (extern "C") of kernels/<source>.cu, compiled with `defines`.
+
+    types: one character per argument as in Python's `struct`: P pointer, i int32, q int64, f float32. shared: most bytes of
+    dynamic shared memory that a launch asks for. Raises KernelError.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _kernel(index, source, name, types, tuple(sorted((defines or {}).items())), shared)

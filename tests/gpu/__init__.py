@@ -1,0 +1,1 @@
+"""Tests that need a GPU: `python -m pytest tests/gpu`. Without one they are skipped, as in CI."""
