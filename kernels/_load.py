@@ -38,8 +38,8 @@ class KernelError(RuntimeError):
 def find_nvcc() -> str:
     """Path of nvcc. Raises KernelError when there is none."""
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if home and (path := Path(home) / "bin" / "nvcc").is_file():
-            return str(path)
+        if home and (nvcc := Path(home) / "bin" / "nvcc").is_file():
+            return str(nvcc)
     if path := shutil.which("nvcc"):
         return path
     raise KernelError("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler, or use --device cpu")
@@ -52,8 +52,8 @@ def _nvcc_version(nvcc: str) -> str:
 
 def cache_folder() -> Path:
     """Where compiled kernels are kept, by content."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "foretoken" / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "foretoken" / "kernels"
 
 
 def compile_source(name: str, architecture: str, defines: Defines | None = None) -> Path:
@@ -171,7 +171,7 @@ class Kernel:
         self._launch(grid, block, self._stream, *values, shared_size=self._shared if shared is None else shared)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(index: int, source: str, name: str, types: str, defines: tuple[tuple[str, int | str], ...], shared: int) -> Kernel:
     device = _device(index)
     return Kernel(device, device.module(source, dict(defines)).get_function(name), types, shared)
