@@ -7,15 +7,17 @@ stream is PyCUDA's and torch runs on it: everything that launches kernels does s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 FLAGS = ("-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v")
+ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
+"""CUDA's names of the types that tensors come in."""
 
 Defines = Mapping[str, "int | str"]
 
@@ -153,11 +157,12 @@ def device_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 class Kernel:
     """A CUDA function. Called with grid, block and arguments; tensors go as pointers."""
 
-    def __init__(self, device: _Device, function: Any, types: str, shared: int) -> None:
+    def __init__(self, device: _Device, function: Any, types: str, shared: int, launch: Callable[..., None] | None = None) -> None:
+        """launch: takes the place of PyCUDA's own."""
         function.prepare(types)
         if shared > 48 * 1024:
             function.set_attribute(device.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-        self._launch = function.prepared_async_call
+        self._launch = launch or function.prepared_async_call
         self._stream = device.stream
         self._torch_stream = device.torch_stream.cuda_stream
         self._index = device.torch_stream.device
@@ -171,17 +176,86 @@ class Kernel:
         self._launch(grid, block, self._stream, *values, shared_size=self._shared if shared is None else shared)
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of cuda.h, with a value of one int."""
+
+    _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class _ProgrammaticLaunch:
+    """Launches a function so that it may start before the stream's previous kernel has ended (programmatic stream serialization).
+
+    PyCUDA has no cuLaunchKernelEx and hands out no CUfunction, so the driver is called here. A captured launch becomes a
+    programmatic edge of the graph.
+    """
+
+    PROGRAMMATIC_STREAM_SERIALIZATION = 6
+    MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+    PARAM_END, PARAM_BUFFER, PARAM_BUFFER_SIZE = 0, 1, 2
+
+    def __init__(self, device: _Device, path: Path, name: str, types: str, shared: int) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+        device.enter_thread()
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), path.read_bytes()))
+        self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
+        if shared > 48 * 1024:
+            self._check(self._driver.cuFuncSetAttribute(self._function, self.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared))
+        self._types = struct.Struct(types)
+        self._arguments = ctypes.create_string_buffer(self._types.size)
+        self._size = ctypes.c_size_t(self._types.size)
+        attribute = _Attribute(id=self.PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        self._config = _LaunchConfig(stream=device.stream.handle, attributes=ctypes.pointer(attribute), num_attributes=1)
+        places = (self.PARAM_BUFFER, ctypes.addressof(self._arguments), self.PARAM_BUFFER_SIZE, ctypes.addressof(self._size), self.PARAM_END)
+        self._extra = (ctypes.c_void_p * len(places))(*places)
+        self._lock = threading.Lock()
+
+    def _check(self, code: int) -> None:
+        if code:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(code, ctypes.byref(text))
+            raise KernelError(f"CUDA error {code}: {(text.value or b'unknown').decode()}")
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], stream: Any, *values: Any, shared_size: int) -> None:
+        with self._lock:
+            config = self._config
+            config.grid[:], config.block[:], config.shared = (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_size
+            self._types.pack_into(self._arguments, 0, *values)
+            self._check(self._driver.cuLaunchKernelEx(ctypes.addressof(config), self._function, None, self._extra))
+
+
 @functools.cache
-def _kernel(index: int, source: str, name: str, types: str, defines: tuple[tuple[str, int | str], ...], shared: int) -> Kernel:
+def _kernel(index: int, source: str, name: str, types: str, defines: tuple[tuple[str, int | str], ...], shared: int, programmatic: bool) -> Kernel:
     device = _device(index)
-    return Kernel(device, device.module(source, dict(defines)).get_function(name), types, shared)
+    launch = None
+    if programmatic and torch.cuda.get_device_capability(index) >= (9, 0):
+        launch = _ProgrammaticLaunch(device, compile_source(source, device.architecture, dict(defines)), name, types, shared)
+    return Kernel(device, device.module(source, dict(defines)).get_function(name), types, shared, launch)
 
 
-def load(device: torch.device, source: str, name: str, types: str, defines: Defines | None = None, shared: int = 0) -> Kernel:
+def load(
+    device: torch.device, source: str, name: str, types: str, defines: Defines | None = None, shared: int = 0, programmatic: bool = False
+) -> Kernel:
     """The function `name` (extern "C") of kernels/<source>.cu, compiled with `defines`.
 
     types: one character per argument as in Python's `struct`: P pointer, i int32, q int64, f float32. shared: most bytes of
-    dynamic shared memory that a launch asks for. Raises KernelError.
+    dynamic shared memory that a launch asks for. programmatic: from sm_90 on a launch may begin before the kernel ahead of it
+    on the stream has ended; the function must execute griddepcontrol.wait before it touches what any earlier kernel writes,
+    reads or frees, in at least one thread of the grid whatever the arguments are. Raises KernelError.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return _kernel(index, source, name, types, tuple(sorted((defines or {}).items())), shared)
+    return _kernel(index, source, name, types, tuple(sorted((defines or {}).items())), shared, programmatic)

@@ -355,3 +355,11 @@ def verify_top_p(
         spans.append([*drafts[:place], corrections[b][place]])
         accepted.append(place)
     return spans, accepted
+
+
+# -- the dense part -----------------------------------------------------------------------------------------------------
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x [T, N] to residual [T, N] in place, and normalises the sum as it was rounded -> [T, N]."""
+    return rms_norm(residual.add_(x), weight, eps)

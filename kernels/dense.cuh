@@ -1,0 +1,112 @@
+// What the kernels of the dense part share: 16-byte vectors of elements, the order in which squares are summed, SiLU, and the
+// two halves of a programmatic launch.
+#pragma once
+
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+template <typename T>
+struct Vector {
+    static constexpr int SIZE = 16 / sizeof(T);
+    union {
+        uint4 bits;
+        T values[SIZE];
+    };
+    __device__ Vector() : bits{0, 0, 0, 0} {}
+    __device__ explicit Vector(uint4 bits) : bits(bits) {}
+};
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float(float v) { return v; }
+template <>
+__device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
+
+// Lets the next kernel of the stream start: it may do whatever depends on no earlier kernel.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns once every earlier kernel of the stream has ended and what it wrote can be seen.
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// What earlier kernels wrote is read past L1: this kernel may have started before they ended.
+template <typename T>
+__device__ __forceinline__ Vector<T> load_fresh(const T* source) {
+    return Vector<T>(__ldcg(reinterpret_cast<const uint4*>(source)));
+}
+
+template <typename T>
+__device__ __forceinline__ Vector<T> load_constant(const T* source) {
+    return Vector<T>(__ldg(reinterpret_cast<const uint4*>(source)));
+}
+
+template <typename T>
+__device__ __forceinline__ void store(T* target, const Vector<T>& v) {
+    *reinterpret_cast<uint4*>(target) = v.bits;
+}
+
+__device__ __forceinline__ float sum_warp(float v) {
+#pragma unroll
+    for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(~0u, v, offset);
+    return v;
+}
+
+// Squares are summed in one order everywhere, so that a norm of its own and one inside a projection agree to the bit: vector i
+// of a row belongs to strand i % 256, a strand sums its vectors in order, 32 strands are summed as a warp does, eight such sums in order.
+constexpr int STRANDS = 256;
+
+template <typename T>
+__device__ __forceinline__ float add_squares(float sum, const Vector<T>& v) {
+#pragma unroll
+    for (int i = 0; i < Vector<T>::SIZE; ++i) sum = __fmaf_rn(to_float(v.values[i]), to_float(v.values[i]), sum);
+    return sum;
+}
+
+__device__ __forceinline__ float inverse_rms(float sum_of_squares, int size, float eps) {
+    return rsqrtf(__fadd_rn(__fdiv_rn(sum_of_squares, static_cast<float>(size)), eps));
+}
+
+// The inverse root mean square of one row, by one warp; every lane gets it.
+template <typename T>
+__device__ __forceinline__ float inverse_rms_by_warp(const T* row, int size, float eps) {
+    const int lane = threadIdx.x % 32, num_vectors = size / Vector<T>::SIZE;
+    float strands[STRANDS / 32] = {};
+    for (int start = lane; start < num_vectors; start += STRANDS) {
+#pragma unroll
+        for (int j = 0; j < STRANDS / 32; ++j)
+            if (start + 32 * j < num_vectors) strands[j] = add_squares(strands[j], load_fresh(row + (start + 32 * j) * Vector<T>::SIZE));
+    }
+    float total = 0;
+#pragma unroll
+    for (int j = 0; j < STRANDS / 32; ++j) total += sum_warp(strands[j]);
+    return inverse_rms(total, size, eps);
+}
+
+template <typename T>
+__device__ __forceinline__ T scale(T value, float inverse, T weight) {
+    return from_float<T>(__fmul_rn(__fmul_rn(to_float(value), inverse), to_float(weight)));
+}
+
+__device__ __forceinline__ float silu(float v) { return __fdividef(v, 1.0f + __expf(-v)); }
+
+template <typename T>
+__device__ __forceinline__ T gate_mul(T gate, T up) {
+    const float g = to_float(gate);
+    if constexpr (sizeof(T) == 4) return g / (1.0f + expf(-g)) * up;
+    return from_float<T>(silu(g) * to_float(up));
+}
