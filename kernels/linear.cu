@@ -1,0 +1,194 @@
+// x [M, K] times weight [N, K] transposed, for few rows of x: bound by how fast the weights come from memory.
+//
+// A weight is the A operand of mma.m16n8k16 (16 of its rows a tile), tokens are B's 8 columns. A block owns neighbouring tiles and takes
+// TILES of them at a time, over all of K: step s of K (32 elements) belongs to warp s % 8, whose threads copy the very fragments that they
+// will multiply to shared memory, many steps ahead and without a barrier. The eight warps' sums are added in order. So the sum for an
+// output is the same whatever M, TILES, the grid and the timing are.
+//
+// mma's order of K within a step is free as long as A and B agree: thread t of a quad has elements 8t..8t+7, one 16-byte load.
+//
+// The first copies begin before the kernel ahead in the stream has ended: weights never change.
+//
+// ELEMENT: __nv_bfloat16 or __half; TOKENS: most rows of x, a multiple of 8; TILES; SHARED: bytes of dynamic shared memory;
+// NORM: 0, or K when x is normalised on its way (RMS); GATED: weight is gate | up, the output silu(gate) * up.
+#include "dense.cuh"
+
+using Element = ELEMENT;
+using V = Vector<Element>;
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS, STEP = 32, TILE = 16, COLUMNS = TOKENS / 8;
+constexpr int ROWS = GATED ? TILE / 2 : TILE;  // of the output, per tile: a gated one has as many rows of gate as of up
+constexpr int STRIDE = TILE + 4;               // of a token's sums in shared memory, apart from each other's banks
+constexpr int TOGETHER = TILES < 2 ? TILES : 2;  // tiles that are summed at once
+constexpr int SUMS = WARPS * TOGETHER * TOKENS * STRIDE;
+constexpr int HALF = 32 * 16;                                   // bytes of half a tile's step, and of eight tokens'
+constexpr int STAGE_BYTES = (2 * TILES + COLUMNS) * HALF;       // of one warp: weights, then tokens
+constexpr int STAGES = (SHARED - SUMS * 4 - NORM * 2) / (WARPS * STAGE_BYTES);
+static_assert(STAGES >= 2, "shared memory has no room for two stages");
+
+__device__ __forceinline__ void copy_async(uint32_t target, const Element* source) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LATER>  // that may still be on their way
+__device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
+
+__device__ __forceinline__ uint4 load_shared(uint32_t source) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(source) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same<Element, __half>::value)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// out [M, N], or [M, N / 2] gated, may be residual. bias [N] and residual (as out) may be null; norm_weight [K] is read where NORM.
+extern "C" __global__ void __launch_bounds__(THREADS, SHARED <= 113 * 1024 ? 2 : 1)
+    linear(Element* out, const Element* x, const Element* weight, const Element* bias, const Element* residual, const Element* norm_weight,
+           int M, int N, int K, int x_stride, float eps) {
+    extern __shared__ __align__(16) float sums[];
+    __shared__ float inverses[TOKENS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(sums));
+    const uint32_t scales = shared + SUMS * 4, ring = scales + NORM * 2 + warp * STAGES * STAGE_BYTES + lane * 16;
+
+    const int num_outputs = GATED ? N / 2 : N, num_tiles = num_outputs / ROWS;
+    const int first = static_cast<int>(static_cast<int64_t>(num_tiles) * blockIdx.x / gridDim.x);
+    const int end = static_cast<int>(static_cast<int64_t>(num_tiles) * (blockIdx.x + 1) / gridDim.x);
+    const int num_k = K / STEP, num_steps = (num_k + WARPS - 1) / WARPS;
+    const size_t second_half = static_cast<size_t>(GATED ? num_outputs : 8) * K;
+
+    auto copy_weights = [&](int tile, int step, int stage) {
+        const int k = warp + WARPS * step;
+        if (tile >= end || k >= num_k) return;
+        const Element* source = weight + static_cast<size_t>(tile * ROWS + g) * K + k * STEP + t * 8;
+#pragma unroll
+        for (int r = 0; r < TILES; ++r)
+            if (tile + r < end) {
+                copy_async(ring + stage * STAGE_BYTES + 2 * r * HALF, source + static_cast<size_t>(r * ROWS) * K);
+                copy_async(ring + stage * STAGE_BYTES + (2 * r + 1) * HALF, source + static_cast<size_t>(r * ROWS) * K + second_half);
+            }
+    };
+    auto copy_tokens = [&](int tile, int step, int stage) {
+        const int k = warp + WARPS * step;
+        if (tile >= end || k >= num_k) return;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            if (g + 8 * c < M)
+                copy_async(ring + stage * STAGE_BYTES + (2 * TILES + c) * HALF, x + static_cast<size_t>(g + 8 * c) * x_stride + k * STEP + t * 8);
+    };
+    auto advance = [&](int& tile, int& step) {
+        if (++step == num_steps) step = 0, tile += TILES;
+    };
+
+    if constexpr (NORM) {
+        for (int i = threadIdx.x; i < NORM / 8; i += THREADS) copy_async(scales + i * 16, norm_weight + i * 8);
+        end_copies();
+    }
+    int copy_tile = first, copy_step = 0;
+    for (int stage = 0; stage < STAGES; ++stage, advance(copy_tile, copy_step)) {
+        copy_weights(copy_tile, copy_step, stage);
+        end_copies();
+    }
+#ifndef LATE
+    launch_dependents();
+#endif
+#ifndef NOWAIT
+    wait_for_earlier();
+#endif
+    copy_tile = first, copy_step = 0;
+    for (int stage = 0; stage < STAGES; ++stage, advance(copy_tile, copy_step)) {
+        copy_tokens(copy_tile, copy_step, stage);
+        end_copies();
+    }
+
+    float inverse[COLUMNS];
+    if constexpr (NORM) {
+        for (int m = warp; m < M; m += WARPS) {
+            const float value = inverse_rms_by_warp(x + static_cast<size_t>(m) * x_stride, K, eps);
+            if (lane == 0) inverses[m] = value;
+        }
+        await_copies<2 * STAGES>();
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) inverse[c] = g + 8 * c < M ? inverses[g + 8 * c] : 0.0f;
+    }
+
+    int stage = 0;
+    for (int tile = first; tile < end; tile += TILES) {
+        float acc[TILES][COLUMNS][4] = {};
+        for (int step = 0; step < num_steps; ++step) {
+            await_copies<STAGES - 1>();
+            const uint32_t place = ring + stage * STAGE_BYTES;
+            uint4 a[TILES][2];
+            V b[COLUMNS];
+#pragma unroll
+            for (int r = 0; r < TILES; ++r) a[r][0] = load_shared(place + 2 * r * HALF), a[r][1] = load_shared(place + (2 * r + 1) * HALF);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; ++c)
+                if (g + 8 * c < M) b[c].bits = load_shared(place + (2 * TILES + c) * HALF);
+            copy_weights(copy_tile, copy_step, stage);
+            copy_tokens(copy_tile, copy_step, stage);
+            end_copies();
+            advance(copy_tile, copy_step);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            const int k = warp + WARPS * step;
+            if (k >= num_k) continue;
+            if constexpr (NORM) {
+                const V factor(load_shared(scales + (k * STEP + t * 8) * 2));
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+                    for (int e = 0; e < V::SIZE; ++e) b[c].values[e] = scale(b[c].values[e], inverse[c], factor.values[e]);
+            }
+#pragma unroll
+            for (int r = 0; r < TILES; ++r)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) {
+                    multiply(acc[r][c], a[r][0].x, a[r][1].x, a[r][0].y, a[r][1].y, b[c].bits.x, b[c].bits.y);
+                    multiply(acc[r][c], a[r][0].z, a[r][1].z, a[r][0].w, a[r][1].w, b[c].bits.z, b[c].bits.w);
+                }
+        }
+
+#pragma unroll
+        for (int begin = 0; begin < TILES; begin += TOGETHER) {
+            if (tile + begin >= end) break;
+            if (tile + begin != first) __syncthreads();  // the sums before these have been read
+#pragma unroll
+            for (int r = 0; r < TOGETHER; ++r)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (begin + r < TILES)
+                            sums[((warp * TOGETHER + r) * TOKENS + c * 8 + t * 2 + i % 2) * STRIDE + g + i / 2 * 8] = acc[(begin + r) % TILES][c][i];
+            __syncthreads();
+            auto total = [&](int r, int token, int row, int n) {
+                float value = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) value += sums[((w * TOGETHER + r) * TOKENS + token) * STRIDE + row];
+                return from_float<Element>(bias ? value + to_float(bias[n]) : value);
+            };
+            const int num_rows = min(TOGETHER, min(TILES - begin, end - tile - begin)) * ROWS;
+            for (int i = threadIdx.x; i < M * num_rows; i += THREADS) {
+                const int token = i / num_rows, row = i % num_rows, r = row / ROWS, n = (tile + begin) * ROWS + row;
+                Element value;
+                if constexpr (GATED) value = gate_mul(total(r, token, row % ROWS, n), total(r, token, row % ROWS + 8, n + num_outputs));
+                else value = total(r, token, row % ROWS, n);
+                const size_t place = static_cast<size_t>(token) * num_outputs + n;
+                if (residual) value = from_float<Element>(to_float(__ldcg(residual + place)) + to_float(value));
+                out[place] = value;
+            }
+        }
+    }
+}
