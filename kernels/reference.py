@@ -33,18 +33,23 @@ def append_kv(
     slots: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates queries and keys (RoPE, half-split layout), writes keys and values to their slots, returns the queries [T, H, D].
 
-    qkv [T, H + 2 Hkv, D]; cos and sin [T, 1, D], sin negated in its first half; slots [T] = page * page_size + offset.
+    qkv [T, H + 2 Hkv, D]; cos and sin [T, 1, D], sin negated in its first half, or with positions [T] the whole tables [L, 1, D];
+    slots [T] = page * page_size + offset, a negative one is not written.
     """
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
     num_kv, size = key_pages.shape[-2:]
     num_q = qkv.shape[1] - 2 * num_kv
     turning = qkv[:, : num_q + num_kv]
     swapped = turning.unflatten(-1, (2, size // 2)).flip(-2).flatten(-2)
     turned = torch.addcmul(turning * cos, swapped, sin)
-    key_pages.view(-1, num_kv, size).index_copy_(0, slots, turned[:, num_q:])
-    value_pages.view(-1, num_kv, size).index_copy_(0, slots, qkv[:, num_q + num_kv :])
+    is_kept = slots >= 0
+    for pages, rows in ((key_pages, turned[:, num_q:]), (value_pages, qkv[:, num_q + num_kv :])):
+        pages.view(-1, num_kv, size).index_copy_(0, slots[is_kept], rows[is_kept])
     return turned[:, :num_q]
 
 

@@ -1,0 +1,153 @@
+"""Time of attention over the KV cache, and of append_kv: python -m benchmarks.gpu_attention [--quick]
+
+Every time is that of one layer inside a replayed graph of many, each on KV of its own, so that the cache is read from memory; medians.
+The copy bandwidth of the same run is the limit. SDPA is torch's scaled_dot_product_attention on KV that somebody gathered before.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from kernels._load import compile_all, device_of, device_stream
+from kernels.append_kv import append_kv
+from kernels.attention import AttentionPlan, append_attention, choose_shape
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+PEER = {1: {768: (10.0, 15.3, 34.6, 115), 4096: (14.2, 42.0, 133, 526)}, 6: {768: (10.8, 16.0, 36.2, 124), 4096: (14.3, 43.2, 137, 518)}}
+"""FlashAttention-3 in vLLM 0.26.0 on another H200, us, at batch 1, 8, 32, 128."""
+BATCHES = (1, 8, 32, 128)
+
+
+def measure(step: Callable[[int], object], count: int, repeats: int = 15) -> float:
+    """Median microseconds of one of `count` calls in a graph."""
+    step(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for i in range(count):
+            step(i)
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / count)
+    return sorted(times)[len(times) // 2]
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per microsecond."""
+    source, target = (torch.zeros(2**31, dtype=torch.uint8, device=device).random_() for _ in range(2))
+    return 2 * len(source) / measure(lambda _: target.copy_(source), 1)
+
+
+def make_plan(q: int, lengths: list[int], page: int, num_layers: int, device: torch.device) -> tuple[AttentionPlan, int]:
+    needed = [-(-n // page) for n in lengths]
+    table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    ids = torch.randperm(sum(needed), dtype=torch.int32)
+    for row, own in zip(table, ids.split(needed)):
+        row[: len(own)] = own
+    plan = AttentionPlan(
+        cu_query_lens=torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * q,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        page_table=table.to(device),
+        table_rows=torch.arange(len(lengths), dtype=torch.int32, device=device),
+        max_query_len=q,
+        max_seq_len=max(lengths),
+        page_size=page,
+        num_query_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=SIZE,
+        dtype=torch.bfloat16,
+    )
+    plan.refresh()
+    return plan, sum(needed)
+
+
+def measure_attention(q: int, lengths: list[int], page: int, pool: torch.Tensor, has_sdpa: bool) -> tuple[float, float, float]:
+    """us of append_attention, of torch's SDPA, and the bytes of keys and values."""
+    device = pool.device
+    batch, longest = len(lengths), max(lengths)
+    num_bytes = sum(lengths) * KV_HEADS * SIZE * 4
+    layers = max(2, min(64, int(400e6 / num_bytes)))
+    plan, num_pages = make_plan(q, lengths, page, layers, device)
+    plane = num_pages * page * KV_HEADS * SIZE
+    layers = min(layers, len(pool) // (2 * plane))
+    planes = pool[: layers * 2 * plane].view(layers, 2, num_pages, page, KV_HEADS, SIZE)
+    query = torch.randn(batch * q, HEADS, SIZE, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(query)
+    own = measure(lambda i: append_attention(query, planes[i, 0], planes[i, 1], plan, out), layers)
+    peer = float("nan")
+    if has_sdpa and min(lengths) == longest:
+        whole = pool[: layers * 2 * batch * KV_HEADS * longest * SIZE].view(layers, 2, batch, KV_HEADS, longest, SIZE)
+        queries = query.view(batch, q, HEADS, SIZE).transpose(1, 2).contiguous()
+        peer = measure(lambda i: F.scaled_dot_product_attention(queries, whole[i, 0], whole[i, 1], enable_gqa=True), layers)
+    return own, peer, num_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few cases")
+    arguments = parser.parse_args()
+    device = torch.device("cuda:0")
+    with device_stream(device), torch.inference_mode():
+        contexts = (768, 4096) if arguments.quick else (512, 768, 2048, 4096, 32768)
+        counts = (1, 6) if arguments.quick else (1, 4, 6)
+        jobs = {
+            str(d): d
+            for b in (*BATCHES, 32)
+            for q in counts
+            for p in (16, 64)
+            for d in [choose_shape(b, q, p, HEADS, KV_HEADS, SIZE, torch.bfloat16)]
+        }
+        compile_all([("attention", d) for d in jobs.values()], device_of(device).architecture)
+        limit = copy_bandwidth(device)
+        print(f"{torch.cuda.get_device_name()}: a copy moves {limit / 1e6:.2f} TB/s", flush=True)
+        pool = torch.empty(10 * 2**30, dtype=torch.bfloat16, device=device)
+        for chunk in pool.split(2**28):
+            chunk.normal_()
+        print("q context batch | us | TB/s, of the copy | SDPA us | FA3 us (PEERS.md)")
+        for q in counts:
+            for context in contexts:
+                for column, batch in enumerate(BATCHES):
+                    if batch * context > 2**20 * 2:
+                        continue
+                    own, peer, num_bytes = measure_attention(q, [context] * batch, 16, pool, has_sdpa=q != 4)
+                    fa3 = PEER.get(q, {}).get(context)
+                    rate = num_bytes / own
+                    print(
+                        f"{q} {context:5} {batch:3} | {own:7.1f} | {rate / 1e6:.2f} {rate / limit:4.0%} | {peer:7.1f} | {fa3[column] if fa3 else ''}",
+                        flush=True,
+                    )
+        generator = torch.Generator().manual_seed(0)
+        mixed = torch.randint(200, 16000, (32,), generator=generator).tolist()
+        for name, lengths, page in (
+            ("32 of 200 to 16k", mixed, 16),
+            ("the same, page 64", mixed, 64),
+            ("one 32k, 31 of 500", [32768] + [500] * 31, 16),
+        ):
+            for q in (1, 6):
+                own, _, num_bytes = measure_attention(q, lengths, page, pool, has_sdpa=False)
+                print(f"mixed, q {q}: {name}: {own:.1f} us, {num_bytes / own / limit:.0%}", flush=True)
+        for batch in (1, 32, 128):
+            plan, _ = make_plan(6, [768] * batch, 16, 1, device)
+            print(f"plan for batch {batch}: {measure(lambda _: plan.refresh(), 20):.1f} us")  # noqa: B023
+        planes = pool[: 2 * 4096 * 16 * KV_HEADS * SIZE].view(2, 4096, 16, KV_HEADS, SIZE)
+        for count in (1, 6, 32, 192, 768):
+            qkv = torch.randn(count, HEADS + 2 * KV_HEADS, SIZE, dtype=torch.bfloat16, device=device)
+            tables = torch.randn(2, 4096, 1, SIZE, dtype=torch.bfloat16, device=device)
+            slots = torch.randperm(4096 * 16, device=device)[:count].int()
+            positions = slots % 4096
+            took = measure(lambda _: append_kv(qkv, tables[0], tables[1], slots, planes[0], planes[1], positions), 20)  # noqa: B023
+            print(f"append_kv of {count} tokens: {took:.2f} us")
+
+
+if __name__ == "__main__":
+    main()

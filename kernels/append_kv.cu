@@ -1,0 +1,57 @@
+// Rotary embedding of queries and keys, and keys and values written to their slots, in one pass over the projection's output.
+//
+// Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; NUM_HEADS; NUM_KV_HEADS; HEAD_DIM.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#if DTYPE == 0
+using Number = __nv_bfloat16;
+#elif DTYPE == 1
+using Number = __half;
+#else
+using Number = float;
+#endif
+
+constexpr int WIDTH = 16 / sizeof(Number);  // numbers of one access
+constexpr int HALF_STEPS = HEAD_DIM / 2 / WIDTH;
+constexpr int ALL_HEADS = NUM_HEADS + 2 * NUM_KV_HEADS;
+
+struct alignas(16) Numbers {
+    Number x[WIDTH];
+};
+
+__device__ __forceinline__ void rotate(Numbers& x, const Numbers& other, const Numbers& cos, const Numbers& sin) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) x.x[i] = Number(fmaf(float(other.x[i]), float(sin.x[i]), float(x.x[i]) * float(cos.x[i])));
+}
+
+// A thread takes 16 bytes of each half of a head: what rotates together.
+extern "C" __global__ void append_kv(Number* queries, Number* key_pages, Number* value_pages, const Number* qkv, const Number* cos, const Number* sin,
+                                     const int* slots, const int* positions, int num_tokens, int qkv_stride, int slot_words) {
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const int step = thread % HALF_STEPS, head = thread / HALF_STEPS % ALL_HEADS, token = thread / (HALF_STEPS * ALL_HEADS);
+    if (token >= num_tokens) return;
+    // A slot is below 2^31 whatever its type: of an int64 the low word is read.
+    const int64_t slot = slots[(int64_t)token * slot_words];
+    const Number* source = qkv + (int64_t)token * qkv_stride + head * HEAD_DIM + step * WIDTH;
+    Numbers low = *(const Numbers*)source, high = *(const Numbers*)(source + HEAD_DIM / 2);
+    Number* target;
+    if (head < NUM_HEADS + NUM_KV_HEADS) {
+        const int64_t row = (int64_t)(positions ? positions[token] : token) * HEAD_DIM + step * WIDTH;
+        const Numbers cos_low = *(const Numbers*)(cos + row), cos_high = *(const Numbers*)(cos + row + HEAD_DIM / 2);
+        const Numbers sin_low = *(const Numbers*)(sin + row), sin_high = *(const Numbers*)(sin + row + HEAD_DIM / 2);
+        const Numbers old = low;
+        rotate(low, high, cos_low, sin_low);
+        rotate(high, old, cos_high, sin_high);
+        if (head >= NUM_HEADS && slot < 0) return;
+        target = head < NUM_HEADS ? queries + ((int64_t)token * NUM_HEADS + head) * HEAD_DIM : key_pages + (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM;
+    } else {
+        if (slot < 0) return;
+        target = value_pages + (slot * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM;
+    }
+    target += step * WIDTH;
+    *(Numbers*)target = low;
+    *(Numbers*)(target + HEAD_DIM / 2) = high;
+}

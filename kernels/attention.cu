@@ -1,0 +1,698 @@
+// Attention of a few queries per request over paged keys and values, and the plan that spreads one step's work over the GPU.
+//
+// Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; GROUP query heads per KV head; NUM_KV_HEADS; HEAD_DIM; PAGE_SIZE;
+// MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; STAGES of the KV pipeline; MIN_CTAS per SM.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+constexpr int TILE = 64;  // keys of one pipeline stage; also what the plan counts in
+constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr float LOG2E = 1.4426950408889634f;
+
+// One piece of work: some rows of one request and KV head against a range of its keys. A row is a query head of a query.
+struct Item {
+    int query_start;    // packed index of the request's first query
+    int row_start;      // first row of the item among the request's rows (query * GROUP + head)
+    int num_rows;       // 0: the end of a worker's list
+    int kv_head;
+    int token_begin, token_end;
+    int first_visible;  // query j sees the keys 0 .. first_visible + j
+    int table_row;      // row of the page table
+    int segment;        // which rows and head: what the pieces of one split have in common
+    int num_pieces;     // 1: not split; else the last piece to finish merges them
+    int first_slot;     // slot of partial results of the first piece; the others' are the even ones that follow
+    int slot;
+    int next, end;      // in a Start: the worker's further items
+    int padding[2];
+};
+constexpr int ITEM_WORDS = 16, START_WORDS = 32;
+static_assert(sizeof(Item) == 4 * ITEM_WORDS, "items are read as words");
+
+// What a CTA begins with, in one read: its worker's first item and the pages of its own first tile.
+struct Start {
+    Item item;
+    int page_ids[START_WORDS - ITEM_WORDS];
+};
+
+constexpr int PAGE_SHIFT = __builtin_ctz(PAGE_SIZE);
+constexpr int PAGES_PER_TILE = (PAGE_SIZE - 16 + TILE - 1) / PAGE_SIZE + 1;  // ranges start at multiples of 16
+
+// The part of an item's keys that one CTA of the cluster takes.
+__device__ __forceinline__ void split_range(int begin, int end, int rank, int& first, int& last) {
+    if (CLUSTER == 1) {
+        first = begin, last = end;
+        return;
+    }
+    const int share = (end - begin + CLUSTER * 16 - 1) / (CLUSTER * 16) * 16;
+    first = begin + rank * share;
+    last = min(end, first + share);
+}
+
+// -- the plan -------------------------------------------------------------------------------------------------------------------
+
+constexpr int PLAN_THREADS = 512;
+
+// Exclusive prefix sums of values[0..count], in place; values[count] becomes the total.
+__device__ void scan(int* values, int count, int* warp_sums) {
+    const int per = (count + PLAN_THREADS - 1) / PLAN_THREADS, begin = min(count, (int)threadIdx.x * per), end = min(count, begin + per);
+    int sum = 0;
+    for (int i = begin; i < end; ++i) sum += values[i];
+    int inclusive = sum;
+    for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(~0u, inclusive, d);
+        if ((threadIdx.x & 31) >= d) inclusive += other;
+    }
+    if ((threadIdx.x & 31) == 31) warp_sums[threadIdx.x / 32] = inclusive;
+    __syncthreads();
+    int before = inclusive - sum, total = 0;
+    for (int w = 0; w < PLAN_THREADS / 32; ++w) {
+        if (w < threadIdx.x / 32) before += warp_sums[w];
+        total += warp_sums[w];
+    }
+    __syncthreads();
+    for (int i = begin; i < end; ++i) {
+        const int value = values[i];
+        values[i] = before;
+        before += value;
+    }
+    if (threadIdx.x == 0) values[count] = total;
+    __syncthreads();
+}
+
+// The last place whose value is at most x.
+__device__ int find(const int* values, int count, int x) {
+    int low = 0, high = count;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (values[middle] <= x) low = middle + 1; else high = middle;
+    }
+    return low - 1;
+}
+
+// A segment: the rows of one block of one request, and a KV head. `tile` is the tile wanted, from the segment's first.
+struct Segment {
+    int request, index, tile, num_tiles, start;  // index over all requests; start: its first tile among all
+};
+
+// Splits all requests' keys into work for `num_workers` workers (a worker is a cluster). One CTA; shared: 2 (B + 1) + W + 1 ints.
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_attention(Start* starts, Item* items, const int* cu_query_lens, const int* seq_lens,
+                                                                          const int* page_table, const int* table_rows, int num_requests,
+                                                                          int page_stride, int num_workers, int min_tiles) {
+    extern __shared__ int shared[];
+    __shared__ int warp_sums[PLAN_THREADS / 32], longest_shared;
+    int *tiles = shared, *segments = tiles + num_requests + 1, *bounds = segments + num_requests + 1;
+    if (threadIdx.x == 0) longest_shared = 0;
+    __syncthreads();
+    for (int b = threadIdx.x; b < num_requests; b += PLAN_THREADS) {
+        const int num_rows = (cu_query_lens[b + 1] - cu_query_lens[b]) * GROUP;
+        const int num_tiles = num_rows > 0 ? (seq_lens[b] + TILE - 1) / TILE : 0;
+        const int num_segments = num_tiles > 0 ? (num_rows + MAX_ROWS - 1) / MAX_ROWS * NUM_KV_HEADS : 0;
+        tiles[b] = num_tiles * num_segments;
+        segments[b] = num_segments;
+        atomicMax(&longest_shared, num_tiles);
+    }
+    __syncthreads();
+    scan(tiles, num_requests, warp_sums);
+    scan(segments, num_requests, warp_sums);
+    const int total = tiles[num_requests], num_segments = segments[num_requests], longest = longest_shared;
+
+    // Where every segment gets as many workers as every other and that is about as even as can be, no worker crosses segments.
+    int pieces = 0;
+    if (num_segments > 0 && num_segments <= num_workers) {
+        pieces = max(1, min(num_workers / num_segments, longest / (CLUSTER * min_tiles)));
+        const int even = (longest + pieces - 1) / pieces;
+        if (even > total / num_workers + total / num_workers / 8 + CLUSTER * min_tiles * 3 / 2) pieces = 0;
+    }
+    // Else workers take equal runs of tiles, whose ends move to the end of a segment that is near.
+    const int num_active = max(1, min(num_workers, total / (CLUSTER * min_tiles)));
+    auto locate = [&](int tile) {
+        Segment s;
+        s.request = find(tiles, num_requests, tile);
+        s.num_tiles = (seq_lens[s.request] + TILE - 1) / TILE;
+        const int local = (tile - tiles[s.request]) / s.num_tiles;
+        s.index = segments[s.request] + local;
+        s.start = tiles[s.request] + local * s.num_tiles;
+        s.tile = tile - s.start;
+        return s;
+    };
+    if (pieces == 0) {
+        const int slack = max(1, min(total / num_active / 8, 2 * CLUSTER));
+        for (int w = threadIdx.x; w <= num_workers; w += PLAN_THREADS) {
+            int bound = w >= num_active ? total : (int)((int64_t)total * w / num_active);
+            if (w > 0 && bound < total) {
+                const Segment s = locate(bound);
+                const int left = s.num_tiles - s.tile;
+                if (s.tile <= min(slack, left)) bound -= s.tile; else if (left <= slack) bound += left;
+            }
+            bounds[w] = bound;
+        }
+        __syncthreads();
+    }
+
+    auto make = [&](int worker, const Segment& s, int tile_begin, int tile_end, int first_worker, int num_pieces, bool is_first_split) {
+        Item item;
+        const int local = s.index - segments[s.request], queries = cu_query_lens[s.request + 1] - cu_query_lens[s.request];
+        item.query_start = cu_query_lens[s.request];
+        item.row_start = local / NUM_KV_HEADS * MAX_ROWS;
+        item.num_rows = min(MAX_ROWS, queries * GROUP - item.row_start);
+        item.kv_head = local % NUM_KV_HEADS;
+        item.token_begin = tile_begin * TILE;
+        item.token_end = min(tile_end * TILE, seq_lens[s.request]);
+        item.first_visible = seq_lens[s.request] - queries;
+        item.table_row = table_rows[s.request];
+        item.segment = s.index;
+        item.num_pieces = num_pieces;
+        item.first_slot = 2 * first_worker + is_first_split;
+        item.slot = worker == first_worker ? item.first_slot : 2 * worker;
+        item.next = item.end = item.padding[0] = item.padding[1] = 0;
+        return item;
+    };
+    // Item i of a worker, of those that its run of tiles crosses.
+    auto piece_of = [&](int worker, int i) {
+        const int low = bounds[worker], high = bounds[worker + 1];
+        Segment s = locate(low);
+        if (i > 0) {
+            const int index = s.index + i;
+            s.request = find(segments, num_requests, index);
+            s.num_tiles = (seq_lens[s.request] + TILE - 1) / TILE;
+            s.start = tiles[s.request] + (index - segments[s.request]) * s.num_tiles;
+            s.index = index;
+        }
+        const int first = max(low, s.start), last = min(high, s.start + s.num_tiles);
+        const int first_worker = find(bounds, num_workers + 1, s.start), last_worker = find(bounds, num_workers + 1, s.start + s.num_tiles - 1);
+        return make(worker, s, first - s.start, last - s.start, first_worker, last_worker - first_worker + 1, bounds[first_worker] < s.start);
+    };
+    for (int cta = threadIdx.x; cta < num_workers * CLUSTER; cta += PLAN_THREADS) {
+        const int worker = cta / CLUSTER, rank = cta % CLUSTER;
+        Start start;
+        start.item.num_rows = 0;
+        if (pieces > 0) {
+            if (worker / pieces < num_segments) {
+                Segment s;
+                s.index = worker / pieces;
+                s.request = find(segments, num_requests, s.index);
+                s.num_tiles = (seq_lens[s.request] + TILE - 1) / TILE;
+                const int count = min(pieces, s.num_tiles), piece = worker % pieces;
+                if (piece < count)
+                    start.item = make(worker, s, piece * s.num_tiles / count, (piece + 1) * s.num_tiles / count, worker - piece, count, false);
+            }
+        } else if (bounds[worker] < bounds[worker + 1]) {
+            start.item = piece_of(worker, 0);
+            const int first = locate(bounds[worker]).index, last = locate(bounds[worker + 1] - 1).index;
+            start.item.next = first + worker;
+            start.item.end = last + worker;
+        }
+        if (start.item.num_rows > 0) {
+            int first, last;
+            split_range(start.item.token_begin, start.item.token_end, rank, first, last);
+            for (int i = 0; i < PAGES_PER_TILE; ++i) {
+                const int page = (first >> PAGE_SHIFT) + i;
+                start.page_ids[i] = page << PAGE_SHIFT < last ? page_table[(int64_t)start.item.table_row * page_stride + page] : 0;
+            }
+        }
+        starts[cta] = start;
+    }
+    if (pieces > 0) return;
+    for (int worker = threadIdx.x / 32; worker < num_workers; worker += PLAN_THREADS / 32) {
+        if (bounds[worker] >= bounds[worker + 1]) continue;
+        const int first = locate(bounds[worker]).index, last = locate(bounds[worker + 1] - 1).index;
+        for (int i = 1 + (threadIdx.x & 31); i <= last - first; i += 32) items[first + worker + i - 1] = piece_of(worker, i);
+    }
+}
+
+// -- attention ------------------------------------------------------------------------------------------------------------------
+
+#if DTYPE == 0
+using Number = __nv_bfloat16;
+using Pair = __nv_bfloat162;
+__device__ __forceinline__ Pair to_pair(float a, float b) { return __floats2bfloat162_rn(a, b); }
+#elif DTYPE == 1
+using Number = __half;
+using Pair = __half2;
+__device__ __forceinline__ Pair to_pair(float a, float b) { return __floats2half2_rn(a, b); }
+#else
+using Number = float;
+using Pair = float2;
+__device__ __forceinline__ Pair to_pair(float a, float b) { return make_float2(a, b); }
+#endif
+
+constexpr int WIDTH = HEAD_DIM / CLUSTER;  // columns of the output that one CTA of a cluster finishes
+
+__device__ __forceinline__ int64_t output_offset(const Item& item, int row) {
+    const int r = item.row_start + row;
+    return ((int64_t)(item.query_start + r / GROUP) * NUM_KV_HEADS + item.kv_head) * (GROUP * HEAD_DIM) + r % GROUP * HEAD_DIM;
+}
+
+// Partial results: [slot][row][HEAD_DIM] sums of exp2(score - max) * value, then [slot][rank][row] (max, sum of exp2).
+struct Partials {
+    float* sums;
+    float2* stats;
+    __device__ float* sum(int slot, int row) const { return sums + ((int64_t)slot * MAX_ROWS + row) * HEAD_DIM; }
+    __device__ float2* stat(int slot, int rank, int row) const { return stats + ((int64_t)slot * CLUSTER + rank) * MAX_ROWS + row; }
+};
+
+// Called by a CTA that has stored its partial result of a split: the last one to do so merges all of them.
+__device__ void merge_last(Number* out, const Item& item, const Partials& partials, int* counters, int rank) {
+    __shared__ bool is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int* counter = counters + item.segment * CLUSTER + rank;
+        is_last = atomicAdd(counter, 1) == item.num_pieces - 1;
+        if (is_last) *counter = 0;  // for the next launch
+        __threadfence();
+    }
+    __syncthreads();
+    if (!is_last) return;
+    for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 2); i += THREADS) {
+        const int row = i / (WIDTH / 2), column = rank * WIDTH + i % (WIDTH / 2) * 2;
+        float peak = -INFINITY, total = 0, a = 0, b = 0;
+#pragma unroll 4
+        for (int p = 0; p < item.num_pieces; ++p) {
+            const int slot = p == 0 ? item.first_slot : (item.first_slot / 2 + p) * 2;
+            const float2 stat = __ldcg(partials.stat(slot, rank, row));
+            const float2 sum = __ldcg((const float2*)(partials.sum(slot, row) + column));
+            const float larger = fmaxf(peak, stat.x), reference = larger == -INFINITY ? 0 : larger;
+            const float old = exp2f(peak - reference), fresh = exp2f(stat.x - reference);
+            total = total * old + stat.y * fresh;
+            a = a * old + sum.x * fresh;
+            b = b * old + sum.y * fresh;
+            peak = larger;
+        }
+        const float inverse = 1 / total;
+        *(Pair*)(out + output_offset(item, row) + column) = to_pair(a * inverse, b * inverse);
+    }
+}
+
+#if DTYPE == 2
+
+// float32 without tensor cores: exact products; a warp takes a row, a lane a key, then a lane some columns.
+extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* out, const Number* query, const Number* key_pages,
+                                                                       const Number* value_pages, const int* page_table, const Start* starts,
+                                                                       const Item* items, float* partial_sums, float2* partial_stats, int* counters,
+                                                                       int query_stride, int page_stride) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const Partials partials{partial_sums, partial_stats};
+    Item item = starts[blockIdx.x].item;
+    const int next = item.next, end = item.end;
+    for (int i = next; item.num_rows > 0; ++i) {
+        for (int row = warp; row < item.num_rows; row += WARPS) {
+            const int r = item.row_start + row, visible = min(item.token_end, item.first_visible + r / GROUP + 1);
+            const float4* q = (const float4*)(query + (int64_t)(item.query_start + r / GROUP) * query_stride + (item.kv_head * GROUP + r % GROUP) * HEAD_DIM);
+            float peak = -INFINITY, total = 0, sums[HEAD_DIM / 32] = {};
+            for (int token = item.token_begin; token < visible; token += 32) {
+                const int key = min(token + lane, visible - 1);
+                const int64_t page = page_table[(int64_t)item.table_row * page_stride + (key >> PAGE_SHIFT)];
+                const int64_t offset = ((page * PAGE_SIZE + (key & (PAGE_SIZE - 1))) * NUM_KV_HEADS + item.kv_head) * HEAD_DIM;
+                float score = 0;
+#pragma unroll 4
+                for (int d = 0; d < HEAD_DIM / 4; ++d) {
+                    const float4 a = q[d], b = ((const float4*)(key_pages + offset))[d];
+                    score = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score))));
+                }
+                score = token + lane < visible ? score * (LOG2E * rsqrtf(HEAD_DIM)) : -INFINITY;
+                float larger = fmaxf(peak, score);
+                for (int d = 16; d; d /= 2) larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, d));
+                const float old = exp2f(peak - larger), weight = exp2f(score - larger);
+                total = total * old + weight;
+                for (int c = 0; c < HEAD_DIM / 32; ++c) sums[c] *= old;
+                for (int k = 0; k < min(32, visible - token); ++k) {
+                    const float w = __shfl_sync(~0u, weight, k);
+                    const Number* value = value_pages + __shfl_sync(~0u, offset, k);
+#pragma unroll
+                    for (int c = 0; c < HEAD_DIM / 32; ++c) sums[c] = fmaf(w, value[c * 32 + lane], sums[c]);
+                }
+                peak = larger;
+            }
+            for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+            const float inverse = item.num_pieces == 1 ? 1 / total : 1;
+            Number* target = item.num_pieces == 1 ? out + output_offset(item, row) : partials.sum(item.slot, row);
+            for (int c = 0; c < HEAD_DIM / 32; ++c) target[c * 32 + lane] = sums[c] * inverse;
+            if (item.num_pieces > 1 && lane == 0) *partials.stat(item.slot, 0, row) = make_float2(peak, total);
+        }
+        if (item.num_pieces > 1) merge_last(out, item, partials, counters, 0);
+        if (i >= end) break;
+        item = items[i];
+    }
+}
+
+#else
+
+constexpr int M_TILES = (MAX_ROWS + 15) / 16;
+constexpr int K_STEPS = HEAD_DIM / 16;
+constexpr int COLUMNS = HEAD_DIM / WARPS;  // of the output, per warp
+constexpr int PAIRS = COLUMNS / 16;
+constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8;
+constexpr int KV_BYTES = TILE * ROW_BYTES;
+// Queries stay in registers where there is room; then a slot is free one tile earlier.
+constexpr bool IS_QUERY_HELD = M_TILES * HEAD_DIM <= 256;
+constexpr int QUERY_SLOTS = IS_QUERY_HELD ? STAGES - 1 : STAGES;
+constexpr int QUERY_BYTES = MAX_ROWS * ROW_BYTES;
+constexpr int WEIGHT_BYTES = M_TILES * 16 * TILE * 2;
+// Shared memory; attention.py computes the same sum.
+constexpr int QUERY_OFFSET = STAGES * 2 * KV_BYTES;
+constexpr int WEIGHT_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;
+constexpr int PEAK_OFFSET = WEIGHT_OFFSET + WEIGHT_BYTES;                // [WARPS][rows] floats, twice
+constexpr int ITEM_OFFSET = PEAK_OFFSET + 2 * WARPS * M_TILES * 16 * 4;  // [STAGES] items
+constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;                   // [2][CLUSTER][MAX_ROWS] (max, sum), then [..][WIDTH] floats
+constexpr int PEER_BYTES = CLUSTER == 1 ? 0 : 2 * CLUSTER * MAX_ROWS * (8 + WIDTH * 4);
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool is_wanted) {
+    const int bytes = is_wanted ? 16 : 0;  // the rest is filled with zeros
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if DTYPE == 0
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Rows of ROW_BYTES; 16-byte chunks are swapped about by row, so that eight rows of one column lie in different banks.
+__device__ __forceinline__ uint32_t swizzle(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4); }
+
+#if CLUSTER > 1
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
+    uint32_t result;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+    return result;
+}
+__device__ __forceinline__ void store_peer(uint32_t address, float a, float b) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
+// The side of the pipeline that runs ahead: which tile to load next. The same in all threads of a warp but for `pages`.
+struct Loader {
+    int query_start, row_start, num_rows, kv_head, table_row;
+    int token, last, next, end;
+    int word;      // of the current item, in lane i word i
+    int next_word; // of the item after it
+    int pages;     // page ids of the tile at `token`, one per lane
+    int num_items, num_tiles;
+    bool is_first;
+};
+
+__device__ __forceinline__ void take_item(Loader& l, int word, int rank) {
+    l.word = word;
+    l.query_start = __shfl_sync(~0u, word, 0);
+    l.row_start = __shfl_sync(~0u, word, 1);
+    l.num_rows = __shfl_sync(~0u, word, 2);
+    l.kv_head = __shfl_sync(~0u, word, 3);
+    const int begin = __shfl_sync(~0u, word, 4), end = __shfl_sync(~0u, word, 5);
+    l.table_row = __shfl_sync(~0u, word, 7);
+    split_range(begin, end, rank, l.token, l.last);
+    l.is_first = true;
+}
+
+// One warp processes 16 keys of a tile for scores = query x keys, and a quarter of the columns for weights x values: every key and
+// value leaves shared memory once, and no warp has sums that another needs.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
+    append_attention(Number* out, const Number* query, const Number* key_pages, const Number* value_pages, const int* page_table, const Start* starts,
+                     const Item* items, float* partial_sums, float2* partial_stats, int* counters, int query_stride, int page_stride) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
+    const uint32_t base = shared_address(memory);
+    const float scale = LOG2E * rsqrtf(HEAD_DIM);
+    const Partials partials{partial_sums, partial_stats};
+
+    const int start_word = ((const int*)(starts + blockIdx.x))[lane];
+    Loader l;
+    take_item(l, lane < ITEM_WORDS ? start_word : 0, rank);
+    if (l.num_rows == 0) return;  // so does the whole cluster
+#if CLUSTER > 1
+    arrive_cluster();  // waited for before the first store to a peer
+#endif
+    l.pages = __shfl_sync(~0u, start_word, ITEM_WORDS + lane % PAGES_PER_TILE);
+    l.next = __shfl_sync(~0u, start_word, 12);
+    l.end = __shfl_sync(~0u, start_word, 13);
+    l.next_word = l.next < l.end && lane < ITEM_WORDS ? ((const int*)(items + l.next))[lane] : 0;
+    l.num_items = l.num_tiles = 0;
+
+    auto load_tile = [&]() {
+        if (l.num_rows > 0) {
+            const uint32_t stage = base + l.num_tiles % STAGES * (2 * KV_BYTES);
+            constexpr int STEP = THREADS / CHUNKS;
+            const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+            const uint32_t target = stage + swizzle(row, chunk);  // STEP rows further down the swizzle is the same where STEP is a multiple of 8
+            const int64_t column = l.kv_head * HEAD_DIM + chunk * 8;
+#pragma unroll
+            for (int i = 0; i < TILE / STEP; ++i) {
+                const int token = l.token + row + i * STEP;
+                const int64_t page = __shfl_sync(~0u, l.pages, (token >> PAGE_SHIFT) - (l.token >> PAGE_SHIFT));
+                const bool is_wanted = token < l.last;
+                const int64_t offset = is_wanted ? (page * PAGE_SIZE + (token & (PAGE_SIZE - 1))) * (NUM_KV_HEADS * HEAD_DIM) + column : 0;
+                const uint32_t place = STEP % 8 == 0 ? target + i * STEP * ROW_BYTES : stage + swizzle(row + i * STEP, chunk);
+                copy_async(place, key_pages + offset, is_wanted);
+                copy_async(place + KV_BYTES, value_pages + offset, is_wanted);
+            }
+            if (l.is_first) {
+                const uint32_t slot = base + QUERY_OFFSET + l.num_items % QUERY_SLOTS * QUERY_BYTES;
+                for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS) {
+                    const int r = l.row_start + i / CHUNKS;
+                    const Number* source = query + (int64_t)(l.query_start + r / GROUP) * query_stride + (l.kv_head * GROUP + r % GROUP) * HEAD_DIM;
+                    copy_async(slot + swizzle(i / CHUNKS, i % CHUNKS), source + i % CHUNKS * 8, true);
+                }
+            }
+        }
+        if (l.is_first && warp == 0 && lane < ITEM_WORDS) ((int*)(memory + ITEM_OFFSET + l.num_items % STAGES * 64))[lane] = l.word;
+        l.is_first = false;
+        ++l.num_tiles;
+        l.token += TILE;
+        if (l.num_rows > 0 && l.token >= l.last) {
+            ++l.num_items;
+            take_item(l, l.next_word, rank);
+            ++l.next;
+            l.next_word = l.next < l.end && lane < ITEM_WORDS ? ((const int*)(items + l.next))[lane] : 0;
+        }
+        const int page = (l.token >> PAGE_SHIFT) + lane;
+        l.pages = lane < PAGES_PER_TILE && l.num_rows > 0 && page << PAGE_SHIFT < l.last ? page_table[(int64_t)l.table_row * page_stride + page] : 0;
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i) load_tile();
+
+    float* peaks = (float*)(memory + PEAK_OFFSET);
+    float* totals = peaks + WARPS * M_TILES * 16;
+    const uint32_t weights = base + WEIGHT_OFFSET;
+    int tile = 0;
+#pragma unroll 1
+    for (int item_index = 0;; ++item_index) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        __syncthreads();
+        const Item item = *(const Item*)(memory + ITEM_OFFSET + item_index % STAGES * 64);
+        if (item.num_rows == 0) break;
+        const uint32_t slot = base + QUERY_OFFSET + item_index % QUERY_SLOTS * QUERY_BYTES;
+        int token, last;
+        split_range(item.token_begin, item.token_end, rank, token, last);
+        auto load_query = [&](uint32_t(&a)[4], int m, int k) {
+            load_matrices(a, slot + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + (lane >> 4)));
+        };
+        uint32_t held[IS_QUERY_HELD ? M_TILES : 1][IS_QUERY_HELD ? K_STEPS : 1][4];
+        if (IS_QUERY_HELD) {
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                for (int k = 0; k < K_STEPS; ++k) load_query(held[m][k], m, k);
+        }
+        float sums[M_TILES][2 * PAIRS][4] = {}, peak[M_TILES][2], total[M_TILES][2] = {};
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) peak[m][0] = peak[m][1] = -INFINITY;
+
+#pragma unroll 1
+        for (bool is_started = false;; is_started = true) {
+            if (is_started) {
+                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+                __syncthreads();
+            }
+            const uint32_t keys = base + tile % STAGES * (2 * KV_BYTES), values = keys + KV_BYTES;
+            float scores[M_TILES][2][4] = {};
+#pragma unroll
+            for (int k = 0; k < K_STEPS; ++k) {
+                uint32_t b[4];
+                load_matrices(b, keys + swizzle(warp * 16 + (lane >> 4) * 8 + (lane & 7), 2 * k + ((lane >> 3) & 1)));
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    if (m > 0 && m * 16 >= item.num_rows) break;
+                    uint32_t a[4];
+                    if (!IS_QUERY_HELD) load_query(a, m, k);
+                    multiply(scores[m][0], IS_QUERY_HELD ? held[IS_QUERY_HELD ? m : 0][IS_QUERY_HELD ? k : 0] : a, b[0], b[1]);
+                    multiply(scores[m][1], IS_QUERY_HELD ? held[IS_QUERY_HELD ? m : 0][IS_QUERY_HELD ? k : 0] : a, b[2], b[3]);
+                }
+            }
+            if (token + TILE > min(last, item.first_visible + item.row_start / GROUP + 1)) {
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int key = token + warp * 16 + j * 8 + (lane & 3) * 2 + (i & 1), row = m * 16 + (lane >> 2) + (i >> 1) * 8;
+                            if (key >= last || key > item.first_visible + (item.row_start + row) / GROUP) scores[m][j][i] = -INFINITY;
+                        }
+            }
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float x = fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1]));
+                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                    if ((lane & 3) == 0) peaks[warp * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)] = x * scale;
+                }
+            __syncthreads();
+            load_tile();  // into the stage of the tile before
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                if (m > 0 && m * 16 >= item.num_rows) break;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int row = m * 16 + h * 8 + (lane >> 2);
+                    float larger = peak[m][h];
+#pragma unroll
+                    for (int w = 0; w < WARPS; ++w) larger = fmaxf(larger, peaks[w * (M_TILES * 16) + row]);
+                    const float reference = larger == -INFINITY ? 0 : larger, old = exp2_fast(peak[m][h] - reference);
+                    peak[m][h] = larger;
+                    total[m][h] *= old;
+#pragma unroll
+                    for (int n = 0; n < 2 * PAIRS; ++n) sums[m][n][2 * h] *= old, sums[m][n][2 * h + 1] *= old;
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const float a = exp2_fast(fmaf(scores[m][j][2 * h], scale, -reference)), b = exp2_fast(fmaf(scores[m][j][2 * h + 1], scale, -reference));
+                        total[m][h] += a + b;
+                        const Pair pair = to_pair(a, b);
+                        *(Pair*)(memory + WEIGHT_OFFSET + row * (TILE * 2) + (((warp * 2 + j) ^ (row & 7)) << 4) + (lane & 3) * 4) = pair;
+                    }
+                }
+            }
+            __syncthreads();
+#pragma unroll
+            for (int k = 0; k < TILE / 16; ++k) {
+                uint32_t b[PAIRS][4];
+#pragma unroll
+                for (int p = 0; p < PAIRS; ++p) load_transposed(b[p], values + swizzle(k * 16 + (lane & 15), warp * (COLUMNS / 8) + p * 2 + (lane >> 4)));
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    if (m > 0 && m * 16 >= item.num_rows) break;
+                    uint32_t a[4];
+                    const int row = m * 16 + (lane & 15);
+                    load_matrices(a, weights + row * (TILE * 2) + (((k * 2 + (lane >> 4)) ^ (row & 7)) << 4));
+#pragma unroll
+                    for (int p = 0; p < PAIRS; ++p) multiply(sums[m][2 * p], a, b[p][0], b[p][1]), multiply(sums[m][2 * p + 1], a, b[p][2], b[p][3]);
+                }
+            }
+            ++tile;
+            token += TILE;
+            if (token >= last) break;
+        }
+
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                total[m][h] += __shfl_xor_sync(~0u, total[m][h], 1);
+                total[m][h] += __shfl_xor_sync(~0u, total[m][h], 2);
+                if ((lane & 3) == 0) totals[warp * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)] = total[m][h];
+            }
+        __syncthreads();
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                total[m][h] = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) total[m][h] += totals[w * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)];
+            }
+
+#if CLUSTER == 1
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = m * 16 + h * 8 + (lane >> 2), column = warp * COLUMNS + (lane & 3) * 2;
+                if (row >= item.num_rows) continue;
+                if (item.num_pieces == 1) {
+                    Number* target = out + output_offset(item, row) + column;
+                    const float inverse = 1 / total[m][h];
+#pragma unroll
+                    for (int n = 0; n < 2 * PAIRS; ++n) *(Pair*)(target + n * 8) = to_pair(sums[m][n][2 * h] * inverse, sums[m][n][2 * h + 1] * inverse);
+                } else {
+                    float* target = partials.sum(item.slot, row) + column;
+#pragma unroll
+                    for (int n = 0; n < 2 * PAIRS; ++n) *(float2*)(target + n * 8) = make_float2(sums[m][n][2 * h], sums[m][n][2 * h + 1]);
+                    if (warp == 0 && (lane & 3) == 0) *partials.stat(item.slot, 0, row) = make_float2(peak[m][h], total[m][h]);
+                }
+            }
+#else
+        // Each CTA gets some columns of all rows from its peers. Two buffers: a peer may be an item ahead, never two.
+        const uint32_t stats = base + PEER_OFFSET + (item_index & 1) * (PEER_BYTES / 2), columns = stats + CLUSTER * MAX_ROWS * 8;
+        if (item_index == 0) wait_cluster();
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = m * 16 + h * 8 + (lane >> 2), place = rank * MAX_ROWS + row;
+                if (row >= item.num_rows) continue;
+#pragma unroll
+                for (int n = 0; n < 2 * PAIRS; ++n) {
+                    const int column = warp * COLUMNS + n * 8 + (lane & 3) * 2;
+                    store_peer(peer_address(columns + (place * WIDTH + column % WIDTH) * 4, column / WIDTH), sums[m][n][2 * h], sums[m][n][2 * h + 1]);
+                }
+                for (int r = warp * 4 + (lane & 3); r < CLUSTER; r += 4 * WARPS) store_peer(peer_address(stats + place * 8, r), peak[m][h], total[m][h]);
+            }
+        arrive_cluster();
+        wait_cluster();
+        const float2* peer_stats = (const float2*)(memory + PEER_OFFSET + (item_index & 1) * (PEER_BYTES / 2));
+        const float* peer_sums = (const float*)(peer_stats + CLUSTER * MAX_ROWS);
+        for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 2); i += THREADS) {
+            const int row = i / (WIDTH / 2), column = i % (WIDTH / 2) * 2;
+            float larger = -INFINITY, all = 0, a = 0, b = 0;
+#pragma unroll
+            for (int r = 0; r < CLUSTER; ++r) larger = fmaxf(larger, peer_stats[r * MAX_ROWS + row].x);
+            const float reference = larger == -INFINITY ? 0 : larger;
+#pragma unroll
+            for (int r = 0; r < CLUSTER; ++r) {
+                const float2 stat = peer_stats[r * MAX_ROWS + row], sum = *(const float2*)(peer_sums + (r * MAX_ROWS + row) * WIDTH + column);
+                const float weight = exp2_fast(stat.x - reference);
+                all += stat.y * weight, a += sum.x * weight, b += sum.y * weight;
+            }
+            if (item.num_pieces == 1) {
+                *(Pair*)(out + output_offset(item, row) + rank * WIDTH + column) = to_pair(a / all, b / all);
+            } else {
+                *(float2*)(partials.sum(item.slot, row) + rank * WIDTH + column) = make_float2(a, b);
+                if (column == 0) *partials.stat(item.slot, rank, row) = make_float2(larger, all);
+            }
+        }
+#endif
+        if (item.num_pieces > 1) merge_last(out, item, partials, counters, rank);
+    }
+}
+
+#endif

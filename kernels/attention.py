@@ -1,0 +1,199 @@
+"""Attention of a few queries per request over paged keys and values: append_attention, and the plan that balances a step."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kernels import reference
+from kernels._load import Kernel, load
+
+MAX_ITEM_ROWS = {64: 80, 128: 80, 256: 48}
+"""Most rows (queries x heads that share a KV head) of one work item by head size, so that the sums stay in registers."""
+TILE, THREADS, PLAN_THREADS = 64, 128, 512
+MIN_TILES = 4
+"""A request's keys are split in no smaller parts than this many tiles per CTA."""
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def _shared_bytes(rows: int, size: int, cluster: int, stages: int) -> int:
+    m_tiles = -(-rows // 16)
+    query_slots = stages - 1 if m_tiles * size <= 256 else stages
+    peers = 0 if cluster == 1 else 2 * cluster * rows * (8 + size // cluster * 4)
+    return stages * 4 * TILE * size + query_slots * rows * 2 * size + m_tiles * 16 * TILE * 2 + 2 * 4 * m_tiles * 16 * 4 + stages * 64 + peers
+
+
+@functools.cache
+def _limits(index: int) -> tuple[int, int, bool]:
+    """SMs, bytes of shared memory of an SM, and whether CTAs come in clusters."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor, properties.major >= 9
+
+
+def choose_shape(
+    batch: int,
+    max_query_len: int,
+    page_size: int,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    limits: tuple[int, int, bool] | None = None,
+) -> dict[str, int]:
+    """What attention.cu is compiled with for a batch size and its bounds. limits: those of the current GPU when not given."""
+    sms, shared, has_clusters = limits or _limits(torch.cuda.current_device())
+    group = num_query_heads // num_kv_heads
+    cluster, ctas, stages = 1, 4, 0  # float32
+    for blocks in range(1, max_query_len * group + 1):
+        rows = -(-max_query_len * group // blocks)
+        rows = rows if blocks == 1 else -(-rows // 16) * 16
+        if rows > MAX_ITEM_ROWS[head_dim]:
+            continue
+        if dtype == torch.float32:
+            break
+        # As many CTAs share an item as still leave a cluster for each; two CTAs per SM where three stages fit, else as many stages as fit.
+        fits = [(c, n, s) for c in ((8, 4, 2, 1) if has_clusters else (1,)) for n, s in ((2, 3), (1, 5), (1, 4), (1, 3), (1, 2))]
+        fits = [(c, n, s) for c, n, s in fits if _shared_bytes(rows, head_dim, c, s) <= shared // n - 1024]
+        if fits:
+            enough = [fit for fit in fits if sms * fit[1] // fit[0] >= batch * blocks * num_kv_heads]
+            cluster, ctas, stages = (enough or [fit for fit in fits if fit[0] == 1])[0]
+            break
+    return {
+        "DTYPE": _DTYPES[dtype],
+        "GROUP": group,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "PAGE_SIZE": page_size,
+        "MAX_ROWS": rows,
+        "CLUSTER": cluster,
+        "STAGES": stages,
+        "MIN_CTAS": ctas,
+    }
+
+
+class AttentionPlan:
+    """How one step's attention is spread over the GPU. Made once for a batch size and its bounds; `refresh` once per step.
+
+    cu_query_lens [B + 1] int32: the queries of request b are the packed rows cu[b] .. cu[b + 1] (none: an inactive request);
+    seq_lens [B] int32: its tokens in the cache, the new ones with them; page_table [S, N] int32: page ids; table_rows [B] int32:
+    its row of page_table. Their contents may change between steps, their addresses may not. A request has at most
+    max_query_len queries.
+    """
+
+    def __init__(
+        self,
+        *,
+        cu_query_lens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        table_rows: torch.Tensor,
+        max_query_len: int,
+        max_seq_len: int,
+        page_size: int,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+    ) -> None:
+        batch = len(seq_lens)
+        for name, tensor, length in (("cu_query_lens", cu_query_lens, batch + 1), ("seq_lens", seq_lens, batch), ("table_rows", table_rows, batch)):
+            if tensor.shape != (length,) or tensor.dtype != torch.int32:
+                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; must be int32 [{length}]")
+        if page_table.ndim != 2 or page_table.dtype != torch.int32 or page_table.stride(1) != 1:
+            raise ValueError(f"page_table is {page_table.dtype} {list(page_table.shape)}; must be int32 [S, N] with rows in one piece")
+        if page_size < 16 or page_size & (page_size - 1):
+            raise ValueError(f"page_size is {page_size}; must be a power of two of at least 16")
+        if page_table.shape[1] * page_size < max_seq_len:
+            raise ValueError(f"page_table has {page_table.shape[1]} pages of {page_size} a row; max_seq_len is {max_seq_len}")
+        if num_query_heads % num_kv_heads:
+            raise ValueError(f"num_query_heads is {num_query_heads}; must be a multiple of num_kv_heads ({num_kv_heads})")
+        if head_dim not in MAX_ITEM_ROWS:
+            raise ValueError(f"head_dim is {head_dim}; must be one of {', '.join(map(str, MAX_ITEM_ROWS))}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype is {dtype}; must be bfloat16, float16 or float32")
+        self.cu_query_lens, self.seq_lens, self.page_table, self.table_rows = cu_query_lens, seq_lens, page_table, table_rows
+        self.page_size, self.num_query_heads, self.num_kv_heads, self.head_dim, self.dtype = page_size, num_query_heads, num_kv_heads, head_dim, dtype
+        self.device = seq_lens.device
+        self._groups: reference.AttentionPlan | None = None
+        if self.device.type != "cuda":
+            return
+        defines = choose_shape(batch, max_query_len, page_size, num_query_heads, num_kv_heads, head_dim, dtype)
+        self.cluster, rows, stages = defines["CLUSTER"], defines["MAX_ROWS"], defines["STAGES"]
+        self.num_workers = _limits(torch.cuda.current_device())[0] * defines["MIN_CTAS"] // self.cluster
+        bounds = 4 * (2 * (batch + 1) + self.num_workers + 1)
+        self._plan: Kernel = load(self.device, "attention", "plan_attention", "PPPPPPiiii", defines, bounds)
+        shared = _shared_bytes(rows, head_dim, self.cluster, stages) if stages else 0
+        self._attend: Kernel = load(self.device, "attention", "append_attention", "PPPPPPPPPPii", defines, shared)
+        segments = batch * -(-max_query_len * defines["GROUP"] // rows) * num_kv_heads
+        slots = 2 * self.num_workers
+
+        def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        self._starts, self._items = make(self.num_workers * self.cluster, 32), make(segments + self.num_workers, 16)
+        self._sums, self._stats = make(slots, rows, head_dim, dtype=torch.float32), make(slots, self.cluster, rows, 2, dtype=torch.float32)
+        self._counters = torch.zeros(segments * self.cluster, dtype=torch.int32, device=self.device)
+
+    def refresh(self) -> None:
+        """Spreads the step's work anew, from the lengths that the tensors hold now. On a GPU nothing comes to the host."""
+        if self.device.type != "cuda":
+            starts, lengths, rows = self.cu_query_lens.tolist(), self.seq_lens.tolist(), self.table_rows.tolist()
+            active = [(b - a, n, self.page_table[row].tolist()) for a, b, n, row in zip(starts, starts[1:], lengths, rows) if b > a]
+            groups = self.num_query_heads // self.num_kv_heads
+            query_lens, seq_lens, pages = (list(x) for x in zip(*active)) if active else ([], [], [])
+            self._groups = reference.plan_attention(query_lens, seq_lens, pages, self.page_size, groups, self.dtype)
+            return
+        self._plan(
+            (1, 1),
+            (PLAN_THREADS, 1, 1),
+            self._starts,
+            self._items,
+            self.cu_query_lens,
+            self.seq_lens,
+            self.page_table,
+            self.table_rows,
+            len(self.seq_lens),
+            self.page_table.stride(0),
+            self.num_workers,
+            MIN_TILES,
+        )
+
+
+def append_attention(
+    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: AttentionPlan, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of packed queries [T, H, D] over the pages [P, page, Hkv, D] of `plan`'s requests -> [T, H, D].
+
+    Query j of a request with q queries and n tokens sees the keys 0 .. n - q + j. Rows past the last request's are not written.
+    The work is split in the manner of stream-K (Osama et al. 2023) and partial results are merged (flash-decoding, Dao et al. 2023).
+    """
+    shape, kv_shape = (plan.num_query_heads, plan.head_dim), (plan.page_size, plan.num_kv_heads, plan.head_dim)
+    if query.shape[1:] != shape or query.stride()[1:] != (plan.head_dim, 1) or query.dtype != plan.dtype:
+        raise ValueError(f"query is {query.dtype} {list(query.shape)}; must be {plan.dtype} [T, {shape[0]}, {shape[1]}] with rows in one piece")
+    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if pages.shape[1:] != kv_shape or not pages.is_contiguous() or pages.dtype != plan.dtype:
+            raise ValueError(f"{name} is {pages.dtype} {list(pages.shape)}; must be {plan.dtype} [P, {', '.join(map(str, kv_shape))}], contiguous")
+    if not query.is_cuda:
+        assert plan._groups is not None, "plan.refresh() comes first"
+        result = reference.append_attention(query, key_pages, value_pages, plan._groups)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    plan._attend(
+        (plan.num_workers * plan.cluster, 1),
+        (THREADS, 1, 1),
+        out,
+        query,
+        key_pages,
+        value_pages,
+        plan.page_table,
+        plan._starts,
+        plan._items,
+        plan._sums,
+        plan._stats,
+        plan._counters,
+        query.stride(0),
+        plan.page_table.stride(0),
+    )
+    return out

@@ -1,0 +1,254 @@
+"""append_attention against the reference in float64, over batches of mixed lengths with everything unread poisoned."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kernels import _load, attention, reference
+from kernels.attention import AttentionPlan, append_attention
+
+UNREAD = 10**9
+"""A page id that no page has."""
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    shapes: Sequence[tuple[int, int]]
+    """(query_len, seq_len) of each request; a query_len of 0 is an inactive one."""
+    heads: tuple[int, int] = (8, 2)
+    """(H, Hkv)"""
+    size: int = 128
+    page: int = 16
+    dtype: torch.dtype = BF16
+    max_query_len: int = 0
+    """Bound of the plan, when it is more than the longest."""
+
+    @property
+    def bound(self) -> int:
+        return self.max_query_len or max(1, *(q for q, _ in self.shapes), 1)
+
+    def __str__(self) -> str:
+        shapes = ",".join(f"{q}/{n}" for q, n in self.shapes[:3])
+        heads, kv_heads = self.heads
+        return f"{len(self.shapes)}x({shapes})-{heads}:{kv_heads}x{self.size}-page{self.page}-{str(self.dtype)[6:]}"
+
+
+MIXED = [(1, 17), (5, 16), (0, 7), (1, 1), (3, 3), (17, 33), (6, 31), (1, 16), (2, 48), (1, 150), (4, 64), (4, 65), (0, 0), (1, 700)]
+SKEWED = [(1, 5000), *[(q % 6 + 1, 64 + 37 * q) for q in range(20)], (4, 3000)]
+
+CORRECTNESS = [
+    Case([(1, 64)]),
+    Case([(1, 100), (4, 40)]),
+    Case(MIXED),
+    Case(MIXED, page=64),
+    Case(MIXED, dtype=FP16, page=32),
+    Case(MIXED, dtype=FP32, heads=(4, 2), size=64),
+    Case(MIXED, heads=(4, 4), size=64, page=64),
+    Case(MIXED, heads=(4, 1), size=256),
+    Case([(1, 3000), (6, 2000)], heads=(8, 2)),
+    Case([(4, 3000)] * 40, heads=(8, 8), size=64),
+]
+CORNER = [
+    Case([(1, 1)]),
+    Case([(1, 1)] * 5, heads=(32, 8)),
+    Case([(17, 17)]),
+    Case([(17, 4000)], heads=(16, 2)),
+    Case([(0, 0), (0, 9)]),
+    Case([(0, 0), (1, 900), (0, 9)], page=128),
+    Case(SKEWED, heads=(32, 8)),
+    Case(SKEWED, heads=(28, 4), dtype=FP16, page=64),
+    Case(SKEWED, heads=(6, 2), size=64, dtype=FP32),
+    Case(SKEWED, heads=(16, 16), size=64),
+    Case(SKEWED, heads=(8, 4), size=256, page=64),
+    Case([(17, 900), (9, 3000), (1, 70)], heads=(8, 1), size=256, dtype=FP16),
+    Case([(1, 30)] * 300, heads=(8, 2), max_query_len=4),
+    Case([(1, n) for n in range(1, 130)], heads=(4, 1), size=64),
+    Case([(1, 20000), *[(1, 16)] * 63], heads=(32, 8), max_query_len=6),
+]
+PERFORMANCE = [
+    *(Case([(q, n)] * b, heads=(32, 8), page=16) for q in (1, 4, 6) for b, n in ((1, 768), (8, 768), (32, 768), (128, 768), (1, 32768), (8, 4096))),
+    Case([(6, 4096)] * 32, heads=(32, 8), page=64),
+]
+
+
+def jobs_of(cases: Sequence[Case]) -> list[tuple[str, dict[str, int]]]:
+    jobs = {}
+    for c in cases:
+        defines = attention.choose_shape(len(c.shapes), c.bound, c.page, *c.heads, c.size, c.dtype)
+        jobs[str(defines)] = ("attention", defines)
+    return list(jobs.values())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(device: torch.device) -> None:
+    _load.compile_all(jobs_of(CORRECTNESS + CORNER + PERFORMANCE), _load.device_of(device).architecture)
+
+
+class Batch:
+    """A case's tensors, and what the reference makes of them."""
+
+    def __init__(self, case: Case, device: torch.device, seed: int, table_width: int | None = None) -> None:
+        numbers, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
+        self.case, self.device = case, device
+        num_heads, num_kv = case.heads
+        needed = [-(-n // case.page) if q else 0 for q, n in case.shapes]
+        num_pages = sum(needed) + 3
+        free = numbers.sample(range(num_pages), num_pages)
+        shape = (num_pages, case.page, num_kv, case.size)
+        self.clean = [torch.randn(shape, generator=generator, device=device).to(case.dtype) for _ in range(2)]
+        self.poisoned = [x.clone() for x in self.clean]
+        width = table_width or max([*needed, 1]) + 2
+        rows = numbers.sample(range(len(case.shapes) + 2), len(case.shapes))
+        table = torch.full((len(case.shapes) + 2, width), UNREAD, dtype=torch.int32)
+        is_read = torch.zeros(num_pages * case.page, dtype=torch.bool)
+        self.page_ids = []
+        for row, (q, n), count in zip(rows, case.shapes, needed):
+            own, free = free[:count], free[count:]
+            table[row, :count] = torch.tensor(own, dtype=torch.int32)
+            self.page_ids.append(own)
+            if q:
+                is_read[(torch.tensor(own)[:, None] * case.page + torch.arange(case.page)).flatten()[:n]] = True
+        for plane in self.poisoned:  # whole pages, and slots of the last page that hold no token yet
+            plane.view(-1, num_kv, case.size)[~is_read.to(device)] = float("nan")
+        for plane in self.clean:
+            plane.view(-1, num_kv, case.size)[~is_read.to(device)] = 0
+        self.total = sum(q for q, _ in case.shapes)
+        self.query = torch.randn(self.total + 3, num_heads, case.size, generator=generator, device=device).to(case.dtype)
+        self.query[self.total :] = float("nan")
+        lens = torch.tensor([0, *(q for q, _ in case.shapes)], dtype=torch.int32)
+        self.inputs = {
+            "cu_query_lens": lens.cumsum(0).int().to(device),
+            "seq_lens": torch.tensor([n for _, n in case.shapes], dtype=torch.int32, device=device),
+            "page_table": table.to(device),
+            "table_rows": torch.tensor(rows, dtype=torch.int32, device=device),
+        }
+
+    def plan(self) -> AttentionPlan:
+        case = self.case
+        longest = max(n for _, n in case.shapes)
+        return AttentionPlan(
+            **self.inputs,
+            max_query_len=case.bound,
+            max_seq_len=longest,
+            page_size=case.page,
+            num_query_heads=case.heads[0],
+            num_kv_heads=case.heads[1],
+            head_dim=case.size,
+            dtype=case.dtype,
+        )
+
+    def reference(self, dtype: torch.dtype) -> torch.Tensor:
+        case = self.case
+        active = [(q, n, pages) for (q, n), pages in zip(case.shapes, self.page_ids) if q]
+        if not active:
+            return self.query[:0].to(dtype)
+        query_lens, seq_lens, pages = (list(x) for x in zip(*active))
+        plan = reference.plan_attention(query_lens, seq_lens, pages, case.page, case.heads[0] // case.heads[1], dtype, self.device)
+        return reference.append_attention(self.query[: self.total].to(dtype), *(x.to(dtype) for x in self.clean), plan)
+
+
+def check(batch: Batch, plan: AttentionPlan) -> None:
+    out = torch.full_like(batch.query, float("nan"))
+    plan.refresh()
+    append_attention(batch.query, *batch.poisoned, plan, out)
+    assert out[batch.total :].isnan().all(), "a row past the last request's was written"
+    got, exact = out[: batch.total].double(), batch.reference(torch.float64)
+    assert got.isfinite().all(), f"rows {got.isfinite().flatten(1).all(1).logical_not().nonzero().flatten().tolist()[:20]} are not finite"
+    if batch.total:
+        error, allowed = (got - exact).norm(), 2 * (batch.reference(batch.case.dtype).double() - exact).norm()
+        worst = ((got - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).max()
+        assert error <= allowed + 1e-7 * exact.norm(), f"error {error / exact.norm():.2e}, allowed {allowed / exact.norm():.2e}"
+        assert worst < (1e-5 if batch.case.dtype == FP32 else 3e-2), f"one row's error is {worst:.2e}"
+
+
+@pytest.mark.parametrize("case", CORRECTNESS, ids=str)
+def test_correctness(case: Case, device: torch.device) -> None:
+    run(case, device)
+
+
+@pytest.mark.parametrize("case", CORNER, ids=str)
+def test_corner(case: Case, device: torch.device) -> None:
+    run(case, device)
+
+
+@pytest.mark.parametrize("case", PERFORMANCE, ids=str)
+def test_performance(case: Case, device: torch.device) -> None:
+    run(case, device)
+
+
+def run(case: Case, device: torch.device) -> None:
+    seed = int.from_bytes(os.urandom(3))
+    batch = Batch(case, device, seed)
+    plan = batch.plan()
+    try:
+        check(batch, plan)
+        check(batch, plan)  # counters are as they were
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {error}") from None
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_lengths_change_between_replays(dtype: torch.dtype, device: torch.device, stream: None) -> None:
+    """One captured graph serves any lengths within its bounds: nothing of them is known on the host."""
+    numbers = random.Random(5)
+    first = Batch(Case([(6, 3000)] * 9, (8, 2), 64, 16, dtype), device, 0, table_width=200)
+    plan = first.plan()
+    query, planes = torch.empty_like(first.query), [torch.empty_like(x) for x in first.poisoned]
+    out = torch.empty_like(query)
+
+    def step() -> None:
+        plan.refresh()
+        append_attention(query, *planes, plan, out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        step()
+    for replay in range(12):
+        longest = numbers.choice([10, 300, 3000])
+        shapes = [(q, numbers.randint(max(q, 1), longest)) for q in (numbers.randint(0, 6) for _ in range(9))]
+        batch = Batch(replace(first.case, shapes=shapes, max_query_len=6), device, replay, table_width=200)
+        for name, tensor in batch.inputs.items():
+            first.inputs[name].copy_(tensor)
+        query.zero_()[: len(batch.query)].copy_(batch.query)
+        for plane, new in zip(planes, batch.poisoned):
+            plane.fill_(float("nan"))[: len(new)].copy_(new)
+        out.fill_(float("nan"))
+        graph.replay()
+        got, exact = out[: batch.total].double(), batch.reference(torch.float64)
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-5 if dtype == FP32 else 2e-2)
+        assert out[batch.total :].isnan().all()
+
+
+def test_unfit_shapes_are_refused(device: torch.device) -> None:
+    batch = Batch(CORRECTNESS[0], device, 0)
+    plan = batch.plan()
+    with pytest.raises(ValueError, match="query is"):
+        append_attention(batch.query[:, :4], *batch.poisoned, plan)
+    with pytest.raises(ValueError, match="value_pages is"):
+        append_attention(batch.query, batch.poisoned[0], batch.poisoned[1].half(), plan)
+    with pytest.raises(ValueError, match="seq_lens is"):
+        AttentionPlan(**{**batch.inputs, "seq_lens": batch.inputs["seq_lens"].long()}, **SIZES)
+    with pytest.raises(ValueError, match="page_table has"):
+        AttentionPlan(**batch.inputs, **{**SIZES, "max_seq_len": 10**6})
+    with pytest.raises(ValueError, match="page_size is 24"):
+        AttentionPlan(**batch.inputs, **{**SIZES, "page_size": 24})
+
+
+SIZES = {
+    "max_query_len": 1,
+    "max_seq_len": 64,
+    "page_size": 16,
+    "num_query_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    "dtype": BF16,
+}
