@@ -49,7 +49,7 @@ def append_kv(
     turned = torch.addcmul(turning * cos, swapped, sin)
     is_kept = slots >= 0
     for pages, rows in ((key_pages, turned[:, num_q:]), (value_pages, qkv[:, num_q + num_kv :])):
-        pages.view(-1, num_kv, size).index_copy_(0, slots[is_kept], rows[is_kept])
+        pages.view(-1, num_kv, size).index_copy_(0, slots[is_kept].long(), rows[is_kept])
     return turned[:, :num_q]
 
 
