@@ -19,7 +19,7 @@ using V = Vector<Element>;
 constexpr int WARPS = 8, THREADS = 32 * WARPS, STEP = 32, TILE = 16, COLUMNS = TOKENS / 8;
 constexpr int ROWS = GATED ? TILE / 2 : TILE;  // of the output, per tile: a gated one has as many rows of gate as of up
 constexpr int STRIDE = TILE + 4;               // of a token's sums in shared memory, apart from each other's banks
-constexpr int TOGETHER = TILES < 2 ? TILES : 2;  // tiles that are summed at once
+constexpr int TOGETHER = TILES * TOKENS <= 16 ? TILES : TOKENS <= 8 ? 2 : 1;  // tiles that are summed at once
 constexpr int SUMS = WARPS * TOGETHER * TOKENS * STRIDE;
 constexpr int HALF = 32 * 16;                                   // bytes of half a tile's step, and of eight tokens'
 constexpr int STAGE_BYTES = (2 * TILES + COLUMNS) * HALF;       // of one warp: weights, then tokens
@@ -100,12 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARED <= 113 * 1024 ? 2 :
         copy_weights(copy_tile, copy_step, stage);
         end_copies();
     }
-#ifndef LATE
     launch_dependents();
-#endif
-#ifndef NOWAIT
     wait_for_earlier();
-#endif
     copy_tile = first, copy_step = 0;
     for (int stage = 0; stage < STAGES; ++stage, advance(copy_tile, copy_step)) {
         copy_tokens(copy_tile, copy_step, stage);

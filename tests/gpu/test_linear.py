@@ -1,0 +1,120 @@
+"""Projections of few tokens against torch and float64, against themselves at other sizes, and fused against unfused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.activation import silu_mul
+from kernels.linear import MAX_TOKENS, add_linear, is_skinny, linear, norm_gated_linear, norm_linear
+from kernels.norm import rms_norm
+
+EPS = 1e-5
+DTYPES = (torch.bfloat16, torch.float16)
+CORRECTNESS = [(1, 6144, 4096), (6, 4096, 4096), (8, 4096, 14336), (16, 28672, 4096), (3, 576, 192), (11, 192, 512)]
+CORNER = [(1, 32, 32), (16, 32, 288), (7, 4256, 96), (9, 12832, 64), (5, 64, 8192), (2, 33824, 160)]
+PERFORMANCE = [(1, 128256, 4096), (16, 128256, 4096), (16, 4096, 14336)]
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def make(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """x, weight, bias, norm weight, residual; x is part of wider rows, and what is beside it is NaN."""
+    wide = torch.full((num_tokens, in_size + 64), float("nan"), device=device, dtype=dtype)
+    wide[:, 8 : 8 + in_size] = torch.randn(num_tokens, in_size, device=device)
+    weight = (torch.randn(out_size, in_size, device=device) / in_size**0.5).to(dtype)
+    bias, residual = torch.randn(out_size, device=device).to(dtype), torch.randn(num_tokens, out_size, device=device).to(dtype)
+    return wide[:, 8 : 8 + in_size], weight, bias, (1 + 0.1 * torch.randn(in_size, device=device)).to(dtype), residual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), CORRECTNESS + CORNER + PERFORMANCE)
+def test_linear(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, bias, _, _ = make(num_tokens, out_size, in_size, dtype, device)
+    assert is_skinny(x, weight)
+    for b in (None, bias):
+        out, exact = linear(x, weight, b), F.linear(x.double(), weight.double(), None if b is None else b.double())
+        assert out.shape == exact.shape and out.dtype == dtype
+        assert relative_error(out, exact) <= 2 * relative_error(F.linear(x, weight, b), exact) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), CORRECTNESS + CORNER)
+def test_fused_equals_unfused(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, bias, norm_weight, residual = make(num_tokens, out_size, in_size, dtype, device)
+    expected = residual + linear(x, weight, bias)
+    assert add_linear(residual, x, weight, bias) is residual
+    assert torch.equal(residual, expected)
+    normalised = rms_norm(x.contiguous(), norm_weight, EPS)
+    assert torch.equal(norm_linear(x, norm_weight, EPS, weight, bias), linear(normalised, weight, bias))
+    assert torch.equal(norm_gated_linear(x, norm_weight, EPS, weight), silu_mul(linear(normalised, weight)))
+
+
+@pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 192), (33824, 160)])
+def test_rows_do_not_depend_on_their_number(out_size: int, in_size: int, device: torch.device) -> None:
+    x, weight, bias, norm_weight, _ = make(MAX_TOKENS, out_size, in_size, torch.bfloat16, device)
+    whole, gated = linear(x, weight, bias), norm_gated_linear(x, norm_weight, EPS, weight)
+    for start, stop in ((0, 1), (3, 4), (15, 16), (0, 6), (5, 13), (0, 9), (4, 16)):
+        assert torch.equal(linear(x[start:stop], weight, bias), whole[start:stop])
+        assert torch.equal(norm_gated_linear(x[start:stop], norm_weight, EPS, weight), gated[start:stop])
+
+
+def test_chain_in_graph(device: torch.device) -> None:
+    """Kernels that begin before the one ahead has ended still see all that it wrote, replay after replay."""
+    x, qkv, _, norm_weight, _ = make(6, 6144, 4096, torch.bfloat16, device)
+    _, o, _, _, _ = make(6, 4096, 4096, torch.bfloat16, device)
+    _, gate_up, _, _, _ = make(6, 28672, 4096, torch.bfloat16, device)
+    _, down, _, _, _ = make(6, 4096, 14336, torch.bfloat16, device)
+    start = x.contiguous()
+
+    def run(stream: torch.Tensor, is_fused: bool) -> torch.Tensor:
+        for _ in range(4):
+            if is_fused:
+                add_linear(stream, norm_linear(stream, norm_weight, EPS, qkv)[:, :4096], o)
+                add_linear(stream, norm_gated_linear(stream, norm_weight, EPS, gate_up), down)
+            else:
+                stream += linear(linear(rms_norm(stream, norm_weight, EPS), qkv)[:, :4096], o)
+                torch.cuda.synchronize()
+                stream += linear(silu_mul(linear(rms_norm(stream, norm_weight, EPS), gate_up)), down)
+                torch.cuda.synchronize()
+        return stream
+
+    expected = run(start.clone(), False)
+    out = start.clone()
+    run(out, True)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        out.copy_(start)
+        run(out, True)
+    for _ in range(50):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_goes_to_torch(device: torch.device) -> None:
+    for num_tokens, out_size, in_size, dtype in (
+        (17, 64, 64, torch.bfloat16),
+        (0, 64, 64, torch.bfloat16),
+        (2, 64, 64, torch.float32),
+        (2, 48, 64, torch.half),
+    ):
+        x, weight, bias, norm_weight, residual = make(num_tokens, out_size, in_size, dtype, device)
+        x = x.contiguous()
+        assert not is_skinny(x, weight)
+        assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+        assert add_linear(residual, x, weight) is residual
+        assert norm_linear(x, norm_weight, EPS, weight).shape == (num_tokens, out_size)
+        assert norm_gated_linear(x, norm_weight, EPS, weight).shape == (num_tokens, out_size // 2)
+
+
+def test_errors(device: torch.device) -> None:
+    x, weight, *_ = make(2, 64, 64, torch.bfloat16, device)
+    with pytest.raises(ValueError, match=r"weight \(64, 32\)"):
+        linear(x, weight[:, :32])
+    with pytest.raises(ValueError, match=r"must be \[2, 64\]"):
+        add_linear(x[:1], x, weight)
