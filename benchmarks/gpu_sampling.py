@@ -1,0 +1,134 @@
+"""Logits processing, sampling, verification, commit and lookup on one GPU, against the time to read the logits once.
+
+python -m benchmarks.gpu_sampling
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kernels._load import device_stream
+from kernels.ngram import draft_ngram
+from kernels.sampling import choose, process_logits
+from kernels.state import Admission, SlotTable, commit
+from kernels.verify import verify_drafts
+
+VOCAB = 128256
+L2_BYTES = 200e6
+
+
+def measure(calls: Sequence[Callable[[], object]], replays: int = 9) -> float:
+    """Median seconds of one call, all captured in one graph."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a copy of 2 GB."""
+    source, target = (torch.empty(2**30, dtype=torch.int16, device=device) for _ in range(2))
+    return 2 * source.nbytes / measure([lambda: target.copy_(source)] * 3)
+
+
+def make_table(batch: int, device: torch.device, *, known: int = 640, **parameters: object) -> SlotTable:
+    table = SlotTable(batch, max(known + 64, 1024), 5, VOCAB, device)
+    for slot in range(batch):
+        ids = torch.randint(0, VOCAB, (known,)).tolist()
+        table.admit([Admission(slot, ids, known * 4 // 5, known + 60, seed=slot, **parameters)])  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+    return table
+
+
+def logits_sets(rows: int, kind: str, device: torch.device) -> list[torch.Tensor]:
+    """As many as exceed the cache. flat: normal logits as random weights give; peaked: a few likely tokens far above, as trained ones do."""
+    count = max(2, min(64, int(L2_BYTES // (rows * VOCAB * 2)) + 1))
+    made = []
+    for _ in range(count):
+        logits = torch.randn(rows, VOCAB, device=device) * (1.3 if kind == "flat" else 2)
+        if kind == "peaked":
+            logits += 14 * (torch.rand_like(logits) < 20 / VOCAB)
+        made.append(logits.bfloat16())
+    return made
+
+
+def sampling_rows(device: torch.device, bandwidth: float) -> None:
+    print(f"{'batch':>5} {'K':>2} {'rows':>4} {'logits':>7} {'parameters':>28} {'read us':>8} {'process':>8} {'choose':>8} {'both':>8} {'ratio':>6}")
+    penalties = {"repetition": 1.1, "presence": 0.1, "frequency": 0.1}
+    cases: list[tuple[str, str, dict[str, object]]] = [
+        ("greedy", "flat", {"is_greedy": True}),
+        ("T .8", "flat", {"temperature": 0.8}),
+        ("T .8 top_p .9", "flat", {"temperature": 0.8, "top_p": 0.9}),
+        ("T .8 top_p .9 penalties", "flat", {"temperature": 0.8, "top_p": 0.9, **penalties}),
+        ("T .8 top_p .9 penalties", "peaked", {"temperature": 0.8, "top_p": 0.9, **penalties}),
+        ("T .7 top_p .8 top_k 20", "peaked", {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
+        ("T .7 top_p .8 top_k 20", "flat", {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
+    ]
+    for batch, width in ((1, 0), (1, 3), (8, 0), (32, 0), (32, 3), (128, 0), (128, 3)):
+        rows = batch * (width + 1)
+        cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * (width + 1)
+        row_slots = torch.arange(batch, dtype=torch.int32, device=device)
+        read = rows * VOCAB * 2 / bandwidth
+        for name, kind, parameters in cases:
+            if batch in (8, 32) and name not in ("greedy", "T .8 top_p .9 penalties"):
+                continue
+            table, sets = make_table(batch, device, **parameters), logits_sets(rows, kind, device)
+            outputs = choose(sets[0], table, row_slots, cu)
+
+            def process(x: torch.Tensor, t: SlotTable = table, r: torch.Tensor = row_slots, c: torch.Tensor = cu) -> None:
+                process_logits(x, t, r, c)
+
+            def pick(x: torch.Tensor, t: SlotTable = table, r: torch.Tensor = row_slots, c: torch.Tensor = cu, o=outputs) -> None:  # type: ignore[no-untyped-def]
+                choose(x, t, r, c, o)
+
+            picking = measure([lambda x=x: pick(x) for x in sets])  # type: ignore[misc]
+            processing = measure([lambda x=x: process(x) for x in sets], 3)  # type: ignore[misc]
+            both = measure([lambda x=x: (process(x), pick(x)) for x in sets], 5)  # type: ignore[misc]
+            times = " ".join(f"{1e6 * t:8.1f}" for t in (read, processing, picking, both))
+            print(f"{batch:5} {width:2} {rows:4} {kind:>7} {name:>28} {times} {both / read:6.2f}")
+
+
+def state_rows(device: torch.device) -> None:
+    print(f"{'op':>14} {'batch':>5} {'context':>7} {'us':>7}")
+    for batch, known in ((1, 2048), (32, 2048), (128, 2048), (1, 32768), (32, 32768), (128, 32768)):
+        table = make_table(batch, device, known=known, presence=0.1)
+        row_slots = torch.arange(batch, dtype=torch.int32, device=device)
+        cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * 4
+        limits = torch.full((batch,), 5, dtype=torch.int32, device=device)
+        chosen = torch.randint(0, VOCAB, (batch * 4,), dtype=torch.int32, device=device)
+        verdict = verify_drafts(chosen, table, row_slots, cu)
+        calls = {
+            "draft_ngram": lambda: draft_ngram(table, row_slots, limits, 5, 1),  # noqa: B023
+            "verify_drafts": lambda: verify_drafts(chosen, table, row_slots, cu, "normal", verdict),  # noqa: B023
+            "commit": lambda: commit(verdict[0], verdict[1], table, row_slots),  # noqa: B023
+        }
+        for name, call in calls.items():
+            print(f"{name:>14} {batch:5} {known:7} {1e6 * measure([call] * 10, 5 if name != 'commit' else 1):7.2f}")
+
+
+def main() -> None:
+    device = torch.device("cuda:0")
+    with device_stream(device):
+        bandwidth = copy_bandwidth(device)
+        print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s")
+        state_rows(device)
+        sampling_rows(device, bandwidth)
+
+
+if __name__ == "__main__":
+    main()

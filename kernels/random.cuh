@@ -1,0 +1,48 @@
+// Counter-based random numbers, by the formulas of kernels/reference.py: equal inputs give equal ids on every device.
+#pragma once
+#include <cstdint>
+
+constexpr unsigned SAMPLE_STREAM = 0, ACCEPT_STREAM = 1, RECOVER_STREAM = 2;
+
+// Numbers 4 * block .. 4 * block + 3 of (seed, position, stream), by Philox4x32-10.
+__device__ __forceinline__ uint4 philox(unsigned block, unsigned position, unsigned stream, unsigned k0, unsigned k1) {
+  unsigned c0 = block, c1 = position, c2 = stream, c3 = 0;
+#pragma unroll
+  for (int i = 0; i < 10; ++i) {
+    const uint64_t a = uint64_t(c0) * 0xD2511F53u, b = uint64_t(c2) * 0xCD9E8D57u;
+    c0 = unsigned(b >> 32) ^ c1 ^ k0, c1 = unsigned(b), c2 = unsigned(a >> 32) ^ c3 ^ k1, c3 = unsigned(a);
+    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+  }
+  return make_uint4(c0, c1, c2, c3);
+}
+
+// log and log1p without fused steps or flags that would change them.
+__device__ __forceinline__ float gumbel(unsigned number) {
+  float u = __fmul_rn(__fadd_rn(__uint2float_rn(number), 0.5f), 0x1p-32f);
+  u = fminf(u, 1 - 0x1p-24f);
+  return -logf(-log1pf(-u));
+}
+
+// Integers in the order of the floats.
+__device__ __forceinline__ int order(float x) {
+  const int i = __float_as_int(x);
+  return i ^ ((i >> 31) & 0x7fffffff);
+}
+
+__device__ __forceinline__ float unorder(int i) { return __int_as_float(i ^ ((i >> 31) & 0x7fffffff)); }
+
+// A score and its token: the greater is the better, of equal scores the lowest id. Zero is below all.
+__device__ __forceinline__ unsigned long long score_key(float score, int token_id) {
+  return (unsigned long long)(unsigned(order(score)) ^ 0x80000000u) << 32 | unsigned(~token_id);
+}
+
+__device__ __forceinline__ int key_token(unsigned long long key) { return ~int(unsigned(key)); }
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A number's leading 23 bits as a float in [1, 2): never above 1 + u.
+__device__ __forceinline__ float unit_floor(unsigned number) { return __uint_as_float((number >> 9) | 0x3f800000u); }

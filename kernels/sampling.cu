@@ -1,0 +1,423 @@
+// Logits -> the target's token of every row, in one reading of the logits for nearly every row.
+//
+// LOGIT: 0 float32, 1 bf16, 2 fp16. VECTOR: rows are 16-byte aligned. CLUSTER: blocks that share a row. THREADS of a block.
+//
+// The token of a row is the likeliest after Gumbel noise among those that top_k, top_p and min_p keep. What they keep is a
+// prefix of the tokens by probability. So no order is made: the best of *all* tokens is found first, with the softmax's sum on
+// the way; then a second reading (from the L2 cache) counts the tokens likelier than it and adds their probability, which says
+// whether it is kept. If not, nothing behind it is, and the search goes on among the likelier ones. With top_p = 0.9 nine rows in
+// ten need one round.
+//
+// Noise is -log(E), E = -log1p(-u) >= u. A token of logit t beats a score s only if u <= E < exp(t - s): a multiplication and a
+// comparison with u, the leading bits of the token's random number, spare all but a few tokens the exact noise.
+
+#include <climits>
+#include "logits.cuh"
+#include "random.cuh"
+#include "slots.cuh"
+
+#if CLUSTER > 1
+#include <cooperative_groups.h>
+namespace cg = cooperative_groups;
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
+constexpr int WARPS = THREADS / 32;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float NONE = -1e30f;  // below every logit in base 2, and finite: differences with it are
+
+struct Best {
+  unsigned long long key;  // score_key, 0: none
+  float base, sum;         // sum of 2^(t - base), t: logits over temperature in base 2
+  float greatest;
+  int is_broken;
+};
+
+struct Standing {  // of one token: the tokens likelier than it, equal ones by id
+  int rank;
+  float mass;
+};
+
+struct Counts {
+  int at_least[8];
+};
+
+__device__ __forceinline__ Best combine(const Best& a, const Best& b) {
+  const float base = fmaxf(a.base, b.base);
+  return {a.key > b.key ? a.key : b.key, base, a.sum * exp2_fast(a.base - base) + b.sum * exp2_fast(b.base - base),
+          fmaxf(a.greatest, b.greatest), a.is_broken | b.is_broken};
+}
+
+__device__ __forceinline__ Standing combine(const Standing& a, const Standing& b) { return {a.rank + b.rank, a.mass + b.mass}; }
+
+__device__ __forceinline__ Counts combine(const Counts& a, const Counts& b) {
+  Counts c;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) c.at_least[j] = a.at_least[j] + b.at_least[j];
+  return c;
+}
+
+struct Shared {
+  uint4 of_warp[2][WARPS][2];
+  uint4 of_block[2][CLUSTER][2];
+  int bound;  // order() of a score, base 2, that the row's best token reaches at least
+  int request;
+};
+
+template <class T>
+__device__ __forceinline__ T shuffle(const T& value, int lane_mask, bool is_broadcast) {
+  static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 32);
+  T other;
+  const int* from = reinterpret_cast<const int*>(&value);
+  int* to = reinterpret_cast<int*>(&other);
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T) / 4); ++i)
+    to[i] = is_broadcast ? __shfl_sync(~0u, from[i], 0) : __shfl_xor_sync(~0u, from[i], lane_mask);
+  return other;
+}
+
+// The row's value out of every thread's, the same bits in every thread. `turn` alternates between two sets of cells, so that one
+// barrier a call is enough.
+template <class T>
+__device__ T reduce(T value, const T& zero, Shared& shared, int& turn) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) value = combine(value, shuffle(value, mask, false));
+  if (lane == 0) *reinterpret_cast<T*>(shared.of_warp[turn][warp]) = value;
+  __syncthreads();
+  value = lane < WARPS ? *reinterpret_cast<const T*>(shared.of_warp[turn][lane]) : zero;
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) value = combine(value, shuffle(value, mask, false));
+  value = shuffle(value, 0, true);  // lanes add in different orders: all take lane 0's
+#if CLUSTER > 1
+  cg::cluster_group cluster = cg::this_cluster();
+  if (threadIdx.x < CLUSTER)
+    *reinterpret_cast<T*>(cluster.map_shared_rank(&shared.of_block[turn][cluster.block_rank()][0], threadIdx.x)) = value;
+  cluster.sync();
+  value = *reinterpret_cast<const T*>(shared.of_block[turn][0]);
+#pragma unroll
+  for (int i = 1; i < CLUSTER; ++i) value = combine(value, *reinterpret_cast<const T*>(shared.of_block[turn][i]));
+#endif
+  turn ^= 1;
+  return value;
+}
+
+struct Row {
+  const Logit* logits;
+  int vocab_size, first, num_turns;  // chunks first, first + CLUSTER * THREADS, ...
+  float temperature, to_base2;       // t = value * to_base2
+  unsigned position, seed_low, seed_high;
+
+  // What tokens are ordered by: float32 logits over temperature, where two may become equal; smaller types as they are.
+  __device__ __forceinline__ float value(float x) const { return LOGIT == 0 ? __fdiv_rn(x, temperature) : x; }
+  __device__ __forceinline__ float scaled(float value) const { return LOGIT == 0 ? value : __fdiv_rn(value, temperature); }
+  __device__ __forceinline__ void unpack_values(const Raw& raw, float (&x)[8]) const {
+    unpack(raw, x);
+    if (LOGIT == 0)
+#pragma unroll
+      for (int k = 0; k < 8; ++k) x[k] = value(x[k]);
+  }
+  __device__ __forceinline__ int chunk(int turn) const { return first + turn * CLUSTER * THREADS; }
+};
+
+__device__ __forceinline__ Best no_best() { return {0, NONE, 0, -INF, 0}; }
+
+// The likeliest token, the lowest id of equals.
+__device__ Best find_greatest(const Row& row, Raw raw) {
+  float best = -INF;
+  int best_chunk = -1, is_broken = 0;
+  for (int turn = 0; turn < row.num_turns; ++turn) {
+    const Raw next = load_chunk(row.logits, row.chunk(turn + 1), row.vocab_size);
+    const float greatest = chunk_max(raw);
+    is_broken |= !(greatest < INF);
+    if (greatest > best) best = greatest, best_chunk = row.chunk(turn);
+    raw = next;
+  }
+  Best found = no_best();
+  found.is_broken = is_broken;
+  if (best_chunk >= 0) {
+    float x[8];
+    unpack(load_chunk(row.logits, best_chunk, row.vocab_size), x);
+    int place = 7;
+#pragma unroll
+    for (int k = 6; k >= 0; --k)
+      if (x[k] == best) place = k;
+    found.key = score_key(best, best_chunk * 8 + place);
+  }
+  return found;
+}
+
+__device__ __forceinline__ float lower_bound(float score2) { return score2 - 1e-3f - fabsf(score2) * 4e-6f; }
+
+// The best token after noise among those ordered before (limit, limit_id); with IS_FIRST among all, and the softmax's sum.
+template <bool IS_FIRST>
+__device__ __forceinline__ Best find_best(const Row& row, Raw raw, float limit, int limit_id, Shared& shared) {
+  if (threadIdx.x == 0) shared.bound = order(NONE);
+  __syncthreads();
+  {  // a first bound from a few tokens, with E <= u / (1 - u)
+    float x[8];
+    row.unpack_values(raw, x);
+    const uint4 r = philox(2 * row.chunk(0), row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
+    const unsigned numbers[4] = {r.x, r.y, r.z, r.w};
+    float reached = NONE;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float u = (float(numbers[k]) + 0.5f) * 0x1p-32f;
+      const bool is_in = IS_FIRST || x[k] > limit;
+      if (is_in && x[k] > -INF) reached = fmaxf(reached, x[k] * row.to_base2 + __log2f((1.0001f - u) / u) - 1e-3f);
+    }
+    const int in_warp = __reduce_max_sync(~0u, order(lower_bound(reached)));
+    if (threadIdx.x % 32 == 0) atomicMax(&shared.bound, in_warp);
+    __syncthreads();
+  }
+  Best found = no_best();
+  for (int turn = 0; turn < row.num_turns; ++turn) {
+    const int chunk = row.chunk(turn);
+    const Raw next = load_chunk(row.logits, row.chunk(turn + 1), row.vocab_size);
+    float x[8];
+    row.unpack_values(raw, x);
+    float greatest;
+    if (IS_FIRST) {
+      greatest = LOGIT == 0 ? row.value(chunk_max(raw)) : chunk_max(raw);
+      found.is_broken |= !(greatest < INF);
+      found.greatest = fmaxf(found.greatest, greatest);
+    } else {
+      greatest = -INF;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        if (!(x[k] > limit || (x[k] == limit && chunk * 8 + k < limit_id))) x[k] = -INF;
+        greatest = fmaxf(greatest, x[k]);
+      }
+    }
+    raw = next;
+    if (!IS_FIRST && greatest == -INF) continue;
+    const float t = greatest * row.to_base2;
+    if (t > found.base + 40) found.sum *= exp2_fast(found.base - t), found.base = t;
+    const float bound = unorder(*static_cast<volatile int*>(&shared.bound));
+    const float factor = fminf(exp2_fast(found.base - bound), 1e38f);
+    const uint4 low = philox(2 * chunk, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
+    const uint4 high = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
+    const unsigned numbers[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    unsigned hits = 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const float weight = exp2_fast(fmaf(x[k], row.to_base2, -found.base));
+      if (IS_FIRST) found.sum += weight;
+      hits |= unsigned(unit_floor(numbers[k]) <= fmaf(weight, factor, 1 + 0x1p-22f)) << k;
+    }
+    while (hits) {
+      const int k = __ffs(hits) - 1;
+      hits &= hits - 1;
+      float value = x[0];
+      unsigned number = numbers[0];
+#pragma unroll
+      for (int i = 1; i < 8; ++i)
+        if (k == i) value = x[i], number = numbers[i];
+      if (value == -INF) continue;
+      const float score = __fadd_rn(row.scaled(value), gumbel(number));
+      const unsigned long long key = score_key(score, chunk * 8 + k);
+      if (key > found.key) {
+        found.key = key;
+        atomicMax(&shared.bound, order(lower_bound(score * LOG2E)));
+      }
+    }
+  }
+  return found;
+}
+
+__device__ Standing find_standing(const Row& row, float value, int token_id, float base) {
+  Standing standing = {0, 0};
+  Raw raw = load_chunk(row.logits, row.chunk(0), row.vocab_size);
+  for (int turn = 0; turn < row.num_turns; ++turn) {
+    const int chunk = row.chunk(turn);
+    const Raw next = load_chunk(row.logits, row.chunk(turn + 1), row.vocab_size);
+    if (row.value(chunk_max(raw)) >= value) {
+      float x[8];
+      row.unpack_values(raw, x);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        if (x[k] > value || (x[k] == value && chunk * 8 + k < token_id)) {
+          ++standing.rank;
+          standing.mass += exp2_fast(fmaf(x[k], row.to_base2, -base));
+        }
+      }
+    }
+    raw = next;
+  }
+  return standing;
+}
+
+// The k-th greatest value, in [low, high], by counting at eight places at a time.
+__device__ float find_kth(const Row& row, int k, float low, float high, Shared& shared, int& turn) {
+  constexpr int SHIFT = LOGIT == 0 ? 0 : LOGIT == 1 ? 16 : 13;  // the values' step among the integers of `order`
+  long long below = order(low) >> SHIFT, above = (order(high) >> SHIFT) + 1;  // at least k values reach `below`, fewer reach `above`
+  while (above - below > 1) {
+    float places[8];
+    Counts counts;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int place = int(below + (above - below) * (j + 1) / 9);
+      places[j] = unorder(place * (1 << SHIFT) | (place < 0 ? (1 << SHIFT) - 1 : 0));
+      counts.at_least[j] = 0;
+    }
+    for (int i = 0; i < row.num_turns; ++i) {
+      const Raw raw = load_chunk(row.logits, row.chunk(i), row.vocab_size);
+      if (row.value(chunk_max(raw)) < places[0]) continue;
+      float x[8];
+      row.unpack_values(raw, x);
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+#pragma unroll
+        for (int j = 0; j < 8; ++j) counts.at_least[j] += x[e] >= places[j];
+    }
+    counts = reduce(counts, Counts{}, shared, turn);
+    const long long start = below, width = above - below;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const long long place = start + width * (j + 1) / 9;
+      if (counts.at_least[j] >= k) below = place;
+      else if (place < above) above = place;
+    }
+  }
+  const int place = int(below);
+  return unorder(place * (1 << SHIFT) | (place < 0 ? (1 << SHIFT) - 1 : 0));
+}
+
+// The token of a row under its parameters; -1 when none has a score.
+__device__ int draw(const Row& row, const SlotParams& params, const Raw& raw, int& is_broken, Shared& shared, int& turn) {
+  const Best first = reduce(find_best<true>(row, raw, 0, 0, shared), no_best(), shared, turn);
+  is_broken = first.is_broken;
+  if (first.key == 0 || is_broken) return -1;
+  int token_id = key_token(first.key);
+  const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
+  if (top_k <= 0 && params.top_p >= 1 && params.min_p <= 0) return token_id;
+  float sum = first.sum, limit = -INF;
+  int limit_id = INT_MAX;
+  bool has_kth = false;
+  while (true) {
+    const float value = row.value(to_float(row.logits[token_id]));
+    bool is_kept = true;
+    if (params.min_p > 0 && expf(row.scaled(value) - row.scaled(first.greatest)) < params.min_p) {
+      is_kept = false;
+      // Close to the least logit that min_p keeps, and below it.
+      const float least = row.scaled(first.greatest) + logf(params.min_p);
+      const float close = (least - 1e-4f - 1e-5f * fabsf(least)) * (LOGIT == 0 ? 1 : row.temperature);
+      limit = value, limit_id = token_id;
+      if (close > limit) limit = close, limit_id = -1;
+    } else if (top_k > 0 || params.top_p < 1) {
+      Standing standing = reduce(find_standing(row, value, token_id, first.base), Standing{0, 0}, shared, turn);
+      is_kept = top_k <= 0 || standing.rank < top_k;
+      bool is_open = is_kept && params.top_p < 1 && standing.rank > 0;
+      if (is_open && standing.mass >= params.top_p * sum) is_kept = is_open = false;
+      const float weight = exp2_fast(fmaf(value, row.to_base2, -first.base));
+      // The sum over the top_k is at least that over the tokens up to this one.
+      if (is_open && standing.mass < params.top_p * (standing.mass + weight)) is_open = false;
+      if (!is_kept) limit = value, limit_id = token_id;
+      if (top_k > 0 && !has_kth && (is_open || standing.rank >= top_k)) {
+        const float kth = find_kth(row, top_k, standing.rank >= top_k ? value : -INF, first.greatest, shared, turn);
+        const Standing of_kth = reduce(find_standing(row, kth, 0, first.base), Standing{0, 0}, shared, turn);
+        sum = of_kth.mass + float(top_k - of_kth.rank) * exp2_fast(fmaf(kth, row.to_base2, -first.base));
+        has_kth = true;
+        if (is_open) is_kept = standing.mass < params.top_p * sum;
+        if (!is_kept) {
+          limit = value, limit_id = token_id;
+          if (kth > limit) limit = kth, limit_id = INT_MAX;
+        }
+      }
+    }
+    if (is_kept) return token_id;
+    const Raw start = load_chunk(row.logits, row.chunk(0), row.vocab_size);
+    const Best best = reduce(find_best<false>(row, start, limit, limit_id, shared), no_best(), shared, turn);
+    if (best.key == 0) return token_id;  // not reached: the likeliest token is always kept
+    token_id = key_token(best.key);
+  }
+}
+
+// Grid: rows * CLUSTER. Row j of a request follows its known tokens and its first j drafts. Padding rows get token 0.
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREADS)
+    choose(int* token_ids, bool* is_broken, const Logit* logits, const SlotParams* params, const int* num_tokens, const int* row_slots,
+           const int* cu_query_lens, int batch, int vocab_size) {
+  __shared__ Shared shared;
+  const int index = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER;
+  Row row;
+  row.logits = logits + size_t(index) * vocab_size;
+  row.vocab_size = vocab_size;
+  row.first = block * THREADS + threadIdx.x;
+  row.num_turns = ((vocab_size + 7) / 8 + CLUSTER * THREADS - 1) / (CLUSTER * THREADS);
+  const Raw raw = load_chunk(row.logits, row.first, vocab_size);  // on its way while the parameters are found
+  const int request = find_request(cu_query_lens, batch, index, &shared.request);
+  if (request < 0) {
+    if (block == 0 && threadIdx.x == 0) token_ids[index] = 0, is_broken[index] = false;
+    return;
+  }
+  const int slot = row_slots[request];
+  const SlotParams own = params[slot];
+  row.position = num_tokens[slot] + index - cu_query_lens[request];
+  row.seed_low = own.seed_low, row.seed_high = own.seed_high;
+  int turn = 0, token_id, broken = 0;
+  if (own.flags & GREEDY) {
+    const Best best = reduce(find_greatest(row, raw), no_best(), shared, turn);
+    token_id = best.key ? key_token(best.key) : -1;
+    broken = best.is_broken;
+  } else {
+    row.temperature = own.temperature;
+    row.to_base2 = LOGIT == 0 ? LOG2E : LOG2E / own.temperature;
+    token_id = draw(row, own, raw, broken, shared, turn);
+  }
+  if (block == 0 && threadIdx.x == 0) token_ids[index] = max(token_id, 0), is_broken[index] = broken;
+}
+
+__device__ __forceinline__ void change(Logit* cell, float x) { *cell = from_float(x); }
+
+// Penalties, biases and bans of each row, in place, each rounded to the logits' type as the reference does. Grid: rows.
+extern "C" __global__ void __launch_bounds__(512) process_logits(Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch) {
+  __shared__ int request_cell, drafts[32], is_seen[32];
+  const int index = blockIdx.x;
+  const int request = find_request(cu_query_lens, batch, index, &request_cell);
+  if (request < 0) return;
+  const int slot = row_slots[request];
+  const SlotParams params = slots.params[slot];
+  if (!(params.flags & (HAS_PENALTIES | HAS_BIAS | HAS_BANS))) return;
+  const int vocab_size = slots.vocab_size, place = index - cu_query_lens[request];
+  Logit* row = logits + size_t(index) * vocab_size;
+  if (params.flags & HAS_PENALTIES) {
+    const int num_drafts = min(place, 32);
+    if (threadIdx.x < num_drafts) drafts[threadIdx.x] = slots.drafts[size_t(slot) * slots.max_drafts + threadIdx.x], is_seen[threadIdx.x] = 0;
+    __syncthreads();
+    const int2* seen = slots.seen + size_t(slot) * slots.max_seen;
+    const int num_seen = slots.num_seen[slot];
+    const auto penalize = [&](int token_id, int count, bool is_known) {
+      float x = to_float(row[token_id]);
+      if (is_known || count > 0) x = x > 0 ? __fdiv_rn(x, params.repetition) : __fmul_rn(x, params.repetition);
+      x = __fsub_rn(x, count > 0 ? params.presence : 0.0f);
+      change(row + token_id, __fsub_rn(x, __fmul_rn(params.frequency, float(count))));
+    };
+#pragma unroll 4
+    for (int i = threadIdx.x; i < num_seen; i += blockDim.x) {
+      const int2 entry = seen[i];
+      int count = entry.y & ~IN_PROMPT;
+      for (int d = 0; d < num_drafts; ++d)
+        if (drafts[d] == entry.x) ++count, is_seen[d] = 1;
+      penalize(entry.x, count, entry.y & IN_PROMPT);
+    }
+    __syncthreads();
+    if (threadIdx.x < num_drafts && !is_seen[threadIdx.x]) {
+      int count = 0, is_first = 1;
+      for (int d = 0; d < num_drafts; ++d)
+        if (drafts[d] == drafts[threadIdx.x]) ++count, is_first &= d >= int(threadIdx.x);
+      if (is_first && unsigned(drafts[threadIdx.x]) < unsigned(vocab_size)) penalize(drafts[threadIdx.x], count, false);
+    }
+    __syncthreads();
+  }
+  if (params.flags & HAS_BIAS) {
+    for (int i = threadIdx.x; i < params.num_biases; i += blockDim.x) {
+      Logit* cell = row + slots.bias_ids[slot * MAX_BIASES + i];
+      change(cell, __fadd_rn(to_float(*cell), slots.biases[slot * MAX_BIASES + i]));
+    }
+    __syncthreads();
+  }
+  if (params.flags & HAS_BANS && slots.num_tokens[slot] + place < params.min_known)
+    for (int i = threadIdx.x; i < params.num_banned; i += blockDim.x) change(row + slots.banned_ids[slot * MAX_BANNED + i], -INF);
+}

@@ -1,0 +1,115 @@
+"""Logits -> the target's choice per row, under every sampling parameter, with the step's earlier drafts in the history."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kernels import reference, reference_slots
+from kernels._load import Kernel, load
+from kernels.state import GREEDY, SLOTS, SlotTable
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+THREADS = 1024
+
+
+def check_logits(logits: torch.Tensor, vocab_size: int | None = None) -> None:
+    if logits.ndim != 2 or not logits.is_contiguous() or logits.dtype not in DTYPES:
+        raise ValueError(f"logits are {list(logits.shape)} of {logits.dtype}; contiguous [R, V] of float32, bfloat16 or float16 are needed")
+    if vocab_size is not None and logits.shape[1] != vocab_size:
+        raise ValueError(f"logits have V = {logits.shape[1]}; the slots have {vocab_size}")
+
+
+def _defines(dtype: torch.dtype, vocab_size: int, cluster: int) -> dict[str, int | str]:
+    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": THREADS}
+
+
+@functools.cache
+def _limits(index: int) -> tuple[int, int]:
+    """Most blocks that share a row, and multiprocessors."""
+    return (8 if torch.cuda.get_device_capability(index)[0] >= 9 else 1), torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _cluster_size(device: torch.device, num_rows: int) -> int:
+    """Blocks for each row: as many as keep all rows on the chip at once."""
+    cluster, num_processors = _limits(device.index if device.index is not None else torch.cuda.current_device())
+    while cluster > 1 and num_rows * cluster > num_processors:
+        cluster //= 2
+    return cluster
+
+
+def variants(dtype: torch.dtype, vocab_size: int) -> list[tuple[str, dict[str, int | str]]]:
+    """What `kernels._load.compile_all` compiles ahead for logits of this type."""
+    return [("sampling", _defines(dtype, vocab_size, cluster)) for cluster in (1, 2, 4, 8)]
+
+
+def _choose_kernel(device: torch.device, dtype: torch.dtype, vocab_size: int, num_rows: int) -> tuple[Kernel, int]:
+    cluster = _cluster_size(device, num_rows)
+    return load(device, "sampling", "choose", "PPPPPPPii", _defines(dtype, vocab_size, cluster)), cluster
+
+
+def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor) -> None:
+    """Applies penalties, then biases, then bans of early stops to logits [R, V], in place.
+
+    Request b has slot row_slots [B] and rows cu_query_lens[b] to cu_query_lens[b + 1]; row j has its first j drafts in the history. Rows past
+    the last request's are left alone. float32, bfloat16 or float16; row_slots and cu_query_lens [B + 1] int32.
+    """
+    check_logits(logits, table.vocab_size)
+    if not logits.is_cuda:
+        return reference_slots.process_logits(logits, table, row_slots, cu_query_lens)
+    kernel = load(logits.device, "sampling", "process_logits", "P" + SLOTS + "PPi", _defines(logits.dtype, logits.shape[1], 1))
+    kernel((len(logits), 1), (512, 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
+
+
+def choose(
+    logits: torch.Tensor,
+    table: SlotTable,
+    row_slots: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's token for every row of processed logits [R, V] -> (token_ids [R] int32, is_broken [R] bool).
+
+    Rows as in `process_logits`. Greedy requests get the likeliest token, the others what `sample` draws at the row's position.
+    is_broken: a logit is NaN or +inf. Padding rows give token 0.
+    """
+    check_logits(logits, table.vocab_size)
+    if not logits.is_cuda:
+        return reference_slots.choose(logits, table, row_slots, cu_query_lens)
+    token_ids, is_broken = outputs or _outputs(logits)
+    kernel, cluster = _choose_kernel(logits.device, logits.dtype, logits.shape[1], len(logits))
+    rows = (table.params, table.num_tokens, row_slots, cu_query_lens)
+    kernel((len(logits) * cluster, 1), (THREADS, 1, 1), token_ids, is_broken, logits, *rows, len(row_slots), logits.shape[1])
+    return token_ids, is_broken
+
+
+def _outputs(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.new_empty(len(logits), dtype=torch.int32), logits.new_empty(len(logits), dtype=torch.bool)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """One token id per row of logits [R, V] -> [R] (int32 on a GPU): `reference.sample`. A temperature of 0 is greedy there."""
+    check_logits(logits)
+    if not logits.is_cuda:
+        return reference.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    count, device = len(logits), logits.device
+    params = torch.zeros(count, 16, dtype=torch.int32, device=device)
+    params.view(torch.float32)[:, :3] = torch.stack([temperature, top_p, min_p], dim=1)
+    params[:, 3] = top_k.clamp(max=logits.shape[1])
+    params[:, 7] = (temperature == 0) * GREEDY
+    params.view(torch.int64)[:, 4] = seeds
+    places = torch.arange(count + 1, dtype=torch.int32, device=device)
+    token_ids, is_broken = _outputs(logits)
+    kernel, cluster = _choose_kernel(device, logits.dtype, logits.shape[1], count)
+    rows = (params, positions.int(), places, places)
+    kernel((count * cluster, 1), (THREADS, 1, 1), token_ids, is_broken, logits, *rows, count, logits.shape[1])
+    return token_ids

@@ -1,0 +1,124 @@
+"""Which drafts stand, by each strategy, with no host in between."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import reference, reference_slots
+from kernels._load import load
+from kernels.state import MAX_DRAFTS, SLOTS, SlotTable
+
+POLICIES = {"normal": 0, "accept_all": 1, "reject_all": 2}
+
+
+def _check_width(width: int) -> None:
+    if not 1 <= width <= MAX_DRAFTS + 1:
+        raise ValueError(f"K + 1 is {width}; the limit is {MAX_DRAFTS + 1}")
+
+
+def verify_drafts(
+    chosen: torch.Tensor,
+    table: SlotTable,
+    row_slots: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    policy: str = "normal",
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Accepts each request's drafts while they are what the target chose -> (emitted [B, max_drafts + 1], num_emitted [B], num_accepted [B]).
+
+    chosen [R]: the target's token per packed row, cu_query_lens [B + 1]: rows of each request, one more than it has drafts. A request
+    without rows emits nothing. emitted is padded with -1. accept_all and reject_all are for debugging. All int32.
+    """
+    _check_width(table.max_drafts + 1)
+    if not chosen.is_cuda:
+        return reference_slots.verify_drafts(chosen, table, row_slots, cu_query_lens, policy)
+    batch, width = len(row_slots), table.max_drafts + 1
+    if outputs is None:
+        outputs = (chosen.new_empty(batch, width), chosen.new_empty(batch), chosen.new_empty(batch))
+    kernel = load(chosen.device, "verify", "verify_drafts", "PPPP" + SLOTS + "PPii")
+    kernel((batch, 1), (32, 1, 1), *outputs, chosen, *table.arguments, row_slots, cu_query_lens, width, POLICIES[policy])
+    return outputs
+
+
+def verify(draft_token_ids: torch.Tensor, num_drafts: torch.Tensor, target_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.verify`; int32 on a GPU."""
+    batch, width = target_token_ids.shape
+    _check_width(width)
+    if not target_token_ids.is_cuda:
+        return reference.verify(draft_token_ids, num_drafts, target_token_ids)
+    emitted, num_accepted = torch.empty_like(target_token_ids), num_drafts.new_empty(batch)
+    kernel = load(emitted.device, "verify", "verify", "PPPPPi")
+    kernel((batch, 1), (32, 1, 1), emitted, num_accepted, draft_token_ids, num_drafts, target_token_ids, width)
+    return emitted, num_accepted
+
+
+def verify_rejection(
+    probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.verify_rejection`; on a GPU probabilities are contiguous float32, seeds int64, all else int32."""
+    batch, width, vocab_size = probs.shape
+    _check_width(width)
+    if not probs.is_cuda:
+        return reference.verify_rejection(probs, draft_token_ids, num_drafts, draft_probs, seeds, positions)
+    emitted, num_accepted = draft_token_ids.new_empty(batch, width), num_drafts.new_empty(batch)
+    kernel = load(probs.device, "verify", "verify_rejection", "PPPPPPPPii")
+    inputs = (probs, 0 if draft_probs is None else draft_probs, draft_token_ids, num_drafts, seeds, positions)
+    kernel((batch, 1), (1024, 1, 1), emitted, num_accepted, *inputs, width, vocab_size)
+    return emitted, num_accepted
+
+
+def top_p_candidates(probs: torch.Tensor, top_p: torch.Tensor, max_candidates: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`reference.top_p_candidates`; on a GPU the ids and counts are int32."""
+    if not probs.is_cuda:
+        return reference.top_p_candidates(probs, top_p, max_candidates)
+    rows, vocab_size = probs.shape
+    most = min(max_candidates, vocab_size)
+    ids = probs.new_empty(rows, most, dtype=torch.int32)
+    outputs = (ids, probs.new_empty(rows, most), ids.new_empty(rows))
+    kernel = load(probs.device, "verify", "top_p_candidates", "PPPPPii")
+    kernel((rows, 1), (1024, 1, 1), *outputs, probs, top_p, most, vocab_size)
+    return outputs
+
+
+def sample_candidates(
+    candidate_ids: torch.Tensor, probs: torch.Tensor, num_candidates: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Draws one of each row's first num_candidates [R] candidates [R, C] by their probs [R, C] -> [R], with the noise of `sample`."""
+    if not probs.is_cuda:
+        return reference_slots.sample_candidates(candidate_ids, probs, num_candidates, seeds, positions)
+    rows, most = probs.shape
+    token_ids = candidate_ids.new_empty(rows)
+    kernel = load(probs.device, "verify", "sample_candidates", "PPPPPPi")
+    kernel((rows, 1), (32, 1, 1), token_ids, candidate_ids, probs, num_candidates, seeds, positions, most)
+    return token_ids
+
+
+def verify_top_p(
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    num_candidates: torch.Tensor,
+    correction_ids: torch.Tensor,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.verify_top_p` on tensors -> (emitted [B, K + 1] padded with -1, num_accepted [B]).
+
+    draft_token_ids [B, K], num_drafts [B], candidate_ids [B, K + 1, C], num_candidates and correction_ids [B, K + 1]; int32 on a GPU.
+    """
+    batch, width, most = candidate_ids.shape
+    _check_width(width)
+    if not candidate_ids.is_cuda:
+        drafts = [row[:count] for row, count in zip(draft_token_ids.tolist(), num_drafts.tolist())]
+        spans, accepted = reference.verify_top_p(drafts, candidate_ids, num_candidates, correction_ids, window)
+        return torch.tensor([[*span, *[-1] * (width - len(span))] for span in spans]), torch.tensor(accepted)
+    emitted, num_accepted = draft_token_ids.new_empty(batch, width), num_drafts.new_empty(batch)
+    kernel = load(candidate_ids.device, "verify", "verify_top_p", "PPPPPPPiii")
+    kernel(
+        (batch, 1), (32, 1, 1), emitted, num_accepted, draft_token_ids, num_drafts, candidate_ids, num_candidates, correction_ids, width, most, window
+    )
+    return emitted, num_accepted

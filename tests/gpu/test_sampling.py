@@ -1,0 +1,209 @@
+"""Logits processing and sampling against the reference: the same ids, but where float32 cannot tell two of them apart."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kernels import reference, reference_slots
+from kernels.sampling import choose, process_logits, sample
+from kernels.state import Admission, SlotTable
+
+CORRECTNESS = [(1, 8), (3, 1001), (7, 4096), (40, 4096), (150, 515)]
+CORNER = [(1, 1), (2, 3), (1, 128256), (5, 151936), (130, 32003)]
+PERFORMANCE = [(20, 128256), (200, 128256)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make_logits(kind: str, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    logits = torch.randn(rows, vocab_size, device=device) * 1.3
+    if kind == "peaked":
+        logits += 14 * (torch.rand_like(logits) < 8 / vocab_size)
+    elif kind == "ties":
+        logits = logits.round()
+    elif kind == "constant":
+        logits.fill_(0.5)
+    elif kind == "wide":
+        logits *= 40
+    elif kind == "banned":
+        logits.masked_fill_(torch.rand_like(logits) < 0.9, float("-inf"))
+        logits[:, -1] = 0
+    return logits.to(dtype)
+
+
+def make_parameters(rows: int, vocab_size: int, device: torch.device) -> list[torch.Tensor]:
+    """temperature, top_k, top_p, min_p, seeds, positions: every filter on and off."""
+
+    def pick(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(random.choices(values, k=rows), dtype=dtype, device=device)
+
+    return [
+        pick([0.1, 0.7, 0.8, 1.0, 3.0, 1e30], torch.float32),
+        pick([0, 0, 1, 2, 50, vocab_size // 2, vocab_size], torch.int64),
+        pick([1.0, 1.0, 0.95, 0.9, 0.5, 0.05, 1e-6], torch.float32),
+        pick([0.0, 0.0, 0.01, 0.2, 1.0], torch.float32),
+        torch.randint(-(2**63), 2**63 - 1, (rows,), device=device),
+        torch.randint(0, 100000, (rows,), device=device),
+    ]
+
+
+def is_right(logits: torch.Tensor, token_id: int, parameters: list[torch.Tensor]) -> bool:
+    """In float64: the token is kept, and no kept one scores more, up to float32's rounding."""
+    temperature, top_k, top_p, min_p, seed, position = parameters
+    noise = reference.gumbel_noise(seed[None], position[None], len(logits))[0].double()
+    scaled = (logits.float() / temperature).double()
+    order = scaled.argsort(descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    is_in = (rank < top_k) | (top_k == 0)
+    probs = scaled.masked_fill(~is_in, float("-inf")).softmax(0)
+    before = torch.empty_like(probs).scatter_(0, order, probs[order].cumsum(0) - probs[order])
+    slack = 1e-5 + 1e-6 * scaled[scaled.isfinite()].abs().max()
+
+    def kept(sign: int) -> torch.Tensor:
+        is_kept = is_in & (((before < top_p + sign * slack) & (top_p < 1)) | (top_p >= 1) | (rank == 0))
+        return is_kept & (probs >= min_p * probs.max() * (1 - sign * slack))
+
+    best = (scaled + noise)[kept(-1)].max() if kept(-1).any() else torch.tensor(float("-inf"))
+    return bool(kept(1)[token_id]) and bool((scaled + noise)[token_id] >= best - slack)
+
+
+def check(logits: torch.Tensor, parameters: list[torch.Tensor], got: torch.Tensor, want: torch.Tensor) -> None:
+    differing = (got.long() != want).nonzero()[:, 0].tolist()
+    for row in differing:
+        own = [p[row] for p in parameters]
+        assert is_right(logits[row], int(got[row]), own), (row, int(got[row]), int(want[row]), own)
+    assert len(differing) <= 1 + len(got) // 50
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "constant", "wide", "banned"])
+@pytest.mark.parametrize(("rows", "vocab_size"), CORRECTNESS + CORNER)
+def test_sample(rows: int, vocab_size: int, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    logits, parameters = make_logits(kind, rows, vocab_size, dtype, device), make_parameters(rows, vocab_size, device)
+    check(logits, parameters, sample(logits, *parameters), reference.sample(logits, *parameters))
+
+
+@pytest.mark.parametrize("kind", ["flat", "peaked"])
+@pytest.mark.parametrize(("rows", "vocab_size"), PERFORMANCE)
+def test_sample_large(rows: int, vocab_size: int, kind: str, device: torch.device) -> None:
+    logits, parameters = make_logits(kind, rows, vocab_size, torch.bfloat16, device), make_parameters(rows, vocab_size, device)
+    check(logits, parameters, sample(logits, *parameters), reference.sample(logits, *parameters))
+
+
+def test_the_distribution_is_the_reference_s(device: torch.device) -> None:
+    """65,536 draws of one row: frequencies within five standard deviations."""
+    count, vocab_size = 65536, 64
+    logits = (torch.randn(1, vocab_size, device=device) * 2).expand(count, -1).contiguous()
+    full = [torch.full((count,), v, device=device) for v in (0.8, 0, 0.9, 0.0, 7)]
+    parameters = [*full[:4], full[4].long(), torch.arange(count, device=device)]
+    counts = torch.bincount(sample(logits, *parameters).long(), minlength=vocab_size).double()
+    expected = reference.probabilities(logits[:1], *(p[:1] for p in parameters[:4]))[0].double() * count
+    assert ((counts - expected).abs() <= 5 * expected.sqrt() + 1e-9).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 20, 40, 200])
+def test_greedy_takes_the_lowest_id_of_equals(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    for vocab_size, kind in ((5000, "ties"), (4999, "flat"), (128256, "constant"), (64, "banned")):
+        logits = make_logits(kind, rows, vocab_size, dtype, device)
+        zero = torch.zeros(rows, device=device)
+        ones = zero + 1
+        got = sample(logits, zero, zero.long(), ones, zero, zero.long(), zero.long())
+        best = logits.float().max(dim=1, keepdim=True).values
+        want = (logits.float() == best).int().argmax(dim=1)
+        assert torch.equal(got.long(), want)
+
+
+def random_admission(slot: int, vocab_size: int, max_len: int, min_room: int = 40) -> Admission:
+    known = random.randint(1, max_len - min_room)
+    ids = [random.randrange(vocab_size) for _ in range(random.choice([2, 30, 3000]))]
+    bias_ids = random.sample(range(vocab_size), min(random.choice([0, 0, 5, 1024]), vocab_size))
+    return Admission(
+        slot=slot,
+        token_ids=random.choices(ids, k=known),
+        num_prompt_tokens=random.randint(1, known),
+        max_total_tokens=random.randint(known + 1, max_len),
+        is_greedy=random.random() < 0.4,
+        temperature=random.choice([0.5, 0.8, 1.0, 2.0]),
+        top_k=random.choice([0, 0, 5, 40]),
+        top_p=random.choice([1.0, 0.9, 0.4]),
+        min_p=random.choice([0.0, 0.0, 0.1]),
+        seed=random.randrange(-(2**63), 2**63),
+        repetition=random.choice([1.0, 1.0, 1.3, 0.7]),
+        presence=random.choice([0.0, 0.0, 0.5]),
+        frequency=random.choice([0.0, 0.0, -1.5, 0.3]),
+        logit_bias={i: random.uniform(-100, 100) for i in bias_ids},
+        banned_ids=random.sample(range(vocab_size), random.choice([0, 1, 20])),
+        min_known=random.choice([0, known + 2, known + 50]),
+    )
+
+
+def make_tables(requests: int, vocab_size: int, max_len: int, max_drafts: int, device: torch.device) -> tuple[SlotTable, SlotTable]:
+    """The same on the device and on the CPU, with requests admitted twice over and random drafts."""
+    here, there = (SlotTable(requests, max_len, max_drafts, vocab_size, d) for d in (device, torch.device("cpu")))
+    for turn in range(2):
+        admissions = [random_admission(slot, vocab_size, max_len) for slot in range(requests)]
+        for table in (here, there):
+            table.admit(admissions, ring=turn)
+    drafts = torch.randint(0, vocab_size, here.drafts.shape, dtype=torch.int32)
+    drafts[::2, 2:] = drafts[::2, :1]  # duplicates
+    for slot in range(0, requests, 3):
+        drafts[slot, 1] = there.tokens[slot, 0]
+    here.drafts.copy_(drafts)
+    there.drafts.copy_(drafts)
+    return here, there
+
+
+def pack(requests: int, max_drafts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """row_slots and cu_query_lens, some requests without rows, padding requests at the end."""
+    order = torch.randperm(requests).tolist()
+    counts = [random.randint(0, max_drafts + 1) for _ in order]
+    row_slots = torch.tensor([*order, requests, requests], dtype=torch.int32)
+    cu = torch.tensor([0, *counts, 0, 0]).cumsum(0).int()
+    return row_slots, cu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("requests", "vocab_size"), [(1, 3000), (9, 4096), (60, 5001), (3, 128256)])
+def test_process_and_choose(requests: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    here, there = make_tables(requests, vocab_size, 300, 5, device)
+    row_slots, cu = pack(requests, 5, device)
+    num_rows = int(cu[-1]) + 3
+    logits = (torch.randn(num_rows, vocab_size) * 3).to(dtype)
+    logits[int(cu[-1]) :] = float("nan")  # padding
+    expected, got = logits.clone(), logits.to(device)
+    reference_slots.process_logits(expected, there, row_slots, cu)
+    process_logits(got, here, row_slots.to(device), cu.to(device))
+    torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    want, want_broken = reference_slots.choose(expected, there, row_slots, cu)
+    outputs = (torch.full((num_rows,), -7, dtype=torch.int32, device=device), torch.ones(num_rows, dtype=torch.bool, device=device))
+    ids, is_broken = choose(got, here, row_slots.to(device), cu.to(device), outputs)
+    assert not is_broken.any() and not want_broken.any()
+    differing = (ids.cpu() != want).nonzero()[:, 0].tolist()
+    owners = torch.repeat_interleave(row_slots.long(), cu.diff().long())
+    for row in differing:
+        slot = int(owners[row])
+        place = row - int(cu[row_slots.tolist().index(slot)])
+        own = [t[slot] for t in (there.temperature, there.top_k, there.top_p, there.min_p, there.seeds)]
+        assert not int(there.flags[slot]) & 1
+        assert is_right(expected[row], int(ids[row]), [*own, there.num_tokens[slot].long() + place])
+    assert len(differing) <= 1 + num_rows // 50
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_marked(value: float, dtype: torch.dtype, device: torch.device) -> None:
+    table = SlotTable(8, 64, 3, 40000, device)
+    requests = [Admission(s, [1, 2], 2, 60, is_greedy=s % 2 == 0, top_p=[1.0, 0.9][s // 2 % 2], top_k=s // 4 * 9) for s in range(8)]
+    table.admit(requests)
+    cu = torch.arange(9, dtype=torch.int32, device=device) * 4
+    logits = torch.randn(32, 40000, device=device).to(dtype)
+    rows = random.sample(range(32), 9)
+    for row in rows:
+        logits[row, random.randrange(40000)] = value
+    logits[:, 5] = float("-inf")
+    ids, is_broken = choose(logits, table, torch.arange(8, dtype=torch.int32, device=device), cu)
+    assert is_broken.nonzero()[:, 0].tolist() == sorted(rows)
+    assert ((ids >= 0) & (ids < 40000)).all()
