@@ -44,8 +44,8 @@ def measure(step: Callable[[int], object], count: int, repeats: int = 15) -> flo
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written per microsecond."""
-    source, target = (torch.zeros(2**31, dtype=torch.uint8, device=device).random_() for _ in range(2))
-    return 2 * len(source) / measure(lambda _: target.copy_(source), 1)
+    source, target = (torch.zeros(2**32, dtype=torch.uint8, device=device).random_() for _ in range(2))
+    return 2 * len(source) / measure(lambda _: torch.bitwise_not(source, out=target), 1)
 
 
 def make_plan(q: int, lengths: list[int], page: int, num_layers: int, device: torch.device) -> tuple[AttentionPlan, int]:

@@ -52,7 +52,7 @@ __device__ __forceinline__ void split_range(int begin, int end, int rank, int& f
 
 // -- the plan -------------------------------------------------------------------------------------------------------------------
 
-constexpr int PLAN_THREADS = 512;
+constexpr int PLAN_THREADS = 256;
 
 // Exclusive prefix sums of values[0..count], in place; values[count] becomes the total.
 __device__ void scan(int* values, int count, int* warp_sums) {
@@ -96,7 +96,8 @@ struct Segment {
     int request, index, tile, num_tiles, start;  // index over all requests; start: its first tile among all
 };
 
-// Splits all requests' keys into work for `num_workers` workers (a worker is a cluster). One CTA; shared: 2 (B + 1) + W + 1 ints.
+// Splits all requests' keys into work for `num_workers` workers (a worker is a cluster). Every CTA finds the same bounds and writes
+// its share of the lists. Shared memory: 2 (B + 1) + W + 1 ints.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_attention(Start* starts, Item* items, const int* cu_query_lens, const int* seq_lens,
                                                                           const int* page_table, const int* table_rows, int num_requests,
                                                                           int page_stride, int num_workers, int min_tiles) {
@@ -184,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_attention(Start*
         const int first_worker = find(bounds, num_workers + 1, s.start), last_worker = find(bounds, num_workers + 1, s.start + s.num_tiles - 1);
         return make(worker, s, first - s.start, last - s.start, first_worker, last_worker - first_worker + 1, bounds[first_worker] < s.start);
     };
-    for (int cta = threadIdx.x; cta < num_workers * CLUSTER; cta += PLAN_THREADS) {
+    for (int cta = threadIdx.x * gridDim.x + blockIdx.x; cta < num_workers * CLUSTER; cta += PLAN_THREADS * gridDim.x) {
         const int worker = cta / CLUSTER, rank = cta % CLUSTER;
         Start start;
         start.item.num_rows = 0;
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_attention(Start*
         starts[cta] = start;
     }
     if (pieces > 0) return;
-    for (int worker = threadIdx.x / 32; worker < num_workers; worker += PLAN_THREADS / 32) {
+    for (int worker = threadIdx.x / 32 * gridDim.x + blockIdx.x; worker < num_workers; worker += PLAN_THREADS / 32 * gridDim.x) {
         if (bounds[worker] >= bounds[worker + 1]) continue;
         const int first = locate(bounds[worker]).index, last = locate(bounds[worker + 1] - 1).index;
         for (int i = 1 + (threadIdx.x & 31); i <= last - first; i += 32) items[first + worker + i - 1] = piece_of(worker, i);
@@ -348,14 +349,16 @@ constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8;
 constexpr int KV_BYTES = TILE * ROW_BYTES;
 // Queries stay in registers where there is room; then a slot is free one tile earlier.
 constexpr bool IS_QUERY_HELD = M_TILES * HEAD_DIM <= 256;
+// Values go to registers before the weights are known, where there is room.
+constexpr bool ARE_VALUES_EARLY = M_TILES <= 2 && HEAD_DIM <= 128;
 constexpr int QUERY_SLOTS = IS_QUERY_HELD ? STAGES - 1 : STAGES;
 constexpr int QUERY_BYTES = MAX_ROWS * ROW_BYTES;
 constexpr int WEIGHT_BYTES = M_TILES * 16 * TILE * 2;
 // Shared memory; attention.py computes the same sum.
 constexpr int QUERY_OFFSET = STAGES * 2 * KV_BYTES;
 constexpr int WEIGHT_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;
-constexpr int PEAK_OFFSET = WEIGHT_OFFSET + WEIGHT_BYTES;                // [WARPS][rows] floats, twice
-constexpr int ITEM_OFFSET = PEAK_OFFSET + 2 * WARPS * M_TILES * 16 * 4;  // [STAGES] items
+constexpr int PEAK_OFFSET = WEIGHT_OFFSET + WEIGHT_BYTES;                // [WARPS][rows] floats: maxima, then sums
+constexpr int ITEM_OFFSET = PEAK_OFFSET + WARPS * M_TILES * 16 * 4;      // [STAGES] items
 constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;                   // [2][CLUSTER][MAX_ROWS] (max, sum), then [..][WIDTH] floats
 constexpr int PEER_BYTES = CLUSTER == 1 ? 0 : 2 * CLUSTER * MAX_ROWS * (8 + WIDTH * 4);
 
@@ -377,9 +380,9 @@ __device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t addre
 
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if DTYPE == 0
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #endif
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -500,7 +503,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     for (int i = 0; i < STAGES - 1; ++i) load_tile();
 
     float* peaks = (float*)(memory + PEAK_OFFSET);
-    float* totals = peaks + WARPS * M_TILES * 16;
     const uint32_t weights = base + WEIGHT_OFFSET;
     int tile = 0;
 #pragma unroll 1
@@ -534,18 +536,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             }
             const uint32_t keys = base + tile % STAGES * (2 * KV_BYTES), values = keys + KV_BYTES;
             float scores[M_TILES][2][4] = {};
+            constexpr int BATCH = K_STEPS < 8 ? K_STEPS : 8;  // loads in flight before the products that need them
 #pragma unroll
-            for (int k = 0; k < K_STEPS; ++k) {
-                uint32_t b[4];
-                load_matrices(b, keys + swizzle(warp * 16 + (lane >> 4) * 8 + (lane & 7), 2 * k + ((lane >> 3) & 1)));
+            for (int k0 = 0; k0 < K_STEPS; k0 += BATCH) {
+                uint32_t b[BATCH][4];
+#pragma unroll
+                for (int k = 0; k < BATCH; ++k)
+                    load_matrices(b[k], keys + swizzle(warp * 16 + (lane >> 4) * 8 + (lane & 7), 2 * (k0 + k) + ((lane >> 3) & 1)));
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) {
                     if (m > 0 && m * 16 >= item.num_rows) break;
-                    uint32_t a[4];
-                    if (!IS_QUERY_HELD) load_query(a, m, k);
-                    multiply(scores[m][0], IS_QUERY_HELD ? held[IS_QUERY_HELD ? m : 0][IS_QUERY_HELD ? k : 0] : a, b[0], b[1]);
-                    multiply(scores[m][1], IS_QUERY_HELD ? held[IS_QUERY_HELD ? m : 0][IS_QUERY_HELD ? k : 0] : a, b[2], b[3]);
+#pragma unroll
+                    for (int k = 0; k < BATCH; ++k) {
+                        uint32_t a[4];
+                        if (!IS_QUERY_HELD) load_query(a, m, k0 + k);
+                        multiply(scores[m][0], IS_QUERY_HELD ? held[IS_QUERY_HELD ? m : 0][IS_QUERY_HELD ? k0 + k : 0] : a, b[k][0], b[k][1]);
+                        multiply(scores[m][1], IS_QUERY_HELD ? held[IS_QUERY_HELD ? m : 0][IS_QUERY_HELD ? k0 + k : 0] : a, b[k][2], b[k][3]);
+                    }
                 }
+            }
+            uint32_t v[TILE / 16][PAIRS][4];
+            auto load_values = [&](int k) {
+#pragma unroll
+                for (int p = 0; p < PAIRS; ++p) load_transposed(v[k][p], values + swizzle(k * 16 + (lane & 15), warp * (COLUMNS / 8) + p * 2 + (lane >> 4)));
+            };
+            if (ARE_VALUES_EARLY) {
+#pragma unroll
+                for (int k = 0; k < TILE / 16; ++k) load_values(k);
             }
             if (token + TILE > min(last, item.first_visible + item.row_start / GROUP + 1)) {
 #pragma unroll
@@ -558,46 +575,73 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                             if (key >= last || key > item.first_visible + (item.row_start + row) / GROUP) scores[m][j][i] = -INFINITY;
                         }
             }
+            // exp2(score - reference) to shared memory; returns the sums of this thread's.
+            auto store_weights = [&](int m, int h, float reference) {
+                const int row = m * 16 + h * 8 + (lane >> 2);
+                float sum = 0;
 #pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float x = fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1]));
-                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                    if ((lane & 3) == 0) peaks[warp * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)] = x * scale;
+                for (int j = 0; j < 2; ++j) {
+                    const float a = exp2_fast(fmaf(scores[m][j][2 * h], scale, -reference)), b = exp2_fast(fmaf(scores[m][j][2 * h + 1], scale, -reference));
+                    sum += a + b;
+                    *(Pair*)(memory + WEIGHT_OFFSET + row * (TILE * 2) + (((warp * 2 + j) ^ (row & 7)) << 4) + (lane & 3) * 4) = to_pair(a, b);
                 }
-            __syncthreads();
+                return sum;
+            };
+            // Any reference will do that is not far below the maximum: the one before serves until a score exceeds it by 2^8.
+            bool is_exceeded = true;
+            float added[M_TILES][2];
+            if (is_started) {
+                is_exceeded = false;
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    if (m > 0 && m * 16 >= item.num_rows) break;
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const float x = fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1]));
+                        is_exceeded |= x * scale > peak[m][h] + 8;
+                        added[m][h] = store_weights(m, h, peak[m][h] == -INFINITY ? 0 : peak[m][h]);
+                    }
+                }
+                is_exceeded = __syncthreads_or(is_exceeded);
+            }
+            if (is_exceeded) {
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        float x = fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1]));
+                        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                        if ((lane & 3) == 0) peaks[warp * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)] = x * scale;
+                    }
+                __syncthreads();
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    if (m > 0 && m * 16 >= item.num_rows) break;
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        float larger = peak[m][h];
+#pragma unroll
+                        for (int w = 0; w < WARPS; ++w) larger = fmaxf(larger, peaks[w * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)]);
+                        const float reference = larger == -INFINITY ? 0 : larger, old = exp2_fast(peak[m][h] - reference);
+                        peak[m][h] = larger;
+                        total[m][h] *= old;
+#pragma unroll
+                        for (int n = 0; n < 2 * PAIRS; ++n) sums[m][n][2 * h] *= old, sums[m][n][2 * h + 1] *= old;
+                        added[m][h] = store_weights(m, h, reference);
+                    }
+                }
+                __syncthreads();
+            }
             load_tile();  // into the stage of the tile before
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m) {
                 if (m > 0 && m * 16 >= item.num_rows) break;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int row = m * 16 + h * 8 + (lane >> 2);
-                    float larger = peak[m][h];
-#pragma unroll
-                    for (int w = 0; w < WARPS; ++w) larger = fmaxf(larger, peaks[w * (M_TILES * 16) + row]);
-                    const float reference = larger == -INFINITY ? 0 : larger, old = exp2_fast(peak[m][h] - reference);
-                    peak[m][h] = larger;
-                    total[m][h] *= old;
-#pragma unroll
-                    for (int n = 0; n < 2 * PAIRS; ++n) sums[m][n][2 * h] *= old, sums[m][n][2 * h + 1] *= old;
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const float a = exp2_fast(fmaf(scores[m][j][2 * h], scale, -reference)), b = exp2_fast(fmaf(scores[m][j][2 * h + 1], scale, -reference));
-                        total[m][h] += a + b;
-                        const Pair pair = to_pair(a, b);
-                        *(Pair*)(memory + WEIGHT_OFFSET + row * (TILE * 2) + (((warp * 2 + j) ^ (row & 7)) << 4) + (lane & 3) * 4) = pair;
-                    }
-                }
+                total[m][0] += added[m][0], total[m][1] += added[m][1];
             }
-            __syncthreads();
 #pragma unroll
             for (int k = 0; k < TILE / 16; ++k) {
-                uint32_t b[PAIRS][4];
-#pragma unroll
-                for (int p = 0; p < PAIRS; ++p) load_transposed(b[p], values + swizzle(k * 16 + (lane & 15), warp * (COLUMNS / 8) + p * 2 + (lane >> 4)));
+                if (!ARE_VALUES_EARLY) load_values(k);
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m) {
                     if (m > 0 && m * 16 >= item.num_rows) break;
@@ -605,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                     const int row = m * 16 + (lane & 15);
                     load_matrices(a, weights + row * (TILE * 2) + (((k * 2 + (lane >> 4)) ^ (row & 7)) << 4));
 #pragma unroll
-                    for (int p = 0; p < PAIRS; ++p) multiply(sums[m][2 * p], a, b[p][0], b[p][1]), multiply(sums[m][2 * p + 1], a, b[p][2], b[p][3]);
+                    for (int p = 0; p < PAIRS; ++p) multiply(sums[m][2 * p], a, v[k][p][0], v[k][p][1]), multiply(sums[m][2 * p + 1], a, v[k][p][2], v[k][p][3]);
                 }
             }
             ++tile;
@@ -619,7 +663,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             for (int h = 0; h < 2; ++h) {
                 total[m][h] += __shfl_xor_sync(~0u, total[m][h], 1);
                 total[m][h] += __shfl_xor_sync(~0u, total[m][h], 2);
-                if ((lane & 3) == 0) totals[warp * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)] = total[m][h];
+                if ((lane & 3) == 0) peaks[warp * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)] = total[m][h];
             }
         __syncthreads();
 #pragma unroll
@@ -628,7 +672,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             for (int h = 0; h < 2; ++h) {
                 total[m][h] = 0;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) total[m][h] += totals[w * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)];
+                for (int w = 0; w < WARPS; ++w) total[m][h] += peaks[w * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)];
             }
 
 #if CLUSTER == 1

@@ -11,7 +11,7 @@ from kernels._load import Kernel, load
 
 MAX_ITEM_ROWS = {64: 80, 128: 80, 256: 48}
 """Most rows (queries x heads that share a KV head) of one work item by head size, so that the sums stay in registers."""
-TILE, THREADS, PLAN_THREADS = 64, 128, 512
+TILE, THREADS, PLAN_THREADS, PLAN_CTAS = 64, 128, 256, 32
 MIN_TILES = 4
 """A request's keys are split in no smaller parts than this many tiles per CTA."""
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -21,7 +21,7 @@ def _shared_bytes(rows: int, size: int, cluster: int, stages: int) -> int:
     m_tiles = -(-rows // 16)
     query_slots = stages - 1 if m_tiles * size <= 256 else stages
     peers = 0 if cluster == 1 else 2 * cluster * rows * (8 + size // cluster * 4)
-    return stages * 4 * TILE * size + query_slots * rows * 2 * size + m_tiles * 16 * TILE * 2 + 2 * 4 * m_tiles * 16 * 4 + stages * 64 + peers
+    return stages * 4 * TILE * size + query_slots * rows * 2 * size + m_tiles * 16 * TILE * 2 + 4 * m_tiles * 16 * 4 + stages * 64 + peers
 
 
 @functools.cache
@@ -145,7 +145,7 @@ class AttentionPlan:
             self._groups = reference.plan_attention(query_lens, seq_lens, pages, self.page_size, groups, self.dtype)
             return
         self._plan(
-            (1, 1),
+            (PLAN_CTAS, 1),
             (PLAN_THREADS, 1, 1),
             self._starts,
             self._items,
