@@ -67,10 +67,6 @@ __device__ __forceinline__ float sum_warp(float v) {
     return v;
 }
 
-// Squares are summed in one order everywhere, so that a norm of its own and one inside a projection agree to the bit: vector i
-// of a row belongs to strand i % 256, a strand sums its vectors in order, 32 strands are summed as a warp does, eight such sums in order.
-constexpr int STRANDS = 256;
-
 template <typename T>
 __device__ __forceinline__ float add_squares(float sum, const Vector<T>& v) {
 #pragma unroll
@@ -80,22 +76,6 @@ __device__ __forceinline__ float add_squares(float sum, const Vector<T>& v) {
 
 __device__ __forceinline__ float inverse_rms(float sum_of_squares, int size, float eps) {
     return rsqrtf(__fadd_rn(__fdiv_rn(sum_of_squares, static_cast<float>(size)), eps));
-}
-
-// The inverse root mean square of one row, by one warp; every lane gets it.
-template <typename T>
-__device__ __forceinline__ float inverse_rms_by_warp(const T* row, int size, float eps) {
-    const int lane = threadIdx.x % 32, num_vectors = size / Vector<T>::SIZE;
-    float strands[STRANDS / 32] = {};
-    for (int start = lane; start < num_vectors; start += STRANDS) {
-#pragma unroll
-        for (int j = 0; j < STRANDS / 32; ++j)
-            if (start + 32 * j < num_vectors) strands[j] = add_squares(strands[j], load_fresh(row + (start + 32 * j) * Vector<T>::SIZE));
-    }
-    float total = 0;
-#pragma unroll
-    for (int j = 0; j < STRANDS / 32; ++j) total += sum_warp(strands[j]);
-    return inverse_rms(total, size, eps);
 }
 
 template <typename T>

@@ -10,7 +10,8 @@
 // The first copies begin before the kernel ahead in the stream has ended: weights never change.
 //
 // ELEMENT: __nv_bfloat16 or __half; TOKENS: most rows of x, a multiple of 8; TILES; SHARED: bytes of dynamic shared memory;
-// NORM: 0, or K when x is normalised on its way (RMS); GATED: weight is gate | up, the output silu(gate) * up.
+// NORM: 0, or K when rows of x are to be normalised (RMS): x times norm_weight is multiplied, and the sums are divided by the row's root mean
+// square, which is known at the end and so delays nothing; GATED: weight is gate | up, the output silu(gate) * up.
 #include "dense.cuh"
 
 using Element = ELEMENT;
@@ -53,11 +54,11 @@ __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1
 }
 
 // out [M, N], or [M, N / 2] gated, may be residual. bias [N] and residual (as out) may be null; norm_weight [K] is read where NORM.
-extern "C" __global__ void __launch_bounds__(THREADS, SHARED <= 113 * 1024 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear(Element* out, const Element* x, const Element* weight, const Element* bias, const Element* residual, const Element* norm_weight,
            int M, int N, int K, int x_stride, float eps) {
     extern __shared__ __align__(16) float sums[];
-    __shared__ float inverses[TOKENS];
+    __shared__ float squares[WARPS][TOKENS];  // of x, by who read them
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(sums));
     const uint32_t scales = shared + SUMS * 4, ring = scales + NORM * 2 + warp * STAGES * STAGE_BYTES + lane * 16;
@@ -108,18 +109,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARED <= 113 * 1024 ? 2 :
         end_copies();
     }
 
-    float inverse[COLUMNS];
-    if constexpr (NORM) {
-        for (int m = warp; m < M; m += WARPS) {
-            const float value = inverse_rms_by_warp(x + static_cast<size_t>(m) * x_stride, K, eps);
-            if (lane == 0) inverses[m] = value;
-        }
-        await_copies<2 * STAGES>();
-        __syncthreads();
-#pragma unroll
-        for (int c = 0; c < COLUMNS; ++c) inverse[c] = g + 8 * c < M ? inverses[g + 8 * c] : 0.0f;
-    }
+    // What the residual was, asked for now, as it is needed in a hurry at the end.
+    Element early{};
+    const int num_early = min(TOGETHER, end - first) * ROWS;
+    if (residual && threadIdx.x < M * num_early)
+        early = __ldcg(residual + static_cast<size_t>(threadIdx.x / num_early) * num_outputs + first * ROWS + threadIdx.x % num_early);
 
+    float own_squares[COLUMNS] = {};
+    if constexpr (NORM) {
+        await_copies<2 * STAGES>();
+        __syncthreads();  // all of norm_weight is here
+    }
     int stage = 0;
     for (int tile = first; tile < end; tile += TILES) {
         float acc[TILES][COLUMNS][4] = {};
@@ -143,9 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARED <= 113 * 1024 ? 2 :
             if constexpr (NORM) {
                 const V factor(load_shared(scales + (k * STEP + t * 8) * 2));
 #pragma unroll
-                for (int c = 0; c < COLUMNS; ++c)
+                for (int c = 0; c < COLUMNS; ++c) {
+                    if (tile == first) own_squares[c] = add_squares(own_squares[c], b[c]);
 #pragma unroll
-                    for (int e = 0; e < V::SIZE; ++e) b[c].values[e] = scale(b[c].values[e], inverse[c], factor.values[e]);
+                    for (int e = 0; e < V::SIZE; ++e) b[c].values[e] = __hmul(b[c].values[e], factor.values[e]);
+                }
             }
 #pragma unroll
             for (int r = 0; r < TILES; ++r)
@@ -168,11 +170,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARED <= 113 * 1024 ? 2 :
                     for (int i = 0; i < 4; ++i)
                         if (begin + r < TILES)
                             sums[((warp * TOGETHER + r) * TOKENS + c * 8 + t * 2 + i % 2) * STRIDE + g + i / 2 * 8] = acc[(begin + r) % TILES][c][i];
+            if (NORM && tile + begin == first)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; ++c) {
+                    float sum = own_squares[c];
+                    sum += __shfl_xor_sync(~0u, sum, 1);
+                    sum += __shfl_xor_sync(~0u, sum, 2);
+                    if (t == 0) squares[warp][c * 8 + g] = sum;
+                }
             __syncthreads();
             auto total = [&](int r, int token, int row, int n) {
                 float value = 0;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) value += sums[((w * TOGETHER + r) * TOKENS + token) * STRIDE + row];
+                if constexpr (NORM) {
+                    float sum = 0;
+#pragma unroll
+                    for (int w = 0; w < WARPS; ++w) sum += squares[w][token];
+                    value *= inverse_rms(sum, NORM, eps);
+                }
                 return from_float<Element>(bias ? value + to_float(bias[n]) : value);
             };
             const int num_rows = min(TOGETHER, min(TILES - begin, end - tile - begin)) * ROWS;
@@ -182,7 +198,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARED <= 113 * 1024 ? 2 :
                 if constexpr (GATED) value = gate_mul(total(r, token, row % ROWS, n), total(r, token, row % ROWS + 8, n + num_outputs));
                 else value = total(r, token, row % ROWS, n);
                 const size_t place = static_cast<size_t>(token) * num_outputs + n;
-                if (residual) value = from_float<Element>(to_float(__ldcg(residual + place)) + to_float(value));
+                if (residual) {
+                    const Element old = tile + begin == first && i == threadIdx.x ? early : __ldcg(residual + place);
+                    value = from_float<Element>(to_float(old) + to_float(value));
+                }
                 out[place] = value;
             }
         }

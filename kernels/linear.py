@@ -20,8 +20,9 @@ MAX_TOKENS = 16
 TILE, STEP, THREADS = 16, 32, 256
 TILES = {8: 2, 16: 3}
 """Tiles of weights that a block takes at a time, by the tokens that the kernel has room for; measured (benchmarks/gpu_linear.py)."""
-SHARED = 112 * 1024
-"""So little that two blocks fit a multiprocessor: the next kernel's first weights come in while the last sums of this one are made."""
+SHARED = 136 * 1024
+"""So much that a multiprocessor holds one block: the next kernel's first weights then come in while this one's last sums are made and
+whatever small kernel is between them runs, and not long before."""
 
 
 def _defines(dtype: torch.dtype, tokens: int, norm_size: int, is_gated: bool) -> dict[str, int | str]:
@@ -95,14 +96,16 @@ def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
 def norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """linear(rms_norm(x, norm_weight, eps), weight, bias), to the bit."""
     _check("norm_linear", x, weight)
-    if is_skinny(x, weight):
+    if is_skinny(x, weight) and x.dtype == torch.bfloat16:
         return _launch(x, weight, bias, None, norm_weight, eps)
-    return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+    return linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
 def norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
     """silu_mul(linear(rms_norm(x, norm_weight, eps), weight)), to the bit: weight [2N, K] = gate | up -> [M, N]."""
     _check("norm_gated_linear", x, weight)
-    if is_skinny(x, weight):
-        return _launch(x, weight, None, None, norm_weight, eps, is_gated=True)
-    return silu_mul(F.linear(rms_norm(x, norm_weight, eps), weight))
+    if not is_skinny(x, weight):
+        return silu_mul(F.linear(rms_norm(x, norm_weight, eps), weight))
+    if x.dtype != torch.bfloat16:
+        return _launch(rms_norm(x, norm_weight, eps), weight, is_gated=True)
+    return _launch(x, weight, None, None, norm_weight, eps, is_gated=True)

@@ -4,6 +4,7 @@
 
 using Element = ELEMENT;
 using V = Vector<Element>;
+constexpr int STRANDS = 256;  // threads of a block
 constexpr int N = VECTORS;
 constexpr bool HAS_ROOM = N <= 4;  // for the weights beside the row
 
