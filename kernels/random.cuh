@@ -38,6 +38,8 @@ __device__ __forceinline__ unsigned long long score_key(float score, int token_i
 
 __device__ __forceinline__ int key_token(unsigned long long key) { return ~int(unsigned(key)); }
 
+__device__ __forceinline__ float key_score(unsigned long long key) { return unorder(int(unsigned(key >> 32) ^ 0x80000000u)); }
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -46,3 +48,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 // A number's leading 23 bits as a float in [1, 2): never above 1 + u.
 __device__ __forceinline__ float unit_floor(unsigned number) { return __uint_as_float((number >> 9) | 0x3f800000u); }
+
+// The leading 24 bits as a float in [0.5, 2), in the same order: at most 0.5 + 2 * u, in one instruction.
+__device__ __forceinline__ float half_unit(unsigned number) { return __uint_as_float(__byte_perm(number, 0x3f, 0x4321)); }

@@ -1,14 +1,14 @@
-// Logits -> the target's token of every row, in one reading of the logits for nearly every row.
+// Logits -> the target's token of every row, in one reading of the logits from memory.
 //
 // LOGIT: 0 float32, 1 bf16, 2 fp16. VECTOR: rows are 16-byte aligned. CLUSTER: blocks that share a row. THREADS of a block.
 //
-// The token of a row is the likeliest after Gumbel noise among those that top_k, top_p and min_p keep. What they keep is a
-// prefix of the tokens by probability. So no order is made: the best of *all* tokens is found first, with the softmax's sum on
-// the way; then a second reading (from the L2 cache) counts the tokens likelier than it and adds their probability, which says
-// whether it is kept. If not, nothing behind it is, and the search goes on among the likelier ones. With top_p = 0.9 nine rows in
-// ten need one round.
+// The token of a row is the likeliest after Gumbel noise among those that top_k, top_p and min_p keep. What they keep is a prefix
+// of the tokens by probability. So nothing is sorted: the best of *all* tokens is found first, with the softmax's sum on the way;
+// then a second reading (from the L2 cache) adds up the tokens likelier than it, which says whether it is kept. If not, nothing
+// behind it is, and the next best token among the likelier ones is asked. The few tokens that come close to the best are noted in
+// the first reading for that.
 //
-// Noise is -log(E), E = -log1p(-u) >= u. A token of logit t beats a score s only if u <= E < exp(t - s): a multiplication and a
+// Noise is -log(E), E = -log1p(-u) >= u. A token of logit t reaches a score s only if u <= E <= exp(t - s): a product and a
 // comparison with u, the leading bits of the token's random number, spare all but a few tokens the exact noise.
 
 #include <climits>
@@ -35,6 +35,11 @@ struct Best {
   int is_broken;
 };
 
+struct Next {
+  unsigned long long key;
+  int is_incomplete;  // some of a block's close tokens were not noted
+};
+
 struct Standing {  // of one token: the tokens likelier than it, equal ones by id
   int rank;
   float mass;
@@ -50,6 +55,10 @@ __device__ __forceinline__ Best combine(const Best& a, const Best& b) {
           fmaxf(a.greatest, b.greatest), a.is_broken | b.is_broken};
 }
 
+__device__ __forceinline__ Next combine(const Next& a, const Next& b) {
+  return {a.key > b.key ? a.key : b.key, a.is_incomplete | b.is_incomplete};
+}
+
 __device__ __forceinline__ Standing combine(const Standing& a, const Standing& b) { return {a.rank + b.rank, a.mass + b.mass}; }
 
 __device__ __forceinline__ Counts combine(const Counts& a, const Counts& b) {
@@ -59,11 +68,17 @@ __device__ __forceinline__ Counts combine(const Counts& a, const Counts& b) {
   return c;
 }
 
+struct Noted {
+  unsigned long long key;
+  float value;
+};
+
 struct Shared {
   uint4 of_warp[2][WARPS][2];
   uint4 of_block[2][CLUSTER][2];
-  int bound;  // order() of a score, base 2, that the row's best token reaches at least
-  int request;
+  int bound;  // order() of a score, base 2: tokens that do not reach it need not be looked at
+  int num_noted, request;
+  Noted noted[THREADS];
 };
 
 template <class T>
@@ -125,15 +140,14 @@ struct Row {
 __device__ __forceinline__ Best no_best() { return {0, NONE, 0, -INF, 0}; }
 
 // The likeliest token, the lowest id of equals.
-__device__ Best find_greatest(const Row& row, Raw raw) {
+__device__ Best find_greatest(const Row& row) {
   float best = -INF;
   int best_chunk = -1, is_broken = 0;
+#pragma unroll 4
   for (int turn = 0; turn < row.num_turns; ++turn) {
-    const Raw next = load_chunk(row.logits, row.chunk(turn + 1), row.vocab_size);
-    const float greatest = chunk_max(raw);
+    const float greatest = chunk_max(load_chunk(row.logits, row.chunk(turn), row.vocab_size));
     is_broken |= !(greatest < INF);
     if (greatest > best) best = greatest, best_chunk = row.chunk(turn);
-    raw = next;
   }
   Best found = no_best();
   found.is_broken = is_broken;
@@ -149,12 +163,16 @@ __device__ Best find_greatest(const Row& row, Raw raw) {
   return found;
 }
 
+constexpr float MARGIN = 2;  // tokens whose score is this close to the best are noted; natural logarithm
+
 __device__ __forceinline__ float lower_bound(float score2) { return score2 - 1e-3f - fabsf(score2) * 4e-6f; }
 
-// The best token after noise among those ordered before (limit, limit_id); with IS_FIRST among all, and the softmax's sum.
+// The best token after noise among those ordered before (limit, limit_id); with IS_FIRST among all, and the softmax's sum. Notes
+// the tokens that come within `margin` of it (and some more).
 template <bool IS_FIRST>
-__device__ __forceinline__ Best find_best(const Row& row, Raw raw, float limit, int limit_id, Shared& shared) {
-  if (threadIdx.x == 0) shared.bound = order(NONE);
+__device__ __forceinline__ Best find_best(const Row& row, float limit, int limit_id, float margin, Shared& shared) {
+  if (threadIdx.x == 0) shared.bound = order(NONE), shared.num_noted = 0;
+  Raw raw = load_chunk(row.logits, row.chunk(0), row.vocab_size);
   __syncthreads();
   {  // a first bound from a few tokens, with E <= u / (1 - u)
     float x[8];
@@ -166,7 +184,7 @@ __device__ __forceinline__ Best find_best(const Row& row, Raw raw, float limit, 
     for (int k = 0; k < 4; ++k) {
       const float u = (float(numbers[k]) + 0.5f) * 0x1p-32f;
       const bool is_in = IS_FIRST || x[k] > limit;
-      if (is_in && x[k] > -INF) reached = fmaxf(reached, x[k] * row.to_base2 + __log2f((1.0001f - u) / u) - 1e-3f);
+      if (is_in && x[k] > -INF) reached = fmaxf(reached, x[k] * row.to_base2 + __log2f((1.0001f - u) / u) - 1e-3f - margin * LOG2E);
     }
     const int in_warp = __reduce_max_sync(~0u, order(lower_bound(reached)));
     if (threadIdx.x % 32 == 0) atomicMax(&shared.bound, in_warp);
@@ -196,17 +214,22 @@ __device__ __forceinline__ Best find_best(const Row& row, Raw raw, float limit, 
     const float t = greatest * row.to_base2;
     if (t > found.base + 40) found.sum *= exp2_fast(found.base - t), found.base = t;
     const float bound = unorder(*static_cast<volatile int*>(&shared.bound));
-    const float factor = fminf(exp2_fast(found.base - bound), 1e38f);
+    const float factor = fminf(exp2_fast(found.base - bound + 1), 1e38f);
     const uint4 low = philox(2 * chunk, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const uint4 high = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const unsigned numbers[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    unsigned hits = 0;
+    const auto is_close = [&](int k, float weight) { return half_unit(numbers[k]) <= fmaf(weight, factor, 0.5f + 0x1p-22f); };
+    bool is_hit = false;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const float weight = exp2_fast(fmaf(x[k], row.to_base2, -found.base));
       if (IS_FIRST) found.sum += weight;
-      hits |= unsigned(unit_floor(numbers[k]) <= fmaf(weight, factor, 1 + 0x1p-22f)) << k;
+      is_hit |= is_close(k, weight);
     }
+    if (!is_hit) continue;
+    unsigned hits = 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) hits |= unsigned(is_close(k, exp2_fast(fmaf(x[k], row.to_base2, -found.base)))) << k;
     while (hits) {
       const int k = __ffs(hits) - 1;
       hits &= hits - 1;
@@ -218,62 +241,74 @@ __device__ __forceinline__ Best find_best(const Row& row, Raw raw, float limit, 
       if (value == -INF) continue;
       const float score = __fadd_rn(row.scaled(value), gumbel(number));
       const unsigned long long key = score_key(score, chunk * 8 + k);
+      const int place = atomicAdd(&shared.num_noted, 1);
+      if (place < THREADS) shared.noted[place] = {key, value};
       if (key > found.key) {
         found.key = key;
-        atomicMax(&shared.bound, order(lower_bound(score * LOG2E)));
+        atomicMax(&shared.bound, order(lower_bound((score - margin) * LOG2E)));
       }
     }
   }
   return found;
 }
 
-__device__ Standing find_standing(const Row& row, float value, int token_id, float base) {
+// The best noted token that is ordered before (limit, limit_id) and scores between `least` and `below`.
+__device__ Next find_next(float limit, int limit_id, unsigned long long below, float least, const Shared& shared) {
+  Next next = {0, shared.num_noted > THREADS};
+  if (int(threadIdx.x) < min(shared.num_noted, THREADS)) {
+    const Noted noted = shared.noted[threadIdx.x];
+    const bool is_in = noted.value > limit || (noted.value == limit && key_token(noted.key) < limit_id);
+    if (is_in && noted.key < below && noted.key > score_key(least, -1)) next.key = noted.key;
+  }
+  return next;
+}
+
+// How a token stands among all. Without HAS_RANK the rank is 1 for all but the likeliest.
+template <bool HAS_RANK>
+__device__ __forceinline__ Standing find_standing(const Row& row, float value, int token_id, float base) {
   Standing standing = {0, 0};
-  Raw raw = load_chunk(row.logits, row.chunk(0), row.vocab_size);
+  const int own = token_id / 8;
+  const float above = nextafterf(value, INF);
+#pragma unroll 2
   for (int turn = 0; turn < row.num_turns; ++turn) {
     const int chunk = row.chunk(turn);
-    const Raw next = load_chunk(row.logits, row.chunk(turn + 1), row.vocab_size);
-    if (row.value(chunk_max(raw)) >= value) {
-      float x[8];
-      row.unpack_values(raw, x);
+    const Raw raw = load_chunk(row.logits, chunk, row.vocab_size);
+    if (!(row.value(chunk_max(raw)) >= value)) continue;
+    float x[8];
+    row.unpack_values(raw, x);
+    const float least = chunk < own ? value : above;  // equal ones count before the token's own place
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        if (x[k] > value || (x[k] == value && chunk * 8 + k < token_id)) {
-          ++standing.rank;
-          standing.mass += exp2_fast(fmaf(x[k], row.to_base2, -base));
-        }
+    for (int k = 0; k < 8; ++k) {
+      const float weight = exp2_fast(fmaf(x[k], row.to_base2, -base));
+      if (x[k] >= least || (chunk == own && k < token_id % 8 && x[k] == value)) {
+        standing.mass += weight;
+        if (HAS_RANK) ++standing.rank;
       }
     }
-    raw = next;
   }
+  if (!HAS_RANK) standing.rank = standing.mass > 0;
   return standing;
 }
 
-// The k-th greatest value, in [low, high], by counting at eight places at a time.
-__device__ float find_kth(const Row& row, int k, float low, float high, Shared& shared, int& turn) {
-  constexpr int SHIFT = LOGIT == 0 ? 0 : LOGIT == 1 ? 16 : 13;  // the values' step among the integers of `order`
-  long long below = order(low) >> SHIFT, above = (order(high) >> SHIFT) + 1;  // at least k values reach `below`, fewer reach `above`
+constexpr int VALUE_SHIFT = LOGIT == 0 ? 0 : LOGIT == 1 ? 16 : 13;  // the values' step among the integers of `order`
+
+__device__ __forceinline__ float value_at(long long place) {
+  const int bits = int(place) * (1 << VALUE_SHIFT);
+  return unorder(place < 0 ? bits | ((1 << VALUE_SHIFT) - 1) : bits);
+}
+
+// The k-th greatest value, in [low, high], by counting at eight places at a time. count(places, counts) adds up a thread's values.
+template <class Count>
+__device__ float find_kth(const Count& count, int k, float low, float high, Shared& shared, int& turn) {
+  long long below = order(low) >> VALUE_SHIFT, above = (order(high) >> VALUE_SHIFT) + 1;  // at least k reach `below`, fewer `above`
   while (above - below > 1) {
-    float places[8];
-    Counts counts;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int place = int(below + (above - below) * (j + 1) / 9);
-      places[j] = unorder(place * (1 << SHIFT) | (place < 0 ? (1 << SHIFT) - 1 : 0));
-      counts.at_least[j] = 0;
-    }
-    for (int i = 0; i < row.num_turns; ++i) {
-      const Raw raw = load_chunk(row.logits, row.chunk(i), row.vocab_size);
-      if (row.value(chunk_max(raw)) < places[0]) continue;
-      float x[8];
-      row.unpack_values(raw, x);
-#pragma unroll
-      for (int e = 0; e < 8; ++e)
-#pragma unroll
-        for (int j = 0; j < 8; ++j) counts.at_least[j] += x[e] >= places[j];
-    }
-    counts = reduce(counts, Counts{}, shared, turn);
     const long long start = below, width = above - below;
+    float places[8];
+    Counts counts = {};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) places[j] = value_at(start + width * (j + 1) / 9);
+    count(places, counts);
+    counts = reduce(counts, Counts{}, shared, turn);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const long long place = start + width * (j + 1) / 9;
@@ -281,33 +316,103 @@ __device__ float find_kth(const Row& row, int k, float low, float high, Shared& 
       else if (place < above) above = place;
     }
   }
-  const int place = int(below);
-  return unorder(place * (1 << SHIFT) | (place < 0 ? (1 << SHIFT) - 1 : 0));
+  return value_at(below);
+}
+
+__device__ __forceinline__ void count_value(float x, const float (&places)[8], Counts& counts) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) counts.at_least[j] += x >= places[j];
+}
+
+// Notes the values that reach `least`; their number.
+__device__ int gather(const Row& row, float least, Shared& shared, int& turn) {
+  if (threadIdx.x == 0) shared.num_noted = 0;
+  __syncthreads();
+  for (int i = 0; i < row.num_turns; ++i) {
+    const Raw raw = load_chunk(row.logits, row.chunk(i), row.vocab_size);
+    if (!(row.value(chunk_max(raw)) >= least)) continue;
+    float x[8];
+    row.unpack_values(raw, x);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (!(x[k] >= least)) continue;
+      const int place = atomicAdd(&shared.num_noted, 1);
+      if (place < THREADS) shared.noted[place].value = x[k];
+    }
+  }
+  __syncthreads();
+  const bool is_full = shared.num_noted > THREADS;
+  const Standing all = reduce(Standing{threadIdx.x ? 0 : shared.num_noted, float(is_full)}, Standing{0, 0}, shared, turn);
+  return all.mass > 0 ? INT_MAX : all.rank;
+}
+
+struct Kth {
+  float value, sum;  // of the top_k: the least value; their probabilities, as Best::sum
+};
+
+// The top_k as a whole. `low`: a value that at least k reach.
+__device__ Kth find_top_k(const Row& row, int k, float low, const Best& first, Shared& shared, int& turn) {
+  float span = 3;
+  if (k <= THREADS / 2) {
+    for (int tries = 0; tries < 5; ++tries, span *= 2.5f) {
+      const float least = fmaxf(first.greatest - span / row.to_base2, low);
+      const int count = gather(row, least, shared, turn);
+      if (count == INT_MAX) {
+        low = least;
+        break;
+      }
+      if (count < k) continue;
+      const float own = int(threadIdx.x) < shared.num_noted ? shared.noted[threadIdx.x].value : -INF;
+      const auto count_own = [&](const float (&places)[8], Counts& counts) { count_value(own, places, counts); };
+      const float value = find_kth(count_own, k, least, first.greatest, shared, turn);
+      const bool is_above = own > value;
+      const float weight = exp2_fast(fmaf(own, row.to_base2, -first.base));
+      const Standing above = reduce(Standing{is_above, is_above ? weight : 0}, Standing{0, 0}, shared, turn);
+      return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -first.base))};
+    }
+  }
+  const auto count_all = [&](const float (&places)[8], Counts& counts) {
+    for (int i = 0; i < row.num_turns; ++i) {
+      const Raw raw = load_chunk(row.logits, row.chunk(i), row.vocab_size);
+      if (row.value(chunk_max(raw)) < places[0]) continue;
+      float x[8];
+      row.unpack_values(raw, x);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) count_value(x[e], places, counts);
+    }
+  };
+  const float value = find_kth(count_all, k, low, first.greatest, shared, turn);
+  const Standing above = reduce(find_standing<true>(row, value, 0, first.base), Standing{0, 0}, shared, turn);
+  return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -first.base))};
 }
 
 // The token of a row under its parameters; -1 when none has a score.
-__device__ int draw(const Row& row, const SlotParams& params, const Raw& raw, int& is_broken, Shared& shared, int& turn) {
-  const Best first = reduce(find_best<true>(row, raw, 0, 0, shared), no_best(), shared, turn);
+__device__ int draw(const Row& row, const SlotParams& params, int& is_broken, Shared& shared, int& turn) {
+  const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
+  const bool is_filtered = top_k > 0 || params.top_p < 1 || params.min_p > 0;
+  const float margin = is_filtered ? MARGIN : 0;
+  const Best first = reduce(find_best<true>(row, 0, 0, margin, shared), no_best(), shared, turn);
   is_broken = first.is_broken;
   if (first.key == 0 || is_broken) return -1;
-  int token_id = key_token(first.key);
-  const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
-  if (top_k <= 0 && params.top_p >= 1 && params.min_p <= 0) return token_id;
-  float sum = first.sum, limit = -INF;
+  if (!is_filtered) return key_token(first.key);
+  unsigned long long key = first.key;
+  float sum = first.sum, limit = -INF, least = key_score(key) - margin;
   int limit_id = INT_MAX;
   bool has_kth = false;
   while (true) {
+    const int token_id = key_token(key);
     const float value = row.value(to_float(row.logits[token_id]));
     bool is_kept = true;
     if (params.min_p > 0 && expf(row.scaled(value) - row.scaled(first.greatest)) < params.min_p) {
       is_kept = false;
       // Close to the least logit that min_p keeps, and below it.
-      const float least = row.scaled(first.greatest) + logf(params.min_p);
-      const float close = (least - 1e-4f - 1e-5f * fabsf(least)) * (LOGIT == 0 ? 1 : row.temperature);
+      const float kept = row.scaled(first.greatest) + logf(params.min_p);
+      const float close = (kept - 1e-4f - 1e-5f * fabsf(kept)) * (LOGIT == 0 ? 1 : row.temperature);
       limit = value, limit_id = token_id;
       if (close > limit) limit = close, limit_id = -1;
     } else if (top_k > 0 || params.top_p < 1) {
-      Standing standing = reduce(find_standing(row, value, token_id, first.base), Standing{0, 0}, shared, turn);
+      const Standing own = top_k > 0 ? find_standing<true>(row, value, token_id, first.base) : find_standing<false>(row, value, token_id, first.base);
+      const Standing standing = reduce(own, Standing{0, 0}, shared, turn);
       is_kept = top_k <= 0 || standing.rank < top_k;
       bool is_open = is_kept && params.top_p < 1 && standing.rank > 0;
       if (is_open && standing.mass >= params.top_p * sum) is_kept = is_open = false;
@@ -316,108 +421,124 @@ __device__ int draw(const Row& row, const SlotParams& params, const Raw& raw, in
       if (is_open && standing.mass < params.top_p * (standing.mass + weight)) is_open = false;
       if (!is_kept) limit = value, limit_id = token_id;
       if (top_k > 0 && !has_kth && (is_open || standing.rank >= top_k)) {
-        const float kth = find_kth(row, top_k, standing.rank >= top_k ? value : -INF, first.greatest, shared, turn);
-        const Standing of_kth = reduce(find_standing(row, kth, 0, first.base), Standing{0, 0}, shared, turn);
-        sum = of_kth.mass + float(top_k - of_kth.rank) * exp2_fast(fmaf(kth, row.to_base2, -first.base));
-        has_kth = true;
+        const Kth kth = find_top_k(row, top_k, standing.rank >= top_k ? value : -INF, first, shared, turn);
+        sum = kth.sum, has_kth = true;
+        least = INF;  // the noted tokens are gone
         if (is_open) is_kept = standing.mass < params.top_p * sum;
         if (!is_kept) {
           limit = value, limit_id = token_id;
-          if (kth > limit) limit = kth, limit_id = INT_MAX;
+          if (kth.value > limit) limit = kth.value, limit_id = INT_MAX;
         }
       }
     }
     if (is_kept) return token_id;
-    const Raw start = load_chunk(row.logits, row.chunk(0), row.vocab_size);
-    const Best best = reduce(find_best<false>(row, start, limit, limit_id, shared), no_best(), shared, turn);
+    const Next next = least < INF ? reduce(find_next(limit, limit_id, key, least, shared), Next{0, 0}, shared, turn) : Next{0, 1};
+    if (next.key && !next.is_incomplete) {
+      key = next.key;
+      continue;
+    }
+    const Best best = reduce(find_best<false>(row, limit, limit_id, margin, shared), no_best(), shared, turn);
     if (best.key == 0) return token_id;  // not reached: the likeliest token is always kept
-    token_id = key_token(best.key);
+    key = best.key, least = key_score(key) - margin;
   }
 }
 
+// Penalties, biases and bans of a row, in place, each rounded to the logits' type as the reference does. A block changes the chunks
+// that it reads in `choose`. `place`: of the row among the request's.
+__device__ void process(Logit* row, const Slots& slots, const SlotParams& params, int slot, int place, int block) {
+  __shared__ int drafts[32], is_seen[32];
+  const auto is_own = [&](int token_id) { return CLUSTER == 1 || token_id / 8 / THREADS % CLUSTER == block; };
+  const auto change = [&](int token_id, float x) { row[token_id] = from_float(x); };
+  if (params.flags & HAS_PENALTIES) {
+    const int num_drafts = min(place, 32);
+    const int2* seen = slots.seen + size_t(slot) * slots.max_seen;
+    const int num_seen = slots.num_seen[slot];
+    if (threadIdx.x < num_drafts) drafts[threadIdx.x] = slots.drafts[size_t(slot) * slots.max_drafts + threadIdx.x], is_seen[threadIdx.x] = 0;
+    __syncthreads();
+    const auto penalize = [&](int token_id, int count, bool is_known) {
+      float x = to_float(row[token_id]);
+      if (is_known || count > 0) x = x > 0 ? __fdiv_rn(x, params.repetition) : __fmul_rn(x, params.repetition);
+      x = __fsub_rn(x, count > 0 ? params.presence : 0.0f);
+      change(token_id, __fsub_rn(x, __fmul_rn(params.frequency, float(count))));
+    };
+    for (int i = threadIdx.x; i < num_seen; i += THREADS) {
+      const int2 entry = seen[i];
+      int count = entry.y & ~IN_PROMPT;
+      for (int d = 0; d < num_drafts; ++d)
+        if (drafts[d] == entry.x) ++count, is_seen[d] = 1;
+      if (is_own(entry.x)) penalize(entry.x, count, entry.y & IN_PROMPT);
+    }
+    __syncthreads();
+    if (threadIdx.x < num_drafts && !is_seen[threadIdx.x]) {
+      const int token_id = drafts[threadIdx.x];
+      int count = 0, is_first = 1;
+      for (int d = 0; d < num_drafts; ++d)
+        if (drafts[d] == token_id) ++count, is_first &= d >= int(threadIdx.x);
+      if (is_first && unsigned(token_id) < unsigned(slots.vocab_size) && is_own(token_id)) penalize(token_id, count, false);
+    }
+    __syncthreads();
+  }
+  if (params.flags & HAS_BIAS) {
+    for (int i = threadIdx.x; i < params.num_biases; i += THREADS) {
+      const int token_id = slots.bias_ids[slot * MAX_BIASES + i];
+      if (is_own(token_id)) change(token_id, __fadd_rn(to_float(row[token_id]), slots.biases[slot * MAX_BIASES + i]));
+    }
+    __syncthreads();
+  }
+  if (params.flags & HAS_BANS && slots.num_tokens[slot] + place < params.min_known) {
+    for (int i = threadIdx.x; i < params.num_banned; i += THREADS) {
+      const int token_id = slots.banned_ids[slot * MAX_BANNED + i];
+      if (is_own(token_id)) change(token_id, -INF);
+    }
+    __syncthreads();
+  }
+}
+
+constexpr int RULES = HAS_PENALTIES | HAS_BIAS | HAS_BANS;
+
 // Grid: rows * CLUSTER. Row j of a request follows its known tokens and its first j drafts. Padding rows get token 0.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREADS)
-    choose(int* token_ids, bool* is_broken, const Logit* logits, const SlotParams* params, const int* num_tokens, const int* row_slots,
-           const int* cu_query_lens, int batch, int vocab_size) {
+    choose(int* token_ids, bool* is_broken, Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch, int vocab_size,
+           int is_processed) {
   __shared__ Shared shared;
   const int index = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER;
-  Row row;
-  row.logits = logits + size_t(index) * vocab_size;
-  row.vocab_size = vocab_size;
-  row.first = block * THREADS + threadIdx.x;
-  row.num_turns = ((vocab_size + 7) / 8 + CLUSTER * THREADS - 1) / (CLUSTER * THREADS);
-  const Raw raw = load_chunk(row.logits, row.first, vocab_size);  // on its way while the parameters are found
   const int request = find_request(cu_query_lens, batch, index, &shared.request);
   if (request < 0) {
     if (block == 0 && threadIdx.x == 0) token_ids[index] = 0, is_broken[index] = false;
     return;
   }
-  const int slot = row_slots[request];
-  const SlotParams own = params[slot];
-  row.position = num_tokens[slot] + index - cu_query_lens[request];
-  row.seed_low = own.seed_low, row.seed_high = own.seed_high;
+  const int slot = row_slots[request], place = index - cu_query_lens[request];
+  const SlotParams params = slots.params[slot];
+  Row row;
+  row.logits = logits + size_t(index) * vocab_size;
+  row.vocab_size = vocab_size;
+  row.first = block * THREADS + threadIdx.x;
+  row.num_turns = ((vocab_size + 7) / 8 + CLUSTER * THREADS - 1) / (CLUSTER * THREADS);
+  if (!is_processed && params.flags & RULES) process(logits + size_t(index) * vocab_size, slots, params, slot, place, block);
   int turn = 0, token_id, broken = 0;
-  if (own.flags & GREEDY) {
-    const Best best = reduce(find_greatest(row, raw), no_best(), shared, turn);
+  if (params.flags & GREEDY) {
+    const Best best = reduce(find_greatest(row), no_best(), shared, turn);
     token_id = best.key ? key_token(best.key) : -1;
     broken = best.is_broken;
   } else {
-    row.temperature = own.temperature;
-    row.to_base2 = LOGIT == 0 ? LOG2E : LOG2E / own.temperature;
-    token_id = draw(row, own, raw, broken, shared, turn);
+    row.position = slots.num_tokens[slot] + place;
+    row.seed_low = params.seed_low, row.seed_high = params.seed_high;
+    row.temperature = params.temperature;
+    row.to_base2 = LOGIT == 0 ? LOG2E : LOG2E / params.temperature;
+    token_id = draw(row, params, broken, shared, turn);
   }
   if (block == 0 && threadIdx.x == 0) token_ids[index] = max(token_id, 0), is_broken[index] = broken;
 }
 
-__device__ __forceinline__ void change(Logit* cell, float x) { *cell = from_float(x); }
-
-// Penalties, biases and bans of each row, in place, each rounded to the logits' type as the reference does. Grid: rows.
-extern "C" __global__ void __launch_bounds__(512) process_logits(Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch) {
-  __shared__ int request_cell, drafts[32], is_seen[32];
-  const int index = blockIdx.x;
-  const int request = find_request(cu_query_lens, batch, index, &request_cell);
+#if CLUSTER == 1
+// The rules alone, for those that want the processed logits. Grid: rows.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    process_logits(Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch) {
+  __shared__ int cell;
+  const int request = find_request(cu_query_lens, batch, blockIdx.x, &cell);
   if (request < 0) return;
   const int slot = row_slots[request];
   const SlotParams params = slots.params[slot];
-  if (!(params.flags & (HAS_PENALTIES | HAS_BIAS | HAS_BANS))) return;
-  const int vocab_size = slots.vocab_size, place = index - cu_query_lens[request];
-  Logit* row = logits + size_t(index) * vocab_size;
-  if (params.flags & HAS_PENALTIES) {
-    const int num_drafts = min(place, 32);
-    if (threadIdx.x < num_drafts) drafts[threadIdx.x] = slots.drafts[size_t(slot) * slots.max_drafts + threadIdx.x], is_seen[threadIdx.x] = 0;
-    __syncthreads();
-    const int2* seen = slots.seen + size_t(slot) * slots.max_seen;
-    const int num_seen = slots.num_seen[slot];
-    const auto penalize = [&](int token_id, int count, bool is_known) {
-      float x = to_float(row[token_id]);
-      if (is_known || count > 0) x = x > 0 ? __fdiv_rn(x, params.repetition) : __fmul_rn(x, params.repetition);
-      x = __fsub_rn(x, count > 0 ? params.presence : 0.0f);
-      change(row + token_id, __fsub_rn(x, __fmul_rn(params.frequency, float(count))));
-    };
-#pragma unroll 4
-    for (int i = threadIdx.x; i < num_seen; i += blockDim.x) {
-      const int2 entry = seen[i];
-      int count = entry.y & ~IN_PROMPT;
-      for (int d = 0; d < num_drafts; ++d)
-        if (drafts[d] == entry.x) ++count, is_seen[d] = 1;
-      penalize(entry.x, count, entry.y & IN_PROMPT);
-    }
-    __syncthreads();
-    if (threadIdx.x < num_drafts && !is_seen[threadIdx.x]) {
-      int count = 0, is_first = 1;
-      for (int d = 0; d < num_drafts; ++d)
-        if (drafts[d] == drafts[threadIdx.x]) ++count, is_first &= d >= int(threadIdx.x);
-      if (is_first && unsigned(drafts[threadIdx.x]) < unsigned(vocab_size)) penalize(drafts[threadIdx.x], count, false);
-    }
-    __syncthreads();
-  }
-  if (params.flags & HAS_BIAS) {
-    for (int i = threadIdx.x; i < params.num_biases; i += blockDim.x) {
-      Logit* cell = row + slots.bias_ids[slot * MAX_BIASES + i];
-      change(cell, __fadd_rn(to_float(*cell), slots.biases[slot * MAX_BIASES + i]));
-    }
-    __syncthreads();
-  }
-  if (params.flags & HAS_BANS && slots.num_tokens[slot] + place < params.min_known)
-    for (int i = threadIdx.x; i < params.num_banned; i += blockDim.x) change(row + slots.banned_ids[slot * MAX_BANNED + i], -INF);
+  if (params.flags & RULES) process(logits + size_t(blockIdx.x) * slots.vocab_size, slots, params, slot, blockIdx.x - cu_query_lens[request], 0);
 }
+#endif

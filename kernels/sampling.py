@@ -7,11 +7,10 @@ import functools
 import torch
 
 from kernels import reference, reference_slots
-from kernels._load import Kernel, load
+from kernels._load import load
 from kernels.state import GREEDY, SLOTS, SlotTable
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-THREADS = 1024
 
 
 def check_logits(logits: torch.Tensor, vocab_size: int | None = None) -> None:
@@ -21,8 +20,13 @@ def check_logits(logits: torch.Tensor, vocab_size: int | None = None) -> None:
         raise ValueError(f"logits have V = {logits.shape[1]}; the slots have {vocab_size}")
 
 
+def _threads(cluster: int) -> int:
+    """Of a block. Two blocks of different rows on a multiprocessor overlap; a row of its own wants all threads."""
+    return 512 if cluster == 1 else 1024
+
+
 def _defines(dtype: torch.dtype, vocab_size: int, cluster: int) -> dict[str, int | str]:
-    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": THREADS}
+    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": _threads(cluster)}
 
 
 @functools.cache
@@ -44,11 +48,6 @@ def variants(dtype: torch.dtype, vocab_size: int) -> list[tuple[str, dict[str, i
     return [("sampling", _defines(dtype, vocab_size, cluster)) for cluster in (1, 2, 4, 8)]
 
 
-def _choose_kernel(device: torch.device, dtype: torch.dtype, vocab_size: int, num_rows: int) -> tuple[Kernel, int]:
-    cluster = _cluster_size(device, num_rows)
-    return load(device, "sampling", "choose", "PPPPPPPii", _defines(dtype, vocab_size, cluster)), cluster
-
-
 def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor) -> None:
     """Applies penalties, then biases, then bans of early stops to logits [R, V], in place.
 
@@ -59,16 +58,13 @@ def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tens
     if not logits.is_cuda:
         return reference_slots.process_logits(logits, table, row_slots, cu_query_lens)
     kernel = load(logits.device, "sampling", "process_logits", "P" + SLOTS + "PPi", _defines(logits.dtype, logits.shape[1], 1))
-    kernel((len(logits), 1), (512, 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
+    kernel((len(logits), 1), (_threads(1), 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
 
 
-def choose(
-    logits: torch.Tensor,
-    table: SlotTable,
-    row_slots: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    outputs: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+def choose(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor, outputs: Outputs | None = None) -> Outputs:
     """The target's token for every row of processed logits [R, V] -> (token_ids [R] int32, is_broken [R] bool).
 
     Rows as in `process_logits`. Greedy requests get the likeliest token, the others what `sample` draws at the row's position.
@@ -77,15 +73,36 @@ def choose(
     check_logits(logits, table.vocab_size)
     if not logits.is_cuda:
         return reference_slots.choose(logits, table, row_slots, cu_query_lens)
-    token_ids, is_broken = outputs or _outputs(logits)
-    kernel, cluster = _choose_kernel(logits.device, logits.dtype, logits.shape[1], len(logits))
-    rows = (table.params, table.num_tokens, row_slots, cu_query_lens)
-    kernel((len(logits) * cluster, 1), (THREADS, 1, 1), token_ids, is_broken, logits, *rows, len(row_slots), logits.shape[1])
+    return _choose(logits, table.arguments, row_slots, cu_query_lens, outputs, is_processed=True)
+
+
+def process_and_choose(
+    logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor, outputs: Outputs | None = None
+) -> Outputs:
+    """`process_logits`, then `choose`, while the row is in the cache."""
+    check_logits(logits, table.vocab_size)
+    if not logits.is_cuda:
+        reference_slots.process_logits(logits, table, row_slots, cu_query_lens)
+        return reference_slots.choose(logits, table, row_slots, cu_query_lens)
+    return _choose(logits, table.arguments, row_slots, cu_query_lens, outputs, is_processed=False)
+
+
+def _choose(
+    logits: torch.Tensor,
+    slots: tuple[torch.Tensor | int, ...],
+    row_slots: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    outputs: Outputs | None,
+    *,
+    is_processed: bool,
+) -> Outputs:
+    rows, vocab_size = logits.shape
+    token_ids, is_broken = outputs or (logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.bool))
+    cluster = _cluster_size(logits.device, rows)
+    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, cluster))
+    sizes = (len(row_slots), vocab_size, int(is_processed))
+    kernel((rows * cluster, 1), (_threads(cluster), 1, 1), token_ids, is_broken, logits, *slots, row_slots, cu_query_lens, *sizes)
     return token_ids, is_broken
-
-
-def _outputs(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return logits.new_empty(len(logits), dtype=torch.int32), logits.new_empty(len(logits), dtype=torch.bool)
 
 
 def sample(
@@ -108,8 +125,5 @@ def sample(
     params[:, 7] = (temperature == 0) * GREEDY
     params.view(torch.int64)[:, 4] = seeds
     places = torch.arange(count + 1, dtype=torch.int32, device=device)
-    token_ids, is_broken = _outputs(logits)
-    kernel, cluster = _choose_kernel(device, logits.dtype, logits.shape[1], count)
-    rows = (params, positions.int(), places, places)
-    kernel((count * cluster, 1), (THREADS, 1, 1), token_ids, is_broken, logits, *rows, count, logits.shape[1])
-    return token_ids
+    slots = (0, positions.int(), 0, 0, params, *[0] * 9, logits.shape[1])
+    return _choose(logits, slots, places, places, None, is_processed=True)[0]

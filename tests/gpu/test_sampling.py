@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import reference, reference_slots
-from kernels.sampling import choose, process_logits, sample
+from kernels.sampling import choose, process_and_choose, process_logits, sample
 from kernels.state import Admission, SlotTable
 
 CORRECTNESS = [(1, 8), (3, 1001), (7, 4096), (40, 4096), (150, 515)]
@@ -181,6 +181,10 @@ def test_process_and_choose(requests: int, vocab_size: int, dtype: torch.dtype, 
     outputs = (torch.full((num_rows,), -7, dtype=torch.int32, device=device), torch.ones(num_rows, dtype=torch.bool, device=device))
     ids, is_broken = choose(got, here, row_slots.to(device), cu.to(device), outputs)
     assert not is_broken.any() and not want_broken.any()
+    raw = logits.to(device)
+    fused, _ = process_and_choose(raw, here, row_slots.to(device), cu.to(device))
+    torch.testing.assert_close(raw, got, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(fused, ids)
     differing = (ids.cpu() != want).nonzero()[:, 0].tolist()
     owners = torch.repeat_interleave(row_slots.long(), cu.diff().long())
     for row in differing:
