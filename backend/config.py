@@ -34,7 +34,8 @@ MAX_CANDIDATES = 64
 MAX_SUFFIX_LIMIT = 10**6
 """The trees count in 32 bits, and products that overflow them end all drafts without a word."""
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
-ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
+ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
+LOAD_FORMATS = ("safetensors", "dummy")
 METHODS = ("none", "naive", "ngram", "suffix", "mtp")
 METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram", "deepseek_mtp": "mtp", "ernie_mtp": "mtp"}
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
@@ -138,7 +139,9 @@ class SpeculativeConfig(Section):
     """target_match (the tokens of plain decoding for the same seed), greedy, rejection (exact in distribution) or topp (FastDeploy's
     rule: accepts what is likely enough, which changes the distribution)."""
     accept_policy: str = "normal"
-    """normal, or for debugging accept_all and reject_all."""
+    """normal; for debugging accept_all and reject_all; for benchmarks with random weights simulated."""
+    simulated_acceptance_rate: float = 0.8
+    """accept_policy simulated: the share of drafts that stand, position by position."""
     max_candidate_len: int = 5
     """topp: most tokens a draft is looked for among."""
     verify_window: int = 2
@@ -191,6 +194,8 @@ class SpeculativeConfig(Section):
         _require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
         if self.verify_strategy == "topp":
             logger.warning("verify_strategy topp accepts every likely draft: sampled answers do not follow the model's distribution exactly")
+        rate = self.simulated_acceptance_rate
+        _require(0 <= rate <= 1, "simulated_acceptance_rate", rate, "from 0 to 1")
         if self.accept_policy != "normal":
             logger.warning("accept_policy %s is for debugging: answers are not the model's", self.accept_policy)
         self._check_suffix()
@@ -313,6 +318,10 @@ class EngineConfig(Section):
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     """CPU threads of the engine; default: torch's choice."""
+    async_scheduling: bool | None = None
+    """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
+    load_format: str = "safetensors"
+    """safetensors, or for benchmarks dummy: random weights of config.json's shapes."""
     single_thread_tokens: int = 8
     """CPU: steps of fewer tokens run on one thread, since waking the others costs more than they bring."""
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
@@ -320,6 +329,7 @@ class EngineConfig(Section):
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        _require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
         kind, _, number = self.device.partition(":")
         good = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
         _require(good, "device", self.device, "auto, cpu, cuda or cuda:N")

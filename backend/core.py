@@ -220,6 +220,10 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache gave, at the first admission."""
     num_preemptions: int = 0
+    num_steps_ahead: int = 0
+    """Steps that were launched and whose tokens are not read yet."""
+    num_tokens_ahead: int = 0
+    """Tokens that those emit at most."""
     page_ids: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the leading full pages that are registered in the prefix cache."""
@@ -253,6 +257,8 @@ class Scheduled:
     request: Request
     num_tokens: int
     max_drafts: int = 0
+    is_ahead: bool = False
+    """It was launched, and its tokens are read later."""
 
     @property
     def emits(self) -> bool:
@@ -273,6 +279,8 @@ class Batch:
     page_copies: list[tuple[int, int, int]] = field(default_factory=list)
     fresh_pages: list[int] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    is_short: bool = False
+    """A request got no pages, and could not take others' because steps are under way."""
 
     def __bool__(self) -> bool:
         return bool(self.entries)

@@ -10,21 +10,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backend.config import BUNDLED_DRAFTER, EngineConfig
-from backend.core import Delta, FinishReason, Request, SamplingParams, Scheduled, TokenLogprobs
+from backend.core import Batch, Delta, Draft, FinishReason, Request, SamplingParams, Scheduled, TokenLogprobs, Verdict
 from backend.drafters import load_drafters
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError, EngineError, RequestError
 from backend.metrics import Metrics
 from backend.pacing import Pacer
 from backend.parallel.ranks import Ranks
-from backend.runner import Runner, cpu_threads, make_plane
+from backend.runner import Runner, cpu_threads, make_plane, on_stream, pick_device
 from backend.sampling import Sampler
 from backend.scheduler import Scheduler, cut_at_end
 from backend.speculate import StepTimes, speculate
 from backend.text import TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from backend.device.steps import DeviceSteps, Flight
+    from backend.drafters.mtp_service import MtpService
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,38 @@ class Engine:
     def __init__(self, config: EngineConfig, ranks: Ranks | None = None, draft_service: DraftService | None = None) -> None:
         """draft_service: the drafter's model in another process, for placement bls. Raises ConfigError, ModelError."""
         self.config = config
-        ranks = ranks or Ranks()
+        with on_stream(pick_device(config)):
+            self._load(ranks or Ranks(), draft_service)
+        self.metrics = Metrics()
+        self.times = StepTimes()
+        self._pacer = Pacer() if config.speculative_config.adaptive else None
+        self.after_deltas: Callable[[], None] = do_nothing
+        self._open: dict[str, _Open] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._ids: set[str] = set()  # of every request between submit and its end
+        self._has_deadlines = False
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._flights: deque[Flight] = deque()
+        self._is_short = False
+        logger.info(
+            "engine ready: %d KV pages of %d tokens (%.0f MB), %s on %s, context %d, configuration %s",
+            self.runner.num_pages,
+            config.page_size,
+            self.runner.num_pages * self.runner.page_bytes / 1e6,
+            self.runner.dtype,
+            self.runner.device,
+            self.runner.max_model_len,
+            config.as_json(),
+        )
+
+    def _load(self, ranks: Ranks, draft_service: DraftService | None) -> None:
+        """Model, drafters, memory, and what runs steps on them."""
+        config = self.config
+        self._service: MtpService | None = None
         self.tokenizer = Tokenizer(config.model)
         self.runner = Runner(config, ranks)
         self.drafters = load_drafters(
@@ -73,6 +108,7 @@ class Engine:
         self.scheduler = Scheduler(
             num_pages=self.runner.num_pages,
             page_size=config.page_size,
+            num_tokens_after_step=(config.speculative_config.num_model_steps or 1) if self._service is not None else 0,
             max_batch_size=config.max_batch_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.runner.max_model_len,
@@ -80,29 +116,20 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
-        self.metrics = Metrics()
-        self.times = StepTimes()
-        self._pacer = Pacer() if config.speculative_config.adaptive else None
-        self.after_deltas: Callable[[], None] = do_nothing
-        self._open: dict[str, _Open] = {}
-        self._groups: dict[str, list[str]] = {}
-        self._ids: set[str] = set()  # of every request between submit and its end
-        self._has_deadlines = False
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._is_stopping = False
-        self._failure: Exception | None = None
-        self._thread: threading.Thread | None = None
-        logger.info(
-            "engine ready: %d KV pages of %d tokens (%.0f MB), %s on %s, context %d, configuration %s",
-            self.runner.num_pages,
-            config.page_size,
-            self.runner.num_pages * self.runner.page_bytes / 1e6,
-            self.runner.dtype,
-            self.runner.device,
-            self.runner.max_model_len,
-            config.as_json(),
-        )
+        self.device_steps = self._load_device_steps()
+
+    def _load_device_steps(self) -> DeviceSteps | None:
+        """What runs decoding steps on the device's own state, ahead of the host; None: every step is computed before the next is prepared."""
+        is_wanted = self.config.async_scheduling
+        if is_wanted is None:
+            is_wanted = self.runner.device.type == "cuda"
+        if not is_wanted:
+            return None
+        from backend.device.steps import DeviceSteps
+
+        steps = DeviceSteps(self.config, self.runner, self.drafters.model_drafter, self._service)
+        steps.warm_up()
+        return steps
 
     def _load_drafter(self) -> DraftService:
         """The drafter's model in this process."""
@@ -113,9 +140,11 @@ class Engine:
         if config.placement == "bls":
             raise ConfigError("speculative_config.placement bls needs a server: offline, use in_process")
         with cpu_threads(1):
-            model = Mtp(config.model or BUNDLED_DRAFTER, runner.model, runner.dtype, runner.device, config.quantization)
+            folder = config.model or BUNDLED_DRAFTER
+            model = Mtp(folder, runner.model, runner.dtype, runner.device, config.quantization, self.config.load_format)
         make = functools.partial(make_plane, dtype=runner.dtype, device=runner.device)
-        return MtpService(model, make, runner.threads_for, config.num_model_steps or 1)
+        self._service = MtpService(model, make, runner.threads_for, config.num_model_steps or 1)
+        return self._service
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -245,7 +274,15 @@ class Engine:
         self._send(open_request, Delta(open_request.request.group_id, open_request.request.index, finish_reason=reason))
 
     def step(self) -> bool:
-        """Takes in what was submitted and cancelled, then runs one step. False when there was nothing to run."""
+        """One step on the stream that the device's work shares."""
+        with self.runner.on_stream():
+            return self._step()
+
+    def _step(self) -> bool:
+        """Takes in what was submitted and cancelled, then runs one step. False when there was nothing to run.
+
+        Entries that the device steps take are launched, and read when the next step is launched; the others are computed now.
+        """
         while self._inbox:
             self._inbox.popleft()()
         if self._has_deadlines:
@@ -253,24 +290,83 @@ class Engine:
         started = time.perf_counter()
         if self._pacer is not None:
             self._pacer.choose([r for r in self.scheduler.running if r.is_decoding])
-        batch = self.scheduler.schedule(self._pacer.limit if self._pacer is not None else None)
+        if self._must_land():
+            self._land_all()
+        batch = self.scheduler.schedule(self._pacer.limit if self._pacer is not None else None, may_preempt=not self._flights)
+        self._is_short = batch.is_short
         self.metrics.preemptions += len(batch.preempted)
+        if self.device_steps is not None:
+            for request in batch.preempted:
+                self.device_steps.stop(request)
         if not batch:
+            is_done = not self._flights and not batch.preempted
+            self._land_all()
             self.after_deltas()
-            return bool(batch.preempted)
-        draft, verdict = speculate(batch, self.drafters, self.runner, self.sampler, self.config.speculative_config, self.times)
+            return not is_done
+        self.runner.prepare(batch)
+        self.drafters.begin_step(batch)
+        ahead, rest = self._split(batch)
+        if ahead:
+            self._launch(ahead)
+        while len(self._flights) > (1 if ahead else 0):
+            self._land()
+        if rest:
+            draft, verdict = speculate(rest, self.drafters, self.runner, self.sampler, self.config.speculative_config, self.times)
+            self._book(rest.entries, draft, verdict, self.times.propose, self.times.forward + self.times.verify)
+        self.after_deltas()
+        self.metrics.add_step(time.perf_counter() - started, self.times)
+        return True
+
+    def _split(self, batch: Batch) -> tuple[list[Scheduled], Batch]:
+        """Entries for a device step, and the others."""
+        if self.device_steps is None:
+            return [], batch
+        ahead = [e for e in batch.entries if self.device_steps.takes(e)]
+        taken = {id(e) for e in ahead}
+        return ahead, Batch([e for e in batch.entries if id(e) not in taken])
+
+    def _is_open(self, request: Request) -> bool:
+        open_request = self._open.get(request.request_id)
+        return open_request is not None and open_request.request is request
+
+    def _must_land(self) -> bool:
+        """Whether what steps under way emit has to be known before the next step."""
+        if not self._flights:
+            return False
+        assert self.device_steps is not None
+        steps, limit = self.device_steps, self._pacer.limit if self._pacer is not None else (lambda r: r.speculation.num_speculative_tokens)
+        return self._is_short or any(r.num_steps_ahead and not steps.is_ready(r, limit(r) > 0) for r in self.scheduler.running)
+
+    def _launch(self, entries: list[Scheduled]) -> None:
+        assert self.device_steps is not None
+        self._flights.append(self.device_steps.launch(entries, self.drafters))
+        for entry in entries:
+            self.scheduler.run_ahead(entry)
+
+    def _land(self) -> None:
+        """Reads the oldest step under way. Requests that ended meanwhile are left out."""
+        assert self.device_steps is not None
+        flight = self._flights.popleft()
+        draft, verdict, self.times.forward = self.device_steps.land(flight)
+        self._book(flight.entries, draft, verdict, 0.0, self.times.forward)
+        self.device_steps.follow(flight, self._is_open)
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
+
+    def _book(self, entries: Sequence[Scheduled], draft: Draft, verdict: Verdict, propose_seconds: float, rest_seconds: float) -> None:
         if self._pacer is not None:
-            self._pacer.observe(batch.entries, draft, verdict, self.times.propose, self.times.forward + self.times.verify)
-        for b, entry in enumerate(batch.entries):
+            self._pacer.observe(entries, draft, verdict, propose_seconds, rest_seconds)
+        for b, entry in enumerate(entries):
+            if not self._is_open(entry.request):
+                continue  # it ended while this step was under way
             if verdict.is_broken[b]:
                 self._break(entry.request)
             elif entry.emits:
                 self._commit(entry, verdict.token_ids[b], len(draft.token_ids[b]), draft.sources[b], verdict.num_accepted[b], verdict.logprobs[b])
             else:
                 self.scheduler.commit(entry, ())
-        self.after_deltas()
-        self.metrics.add_step(time.perf_counter() - started, self.times)
-        return True
 
     def _break(self, request: Request) -> None:
         """Ends a request whose scores are not finite; the others of the batch go on."""
@@ -335,6 +431,8 @@ class Engine:
         self.scheduler.finish(request)
         self.drafters.stop(request)
         self.sampler.stop(request)
+        if self.device_steps is not None:
+            self.device_steps.stop(request)
         with self._wake:
             del self._open[request.request_id]
             self._ids.remove(request.request_id)

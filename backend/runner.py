@@ -18,7 +18,8 @@ from backend.errors import ConfigError
 from backend.model_files import read_config
 from backend.models import Model, load_model
 from backend.parallel.ranks import Ranks
-from kernels.reference import plan_attention
+from kernels import ops
+from kernels._load import device_stream
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,11 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
+def on_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """What everything on a device runs in: the stream that kernels, torch and graphs share."""
+    return device_stream(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def keep_temporaries_on_heap() -> None:
     """Stops glibc from mapping and unmapping every large temporary.
 
@@ -154,7 +160,7 @@ class Runner:
         # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
         # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
         with cpu_threads(1):
-            self.model: Model = load_model(config.model, self.dtype, self.device, ranks)
+            self.model: Model = load_model(config.model, self.dtype, self.device, ranks, load_format=config.load_format)
         self.page_size = config.page_size
         self.max_model_len = min(config.max_model_len or self.model.max_model_len, self.model.max_model_len)
         if config.max_model_len is not None and config.max_model_len > self.model.max_model_len:
@@ -171,7 +177,8 @@ class Runner:
         entries = [shape for _ in range(model.num_layers) for shape in model.cache_planes] + [known[tap] for tap in taps]
         self.page_bytes = self.page_size * self.dtype.itemsize * sum(torch.Size(shape).numel() for shape in [*entries, *drafter_entries])
         self.num_pages = self._count_pages(self._config)
-        self._planes = [make_plane((self.num_pages, self.page_size, *shape), self.dtype, self.device) for shape in entries]
+        # One page more than there are: a captured step's idle rows write there.
+        self._planes = [make_plane((self.num_pages + 1, self.page_size, *shape), self.dtype, self.device) for shape in entries]
         width = len(model.cache_planes)
         num_cached = model.num_layers * width
         self.cache = [tuple(self._planes[i : i + width]) for i in range(0, num_cached, width)]
@@ -203,24 +210,34 @@ class Runner:
     @torch.inference_mode()
     def prepare(self, batch: Batch) -> None:
         """Copies and clears the pages that the batch says; before its drafts, which may read them."""
-        if batch.fresh_pages:
+        # The kernels never read past a request's tokens; on CPU what lies there is multiplied by zero, and must be finite.
+        fresh = batch.fresh_pages if self.device.type == "cpu" else []
+        if fresh or batch.page_copies:
             with self.threads_for(1):
-                prepare_pages(self._planes, batch.page_copies, batch.fresh_pages)
+                prepare_pages(self._planes, batch.page_copies, fresh)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, draft: Draft) -> Forward:
         """Computes every entry's tokens and drafts; scores the last known token and each draft of the entries that emit."""
         packed = pack(batch, draft, self.page_size)
         with self.threads_for(len(packed.token_ids)):
-            return self._compute(packed)
+            return self._compute_packed(packed)
 
-    def _compute(self, packed: Packed) -> Forward:
-        device, size, groups = self.device, self.page_size, self.model.num_query_groups
-        plan = plan_attention(packed.query_lens, packed.seq_lens, packed.page_ids, size, groups, self.dtype, device)
+    def _compute_packed(self, packed: Packed) -> Forward:
+        device = self.device
+        plan = ops.plan_attention(packed.query_lens, packed.seq_lens, packed.page_ids, self.page_size, self.model.heads, self.dtype, device)
         token_ids, positions, slots = torch.tensor([packed.token_ids, packed.positions, packed.slots], device=device)
+        hidden = self.compute(token_ids, positions, slots, plan)
+        is_all = len(packed.rows) == len(packed.token_ids)
+        scored = hidden if is_all else hidden[torch.tensor(packed.rows, dtype=torch.long, device=device)]
+        return Forward(self.model.logits(scored).float(), packed.row_starts)
+
+    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: ops.Plan) -> torch.Tensor:
+        """The target's states [T, hidden] of packed tokens; what is kept of them goes to their slots."""
         hidden = self.model.forward(token_ids, positions, slots, self.cache, plan)
         if "hidden" in self.taps:
             self.taps["hidden"].flatten(0, 1).index_copy_(0, slots, hidden)
-        is_all = len(packed.rows) == len(packed.token_ids)
-        scored = hidden if is_all else hidden[torch.tensor(packed.rows, dtype=torch.long, device=device)]
-        return Forward(self.model.logits(scored), packed.row_starts)
+        return hidden
+
+    def on_stream(self) -> contextlib.AbstractContextManager[object]:
+        return on_stream(self.device)

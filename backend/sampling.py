@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from backend.core import Request, Scheduled, TokenLogprobs
-from kernels import reference as ops
+from kernels import ops
 
 
 class _History:

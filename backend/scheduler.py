@@ -41,13 +41,16 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int,
         enable_prefix_caching: bool = True,
+        num_tokens_after_step: int = 0,
     ) -> None:
+        """num_tokens_after_step: pages are held for that many tokens past those of a step, for a drafter that runs at its end."""
         self.pool = PagePool(num_pages, page_size)
         self.prefix_cache = PrefixCache(self.pool) if enable_prefix_caching else None
         self.max_batch_size = max_batch_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.max_waiting = max_waiting
+        self._num_tokens_after_step = num_tokens_after_step
         self.running: list[Request] = []  # by (priority, arrival)
         self._waiting: list[tuple[int, int, Request]] = []
         self._requests: dict[str, Request] = {}
@@ -107,15 +110,16 @@ class Scheduler:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, draft_limit: Callable[[Request], int] | None = None) -> Batch:
+    def schedule(self, draft_limit: Callable[[Request], int] | None = None, *, may_preempt: bool = True) -> Batch:
         """The next step's batch; empty when there is nothing to do. Pages for everything in it are held.
 
-        draft_limit: most drafts of a request, where that is fewer than the request wants.
+        draft_limit: most drafts of a request, where that is fewer than the request wants. may_preempt: False while steps are
+        under way whose tokens are not known yet: requests that lack pages are left out then, and the batch says so.
         """
         batch = Batch()
         scheduled: set[str] = set()
         budget = self.max_num_batched_tokens
-        decoding = [r for r in self.running if r.is_decoding]
+        decoding = [r for r in self.running if r.is_decoding and self._room(r) > 0]
         budget -= len(decoding)
         # Prompts go before drafts: a request that runs brings more than one more draft of a request that runs already. Of what
         # is left everybody gets the same share, so that early requests do not starve late ones of drafts.
@@ -126,9 +130,10 @@ class Scheduler:
             drafts = min(share, self._drafts_wanted(request))
             if draft_limit is not None and drafts:
                 drafts = min(drafts, draft_limit(request))
-            if not self._reserve(request, 1 + drafts, scheduled, batch, may_preempt=False):
+            if not self._reserve(request, 1 + drafts + self._num_tokens_after_step, scheduled, batch, may_preempt=False):
                 drafts = 0
-                if not self._reserve(request, 1, scheduled, batch, may_preempt=True):
+                if not self._reserve(request, 1, scheduled, batch, may_preempt=may_preempt):
+                    batch.is_short = True
                     continue
             scheduled.add(request.request_id)
             budget -= drafts
@@ -139,10 +144,12 @@ class Scheduler:
             if request.request_id in scheduled or request not in self.running or request.is_decoding:
                 continue
             chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
-            if self._reserve(request, chunk, scheduled, batch, may_preempt=True):
+            if self._reserve(request, chunk, scheduled, batch, may_preempt=may_preempt):
                 scheduled.add(request.request_id)
                 budget -= chunk
                 batch.entries.append(Scheduled(request, chunk))
+            else:
+                batch.is_short = True
         if not batch.preempted:
             self._admit(batch, budget)
         return batch
@@ -159,12 +166,17 @@ class Scheduler:
         """Drafts that could still be emitted: the step's own token comes on top of them. A prompt's step verifies none."""
         if request.num_output_tokens == 0:
             return 0
+        return max(0, min(request.speculation.num_speculative_tokens, self._room(request) - 1))
+
+    def _room(self, request: Request) -> int:
+        """Tokens that a request may still emit, when each step under way emits but one."""
         room = min(request.params.max_tokens - request.num_output_tokens, self.max_model_len - len(request.token_ids))
-        return max(0, min(request.speculation.num_speculative_tokens, room - 1))
+        return room - request.num_steps_ahead
 
     def _reserve(self, request: Request, num_tokens: int, scheduled: set[str], batch: Batch, *, may_preempt: bool) -> bool:
-        """Holds pages for `num_tokens` more; may take them from younger requests that are not in this step yet."""
-        needed = self.pool.pages_for(request.num_computed_tokens + num_tokens) - len(request.page_ids)
+        """Holds pages for `num_tokens` more than steps under way may compute; may take them from younger requests not in this step yet."""
+        known = min(request.num_computed_tokens + request.num_tokens_ahead + num_tokens, self.max_model_len)
+        needed = self.pool.pages_for(known) - len(request.page_ids)
         if needed <= 0:
             return True
         while (pages := self.pool.allocate(needed)) is None:
@@ -229,18 +241,29 @@ class Scheduler:
             self.num_cached_tokens += request.num_cached_tokens
         return True
 
+    def run_ahead(self, entry: Scheduled) -> None:
+        """A decoding entry was launched, and the next steps are scheduled before its tokens are known."""
+        entry.is_ahead = True
+        entry.request.num_steps_ahead += 1
+        entry.request.num_tokens_ahead += 1 + entry.max_drafts
+
     def commit(self, entry: Scheduled, emitted: Sequence[int]) -> None:
         """Books one entry's result: its tokens are computed, `emitted` (cut to what counts) is appended.
 
-        Pages past the accepted prefix go back; pages that are full now can be found by other requests.
+        Pages past the accepted prefix, and past what steps under way may write, go back; pages that are full now can be found by
+        other requests.
         """
         request = entry.request
+        if entry.is_ahead:
+            request.num_steps_ahead -= 1
+            request.num_tokens_ahead -= 1 + entry.max_drafts
         if emitted:
             assert entry.emits, f"{request.request_id} emitted {len(emitted)} tokens before the end of its prompt"
             was_prompt = request.num_output_tokens == 0
             request.token_ids.extend(emitted)
             request.num_computed_tokens = len(request.token_ids) - 1
-            keep = self.pool.pages_for(request.num_computed_tokens)
+            ahead = request.num_tokens_ahead + self._num_tokens_after_step if request.num_steps_ahead else 0
+            keep = self.pool.pages_for(request.num_computed_tokens + ahead)
             for page in reversed(request.page_ids[keep:]):
                 self.pool.release(page)
             del request.page_ids[keep:]

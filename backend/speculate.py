@@ -25,10 +25,9 @@ class StepTimes:
 def speculate(
     batch: Batch, drafters: Drafters, runner: Runner, sampler: Sampler, config: SpeculativeConfig, times: StepTimes
 ) -> tuple[Draft, Verdict]:
-    """One step of every entry: 1 to K + 1 tokens for each that emits."""
-    runner.prepare(batch)
+    """One step of every entry: 1 to K + 1 tokens for each that emits. The pages are prepared, and the drafters know of the step."""
     started = time.perf_counter()
-    draft = drafters.propose(batch)
+    draft = drafters.propose(batch.entries)
     proposed = time.perf_counter()
     forward = runner.forward(batch, draft)
     computed = time.perf_counter()

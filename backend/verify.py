@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,7 @@ from backend.config import SpeculativeConfig
 from backend.core import Batch, Draft, Verdict
 from backend.runner import Forward
 from backend.sampling import Sampler, is_deterministic, pick_logprobs
-from kernels import reference as ops
+from kernels import ops
 
 
 @torch.inference_mode()
@@ -103,6 +104,7 @@ def _top_p(own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sam
     count, rows, vocab_size = probs.shape
     ids, weights, num_candidates = ops.top_p_candidates(probs.view(count * rows, vocab_size), top_p, config.max_candidate_len)
     is_candidate = torch.arange(ids.shape[1], device=ids.device) < num_candidates[:, None]
+    ids = ids.long()
     noise = ops.gumbel_noise(seeds, positions, vocab_size).gather(1, ids)
     best = (weights.log() + noise).masked_fill(~is_candidate, float("-inf")).argmax(dim=-1, keepdim=True)
     corrections = ids.gather(1, best).view(count, rows)
@@ -125,6 +127,20 @@ def _reject_all(
     return [verdict.token_ids[b][:1] for b in own], [0] * len(own)
 
 
+def _simulate(
+    own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, config: SpeculativeConfig, verdict: Verdict
+) -> Spans:
+    """For benchmarks: each draft stands with a given probability, by the token's place."""
+    spans, accepted = [], []
+    for b in own:
+        known, drafts, count = len(batch.entries[b].request.token_ids), draft.token_ids[b], 0
+        while count < len(drafts) and random.Random(known + count).random() < config.simulated_acceptance_rate:
+            count += 1
+        spans.append([*drafts[:count], verdict.token_ids[b][count]])
+        accepted.append(count)
+    return spans, accepted
+
+
 STRATEGIES = {
     "target_match": _match,
     "greedy": _match,
@@ -132,4 +148,5 @@ STRATEGIES = {
     "topp": _top_p,
     "accept_all": _accept_all,
     "reject_all": _reject_all,
+    "simulated": _simulate,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,9 @@ from backend.drafters.hybrid import HybridDrafter
 from backend.drafters.lookup import LookupDrafter
 from backend.drafters.ngram import NgramLookup
 from backend.drafters.protocol import Drafter, Lookup
+
+if TYPE_CHECKING:
+    from backend.drafters.mtp import MtpDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -49,18 +53,20 @@ def load_drafters(
 
         model = MtpDrafter(make_service(), config.draft_sampling, max_tokens)
         loaded["mtp"] = HybridDrafter(model, {f"with_{name}": lookup for name, lookup in lookups.items()})
+        return Drafters(loaded, vocab_size, model)
     return Drafters(loaded, vocab_size)
 
 
 class Drafters:
     """The loaded drafters as one: sends each entry of a batch to the drafter that its request chose."""
 
-    def __init__(self, loaded: dict[str, Drafter], vocab_size: int) -> None:
+    def __init__(self, loaded: dict[str, Drafter], vocab_size: int, model_drafter: MtpDrafter | None = None) -> None:
         self._loaded = loaded
         self._vocab_size = vocab_size
         self.faults = DraftFaults()
         self.taps = tuple(dict.fromkeys(tap for drafter in loaded.values() for tap in drafter.taps))
         self.page_entries = [entry for drafter in loaded.values() for entry in drafter.page_entries]
+        self.model_drafter = model_drafter
 
     def attach(self, num_pages: int, page_size: int, taps: dict[str, torch.Tensor]) -> None:
         for drafter in self._loaded.values():
@@ -78,12 +84,15 @@ class Drafters:
         for drafter in self._loaded.values():
             drafter.close()
 
-    def propose(self, batch: Batch) -> Draft:
+    def begin_step(self, batch: Batch) -> None:
+        """Before each step, with all of its entries."""
+        for drafter in self._loaded.values():
+            drafter.begin_step(batch)
+
+    def propose(self, entries: Sequence[Scheduled]) -> Draft:
         """A row of drafts per entry, empty for those that take none. Drafts are optional: a drafter that fails leaves them out."""
-        entries = batch.entries
         draft = Draft([[] for _ in entries], [[] for _ in entries])
         for method, drafter in self._loaded.items():
-            drafter.begin_step(batch)
             own = [b for b, e in enumerate(entries) if e.max_drafts and e.request.speculation.method == method]
             if not own:
                 continue

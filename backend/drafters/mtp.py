@@ -103,6 +103,19 @@ class MtpDrafter:
                 draft.probs[b] = reply.probs[i]
         return draft
 
+    def is_behind(self, request: Request) -> bool:
+        """Whether the drafter has still to be shown tokens of a request."""
+        return self._num_seen.get(request.request_id, 0) < len(request.token_ids)
+
+    def hand_over(self, request: Request) -> None:
+        """A step on the device is about to draft for a request: what it writes to the request's pages is not to be cleared later."""
+        self._fresh.difference_update(request.page_ids)
+
+    def follow(self, request: Request) -> None:
+        """The drafter was shown all tokens of a request by a step on the device."""
+        known = min(len(request.token_ids), len(request.page_ids) * self._page_size)
+        self._note(request, self._num_seen.get(request.request_id, 0), known)
+
     def _fail(self, error: Exception, seconds: float) -> None:
         """The drafter's memory can no longer be relied on: it is shown everything again when it is back."""
         if not self._retry_at:

@@ -9,9 +9,9 @@ import torch
 
 from backend.errors import ModelError
 from backend.model_files import read_config
-from backend.models.loader import Checkpoint
+from backend.models.loader import Checkpoint, DummyCheckpoint
 from backend.parallel.ranks import Ranks
-from kernels.reference import AttentionPlan
+from kernels import ops
 
 
 class Model(Protocol):
@@ -22,13 +22,13 @@ class Model(Protocol):
     max_model_len: int
     eos_token_ids: frozenset[int]
     num_layers: int
-    num_query_groups: int
-    """Query heads per key/value head."""
+    heads: tuple[int, int, int]
+    """Of queries, of keys and values, and their size; on this rank."""
     cache_planes: tuple[tuple[int, ...], ...]
     """Shape of what each layer caches per token, one tuple per tensor: keys and values for GQA."""
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: list[tuple[torch.Tensor, ...]], plan: AttentionPlan
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: list[tuple[torch.Tensor, ...]], plan: ops.Plan
     ) -> torch.Tensor:
         """Hidden states after the final norm [T, hidden]; keys and values go to their slots."""
         ...
@@ -38,11 +38,18 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, V] float32."""
+        """[R, hidden] -> [R, V] in the model's dtype."""
         ...
 
 
-def load_model(directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks, *, only_head: bool = False) -> Model:
+def open_checkpoint(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
+    """A folder's weights, or with load_format dummy random ones."""
+    return DummyCheckpoint(directory, device, dtype) if load_format == "dummy" else Checkpoint(directory)
+
+
+def load_model(
+    directory: str | Path, dtype: torch.dtype, device: torch.device, ranks: Ranks, *, only_head: bool = False, load_format: str = "safetensors"
+) -> Model:
     """The model in a Hugging Face folder; only_head: embedding and head alone, for a drafter that shares them.
 
     Raises ModelError for what is missing, truncated, mismatched or not supported.
@@ -55,7 +62,7 @@ def load_model(directory: str | Path, dtype: torch.dtype, device: torch.device, 
     family = next((families[name] for name in names if name in families), None)
     if family is None:
         raise ModelError(f"{directory}: architectures {names} are not supported; known: {', '.join(families)}")
-    with Checkpoint(directory) as checkpoint:
+    with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
         try:
             return family(config, checkpoint, dtype, device, ranks, only_head=only_head)
         except KeyError as error:

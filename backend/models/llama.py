@@ -11,8 +11,7 @@ from backend.models.layers import Weights, rope_frequencies, rope_tables
 from backend.models.loader import Checkpoint
 from backend.parallel.ranks import Ranks
 from backend.quantization import make_linear
-from kernels import reference as ops
-from kernels.reference import AttentionPlan
+from kernels import ops
 
 
 class LlamaLayer:
@@ -34,17 +33,23 @@ class LlamaLayer:
         self.down = weights.split_columns(f"{mlp}.down_proj", hidden, inner)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: AttentionPlan
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slots: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
+        plan: ops.Plan,
     ) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden], residual included; x is changed in place."""
+        """The residual stream x [T, hidden], to which y [T, hidden] is still to be added, is changed in place; returns what is to be added next."""
         keys, values = cache
-        y = self.qkv(ops.rms_norm(x, self.input_norm, self.eps))
+        y = self.qkv(ops.rms_norm(x, self.input_norm, self.eps) if y is None else ops.add_rms_norm(y, x, self.input_norm, self.eps))
         query = ops.append_kv(y.view(len(x), -1, self.head_dim), cos, sin, slots, keys, values)
         y = ops.append_attention(query, keys, values, plan)
-        x.add_(self.ranks.all_reduce(self.o(y.view(len(x), -1))))
-        y = ops.silu_mul(self.gate_up(ops.rms_norm(x, self.post_norm, self.eps)))
-        x.add_(self.ranks.all_reduce(self.down(y)))
-        return x
+        y = self.ranks.all_reduce(self.o(y.view(len(x), -1)))
+        y = ops.silu_mul(self.gate_up(ops.add_rms_norm(y, x, self.post_norm, self.eps)))
+        return self.ranks.all_reduce(self.down(y))
 
 
 class Llama:
@@ -66,9 +71,9 @@ class Llama:
         end = config.get("eos_token_id")
         self.eos_token_ids = frozenset([end] if isinstance(end, int) else end or [])
         self.eps = config["rms_norm_eps"]
-        self.num_query_groups = num_q // num_kv
-        own_kv = ranks.part(num_kv, "num_key_value_heads")
-        self.cache_planes: tuple[tuple[int, ...], ...] = ((own_kv.stop - own_kv.start, head_dim),) * 2
+        own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads")
+        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, head_dim)
+        self.cache_planes: tuple[tuple[int, ...], ...] = (self.heads[1:],) * 2
         self.ranks = ranks
         weights = Weights(checkpoint, dtype, device, ranks)
         self.embedding = weights.whole("model.embed_tokens.weight", (self.vocab_size, hidden))
@@ -83,16 +88,18 @@ class Llama:
         self.cos, self.sin = rope_tables(frequencies, self.max_model_len, dtype, device)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: list[tuple[torch.Tensor, ...]], plan: AttentionPlan
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: list[tuple[torch.Tensor, ...]], plan: ops.Plan
     ) -> torch.Tensor:
         x = self.embed(token_ids)
         cos, sin = self.cos[positions], self.sin[positions]
+        y: torch.Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x = layer.forward(x, cos, sin, slots, layer_cache, plan)
-        return ops.rms_norm(x, self.norm, self.eps)
+            y = layer.forward(x, y, cos, sin, slots, layer_cache, plan)
+        assert y is not None
+        return ops.add_rms_norm(y, x, self.norm, self.eps)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.embedding[token_ids]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.ranks.all_gather(self.head(hidden)).float()
+        return self.ranks.all_gather(self.head(hidden))

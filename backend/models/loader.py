@@ -65,3 +65,26 @@ class Checkpoint:
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
         return tensor
+
+
+class DummyCheckpoint(Checkpoint):
+    """Random weights of any shape that is asked for, made where they are used: for benchmarks, whose time does not depend on values."""
+
+    def __init__(self, directory: str | Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.directory = Path(directory)
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __contains__(self, name: str) -> bool:
+        return not name.endswith(".bias")
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        return torch.randn(shape, dtype=self._dtype, device=self._device, generator=self._generator).mul_(shape[-1] ** -0.5)

@@ -14,13 +14,11 @@ import torch
 
 from backend.errors import ModelError
 from backend.model_files import read_config
-from backend.models import Model
+from backend.models import Model, open_checkpoint
 from backend.models.layers import Weights, rope_frequencies, rope_tables
 from backend.models.llama import LlamaLayer
-from backend.models.loader import Checkpoint
 from backend.parallel.ranks import Ranks
-from kernels import reference as ops
-from kernels.reference import AttentionPlan
+from kernels import ops
 
 ARCHITECTURE = "LlamaMTP"
 
@@ -43,7 +41,15 @@ class Mtp:
     cache_planes holds, layer after layer, what is kept of each token: keys, values, and for all but the last layer its state.
     """
 
-    def __init__(self, directory: str | Path, target: Model, dtype: torch.dtype, device: torch.device, quantization: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        target: Model,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: str | None = None,
+        load_format: str = "safetensors",
+    ) -> None:
         """Raises ModelError for what is missing, damaged, or not a drafter of this target."""
         config = read_config(directory)
         where = f"{directory}/config.json"
@@ -62,8 +68,8 @@ class Mtp:
             num_q = config["num_attention_heads"]
             num_kv = config.get("num_key_value_heads") or num_q
             head_dim = config.get("head_dim") or self.hidden_size // num_q
-            self.num_query_groups = num_q // num_kv
-            with Checkpoint(directory) as checkpoint:
+            self.heads = (num_q, num_kv, head_dim)
+            with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
                 weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
                 self.layers = [_Layer(f"model.layers.{i}", config, weights, head_dim) for i in range(self.num_layers)]
         except KeyError as error:
@@ -80,14 +86,15 @@ class Mtp:
         positions: torch.Tensor,
         slots: torch.Tensor,
         planes: list[torch.Tensor],
-        plan: AttentionPlan,
+        plan: ops.Plan,
     ) -> torch.Tensor:
         """States [T, hidden] of one layer at tokens [T]; previous [T, hidden]: states at the tokens before them."""
         own = self.layers[layer]
         embedded = ops.rms_norm(self._target.embed(token_ids), own.embedding_norm, self.eps)
         x = own.projection(torch.cat([embedded, ops.rms_norm(previous, own.hidden_norm, self.eps)], dim=-1))
-        return own.decoder.forward(x, self.cos[positions], self.sin[positions], slots, (planes[3 * layer], planes[3 * layer + 1]), plan)
+        cache = (planes[3 * layer], planes[3 * layer + 1])
+        return x.add_(own.decoder.forward(x, None, self.cos[positions], self.sin[positions], slots, cache, plan))
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, V] float32."""
+        """[R, hidden] -> [R, V] in the model's dtype."""
         return self._target.logits(ops.rms_norm(states, self.layers[layer].head_norm, self.eps))

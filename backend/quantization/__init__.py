@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from backend.quantization.weight_only import WeightOnlyLinear
+from kernels import ops
 
 
 class Linear(Protocol):
@@ -26,7 +26,7 @@ class DenseLinear:
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)
 
 
 class PackedLinear:

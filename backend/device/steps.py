@@ -1,0 +1,193 @@
+"""Steps of requests that decode, on state that stays on the device.
+
+A step is launched with what the host knows when the step before it still runs: which requests, which pages they may fill, how many drafts at
+most. What they emit is read one step later (asynchronous scheduling, as in vLLM and SGLang). Tokens do not depend on it: sampling
+depends on (seed, position, token) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from backend.config import MAX_SPECULATIVE_TOKENS, EngineConfig
+from backend.core import Draft, Request, Scheduled, Verdict
+from backend.device.graphs import StepGraphs, StepShape
+from backend.device.slots import Slot, Slots, Updates
+from backend.drafters import Drafters
+from backend.sampling import is_deterministic
+from kernels.state import Admission
+from kernels.step import END, LOOKUP_LIMIT, MODEL_LIMIT, NUM_PAGES, SLOT, VERIFY_LIMIT
+
+if TYPE_CHECKING:
+    from backend.drafters.mtp import MtpDrafter
+    from backend.drafters.mtp_service import MtpService
+    from backend.runner import Runner
+
+STRATEGIES = ("target_match", "greedy")
+"""What the captured step verifies by; requests with other strategies run outside it."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched."""
+
+    entries: list[Scheduled]
+    draft_sources: list[list[str]] = field(default_factory=list)
+    """[B]: of the most drafts that each entry verifies."""
+    read: Callable[[], tuple[list[list[int]], float]] = tuple  # type: ignore[assignment]
+    """Waits for the step: rows of results, and the device's seconds."""
+    drafted: list[Request] = field(default_factory=list)
+    """Requests that the model drafter has followed to their newest token."""
+
+
+class DeviceSteps:
+    """Launches and reads steps. Called by the engine thread only."""
+
+    def __init__(self, config: EngineConfig, runner: Runner, mtp: MtpDrafter | None, service: MtpService | None) -> None:
+        """mtp: the model drafter; service: what runs it, when that is this process."""
+        self._graphs = StepGraphs(config, runner, service)
+        self._mtp = mtp if service is not None else None
+        self._speculation = config.speculative_config.resolve(None)
+        self._is_captured = config.speculative_config.accept_policy in ("normal", "simulated")
+        self._max_model_len = runner.max_model_len
+        self._slots = Slots(config.max_batch_size)
+        self._device_methods = {"none", "naive", "ngram", *(["mtp"] if service is not None else [])}
+
+    def warm_up(self) -> None:
+        """Captures the steps that requests with the server's own method will need."""
+        own = self._speculation
+        is_model = own.method == "mtp" and "mtp" in self._device_methods
+        num_model = own.num_model_steps if is_model else 0
+        is_lookup = own.method == "ngram" or (is_model and own.mtp_strategy == "with_ngram")
+        count = own.num_speculative_tokens if is_lookup else num_model
+        self._graphs.warm_up([(1, 0, False), (1, num_model, is_lookup), (1 + count, num_model, is_lookup)])
+
+    # -- which requests -------------------------------------------------------------------------------------------------
+
+    def takes(self, entry: Scheduled) -> bool:
+        """Whether an entry decodes in these steps: not prompts, and not what needs all the logits on the host."""
+        request = entry.request
+        return entry.num_tokens == 1 and entry.emits and request.num_output_tokens > 0 and self._is_plain(request)
+
+    def _is_plain(self, request: Request) -> bool:
+        params = request.params
+        return self._is_captured and params.logprobs is None and not request.bad_word_ids and request.speculation.verify_strategy in STRATEGIES
+
+    def is_ready(self, request: Request, wants_drafts: bool) -> bool:
+        """Whether the next step can be launched before the one under way is read."""
+        slot = self._slots.get(request)
+        return request.num_steps_ahead == 0 or (slot is not None and self._is_current(request, slot, wants_drafts))
+
+    def _is_current(self, request: Request, slot: Slot, wants_drafts: bool) -> bool:
+        if not wants_drafts:
+            return slot.has_tokens
+        return slot.has_tokens and slot.is_followed and self._drafts_itself(request)
+
+    def _drafts_itself(self, request: Request) -> bool:
+        """Whether the device drafts for the request, without the host."""
+        return request.speculation.method in self._device_methods and request.speculation.mtp_strategy != "with_suffix"
+
+    # -- one step -------------------------------------------------------------------------------------------------------
+
+    def launch(self, entries: list[Scheduled], drafters: Drafters) -> Flight:
+        """Starts a step of these entries. Those that the device does not know yet are drafted for by `drafters` first."""
+        slots = [self._slots.take(e.request) for e in entries]
+        joining = [b for b, e in enumerate(entries) if not self._is_current(e.request, slots[b], e.max_drafts > 0)]
+        shape_rows = self._graphs.rows_for(len(entries))
+        updates = Updates(shape_rows, self._graphs.dummy_slot)
+        if joining:
+            self._join([entries[b] for b in joining], [slots[b] for b in joining], drafters, updates)
+        flight = Flight(entries)
+        for b, (entry, slot) in enumerate(zip(entries, slots)):
+            flight.draft_sources.append(slot.draft_sources[: entry.max_drafts])
+            self._describe(b, entry, slot, updates, flight)
+        num_queries = 1 + max(len(sources) for sources in flight.draft_sources)
+        num_model = int(updates.fields[MODEL_LIMIT].max())
+        shape = StepShape(shape_rows, num_queries, num_model, bool((updates.fields[LOOKUP_LIMIT] > 0).any()))
+        flight.read = self._graphs.launch(shape, updates)
+        return flight
+
+    def _join(self, entries: list[Scheduled], slots: list[Slot], drafters: Drafters, updates: Updates) -> None:
+        """Tells the device what it does not know of these requests, and which drafts to verify first."""
+        assert all(e.request.num_steps_ahead == 0 for e in entries), "a request joins while a step of it is under way"
+        self._graphs.admit([self._admission(e.request, slot) for e, slot in zip(entries, slots) if not slot.has_tokens])
+        draft = drafters.propose(entries)
+        for entry, slot, token_ids, sources in zip(entries, slots, draft.token_ids, draft.sources, strict=True):
+            updates.put_drafts(slot, token_ids, MAX_SPECULATIVE_TOKENS)
+            slot.draft_sources = list(sources)
+            slot.has_tokens = True
+            slot.is_followed = self._mtp is None or entry.request.speculation.method != "mtp" or not self._mtp.is_behind(entry.request)
+
+    def _admission(self, request: Request, slot: Slot) -> Admission:
+        params = request.params
+        return Admission(
+            slot=slot.number,
+            token_ids=request.token_ids,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_total_tokens=self._end_of(request),
+            is_greedy=is_deterministic(request),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=request.signed_seed,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            banned_ids=sorted(request.stop_ids),
+            min_known=len(request.prompt_token_ids) + params.min_tokens,
+        )
+
+    def _end_of(self, request: Request) -> int:
+        return min(len(request.prompt_token_ids) + request.params.max_tokens, self._max_model_len)
+
+    def _describe(self, b: int, entry: Scheduled, slot: Slot, updates: Updates, flight: Flight) -> None:
+        """One row's fields, and what the device will have drafted for the request at the step's end."""
+        request, fields = entry.request, updates.fields
+        speculation = request.speculation
+        updates.put_pages(slot, request.page_ids, self._graphs.table_width)
+        wanted = entry.max_drafts if self._drafts_itself(request) else 0
+        is_model = wanted > 0 and speculation.method == "mtp" and slot.is_followed
+        num_model = min(wanted, speculation.num_model_steps) if is_model else 0
+        is_lookup = wanted > num_model and (speculation.method == "ngram" or speculation.mtp_strategy == "with_ngram")
+        fields[SLOT, b], fields[NUM_PAGES, b], fields[END, b] = slot.number, len(request.page_ids), self._end_of(request)
+        fields[VERIFY_LIMIT, b], fields[MODEL_LIMIT, b] = len(flight.draft_sources[b]), num_model
+        fields[LOOKUP_LIMIT, b] = wanted if is_lookup else -1
+        slot.draft_sources = ["mtp"] * num_model + ["ngram"] * (wanted - num_model if is_lookup else 0)
+        if speculation.method == "mtp":
+            slot.is_followed = is_model
+            if is_model:
+                assert self._mtp is not None
+                self._mtp.hand_over(request)
+                flight.drafted.append(request)
+
+    def land(self, flight: Flight) -> tuple[Draft, Verdict, float]:
+        """Waits for a step and reads what it decided; seconds are the device's."""
+        rows, seconds = flight.read()
+        draft = Draft([], [])
+        verdict = Verdict([], [], [None] * len(flight.entries), [])
+        for (num_emitted, num_accepted, num_drafts, is_broken, *token_ids), sources in zip(rows, flight.draft_sources):
+            # What was drafted and not accepted is known to the device alone, and nobody asks for it.
+            draft.token_ids.append(token_ids[:num_accepted] + [-1] * (num_drafts - num_accepted))
+            draft.sources.append(sources[:num_drafts])
+            verdict.token_ids.append(token_ids[:num_emitted])
+            verdict.num_accepted.append(num_accepted)
+            verdict.is_broken.append(bool(is_broken))
+        return draft, verdict, seconds
+
+    def follow(self, flight: Flight, is_open: Callable[[Request], bool]) -> None:
+        """After a landed step's tokens are booked: what pages the requests kept, and what their drafter has seen."""
+        for entry in flight.entries:
+            slot = self._slots.get(entry.request)
+            if slot is not None and is_open(entry.request):
+                slot.num_pages = min(slot.num_pages, len(entry.request.page_ids))
+        for request in flight.drafted:
+            if self._mtp is not None and is_open(request):
+                self._mtp.follow(request)
+
+    def stop(self, request: Request) -> None:
+        """A request ended, or gave its pages back."""
+        self._slots.release(request)
