@@ -114,22 +114,15 @@ class _Device:
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise KernelError(f"cuda:{index} is an {torch.cuda.get_device_name(index)} ({self.architecture}); kernels are made for {known}")
-        self._threads = threading.local()
-        self.enter_thread()
+        self.context.push()
         self.stream = driver.Stream()
+        driver.Context.pop()
         self.torch_stream = torch.cuda.ExternalStream(self.stream.handle, device=f"cuda:{index}")
         self._lock = threading.Lock()
         self._modules: dict[Path, Any] = {}
 
-    def enter_thread(self) -> None:
-        """PyCUDA wants the context on every thread that uses it."""
-        if not getattr(self._threads, "has_context", False):
-            self.context.push()
-            self._threads.has_context = True
-
     def module(self, name: str, defines: Defines | None) -> Any:
         path = compile_source(name, self.architecture, defines)
-        self.enter_thread()
         with self._lock:
             if path not in self._modules:
                 self._modules[path] = self.driver.module_from_buffer(path.read_bytes())
@@ -149,9 +142,12 @@ def device_of(device: torch.device) -> _Device:
 def device_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Makes the stream that kernels run on torch's own for this thread, too."""
     own = device_of(device)
-    own.enter_thread()
-    with torch.cuda.stream(own.torch_stream):
-        yield own.torch_stream
+    own.context.push()
+    try:
+        with torch.cuda.stream(own.torch_stream):
+            yield own.torch_stream
+    finally:
+        own.driver.Context.pop()
 
 
 class Kernel:
