@@ -93,6 +93,8 @@ class StepGraphs:
         """service: the model drafter, when it runs in this process."""
         self._runner = runner
         self.service = service
+        if service is not None:
+            service.open(runner.num_pages, runner.page_size)
         self._config = config.speculative_config
         self.device, self.page_size = runner.device, runner.page_size
         self.heads = runner.model.heads

@@ -1,0 +1,109 @@
+"""Steps launched before the one ahead is read: the tokens, drafts and pages of the engine that waits for each step. On CPU, by the twins
+of the kernels."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from backend import LLM, SamplingParams
+from tests.conftest import code_prompts, greedy
+
+PROMPTS = code_prompts(5, seed=21)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({"method": "none"}, {"temperature": 0.0}),
+    "ngram": ({"method": "ngram", "num_speculative_tokens": 5}, {"temperature": 0.0}),
+    "mtp": ({"method": "mtp"}, {"temperature": 0.0}),
+    "mtp, one draft": ({"method": "mtp", "num_speculative_tokens": 1}, {"temperature": 0.0}),
+    "mtp, sampled": ({"method": "mtp"}, {"temperature": 0.9, "seed": 4, "top_p": 0.9, "top_k": 40, "min_p": 0.02}),
+    "suffix: drafted on the host": ({"method": "suffix"}, {"temperature": 0.0}),
+    "every rule": (
+        {"method": "ngram", "num_speculative_tokens": 4},
+        {"temperature": 0.8, "seed": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1, "logit_bias": {7: 2.0}, "min_tokens": 9},
+    ),
+    "bad words: outside the captured step": ({"method": "mtp"}, {"temperature": 0.0, "bad_words": ["self"]}),
+    "log-probabilities: outside the captured step": ({"method": "mtp"}, {"temperature": 0.0, "logprobs": 2}),
+    "rejection: outside the captured step": ({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.8, "seed": 5}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm_ahead() -> LLM:
+    return LLM(
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3, "request_methods": ["suffix"], "adaptive": False}, async_scheduling=True
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_waiting_for_each_step(llm_all, llm_ahead, case):
+    choice, sampling = CASES[case]
+    params = SamplingParams(max_tokens=24, ignore_eos="min_tokens" not in sampling, **sampling)
+    expected, results = (llm.generate(PROMPTS, params, speculative=choice, use_tqdm=False) for llm in (llm_all, llm_ahead))
+    for one, other in zip(expected, results):
+        one, other = one.outputs[0], other.outputs[0]
+        assert (other.token_ids, other.text, other.finish_reason) == (one.token_ids, one.text, one.finish_reason)
+        assert (other.stats.drafted, other.stats.accepted) == (one.stats.drafted, one.stats.accepted)
+        assert [t.token_id for t in other.logprobs or []] == [t.token_id for t in one.logprobs or []]
+    llm_ahead.engine.scheduler.check()
+    assert llm_ahead.engine.scheduler.pool.num_held == 0
+
+
+def test_a_model_and_a_lookup_draft_together(llm_all, llm_ahead):
+    """Which of them the waiting engine asks is measured; the tokens are the same."""
+    choice = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 6}
+    expected, results = (llm.generate(PROMPTS, greedy(32), speculative=choice, use_tqdm=False) for llm in (llm_all, llm_ahead))
+    assert [r.outputs[0].token_ids for r in results] == [r.outputs[0].token_ids for r in expected]
+    assert sum(r.outputs[0].stats.accepted for r in results) > 0
+
+
+def test_stop_strings_and_ends_discard_what_was_launched(llm_all, llm_ahead):
+    prompts = ["import os\nimport sys\n\n\ndef main(", "class Reader:\n    def __init__("]
+    for params in (SamplingParams(temperature=0.0, max_tokens=40, stop=("\n\n",)), SamplingParams(temperature=0.0, max_tokens=7), greedy(1), greedy(2)):
+        expected, results = (llm.generate(prompts, params, speculative={"method": "mtp"}, use_tqdm=False) for llm in (llm_all, llm_ahead))
+        assert [(r.outputs[0].token_ids, r.outputs[0].finish_reason) for r in results] == [
+            (r.outputs[0].token_ids, r.outputs[0].finish_reason) for r in expected
+        ]
+    llm_ahead.engine.scheduler.check()
+
+
+def test_random_histories_leave_no_page_behind():
+    """Cancels, preemptions and mixed methods in few pages: every request ends, with the tokens of an engine that has room."""
+    roomy = LLM(speculative_config={"method": "none"}, max_batch_size=8)
+    tight = LLM(
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3},
+        async_scheduling=True,
+        max_batch_size=6,
+        max_num_batched_tokens=64,
+        max_model_len=192,
+        kv_cache_memory=24 * roomy.engine.runner.page_bytes,
+    )
+    engine, rng = tight.engine, random.Random(5)
+    prompts = [engine.tokenizer.encode(p)[: rng.randint(4, 60)] for p in code_prompts(12, seed=8)]
+    expected = [r.outputs[0].token_ids for r in roomy.generate([{"prompt_token_ids": p} for p in prompts], greedy(48), use_tqdm=False)]
+    answers: dict[str, list[int]] = {}
+    ends: dict[str, str | None] = {}
+    choices = [{"method": "none"}, {"method": "ngram", "num_speculative_tokens": 4}, {"method": "mtp"}, {"method": "mtp", "mtp_strategy": "with_ngram"}]
+
+    def sink(delta) -> None:  # type: ignore[no-untyped-def]
+        assert delta.error is None
+        answers.setdefault(delta.request_id, []).extend(delta.token_ids)
+        if delta.finish_reason:
+            ends[delta.request_id] = delta.finish_reason
+
+    number = 0
+    while number < 60 or ends.keys() != {f"r{i}" for i in range(number)}:
+        if number < 60 and rng.random() < 0.3:
+            engine.submit(prompts[number % 12], greedy(rng.randint(1, 48)), sink, request_id=f"r{number}", speculative=rng.choice(choices))
+            number += 1
+        if number and rng.random() < 0.05:
+            engine.cancel(f"r{rng.randrange(number)}")
+        engine.step()
+        engine.scheduler.check()
+    assert engine.metrics.preemptions > 0
+    assert {"length", "cancelled"} <= set(ends.values())
+    for i in range(number):
+        tokens = answers.get(f"r{i}", [])
+        assert tokens == expected[i % 12][: len(tokens)]
+    assert engine.scheduler.pool.num_held == 0
