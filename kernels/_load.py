@@ -205,7 +205,6 @@ class _ProgrammaticLaunch:
     def __init__(self, device: _Device, path: Path, name: str, types: str, shared: int) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-        device.enter_thread()
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), path.read_bytes()))
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
