@@ -52,7 +52,7 @@ def append_kv(
         return queries
     defines = {"DTYPE": _DTYPES[qkv.dtype], "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv, "HEAD_DIM": size}
     threads = num_tokens * all_heads * (size // (2 * width))
-    load(qkv.device, "append_kv", "append_kv", "PPPPPPPPiii", defines)(
+    load(qkv.device, "append_kv", "append_kv", "PPPPPPPPiii", defines, programmatic=True)(
         (-(-threads // THREADS), 1),
         (THREADS, 1, 1),
         queries,

@@ -30,10 +30,11 @@ struct Item {
 constexpr int ITEM_WORDS = 16, START_WORDS = 32;
 static_assert(sizeof(Item) == 4 * ITEM_WORDS, "items are read as words");
 
-// What a CTA begins with, in one read: its worker's first item and the pages of its own first tile.
+// What a CTA begins with, in one read: its worker's first item and the first pages of its own part of it.
+constexpr int START_PAGES = START_WORDS - ITEM_WORDS;
 struct Start {
     Item item;
-    int page_ids[START_WORDS - ITEM_WORDS];
+    int page_ids[START_PAGES];
 };
 
 constexpr int PAGE_SHIFT = __builtin_ctz(PAGE_SIZE);
@@ -208,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_attention(Start*
         if (start.item.num_rows > 0) {
             int first, last;
             split_range(start.item.token_begin, start.item.token_end, rank, first, last);
-            for (int i = 0; i < PAGES_PER_TILE; ++i) {
+            for (int i = 0; i < START_PAGES; ++i) {
                 const int page = (first >> PAGE_SHIFT) + i;
                 start.page_ids[i] = page << PAGE_SHIFT < last ? page_table[(int64_t)start.item.table_row * page_stride + page] : 0;
             }
@@ -239,6 +240,13 @@ using Pair = float2;
 __device__ __forceinline__ Pair to_pair(float a, float b) { return make_float2(a, b); }
 #endif
 
+// Launched programmatically, a kernel begins before the one ahead of it on the stream has ended: what that one writes is there after this.
+__device__ __forceinline__ void wait_for_writers() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 constexpr int WIDTH = HEAD_DIM / CLUSTER;  // columns of the output that one CTA of a cluster finishes
 
 __device__ __forceinline__ int64_t output_offset(const Item& item, int row) {
@@ -254,19 +262,18 @@ struct Partials {
     __device__ float2* stat(int slot, int rank, int row) const { return stats + ((int64_t)slot * CLUSTER + rank) * MAX_ROWS + row; }
 };
 
-// Called by a CTA that has stored its partial result of a split: the last one to do so merges all of them.
-__device__ void merge_last(Number* out, const Item& item, const Partials& partials, int* counters, int rank) {
-    __shared__ bool is_last;
+// Called by a CTA that has stored its partial result of a split: the last one to do so merges all of them. flag: in shared memory.
+__device__ void merge_last(Number* out, const Item& item, const Partials& partials, int* counters, int rank, int* flag) {
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
         int* counter = counters + item.segment * CLUSTER + rank;
-        is_last = atomicAdd(counter, 1) == item.num_pieces - 1;
-        if (is_last) *counter = 0;  // for the next launch
+        *flag = atomicAdd(counter, 1) == item.num_pieces - 1;
+        if (*flag) *counter = 0;  // for the next launch
         __threadfence();
     }
     __syncthreads();
-    if (!is_last) return;
+    if (!*flag) return;
     for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 2); i += THREADS) {
         const int row = i / (WIDTH / 2), column = rank * WIDTH + i % (WIDTH / 2) * 2;
         float peak = -INFINITY, total = 0, a = 0, b = 0;
@@ -296,6 +303,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
                                                                        int query_stride, int page_stride) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Partials partials{partial_sums, partial_stats};
+    __shared__ int flag;
+    wait_for_writers();
     Item item = starts[blockIdx.x].item;
     const int next = item.next, end = item.end;
     for (int i = next; item.num_rows > 0; ++i) {
@@ -333,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
             for (int c = 0; c < HEAD_DIM / 32; ++c) target[c * 32 + lane] = sums[c] * inverse;
             if (item.num_pieces > 1 && lane == 0) *partials.stat(item.slot, 0, row) = make_float2(peak, total);
         }
-        if (item.num_pieces > 1) merge_last(out, item, partials, counters, 0);
+        if (item.num_pieces > 1) merge_last(out, item, partials, counters, 0, &flag);
         if (i >= end) break;
         item = items[i];
     }
@@ -346,20 +355,21 @@ constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int COLUMNS = HEAD_DIM / WARPS;  // of the output, per warp
 constexpr int PAIRS = COLUMNS / 16;
 constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8;
+constexpr int TOKEN_BYTES = NUM_KV_HEADS * ROW_BYTES;
 constexpr int KV_BYTES = TILE * ROW_BYTES;
-// Queries stay in registers where there is room; then a slot is free one tile earlier.
-constexpr bool IS_QUERY_HELD = M_TILES * HEAD_DIM <= 256;
+// Queries stay in registers where there is room; then a slot is free one tile earlier. (Constants by the number of m-tiles in use.)
+constexpr bool is_query_held(int m_tiles) { return m_tiles * HEAD_DIM <= 256; }
 // Values go to registers before the weights are known, where there is room.
-constexpr bool ARE_VALUES_EARLY = M_TILES <= 2 && HEAD_DIM <= 128;
-constexpr int QUERY_SLOTS = IS_QUERY_HELD ? STAGES - 1 : STAGES;
+constexpr bool are_values_early(int m_tiles) { return m_tiles <= 2 && HEAD_DIM <= 128; }
+// Shared memory; attention.py computes the same sum.
+constexpr int QUERY_SLOTS = is_query_held(M_TILES) ? STAGES - 1 : STAGES;
 constexpr int QUERY_BYTES = MAX_ROWS * ROW_BYTES;
 constexpr int WEIGHT_BYTES = M_TILES * 16 * TILE * 2;
-// Shared memory; attention.py computes the same sum.
-constexpr int QUERY_OFFSET = STAGES * 2 * KV_BYTES;
-constexpr int WEIGHT_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;
-constexpr int PEAK_OFFSET = WEIGHT_OFFSET + WEIGHT_BYTES;                // [WARPS][rows] floats: maxima, then sums
-constexpr int ITEM_OFFSET = PEAK_OFFSET + WARPS * M_TILES * 16 * 4;      // [STAGES] items
-constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;                   // [2][CLUSTER][MAX_ROWS] (max, sum), then [..][WIDTH] floats
+constexpr int WEIGHT_OFFSET = STAGES * 2 * KV_BYTES;
+constexpr int QUERY_OFFSET = WEIGHT_OFFSET + WEIGHT_BYTES;
+constexpr int PEAK_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;  // [WARPS][rows] floats: maxima, then sums, then merge_last's flag
+constexpr int ITEM_OFFSET = PEAK_OFFSET + WARPS * M_TILES * 16 * 4;    // [STAGES] items
+constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;                 // [2][CLUSTER][MAX_ROWS] (max, sum), then [..][WIDTH] floats
 constexpr int PEER_BYTES = CLUSTER == 1 ? 0 : 2 * CLUSTER * MAX_ROWS * (8 + WIDTH * 4);
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -384,7 +394,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
 #else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #endif
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -393,7 +403,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Rows of ROW_BYTES; 16-byte chunks are swapped about by row, so that eight rows of one column lie in different banks.
+// Rows of ROW_BYTES; 16-byte chunks are swapped about by row, so that eight rows of one column lie in different banks. As chunk and
+// row are combined by exclusive or, the address of chunk + 2 i is that of an even chunk xor 32 i.
 __device__ __forceinline__ uint32_t swizzle(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4); }
 
 #if CLUSTER > 1
@@ -412,16 +423,19 @@ __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.w
 #define CLUSTER_DIMS
 #endif
 
-// The side of the pipeline that runs ahead: which tile to load next. The same in all threads of a warp but for `pages`.
+template <int N> struct Count { static constexpr int value = N; };
+
+// The side of the pipeline that runs ahead: which tile to load next. The same in all threads of a warp but for the words and pages.
 struct Loader {
-    int query_start, row_start, num_rows, kv_head, table_row;
+    int query_start, row_start, num_rows, kv_head, first_new, table_row;
     int token, last, next, end;
-    int word;      // of the current item, in lane i word i
-    int next_word; // of the item after it
-    int pages;     // page ids of the tile at `token`, one per lane
+    int word, next_word;       // of the current item and the one after it, in lane i word i
+    int pages, window, limit;  // lane i: the id of page window + i of those before `limit`
+    int later_pages;           // the window after that; windows overlap, so that a tile lies in one
     int num_items, num_tiles;
     bool is_first;
 };
+constexpr int OVERLAP = PAGES_PER_TILE - 1;
 
 __device__ __forceinline__ void take_item(Loader& l, int word, int rank) {
     l.word = word;
@@ -430,6 +444,7 @@ __device__ __forceinline__ void take_item(Loader& l, int word, int rank) {
     l.num_rows = __shfl_sync(~0u, word, 2);
     l.kv_head = __shfl_sync(~0u, word, 3);
     const int begin = __shfl_sync(~0u, word, 4), end = __shfl_sync(~0u, word, 5);
+    l.first_new = __shfl_sync(~0u, word, 6);
     l.table_row = __shfl_sync(~0u, word, 7);
     split_range(begin, end, rank, l.token, l.last);
     l.is_first = true;
@@ -446,45 +461,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     const float scale = LOG2E * rsqrtf(HEAD_DIM);
     const Partials partials{partial_sums, partial_stats};
 
+    // The plan, page ids and all keys but the step's own were there before the kernel ahead began: only the rest waits for it.
     const int start_word = ((const int*)(starts + blockIdx.x))[lane];
     Loader l;
     take_item(l, lane < ITEM_WORDS ? start_word : 0, rank);
-    if (l.num_rows == 0) return;  // so does the whole cluster
+    if (l.num_rows == 0) {  // so has the whole cluster
+        wait_for_writers();
+        return;
+    }
 #if CLUSTER > 1
     arrive_cluster();  // waited for before the first store to a peer
 #endif
-    l.pages = __shfl_sync(~0u, start_word, ITEM_WORDS + lane % PAGES_PER_TILE);
+    auto read_pages = [&](int first) {
+        const int page = first + lane;
+        return l.num_rows > 0 && page << PAGE_SHIFT < l.last ? page_table[(int64_t)l.table_row * page_stride + page] : 0;
+    };
+    l.pages = __shfl_sync(~0u, start_word, ITEM_WORDS + (lane & (START_PAGES - 1)));
+    l.window = l.token >> PAGE_SHIFT;
+    l.limit = l.window + START_PAGES;
+    l.later_pages = read_pages(l.limit - OVERLAP);
     l.next = __shfl_sync(~0u, start_word, 12);
     l.end = __shfl_sync(~0u, start_word, 13);
     l.next_word = l.next < l.end && lane < ITEM_WORDS ? ((const int*)(items + l.next))[lane] : 0;
     l.num_items = l.num_tiles = 0;
 
-    auto load_tile = [&]() {
+    auto query_source = [&](int i) {  // of the 16 bytes at chunk i of the item's queries
+        const int r = l.row_start + i / CHUNKS;
+        return query + (int64_t)(l.query_start + r / GROUP) * query_stride + (l.kv_head * GROUP + r % GROUP) * HEAD_DIM + i % CHUNKS * 8;
+    };
+    auto load_tile = [&](bool has_waited) {
         if (l.num_rows > 0) {
-            const uint32_t stage = base + l.num_tiles % STAGES * (2 * KV_BYTES);
             constexpr int STEP = THREADS / CHUNKS;
             const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
-            const uint32_t target = stage + swizzle(row, chunk);  // STEP rows further down the swizzle is the same where STEP is a multiple of 8
-            const int64_t column = l.kv_head * HEAD_DIM + chunk * 8;
-#pragma unroll
-            for (int i = 0; i < TILE / STEP; ++i) {
-                const int token = l.token + row + i * STEP;
-                const int64_t page = __shfl_sync(~0u, l.pages, (token >> PAGE_SHIFT) - (l.token >> PAGE_SHIFT));
-                const bool is_wanted = token < l.last;
-                const int64_t offset = is_wanted ? (page * PAGE_SIZE + (token & (PAGE_SIZE - 1))) * (NUM_KV_HEADS * HEAD_DIM) + column : 0;
-                const uint32_t place = STEP % 8 == 0 ? target + i * STEP * ROW_BYTES : stage + swizzle(row + i * STEP, chunk);
-                copy_async(place, key_pages + offset, is_wanted);
-                copy_async(place + KV_BYTES, value_pages + offset, is_wanted);
+            const uint32_t target = base + l.num_tiles % STAGES * (2 * KV_BYTES) + swizzle(row, chunk);
+            const int column = row * TOKEN_BYTES + l.kv_head * ROW_BYTES + chunk * 16, count = l.last - l.token - row;
+            if (!has_waited && (l.num_items > 0 || l.token + TILE > l.first_new)) wait_for_writers();
+            if (((l.token + TILE - 1) >> PAGE_SHIFT) >= l.limit) {
+                l.pages = l.later_pages;
+                l.window = l.limit - OVERLAP;
+                l.limit = l.window + 32;
+                l.later_pages = read_pages(l.limit - OVERLAP);
             }
-            if (l.is_first) {
-                const uint32_t slot = base + QUERY_OFFSET + l.num_items % QUERY_SLOTS * QUERY_BYTES;
-                for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS) {
-                    const int r = l.row_start + i / CHUNKS;
-                    const Number* source = query + (int64_t)(l.query_start + r / GROUP) * query_stride + (l.kv_head * GROUP + r % GROUP) * HEAD_DIM;
-                    copy_async(slot + swizzle(i / CHUNKS, i % CHUNKS), source + i % CHUNKS * 8, true);
+#pragma unroll
+            for (int g = 0; g < TILE / 16; ++g) {  // 16 tokens lie in one page
+                const int token = l.token + g * 16;
+                const int64_t page = __shfl_sync(~0u, l.pages, (token >> PAGE_SHIFT) - l.window);
+                const int64_t offset = page * (PAGE_SIZE * TOKEN_BYTES) + ((token & (PAGE_SIZE - 1)) * TOKEN_BYTES + column);
+                const char *key = (const char*)key_pages + offset, *value = (const char*)value_pages + offset;
+#pragma unroll
+                for (int i = 0; i < 16 / STEP; ++i) {
+                    const uint32_t place = (target ^ ((i * STEP & 7) << 4)) + (g * 16 + i * STEP) * ROW_BYTES;
+                    const bool is_wanted = g * 16 + i * STEP < count;
+                    copy_async(place, key + i * STEP * TOKEN_BYTES, is_wanted);
+                    copy_async(place + KV_BYTES, value + i * STEP * TOKEN_BYTES, is_wanted);
                 }
             }
+            if (l.is_first && l.num_items > 0) {
+                const uint32_t slot = base + QUERY_OFFSET + l.num_items % QUERY_SLOTS * QUERY_BYTES;
+                for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS) copy_async(slot + swizzle(i / CHUNKS, i % CHUNKS), query_source(i), true);
+            }
         }
+        asm volatile("cp.async.commit_group;" ::: "memory");
         if (l.is_first && warp == 0 && lane < ITEM_WORDS) ((int*)(memory + ITEM_OFFSET + l.num_items % STAGES * 64))[lane] = l.word;
         l.is_first = false;
         ++l.num_tiles;
@@ -494,39 +531,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             take_item(l, l.next_word, rank);
             ++l.next;
             l.next_word = l.next < l.end && lane < ITEM_WORDS ? ((const int*)(items + l.next))[lane] : 0;
+            l.window = l.token >> PAGE_SHIFT;
+            l.limit = l.window + 32;
+            l.pages = read_pages(l.window);
+            l.later_pages = read_pages(l.limit - OVERLAP);
         }
-        const int page = (l.token >> PAGE_SHIFT) + lane;
-        l.pages = lane < PAGES_PER_TILE && l.num_rows > 0 && page << PAGE_SHIFT < l.last ? page_table[(int64_t)l.table_row * page_stride + page] : 0;
-        asm volatile("cp.async.commit_group;" ::: "memory");
     };
+    const Loader first = l;
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) load_tile();
+    for (int i = 0; i < STAGES - 1; ++i) load_tile(false);
+    wait_for_writers();
+    {
+        const Loader ahead = l;
+        l = first;
+        for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS)
+            *(uint4*)(memory + QUERY_OFFSET + swizzle(i / CHUNKS, i % CHUNKS)) = *(const uint4*)query_source(i);
+        l = ahead;
+    }
 
     float* peaks = (float*)(memory + PEAK_OFFSET);
-    const uint32_t weights = base + WEIGHT_OFFSET;
+    const int half = lane >> 4;  // which of two chunks of 16 bytes this lane addresses
     int tile = 0;
-#pragma unroll 1
-    for (int item_index = 0;; ++item_index) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        __syncthreads();
-        const Item item = *(const Item*)(memory + ITEM_OFFSET + item_index % STAGES * 64);
-        if (item.num_rows == 0) break;
+    auto process = [&](auto m_tiles, const Item& item, int item_index) {
+        constexpr int M = decltype(m_tiles)::value;
+        constexpr bool IS_HELD = is_query_held(M), IS_EARLY = are_values_early(M);
         const uint32_t slot = base + QUERY_OFFSET + item_index % QUERY_SLOTS * QUERY_BYTES;
         int token, last;
         split_range(item.token_begin, item.token_end, rank, token, last);
-        auto load_query = [&](uint32_t(&a)[4], int m, int k) {
-            load_matrices(a, slot + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + (lane >> 4)));
-        };
-        uint32_t held[IS_QUERY_HELD ? M_TILES : 1][IS_QUERY_HELD ? K_STEPS : 1][4];
-        if (IS_QUERY_HELD) {
+        auto load_query = [&](uint32_t(&a)[4], int m, int k) { load_matrices(a, slot + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + half)); };
+        uint32_t held[IS_HELD ? M : 1][IS_HELD ? K_STEPS : 1][4];
+        if (IS_HELD) {
 #pragma unroll
-            for (int m = 0; m < M_TILES; ++m)
+            for (int m = 0; m < M; ++m)
 #pragma unroll
-                for (int k = 0; k < K_STEPS; ++k) load_query(held[m][k], m, k);
+                for (int k = 0; k < K_STEPS; ++k) load_query(held[IS_HELD ? m : 0][IS_HELD ? k : 0], m, k);
         }
-        float sums[M_TILES][2 * PAIRS][4] = {}, peak[M_TILES][2], total[M_TILES][2] = {};
+        float sums[M][2 * PAIRS][4] = {}, peak[M][2], total[M][2] = {};
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m) peak[m][0] = peak[m][1] = -INFINITY;
+        for (int m = 0; m < M; ++m) peak[m][0] = peak[m][1] = -INFINITY;
 
 #pragma unroll 1
         for (bool is_started = false;; is_started = true) {
@@ -534,48 +576,58 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
                 __syncthreads();
             }
-            const uint32_t keys = base + tile % STAGES * (2 * KV_BYTES), values = keys + KV_BYTES;
-            float scores[M_TILES][2][4] = {};
+            const uint32_t stage = base + tile % STAGES * (2 * KV_BYTES);
+            const uint32_t keys = stage + swizzle(warp * 16 + half * 8 + (lane & 7), (lane >> 3) & 1);
+            const uint32_t values = stage + KV_BYTES + swizzle(lane & 15, warp * (COLUMNS / 8) + half);
+            const uint32_t weights = base + WEIGHT_OFFSET + (lane & 15) * (TILE * 2) + ((half ^ (lane & 7)) << 4);
+            constexpr int CHAINS = M == 1 ? 2 : 1;  // of dependent products, per accumulator
+            float parts[CHAINS][M][2][4] = {};
             constexpr int BATCH = K_STEPS < 8 ? K_STEPS : 8;  // loads in flight before the products that need them
 #pragma unroll
             for (int k0 = 0; k0 < K_STEPS; k0 += BATCH) {
                 uint32_t b[BATCH][4];
 #pragma unroll
+                for (int k = 0; k < BATCH; ++k) load_matrices(b[k], keys ^ ((k0 + k) << 5));
+#pragma unroll
                 for (int k = 0; k < BATCH; ++k)
-                    load_matrices(b[k], keys + swizzle(warp * 16 + (lane >> 4) * 8 + (lane & 7), 2 * (k0 + k) + ((lane >> 3) & 1)));
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) {
-                    if (m > 0 && m * 16 >= item.num_rows) break;
-#pragma unroll
-                    for (int k = 0; k < BATCH; ++k) {
+                    for (int m = 0; m < M; ++m) {
                         uint32_t a[4];
-                        if (!IS_QUERY_HELD) load_query(a, m, k0 + k);
-                        multiply(scores[m][0], IS_QUERY_HELD ? held[IS_QUERY_HELD ? m : 0][IS_QUERY_HELD ? k0 + k : 0] : a, b[k][0], b[k][1]);
-                        multiply(scores[m][1], IS_QUERY_HELD ? held[IS_QUERY_HELD ? m : 0][IS_QUERY_HELD ? k0 + k : 0] : a, b[k][2], b[k][3]);
+                        if (!IS_HELD) load_query(a, m, k0 + k);
+                        multiply(parts[k % CHAINS][m][0], IS_HELD ? held[IS_HELD ? m : 0][IS_HELD ? k0 + k : 0] : a, b[k][0], b[k][1]);
+                        multiply(parts[k % CHAINS][m][1], IS_HELD ? held[IS_HELD ? m : 0][IS_HELD ? k0 + k : 0] : a, b[k][2], b[k][3]);
                     }
-                }
             }
             uint32_t v[TILE / 16][PAIRS][4];
             auto load_values = [&](int k) {
 #pragma unroll
-                for (int p = 0; p < PAIRS; ++p) load_transposed(v[k][p], values + swizzle(k * 16 + (lane & 15), warp * (COLUMNS / 8) + p * 2 + (lane >> 4)));
+                for (int p = 0; p < PAIRS; ++p) load_transposed(v[k][p], (values ^ (p << 5)) + k * 16 * ROW_BYTES);
             };
-            if (ARE_VALUES_EARLY) {
+            if (IS_EARLY) {
 #pragma unroll
                 for (int k = 0; k < TILE / 16; ++k) load_values(k);
             }
+            float(&scores)[M][2][4] = parts[0];
+            if (CHAINS == 2) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) scores[0][i / 4][i % 4] += parts[CHAINS - 1][0][i / 4][i % 4];
+            }
             if (token + TILE > min(last, item.first_visible + item.row_start / GROUP + 1)) {
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m)
+                for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int j = 0; j < 2; ++j)
+                    for (int h = 0; h < 2; ++h) {
+                        const int row = m * 16 + (lane >> 2) + h * 8;
+                        const int seen = min(last, item.first_visible + (item.row_start + row) / GROUP + 1) - (token + warp * 16 + (lane & 3) * 2);
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int key = token + warp * 16 + j * 8 + (lane & 3) * 2 + (i & 1), row = m * 16 + (lane >> 2) + (i >> 1) * 8;
-                            if (key >= last || key > item.first_visible + (item.row_start + row) / GROUP) scores[m][j][i] = -INFINITY;
-                        }
+                        for (int i = 0; i < 4; ++i)
+                            if ((i >> 1) * 8 + (i & 1) >= seen) scores[m][i >> 1][2 * h + (i & 1)] = -INFINITY;
+                    }
             }
-            // exp2(score - reference) to shared memory; returns the sums of this thread's.
+            auto largest = [&](int m, int h) {
+                return fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1])) * scale;
+            };
+            // exp2(score - reference) to shared memory; returns the sum of this thread's.
             auto store_weights = [&](int m, int h, float reference) {
                 const int row = m * 16 + h * 8 + (lane >> 2);
                 float sum = 0;
@@ -589,40 +641,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             };
             // Any reference will do that is not far below the maximum: the one before serves until a score exceeds it by 2^8.
             bool is_exceeded = true;
-            float added[M_TILES][2];
+            float added[M][2];
             if (is_started) {
                 is_exceeded = false;
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) {
-                    if (m > 0 && m * 16 >= item.num_rows) break;
+                for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const float x = fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1]));
-                        is_exceeded |= x * scale > peak[m][h] + 8;
+                        is_exceeded |= largest(m, h) > peak[m][h] + 8;
                         added[m][h] = store_weights(m, h, peak[m][h] == -INFINITY ? 0 : peak[m][h]);
                     }
-                }
                 is_exceeded = __syncthreads_or(is_exceeded);
             }
             if (is_exceeded) {
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m)
+                for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        float x = fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1]));
+                        float x = largest(m, h);
                         x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                        if ((lane & 3) == 0) peaks[warp * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)] = x * scale;
+                        if ((lane & 3) == 0) peaks[warp * (M * 16) + m * 16 + h * 8 + (lane >> 2)] = x;
                     }
                 __syncthreads();
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) {
-                    if (m > 0 && m * 16 >= item.num_rows) break;
+                for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         float larger = peak[m][h];
 #pragma unroll
-                        for (int w = 0; w < WARPS; ++w) larger = fmaxf(larger, peaks[w * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)]);
+                        for (int w = 0; w < WARPS; ++w) larger = fmaxf(larger, peaks[w * (M * 16) + m * 16 + h * 8 + (lane >> 2)]);
                         const float reference = larger == -INFINITY ? 0 : larger, old = exp2_fast(peak[m][h] - reference);
                         peak[m][h] = larger;
                         total[m][h] *= old;
@@ -630,27 +678,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                         for (int n = 0; n < 2 * PAIRS; ++n) sums[m][n][2 * h] *= old, sums[m][n][2 * h + 1] *= old;
                         added[m][h] = store_weights(m, h, reference);
                     }
-                }
                 __syncthreads();
             }
-            load_tile();  // into the stage of the tile before
+            uint32_t a[TILE / 16][M][4];
+            auto load_weights = [&](int k) {
 #pragma unroll
-            for (int m = 0; m < M_TILES; ++m) {
-                if (m > 0 && m * 16 >= item.num_rows) break;
-                total[m][0] += added[m][0], total[m][1] += added[m][1];
+                for (int m = 0; m < M; ++m) load_matrices(a[k][m], (weights ^ (k << 5)) + m * 16 * TILE * 2);
+            };
+            if (IS_EARLY) {
+#pragma unroll
+                for (int k = 0; k < TILE / 16; ++k) load_weights(k);
             }
+            load_tile(true);  // into the stage of the tile before
+#pragma unroll
+            for (int m = 0; m < M; ++m) total[m][0] += added[m][0], total[m][1] += added[m][1];
 #pragma unroll
             for (int k = 0; k < TILE / 16; ++k) {
-                if (!ARE_VALUES_EARLY) load_values(k);
+                if (!IS_EARLY) load_values(k), load_weights(k);
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m) {
-                    if (m > 0 && m * 16 >= item.num_rows) break;
-                    uint32_t a[4];
-                    const int row = m * 16 + (lane & 15);
-                    load_matrices(a, weights + row * (TILE * 2) + (((k * 2 + (lane >> 4)) ^ (row & 7)) << 4));
+                for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int p = 0; p < PAIRS; ++p) multiply(sums[m][2 * p], a, v[k][p][0], v[k][p][1]), multiply(sums[m][2 * p + 1], a, v[k][p][2], v[k][p][3]);
-                }
+                    for (int p = 0; p < PAIRS; ++p)
+                        multiply(sums[m][2 * p], a[k][m], v[k][p][0], v[k][p][1]), multiply(sums[m][2 * p + 1], a[k][m], v[k][p][2], v[k][p][3]);
             }
             ++tile;
             token += TILE;
@@ -658,26 +707,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
         }
 
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 total[m][h] += __shfl_xor_sync(~0u, total[m][h], 1);
                 total[m][h] += __shfl_xor_sync(~0u, total[m][h], 2);
-                if ((lane & 3) == 0) peaks[warp * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)] = total[m][h];
+                if ((lane & 3) == 0) peaks[warp * (M * 16) + m * 16 + h * 8 + (lane >> 2)] = total[m][h];
             }
         __syncthreads();
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 total[m][h] = 0;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) total[m][h] += peaks[w * (M_TILES * 16) + m * 16 + h * 8 + (lane >> 2)];
+                for (int w = 0; w < WARPS; ++w) total[m][h] += peaks[w * (M * 16) + m * 16 + h * 8 + (lane >> 2)];
             }
 
 #if CLUSTER == 1
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = m * 16 + h * 8 + (lane >> 2), column = warp * COLUMNS + (lane & 3) * 2;
@@ -699,7 +748,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
         const uint32_t stats = base + PEER_OFFSET + (item_index & 1) * (PEER_BYTES / 2), columns = stats + CLUSTER * MAX_ROWS * 8;
         if (item_index == 0) wait_cluster();
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int row = m * 16 + h * 8 + (lane >> 2), place = rank * MAX_ROWS + row;
@@ -735,7 +784,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             }
         }
 #endif
-        if (item.num_pieces > 1) merge_last(out, item, partials, counters, rank);
+        if (item.num_pieces > 1) merge_last(out, item, partials, counters, rank, (int*)peaks);
+    };
+
+#pragma unroll 1
+    for (int i = 0;; ++i) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        __syncthreads();
+        const Item item = *(const Item*)(memory + ITEM_OFFSET + i % STAGES * 64);
+        if (item.num_rows == 0) break;
+        if (item.num_rows <= 16 || M_TILES == 1) process(Count<1>(), item, i);
+        else if (item.num_rows <= 32 || M_TILES == 2) process(Count<M_TILES < 2 ? M_TILES : 2>(), item, i);
+        else process(Count<M_TILES>(), item, i);
     }
 }
 

@@ -124,7 +124,7 @@ class AttentionPlan:
         bounds = 4 * (2 * (batch + 1) + self.num_workers + 1)
         self._plan: Kernel = load(self.device, "attention", "plan_attention", "PPPPPPiiii", defines, bounds)
         shared = _shared_bytes(rows, head_dim, self.cluster, stages) if stages else 0
-        self._attend: Kernel = load(self.device, "attention", "append_attention", "PPPPPPPPPPii", defines, shared)
+        self._attend: Kernel = load(self.device, "attention", "append_attention", "PPPPPPPPPPii", defines, shared, programmatic=True)
         segments = batch * -(-max_query_len * defines["GROUP"] // rows) * num_kv_heads
         slots = 2 * self.num_workers
 
