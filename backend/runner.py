@@ -132,7 +132,7 @@ def prepare_pages(planes: Sequence[torch.Tensor], copies: Sequence[tuple[int, in
     planes [P, page, ...] hold something of every token.
     """
     device, size = planes[0].device, planes[0].shape[1]
-    cleared = torch.tensor(fresh, device=device)
+    cleared = torch.tensor(fresh, dtype=torch.long, device=device)
     if not copies:
         for plane in planes:
             plane.index_fill_(0, cleared, 0)
