@@ -6,6 +6,7 @@ python -m benchmarks.gpu_sampling
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,7 +30,11 @@ def measure(calls: Sequence[Callable[[], object]], replays: int = 9) -> float:
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for call in calls:
             call()
-    times = []
+    times: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.05:  # clocks rise
+        graph.replay()
+        torch.cuda.synchronize()
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -44,6 +49,15 @@ def copy_bandwidth(device: torch.device) -> float:
     """Bytes read and written a second by a copy of 2 GB."""
     source, target = (torch.empty(2**30, dtype=torch.int16, device=device) for _ in range(2))
     return 2 * source.nbytes / measure([lambda: target.copy_(source)] * 3)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of the fastest thing here that reads rows of logits once: greedy choice."""
+    table, sets = make_table(128, device, known=4, is_greedy=True), logits_sets(512, "flat", device)
+    cu = torch.arange(129, dtype=torch.int32, device=device) * 4
+    row_slots = torch.arange(128, dtype=torch.int32, device=device)
+    outputs = choose(sets[0], table, row_slots, cu)
+    return sets[0].nbytes / measure([lambda x=x: choose(x, table, row_slots, cu, outputs) for x in sets])  # type: ignore[misc]
 
 
 def make_table(batch: int, device: torch.device, *, known: int = 640, **parameters: object) -> SlotTable:
@@ -128,7 +142,7 @@ def main() -> None:
     device = torch.device("cuda:0")
     with device_stream(device):
         bandwidth = copy_bandwidth(device)
-        print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s")
+        print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, greedy choice reads {read_bandwidth(device) / 1e12:.2f} TB/s")
         state_rows(device)
         sampling_rows(device, bandwidth)
 

@@ -41,29 +41,18 @@ __device__ __forceinline__ Logit from_float(float x) {
 #endif
 }
 
-// Logits 8 * chunk .. 8 * chunk + 7; -inf past the row's end.
+// Logits 8 * chunk .. 8 * chunk + 7, -inf past the row's end; chunk * 8 < vocab_size.
 __device__ __forceinline__ Raw load_chunk(const Logit* row, int chunk, int vocab_size) {
   Raw raw;
-#if VECTOR
-  if (chunk * 8 < vocab_size) {
-#if LOGIT == 0
-    raw.a = reinterpret_cast<const float4*>(row)[2 * chunk];
-    raw.b = reinterpret_cast<const float4*>(row)[2 * chunk + 1];
-#else
-    raw.v = reinterpret_cast<const uint4*>(row)[chunk];
-#endif
-  } else {
-#if LOGIT == 0
-    raw.a = raw.b = make_float4(-INF, -INF, -INF, -INF);
-#else
-    const unsigned low = LOGIT == 1 ? 0xff80ff80u : 0xfc00fc00u;
-    raw.v = make_uint4(low, low, low, low);
-#endif
-  }
-#else
+#if !VECTOR
   Logit* cells = reinterpret_cast<Logit*>(&raw);
 #pragma unroll
   for (int k = 0; k < 8; ++k) cells[k] = chunk * 8 + k < vocab_size ? row[chunk * 8 + k] : from_float(-INF);
+#elif LOGIT == 0
+  raw.a = reinterpret_cast<const float4*>(row)[2 * chunk];
+  raw.b = reinterpret_cast<const float4*>(row)[2 * chunk + 1];
+#else
+  raw.v = reinterpret_cast<const uint4*>(row)[chunk];
 #endif
   return raw;
 }

@@ -48,6 +48,3 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 // A number's leading 23 bits as a float in [1, 2): never above 1 + u.
 __device__ __forceinline__ float unit_floor(unsigned number) { return __uint_as_float((number >> 9) | 0x3f800000u); }
-
-// The leading 24 bits as a float in [0.5, 2), in the same order: at most 0.5 + 2 * u, in one instruction.
-__device__ __forceinline__ float half_unit(unsigned number) { return __uint_as_float(__byte_perm(number, 0x3f, 0x4321)); }

@@ -24,15 +24,15 @@ namespace cg = cooperative_groups;
 #define CLUSTER_DIMS
 #endif
 
-constexpr int WARPS = THREADS / 32;
+constexpr int WARPS = THREADS / 32, STRIDE = CLUSTER * THREADS;
+constexpr int DEPTH = LOGIT == 0 ? 2 : 4;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NONE = -1e30f;  // below every logit in base 2, and finite: differences with it are
 
 struct Best {
   unsigned long long key;  // score_key, 0: none
   float base, sum;         // sum of 2^(t - base), t: logits over temperature in base 2
-  float greatest;
-  int is_broken;
+  float greatest;  // NaN if one is
 };
 
 struct Next {
@@ -52,7 +52,7 @@ struct Counts {
 __device__ __forceinline__ Best combine(const Best& a, const Best& b) {
   const float base = fmaxf(a.base, b.base);
   return {a.key > b.key ? a.key : b.key, base, a.sum * exp2_fast(a.base - base) + b.sum * exp2_fast(b.base - base),
-          fmaxf(a.greatest, b.greatest), a.is_broken | b.is_broken};
+          max_nan(a.greatest, b.greatest)};
 }
 
 __device__ __forceinline__ Next combine(const Next& a, const Next& b) {
@@ -121,7 +121,7 @@ __device__ T reduce(T value, const T& zero, Shared& shared, int& turn) {
 
 struct Row {
   const Logit* logits;
-  int vocab_size, first, num_turns;  // chunks first, first + CLUSTER * THREADS, ...
+  int vocab_size, first, num_chunks;  // a thread has chunks first, first + STRIDE, ...
   float temperature, to_base2;       // t = value * to_base2
   unsigned position, seed_low, seed_high;
 
@@ -134,26 +134,36 @@ struct Row {
 #pragma unroll
       for (int k = 0; k < 8; ++k) x[k] = value(x[k]);
   }
-  __device__ __forceinline__ int chunk(int turn) const { return first + turn * CLUSTER * THREADS; }
+  __device__ __forceinline__ Raw load(int chunk) const { return load_chunk(logits, min(chunk, num_chunks - 1), vocab_size); }
+  // visit(chunk, raw) for each chunk of the thread; DEPTH loads are under way at a time.
+  template <int DEPTH, class Visit>
+  __device__ __forceinline__ void visit(const Visit& visit) const {
+    for (int start = first; start < num_chunks; start += DEPTH * STRIDE) {
+      Raw raws[DEPTH];
+#pragma unroll
+      for (int d = 0; d < DEPTH; ++d) raws[d] = load(start + d * STRIDE);
+#pragma unroll
+      for (int d = 0; d < DEPTH; ++d)
+        if (start + d * STRIDE < num_chunks) visit(start + d * STRIDE, raws[d]);
+    }
+  }
 };
 
-__device__ __forceinline__ Best no_best() { return {0, NONE, 0, -INF, 0}; }
+__device__ __forceinline__ Best no_best() { return {0, NONE, 0, -INF}; }
 
 // The likeliest token, the lowest id of equals.
 __device__ Best find_greatest(const Row& row) {
-  float best = -INF;
-  int best_chunk = -1, is_broken = 0;
-#pragma unroll 4
-  for (int turn = 0; turn < row.num_turns; ++turn) {
-    const float greatest = chunk_max(load_chunk(row.logits, row.chunk(turn), row.vocab_size));
-    is_broken |= !(greatest < INF);
-    if (greatest > best) best = greatest, best_chunk = row.chunk(turn);
-  }
   Best found = no_best();
-  found.is_broken = is_broken;
+  float best = -INF;
+  int best_chunk = -1;
+  row.visit<DEPTH>([&](int chunk, const Raw& raw) {
+    const float greatest = chunk_max(raw);
+    found.greatest = max_nan(found.greatest, greatest);
+    if (greatest > best) best = greatest, best_chunk = chunk;
+  });
   if (best_chunk >= 0) {
     float x[8];
-    unpack(load_chunk(row.logits, best_chunk, row.vocab_size), x);
+    unpack(row.load(best_chunk), x);
     int place = 7;
 #pragma unroll
     for (int k = 6; k >= 0; --k)
@@ -163,7 +173,7 @@ __device__ Best find_greatest(const Row& row) {
   return found;
 }
 
-constexpr float MARGIN = 2;  // tokens whose score is this close to the best are noted; natural logarithm
+constexpr float MARGIN = 1;  // tokens whose score is this close to the best are noted; natural logarithm
 
 __device__ __forceinline__ float lower_bound(float score2) { return score2 - 1e-3f - fabsf(score2) * 4e-6f; }
 
@@ -172,35 +182,32 @@ __device__ __forceinline__ float lower_bound(float score2) { return score2 - 1e-
 template <bool IS_FIRST>
 __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit_id, float margin, Shared& shared) {
   if (threadIdx.x == 0) shared.bound = order(NONE), shared.num_noted = 0;
-  Raw raw = load_chunk(row.logits, row.chunk(0), row.vocab_size);
+  Raw raw = row.load(row.first);
   __syncthreads();
   {  // a first bound from a few tokens, with E <= u / (1 - u)
     float x[8];
     row.unpack_values(raw, x);
-    const uint4 r = philox(2 * row.chunk(0), row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
+    const uint4 r = philox(2 * row.first, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const unsigned numbers[4] = {r.x, r.y, r.z, r.w};
     float reached = NONE;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const float u = (float(numbers[k]) + 0.5f) * 0x1p-32f;
-      const bool is_in = IS_FIRST || x[k] > limit;
-      if (is_in && x[k] > -INF) reached = fmaxf(reached, x[k] * row.to_base2 + __log2f((1.0001f - u) / u) - 1e-3f - margin * LOG2E);
+      const bool is_in = row.first < row.num_chunks && (IS_FIRST || x[k] > limit);
+      if (is_in && x[k] > -INF) reached = fmaxf(reached, x[k] * row.to_base2 + __log2f(__fdividef(1.0001f - u, u)) - 1e-3f - margin * LOG2E);
     }
     const int in_warp = __reduce_max_sync(~0u, order(lower_bound(reached)));
     if (threadIdx.x % 32 == 0) atomicMax(&shared.bound, in_warp);
     __syncthreads();
   }
   Best found = no_best();
-  for (int turn = 0; turn < row.num_turns; ++turn) {
-    const int chunk = row.chunk(turn);
-    const Raw next = load_chunk(row.logits, row.chunk(turn + 1), row.vocab_size);
+  for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE) {
     float x[8];
     row.unpack_values(raw, x);
     float greatest;
     if (IS_FIRST) {
       greatest = LOGIT == 0 ? row.value(chunk_max(raw)) : chunk_max(raw);
-      found.is_broken |= !(greatest < INF);
-      found.greatest = fmaxf(found.greatest, greatest);
+      found.greatest = max_nan(found.greatest, greatest);
     } else {
       greatest = -INF;
 #pragma unroll
@@ -209,27 +216,27 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
         greatest = fmaxf(greatest, x[k]);
       }
     }
-    raw = next;
+    raw = row.load(chunk + STRIDE);
     if (!IS_FIRST && greatest == -INF) continue;
     const float t = greatest * row.to_base2;
     if (t > found.base + 40) found.sum *= exp2_fast(found.base - t), found.base = t;
-    const float bound = unorder(*static_cast<volatile int*>(&shared.bound));
-    const float factor = fminf(exp2_fast(found.base - bound + 1), 1e38f);
     const uint4 low = philox(2 * chunk, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const uint4 high = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const unsigned numbers[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    const auto is_close = [&](int k, float weight) { return half_unit(numbers[k]) <= fmaf(weight, factor, 0.5f + 0x1p-22f); };
-    bool is_hit = false;
+    if (IS_FIRST)
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const float weight = exp2_fast(fmaf(x[k], row.to_base2, -found.base));
-      if (IS_FIRST) found.sum += weight;
-      is_hit |= is_close(k, weight);
-    }
-    if (!is_hit) continue;
+      for (int k = 0; k < 8; ++k) found.sum += exp2_fast(fmaf(x[k], row.to_base2, -found.base));
+    // First the least number against the greatest logit, then each against its own.
+    const float bound = unorder(*static_cast<volatile int*>(&shared.bound));
+    const unsigned least = __vimin3_u32(__vimin3_u32(numbers[0], numbers[1], numbers[2]), __vimin3_u32(numbers[3], numbers[4], numbers[5]),
+                                        min(numbers[6], numbers[7]));
+    const auto is_close = [&](unsigned number, float value) {
+      return unit_floor(number) <= exp2_fast(fmaf(value, row.to_base2, -bound)) + (1 + 0x1p-22f);
+    };
+    if (!is_close(least, greatest)) continue;
     unsigned hits = 0;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) hits |= unsigned(is_close(k, exp2_fast(fmaf(x[k], row.to_base2, -found.base)))) << k;
+    for (int k = 0; k < 8; ++k) hits |= unsigned(is_close(numbers[k], x[k])) << k;
     while (hits) {
       const int k = __ffs(hits) - 1;
       hits &= hits - 1;
@@ -269,23 +276,24 @@ __device__ __forceinline__ Standing find_standing(const Row& row, float value, i
   Standing standing = {0, 0};
   const int own = token_id / 8;
   const float above = nextafterf(value, INF);
-#pragma unroll 2
-  for (int turn = 0; turn < row.num_turns; ++turn) {
-    const int chunk = row.chunk(turn);
-    const Raw raw = load_chunk(row.logits, chunk, row.vocab_size);
-    if (!(row.value(chunk_max(raw)) >= value)) continue;
+  row.visit<DEPTH>([&](int chunk, const Raw& raw) {
+    if (!(row.value(chunk_max(raw)) >= value)) return;
     float x[8];
     row.unpack_values(raw, x);
     const float least = chunk < own ? value : above;  // equal ones count before the token's own place
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const float weight = exp2_fast(fmaf(x[k], row.to_base2, -base));
-      if (x[k] >= least || (chunk == own && k < token_id % 8 && x[k] == value)) {
+      if (x[k] >= least) {
         standing.mass += weight;
         if (HAS_RANK) ++standing.rank;
       }
     }
-  }
+    if (chunk == own)
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        if (k < token_id % 8 && x[k] == value) standing.mass += exp2_fast(fmaf(value, row.to_base2, -base)), ++standing.rank;
+  });
   if (!HAS_RANK) standing.rank = standing.mass > 0;
   return standing;
 }
@@ -328,9 +336,8 @@ __device__ __forceinline__ void count_value(float x, const float (&places)[8], C
 __device__ int gather(const Row& row, float least, Shared& shared, int& turn) {
   if (threadIdx.x == 0) shared.num_noted = 0;
   __syncthreads();
-  for (int i = 0; i < row.num_turns; ++i) {
-    const Raw raw = load_chunk(row.logits, row.chunk(i), row.vocab_size);
-    if (!(row.value(chunk_max(raw)) >= least)) continue;
+  row.visit<DEPTH>([&](int chunk, const Raw& raw) {
+    if (!(row.value(chunk_max(raw)) >= least)) return;
     float x[8];
     row.unpack_values(raw, x);
 #pragma unroll
@@ -339,7 +346,7 @@ __device__ int gather(const Row& row, float least, Shared& shared, int& turn) {
       const int place = atomicAdd(&shared.num_noted, 1);
       if (place < THREADS) shared.noted[place].value = x[k];
     }
-  }
+  });
   __syncthreads();
   const bool is_full = shared.num_noted > THREADS;
   const Standing all = reduce(Standing{threadIdx.x ? 0 : shared.num_noted, float(is_full)}, Standing{0, 0}, shared, turn);
@@ -372,14 +379,13 @@ __device__ Kth find_top_k(const Row& row, int k, float low, const Best& first, S
     }
   }
   const auto count_all = [&](const float (&places)[8], Counts& counts) {
-    for (int i = 0; i < row.num_turns; ++i) {
-      const Raw raw = load_chunk(row.logits, row.chunk(i), row.vocab_size);
-      if (row.value(chunk_max(raw)) < places[0]) continue;
+    row.visit<2>([&](int chunk, const Raw& raw) {
+      if (row.value(chunk_max(raw)) < places[0]) return;
       float x[8];
       row.unpack_values(raw, x);
 #pragma unroll
       for (int e = 0; e < 8; ++e) count_value(x[e], places, counts);
-    }
+    });
   };
   const float value = find_kth(count_all, k, low, first.greatest, shared, turn);
   const Standing above = reduce(find_standing<true>(row, value, 0, first.base), Standing{0, 0}, shared, turn);
@@ -392,7 +398,7 @@ __device__ int draw(const Row& row, const SlotParams& params, int& is_broken, Sh
   const bool is_filtered = top_k > 0 || params.top_p < 1 || params.min_p > 0;
   const float margin = is_filtered ? MARGIN : 0;
   const Best first = reduce(find_best<true>(row, 0, 0, margin, shared), no_best(), shared, turn);
-  is_broken = first.is_broken;
+  is_broken = !(first.greatest < INF);
   if (first.key == 0 || is_broken) return -1;
   if (!is_filtered) return key_token(first.key);
   unsigned long long key = first.key;
@@ -513,13 +519,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
   row.logits = logits + size_t(index) * vocab_size;
   row.vocab_size = vocab_size;
   row.first = block * THREADS + threadIdx.x;
-  row.num_turns = ((vocab_size + 7) / 8 + CLUSTER * THREADS - 1) / (CLUSTER * THREADS);
+  row.num_chunks = (vocab_size + 7) / 8;
   if (!is_processed && params.flags & RULES) process(logits + size_t(index) * vocab_size, slots, params, slot, place, block);
   int turn = 0, token_id, broken = 0;
   if (params.flags & GREEDY) {
     const Best best = reduce(find_greatest(row), no_best(), shared, turn);
     token_id = best.key ? key_token(best.key) : -1;
-    broken = best.is_broken;
+    broken = !(best.greatest < INF);
   } else {
     row.position = slots.num_tokens[slot] + place;
     row.seed_low = params.seed_low, row.seed_high = params.seed_high;
