@@ -75,6 +75,7 @@ def compile_source(name: str, architecture: str, defines: Defines | None = None)
     path = cache_folder() / f"{name}-{architecture}-{key}.cubin"
     if path.is_file():
         return path
+    logger.info("compiling kernels/%s.cu for %s ...", name, architecture)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / "out.cubin"
