@@ -48,12 +48,14 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * len(source) / measure(lambda _: torch.bitwise_not(source, out=target), 1)
 
 
-def make_plan(q: int, lengths: list[int], page: int, num_layers: int, device: torch.device) -> tuple[AttentionPlan, int]:
+def make_plan(q: int, lengths: list[int], page: int, device: torch.device, prefix: int = 0) -> tuple[AttentionPlan, int]:
+    """prefix: tokens that all requests share."""
     needed = [-(-n // page) for n in lengths]
     table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
     ids = torch.randperm(sum(needed), dtype=torch.int32)
     for row, own in zip(table, ids.split(needed)):
         row[: len(own)] = own
+        row[: prefix // page] = table[0, : prefix // page]
     plan = AttentionPlan(
         cu_query_lens=torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * q,
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
@@ -66,18 +68,20 @@ def make_plan(q: int, lengths: list[int], page: int, num_layers: int, device: to
         num_kv_heads=KV_HEADS,
         head_dim=SIZE,
         dtype=torch.bfloat16,
+        prefix_group=torch.zeros(len(lengths), dtype=torch.int32, device=device) if prefix else None,
+        prefix_len=torch.full((len(lengths),), prefix, dtype=torch.int32, device=device) if prefix else None,
     )
     plan.refresh()
     return plan, sum(needed)
 
 
-def measure_attention(q: int, lengths: list[int], page: int, pool: torch.Tensor, has_sdpa: bool) -> tuple[float, float, float]:
+def measure_attention(q: int, lengths: list[int], page: int, pool: torch.Tensor, has_sdpa: bool, prefix: int = 0) -> tuple[float, float, float]:
     """us of append_attention, of torch's SDPA, and the bytes of keys and values."""
     device = pool.device
     batch, longest = len(lengths), max(lengths)
     num_bytes = sum(lengths) * KV_HEADS * SIZE * 4
     layers = max(2, min(64, int(400e6 / num_bytes)))
-    plan, num_pages = make_plan(q, lengths, page, layers, device)
+    plan, num_pages = make_plan(q, lengths, page, device, prefix)
     plane = num_pages * page * KV_HEADS * SIZE
     layers = min(layers, len(pool) // (2 * plane))
     planes = pool[: layers * 2 * plane].view(layers, 2, num_pages, page, KV_HEADS, SIZE)
@@ -137,16 +141,64 @@ def main() -> None:
                 own, _, num_bytes = measure_attention(q, lengths, page, pool, has_sdpa=False)
                 print(f"mixed, q {q}: {name}: {own:.1f} us, {num_bytes / own / limit:.0%}", flush=True)
         for batch in (1, 32, 128):
-            plan, _ = make_plan(6, [768] * batch, 16, 1, device)
+            plan, _ = make_plan(6, [768] * batch, 16, device)
             print(f"plan for batch {batch}: {measure(lambda _: plan.refresh(), 20):.1f} us")  # noqa: B023
-        planes = pool[: 2 * 4096 * 16 * KV_HEADS * SIZE].view(2, 4096, 16, KV_HEADS, SIZE)
+        for q in (1, 6):
+            for batch, length, prefix in ((32, 4096, 3840), (128, 2304, 2048)):
+                apart, _, _ = measure_attention(q, [length] * batch, 16, pool, has_sdpa=False)
+                shared, _, _ = measure_attention(q, [length] * batch, 16, pool, has_sdpa=False, prefix=prefix)
+                print(f"{batch} requests of {length} tokens, q {q}, that share {prefix}: {shared:.1f} us, read apart {apart:.1f}", flush=True)
         for count in (1, 6, 32, 192, 768):
-            qkv = torch.randn(count, HEADS + 2 * KV_HEADS, SIZE, dtype=torch.bfloat16, device=device)
-            tables = torch.randn(2, 4096, 1, SIZE, dtype=torch.bfloat16, device=device)
-            slots = torch.randperm(4096 * 16, device=device)[:count].int()
-            positions = slots % 4096
-            took = measure(lambda _: append_kv(qkv, tables[0], tables[1], slots, planes[0], planes[1], positions), 20)  # noqa: B023
-            print(f"append_kv of {count} tokens: {took:.2f} us")
+            measure_step(count, pool)
+        for past in (0, 8192):
+            for chunk in (512, 2048):
+                measure_prefill(past, chunk, pool)
+
+
+def measure_step(count: int, pool: torch.Tensor) -> None:
+    """append_kv alone, and with the attention after it, as in a layer: one query each."""
+    device = pool.device
+    batch = count if count < 6 else count // 6
+    q = count // batch
+    plan, num_pages = make_plan(q, [768] * batch, 16, device)
+    layers = 8
+    plane = num_pages * 16 * KV_HEADS * SIZE
+    planes = pool[: layers * 2 * plane].view(layers, 2, num_pages, 16, KV_HEADS, SIZE)
+    qkv = torch.randn(count, HEADS + 2 * KV_HEADS, SIZE, dtype=torch.bfloat16, device=device)
+    tables = torch.randn(2, 4096, 1, SIZE, dtype=torch.bfloat16, device=device)
+    slots = torch.randperm(num_pages * 16, device=device)[:count].int()
+    positions = slots % 4096
+
+    def append(layer: int) -> torch.Tensor:
+        return append_kv(qkv, tables[0], tables[1], slots, planes[layer, 0], planes[layer, 1], positions)
+
+    alone = measure(append, layers)
+    both = measure(lambda i: append_attention(append(i), planes[i, 0], planes[i, 1], plan), layers)
+    print(f"append_kv of {count} tokens: {alone:.2f} us; with attention of {batch} x {q} at 768 after it: {both:.2f}", flush=True)
+
+
+def measure_prefill(past: int, chunk: int, pool: torch.Tensor) -> None:
+    """Torch's SDPA on keys and values gathered from their pages, as the engine computes prompts."""
+    device, length = pool.device, past + chunk
+    num_pages = length // 16
+    planes = pool[: 2 * num_pages * 16 * KV_HEADS * SIZE].view(2, num_pages, 16 * KV_HEADS * SIZE)
+    ids = torch.randperm(num_pages, device=device)
+    query = torch.randn(1, chunk, HEADS, SIZE, dtype=torch.bfloat16, device=device).transpose(1, 2)
+
+    def gather() -> list[torch.Tensor]:
+        return [plane.index_select(0, ids).view(1, length, KV_HEADS, SIZE).transpose(1, 2) for plane in planes]
+
+    if past:
+        from torch.nn.attention.bias import causal_lower_right
+
+        whole = measure(lambda _: F.scaled_dot_product_attention(query, *gather(), attn_mask=causal_lower_right(chunk, length), enable_gqa=True), 4)
+    else:
+        whole = measure(lambda _: F.scaled_dot_product_attention(query, *gather(), is_causal=True, enable_gqa=True), 4)
+    gathering = measure(lambda _: gather(), 4)
+    flops = 4 * HEADS * SIZE * (chunk * past + chunk * chunk / 2)
+    print(
+        f"prefill of {chunk} after {past} (SDPA): {whole:.1f} us, {flops / whole / 1e6:.0f} TFLOP/s, {gathering:.1f} us of it gathering", flush=True
+    )
 
 
 if __name__ == "__main__":

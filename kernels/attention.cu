@@ -1,7 +1,8 @@
 // Attention of a few queries per request over paged keys and values, and the plan that spreads one step's work over the GPU.
 //
 // Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; GROUP query heads per KV head; NUM_KV_HEADS; HEAD_DIM; PAGE_SIZE;
-// MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; STAGES of the KV pipeline; MIN_CTAS per SM.
+// MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; STAGES of the KV pipeline; MIN_CTAS per SM;
+// CASCADE: requests may share a prefix, which then is read once for all of them.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,7 +14,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 // One piece of work: some rows of one request and KV head against a range of its keys. A row is a query head of a query.
 struct Item {
-    int query_start;    // packed index of the request's first query
+    int query_start;    // packed index of the request's first query; of a prefix, where its list of packed indices begins
     int row_start;      // first row of the item among the request's rows (query * GROUP + head)
     int num_rows;       // 0: the end of a worker's list
     int kv_head;
@@ -21,11 +22,12 @@ struct Item {
     int first_visible;  // query j sees the keys 0 .. first_visible + j
     int table_row;      // row of the page table
     int segment;        // which rows and head: what the pieces of one split have in common
-    int num_pieces;     // 1: not split; else the last piece to finish merges them
-    int first_slot;     // slot of partial results of the first piece; the others' are the even ones that follow
+    int num_pieces;     // 1: not split; 0: merge_attention merges; else the last piece to finish merges them
+    int first_slot;     // slot of partial results of the first piece
     int slot;
     int next, end;      // in a Start: the worker's further items
-    int padding[2];
+    int is_prefix;      // rows are queries of many requests
+    int padding;
 };
 constexpr int ITEM_WORDS = 16, START_WORDS = 32;
 static_assert(sizeof(Item) == 4 * ITEM_WORDS, "items are read as words");
@@ -92,50 +94,94 @@ __device__ int find(const int* values, int count, int x) {
     return low - 1;
 }
 
-// A segment: the rows of one block of one request, and a KV head. `tile` is the tile wanted, from the segment's first.
+// A segment: the rows of one block of one request, and a KV head. With CASCADE, the requests are followed by the shared prefixes,
+// each of which counts as a request with all its members' queries, and a member begins where its prefix ends.
 struct Segment {
-    int request, index, tile, num_tiles, start;  // index over all requests; start: its first tile among all
+    int request, index, tile, num_tiles, start;  // index among all; tile: the one asked for; start: the first tile among all
 };
 
+struct PlanSizes {
+    int num_requests, page_stride, num_workers, min_tiles, num_items, num_tokens;
+};
+
+// The slot of a segment's p-th piece. Without CASCADE only a worker's first (even) and last (odd) item can be a piece.
+__device__ __forceinline__ int slot_of(int first_slot, int p) { return CASCADE ? first_slot + p : p == 0 ? first_slot : (first_slot / 2 + p) * 2; }
+
 // Splits all requests' keys into work for `num_workers` workers (a worker is a cluster). Every CTA finds the same bounds and writes
-// its share of the lists. Shared memory: 2 (B + 1) + W + 1 ints.
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_attention(Start* starts, Item* items, const int* cu_query_lens, const int* seq_lens,
-                                                                          const int* page_table, const int* table_rows, int num_requests,
-                                                                          int page_stride, int num_workers, int min_tiles) {
+// its share of the lists. For CASCADE, token_places [T]: first segment, index of the query, first segment of the prefix and index
+// there; and segment_pieces [segments]: first slot and number of pieces. Shared memory: PLAN_INTS(B) + W + 1 ints.
+#define PLAN_INTS(b) (CASCADE ? 10 * (b) + 2 : 3 * (b) + 2)
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
+    plan_attention(Start* starts, Item* items, int4* token_places, int2* segment_pieces, const int* cu_query_lens, const int* seq_lens,
+                   const int* page_table, const int* table_rows, const int* prefix_group, const int* prefix_len, PlanSizes sizes) {
     extern __shared__ int shared[];
     __shared__ int warp_sums[PLAN_THREADS / 32], longest_shared;
-    int *tiles = shared, *segments = tiles + num_requests + 1, *bounds = segments + num_requests + 1;
+    const int num_requests = sizes.num_requests, num_workers = sizes.num_workers, num_all = CASCADE ? 2 * num_requests : num_requests;
+    int *counts = shared, *tiles = counts + num_all, *segments = tiles + num_all + 1;  // counts: tiles of one segment
+    int *members = segments + num_all + 1, *prefix_queries = members + num_requests, *prefix_rows = prefix_queries + num_requests + 1;
+    int* bounds = shared + PLAN_INTS(num_requests);
+    auto queries_of = [&](int r) {
+        return r < num_requests ? cu_query_lens[r + 1] - cu_query_lens[r] : prefix_queries[r - num_requests + 1] - prefix_queries[r - num_requests];
+    };
+    auto prefix_of = [&](int r) {  // of a request: the prefix that it shares with others, or -1
+        if (!CASCADE || cu_query_lens[r + 1] == cu_query_lens[r]) return -1;
+        const int group = prefix_group[r];
+        return group >= 0 && prefix_len[r] > 0 && members[group] > 1 ? group : -1;
+    };
+
     if (threadIdx.x == 0) longest_shared = 0;
-    __syncthreads();
-    for (int b = threadIdx.x; b < num_requests; b += PLAN_THREADS) {
-        const int num_rows = (cu_query_lens[b + 1] - cu_query_lens[b]) * GROUP;
-        const int num_tiles = num_rows > 0 ? (seq_lens[b] + TILE - 1) / TILE : 0;
-        const int num_segments = num_tiles > 0 ? (num_rows + MAX_ROWS - 1) / MAX_ROWS * NUM_KV_HEADS : 0;
-        tiles[b] = num_tiles * num_segments;
-        segments[b] = num_segments;
-        atomicMax(&longest_shared, num_tiles);
+    if (CASCADE) {
+        for (int g = threadIdx.x; g < num_requests; g += PLAN_THREADS) members[g] = prefix_queries[g] = 0;
+        __syncthreads();
+        for (int b = threadIdx.x; b < num_requests; b += PLAN_THREADS) {
+            const int queries = cu_query_lens[b + 1] - cu_query_lens[b], group = prefix_group[b];
+            if (queries == 0 || group < 0 || prefix_len[b] == 0) continue;
+            atomicAdd(&members[group], 1);
+            atomicAdd(&prefix_queries[group], queries);
+            prefix_rows[group] = b;  // any of them
+        }
+        __syncthreads();
+        for (int g = threadIdx.x; g < num_requests; g += PLAN_THREADS)
+            if (members[g] < 2) prefix_queries[g] = 0;
+        __syncthreads();
+        scan(prefix_queries, num_requests, warp_sums);
     }
     __syncthreads();
-    scan(tiles, num_requests, warp_sums);
-    scan(segments, num_requests, warp_sums);
-    const int total = tiles[num_requests], num_segments = segments[num_requests], longest = longest_shared;
+    for (int r = threadIdx.x; r < num_all; r += PLAN_THREADS) {
+        const int num_rows = queries_of(r) * GROUP;
+        int length = 0;
+        if (num_rows > 0) length = r >= num_requests ? prefix_len[prefix_rows[r - num_requests]] : seq_lens[r] - (prefix_of(r) >= 0 ? prefix_len[r] : 0);
+        counts[r] = (length + TILE - 1) / TILE;
+        segments[r] = counts[r] > 0 ? (num_rows + MAX_ROWS - 1) / MAX_ROWS * NUM_KV_HEADS : 0;
+        tiles[r] = counts[r] * segments[r];
+        atomicMax(&longest_shared, counts[r]);
+    }
+    __syncthreads();
+    scan(tiles, num_all, warp_sums);
+    scan(segments, num_all, warp_sums);
+    const int total = tiles[num_all], num_segments = segments[num_all], longest = longest_shared, least = CLUSTER * sizes.min_tiles;
 
     // Where every segment gets as many workers as every other and that is about as even as can be, no worker crosses segments.
     int pieces = 0;
     if (num_segments > 0 && num_segments <= num_workers) {
-        pieces = max(1, min(num_workers / num_segments, longest / (CLUSTER * min_tiles)));
+        pieces = max(1, min(num_workers / num_segments, longest / least));
         const int even = (longest + pieces - 1) / pieces;
-        if (even > total / num_workers + total / num_workers / 8 + CLUSTER * min_tiles * 3 / 2) pieces = 0;
+        if (even > total / num_workers + total / num_workers / 8 + least * 3 / 2) pieces = 0;
     }
     // Else workers take equal runs of tiles, whose ends move to the end of a segment that is near.
-    const int num_active = max(1, min(num_workers, total / (CLUSTER * min_tiles)));
-    auto locate = [&](int tile) {
+    const int num_active = max(1, min(num_workers, total / least));
+    auto segment_at = [&](int index) {
         Segment s;
-        s.request = find(tiles, num_requests, tile);
-        s.num_tiles = (seq_lens[s.request] + TILE - 1) / TILE;
-        const int local = (tile - tiles[s.request]) / s.num_tiles;
-        s.index = segments[s.request] + local;
-        s.start = tiles[s.request] + local * s.num_tiles;
+        s.request = find(segments, num_all, index);
+        s.index = index;
+        s.num_tiles = counts[s.request];
+        s.start = tiles[s.request] + (index - segments[s.request]) * s.num_tiles;
+        s.tile = 0;
+        return s;
+    };
+    auto locate = [&](int tile) {
+        const int request = find(tiles, num_all, tile);
+        Segment s = segment_at(segments[request] + (tile - tiles[request]) / counts[request]);
         s.tile = tile - s.start;
         return s;
     };
@@ -153,35 +199,33 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_attention(Start*
         __syncthreads();
     }
 
-    auto make = [&](int worker, const Segment& s, int tile_begin, int tile_end, int first_worker, int num_pieces, bool is_first_split) {
+    auto make = [&](int worker, const Segment& s, int tile_begin, int tile_end, int first_worker, int num_pieces, bool is_odd) {
         Item item;
-        const int local = s.index - segments[s.request], queries = cu_query_lens[s.request + 1] - cu_query_lens[s.request];
-        item.query_start = cu_query_lens[s.request];
+        const bool is_prefix = s.request >= num_requests;
+        const int source = is_prefix ? prefix_rows[s.request - num_requests] : s.request;  // whose pages
+        const int local = s.index - segments[s.request], queries = queries_of(s.request), prefix = prefix_of(source);
+        const int begin = !is_prefix && prefix >= 0 ? prefix_len[source] : 0, length = is_prefix ? prefix_len[source] : seq_lens[source];
+        item.query_start = is_prefix ? sizes.num_items * ITEM_WORDS + prefix_queries[s.request - num_requests] : cu_query_lens[s.request];
         item.row_start = local / NUM_KV_HEADS * MAX_ROWS;
         item.num_rows = min(MAX_ROWS, queries * GROUP - item.row_start);
         item.kv_head = local % NUM_KV_HEADS;
-        item.token_begin = tile_begin * TILE;
-        item.token_end = min(tile_end * TILE, seq_lens[s.request]);
-        item.first_visible = seq_lens[s.request] - queries;
-        item.table_row = table_rows[s.request];
+        item.token_begin = begin + tile_begin * TILE;
+        item.token_end = min(begin + tile_end * TILE, length);
+        item.first_visible = is_prefix ? 1 << 30 : length - queries;
+        item.table_row = table_rows[source];
         item.segment = s.index;
-        item.num_pieces = num_pieces;
-        item.first_slot = 2 * first_worker + is_first_split;
-        item.slot = worker == first_worker ? item.first_slot : 2 * worker;
-        item.next = item.end = item.padding[0] = item.padding[1] = 0;
+        item.num_pieces = prefix >= 0 ? 0 : num_pieces;
+        item.first_slot = CASCADE ? s.index + first_worker : 2 * first_worker + is_odd;
+        item.slot = slot_of(item.first_slot, worker - first_worker);
+        item.is_prefix = is_prefix;
+        item.next = item.end = item.padding = 0;
+        if (CASCADE && worker == first_worker) segment_pieces[s.index] = make_int2(item.first_slot, num_pieces);
         return item;
     };
     // Item i of a worker, of those that its run of tiles crosses.
     auto piece_of = [&](int worker, int i) {
         const int low = bounds[worker], high = bounds[worker + 1];
-        Segment s = locate(low);
-        if (i > 0) {
-            const int index = s.index + i;
-            s.request = find(segments, num_requests, index);
-            s.num_tiles = (seq_lens[s.request] + TILE - 1) / TILE;
-            s.start = tiles[s.request] + (index - segments[s.request]) * s.num_tiles;
-            s.index = index;
-        }
+        const Segment s = segment_at(locate(low).index + i);
         const int first = max(low, s.start), last = min(high, s.start + s.num_tiles);
         const int first_worker = find(bounds, num_workers + 1, s.start), last_worker = find(bounds, num_workers + 1, s.start + s.num_tiles - 1);
         return make(worker, s, first - s.start, last - s.start, first_worker, last_worker - first_worker + 1, bounds[first_worker] < s.start);
@@ -192,35 +236,47 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_attention(Start*
         start.item.num_rows = 0;
         if (pieces > 0) {
             if (worker / pieces < num_segments) {
-                Segment s;
-                s.index = worker / pieces;
-                s.request = find(segments, num_requests, s.index);
-                s.num_tiles = (seq_lens[s.request] + TILE - 1) / TILE;
+                const Segment s = segment_at(worker / pieces);
                 const int count = min(pieces, s.num_tiles), piece = worker % pieces;
                 if (piece < count)
                     start.item = make(worker, s, piece * s.num_tiles / count, (piece + 1) * s.num_tiles / count, worker - piece, count, false);
             }
         } else if (bounds[worker] < bounds[worker + 1]) {
             start.item = piece_of(worker, 0);
-            const int first = locate(bounds[worker]).index, last = locate(bounds[worker + 1] - 1).index;
-            start.item.next = first + worker;
-            start.item.end = last + worker;
+            start.item.next = start.item.segment + worker;
+            start.item.end = locate(bounds[worker + 1] - 1).index + worker;
         }
         if (start.item.num_rows > 0) {
             int first, last;
             split_range(start.item.token_begin, start.item.token_end, rank, first, last);
             for (int i = 0; i < START_PAGES; ++i) {
                 const int page = (first >> PAGE_SHIFT) + i;
-                start.page_ids[i] = page << PAGE_SHIFT < last ? page_table[(int64_t)start.item.table_row * page_stride + page] : 0;
+                start.page_ids[i] = page << PAGE_SHIFT < last ? page_table[(int64_t)start.item.table_row * sizes.page_stride + page] : 0;
             }
         }
         starts[cta] = start;
     }
-    if (pieces > 0) return;
-    for (int worker = threadIdx.x / 32 * gridDim.x + blockIdx.x; worker < num_workers; worker += PLAN_THREADS / 32 * gridDim.x) {
-        if (bounds[worker] >= bounds[worker + 1]) continue;
-        const int first = locate(bounds[worker]).index, last = locate(bounds[worker + 1] - 1).index;
-        for (int i = 1 + (threadIdx.x & 31); i <= last - first; i += 32) items[first + worker + i - 1] = piece_of(worker, i);
+    if (pieces == 0) {
+        for (int worker = threadIdx.x / 32 * gridDim.x + blockIdx.x; worker < num_workers; worker += PLAN_THREADS / 32 * gridDim.x) {
+            if (bounds[worker] >= bounds[worker + 1]) continue;
+            const int first = locate(bounds[worker]).index, last = locate(bounds[worker + 1] - 1).index;
+            for (int i = 1 + (threadIdx.x & 31); i <= last - first; i += 32) items[first + worker + i - 1] = piece_of(worker, i);
+        }
+    }
+    if (CASCADE && blockIdx.x == 0) {
+        for (int t = cu_query_lens[num_requests] + threadIdx.x; t < sizes.num_tokens; t += PLAN_THREADS) token_places[t].x = -1;
+        for (int b = threadIdx.x; b < num_requests; b += PLAN_THREADS) {
+            const int group = prefix_of(b), queries = queries_of(b);
+            int place = 0;
+            if (group >= 0)
+                for (int other = 0; other < b; ++other)
+                    if (prefix_of(other) == group) place += queries_of(other);
+            for (int j = 0; j < queries; ++j) {
+                const int token = cu_query_lens[b] + j;
+                token_places[token] = group < 0 ? make_int4(-1, 0, 0, 0) : make_int4(segments[b], j, segments[num_requests + group], place + j);
+                if (group >= 0) ((int*)(items + sizes.num_items))[prefix_queries[group] + place + j] = token;
+            }
+        }
     }
 }
 
@@ -262,6 +318,26 @@ struct Partials {
     __device__ float2* stat(int slot, int rank, int row) const { return stats + ((int64_t)slot * CLUSTER + rank) * MAX_ROWS + row; }
 };
 
+// Four columns of a row, merged from partial results.
+struct Merged {
+    float peak = -INFINITY, total = 0, sums[4] = {};
+    __device__ __forceinline__ void add(const Partials& partials, int slot, int rank, int row, int column) {
+        const float2 stat = __ldcg(partials.stat(slot, rank, row));
+        const float4 sum = __ldcg((const float4*)(partials.sum(slot, row) + column));
+        const float larger = fmaxf(peak, stat.x), reference = larger == -INFINITY ? 0 : larger;
+        const float old = exp2f(peak - reference), fresh = exp2f(stat.x - reference);
+        total = total * old + stat.y * fresh;
+        sums[0] = sums[0] * old + sum.x * fresh, sums[1] = sums[1] * old + sum.y * fresh;
+        sums[2] = sums[2] * old + sum.z * fresh, sums[3] = sums[3] * old + sum.w * fresh;
+        peak = larger;
+    }
+    __device__ __forceinline__ void store(Number* target) const {
+        const float inverse = 1 / total;
+        *(Pair*)target = to_pair(sums[0] * inverse, sums[1] * inverse);
+        *(Pair*)(target + 2) = to_pair(sums[2] * inverse, sums[3] * inverse);
+    }
+};
+
 // Called by a CTA that has stored its partial result of a split: the last one to do so merges all of them. flag: in shared memory.
 __device__ void merge_last(Number* out, const Item& item, const Partials& partials, int* counters, int rank, int* flag) {
     __threadfence();
@@ -274,25 +350,39 @@ __device__ void merge_last(Number* out, const Item& item, const Partials& partia
     }
     __syncthreads();
     if (!*flag) return;
-    for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 2); i += THREADS) {
-        const int row = i / (WIDTH / 2), column = rank * WIDTH + i % (WIDTH / 2) * 2;
-        float peak = -INFINITY, total = 0, a = 0, b = 0;
-#pragma unroll 4
-        for (int p = 0; p < item.num_pieces; ++p) {
-            const int slot = p == 0 ? item.first_slot : (item.first_slot / 2 + p) * 2;
-            const float2 stat = __ldcg(partials.stat(slot, rank, row));
-            const float2 sum = __ldcg((const float2*)(partials.sum(slot, row) + column));
-            const float larger = fmaxf(peak, stat.x), reference = larger == -INFINITY ? 0 : larger;
-            const float old = exp2f(peak - reference), fresh = exp2f(stat.x - reference);
-            total = total * old + stat.y * fresh;
-            a = a * old + sum.x * fresh;
-            b = b * old + sum.y * fresh;
-            peak = larger;
-        }
-        const float inverse = 1 / total;
-        *(Pair*)(out + output_offset(item, row) + column) = to_pair(a * inverse, b * inverse);
+    for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 4); i += THREADS) {
+        const int row = i / (WIDTH / 4), column = rank * WIDTH + i % (WIDTH / 4) * 4;
+        Merged merged;
+#pragma unroll 8
+        for (int p = 0; p < item.num_pieces; ++p) merged.add(partials, slot_of(item.first_slot, p), rank, row, column);
+        merged.store(out + output_offset(item, row) + column);
     }
 }
+
+#if CASCADE
+
+// Merges what the queries that share a prefix have from the prefix and from their own tokens. One CTA per token and KV head.
+extern "C" __global__ void __launch_bounds__(THREADS) merge_attention(Number* out, float* partial_sums, float2* partial_stats, const int4* token_places,
+                                                                      const int2* segment_pieces) {
+    wait_for_writers();
+    const int4 place = token_places[blockIdx.x];
+    if (place.x < 0) return;
+    const Partials partials{partial_sums, partial_stats};
+    for (int i = threadIdx.x; i < GROUP * (HEAD_DIM / 4); i += THREADS) {
+        const int head = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4, rank = column / WIDTH;
+        Merged merged;
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            const int row = (part ? place.w : place.y) * GROUP + head;
+            const int2 pieces = segment_pieces[(part ? place.z : place.x) + row / MAX_ROWS * NUM_KV_HEADS + blockIdx.y];
+#pragma unroll 4
+            for (int p = 0; p < pieces.y; ++p) merged.add(partials, slot_of(pieces.x, p), rank, row % MAX_ROWS, column);
+        }
+        merged.store(out + (((int64_t)blockIdx.x * NUM_KV_HEADS + blockIdx.y) * GROUP + head) * HEAD_DIM + column);
+    }
+}
+
+#endif
 
 #if DTYPE == 2
 
@@ -340,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
             const float inverse = item.num_pieces == 1 ? 1 / total : 1;
             Number* target = item.num_pieces == 1 ? out + output_offset(item, row) : partials.sum(item.slot, row);
             for (int c = 0; c < HEAD_DIM / 32; ++c) target[c * 32 + lane] = sums[c] * inverse;
-            if (item.num_pieces > 1 && lane == 0) *partials.stat(item.slot, 0, row) = make_float2(peak, total);
+            if (item.num_pieces != 1 && lane == 0) *partials.stat(item.slot, 0, row) = make_float2(peak, total);
         }
         if (item.num_pieces > 1) merge_last(out, item, partials, counters, 0, &flag);
         if (i >= end) break;
@@ -427,7 +517,7 @@ template <int N> struct Count { static constexpr int value = N; };
 
 // The side of the pipeline that runs ahead: which tile to load next. The same in all threads of a warp but for the words and pages.
 struct Loader {
-    int query_start, row_start, num_rows, kv_head, first_new, table_row;
+    int query_start, row_start, num_rows, kv_head, first_new, table_row, is_prefix;
     int token, last, next, end;
     int word, next_word;       // of the current item and the one after it, in lane i word i
     int pages, window, limit;  // lane i: the id of page window + i of those before `limit`
@@ -446,6 +536,7 @@ __device__ __forceinline__ void take_item(Loader& l, int word, int rank) {
     const int begin = __shfl_sync(~0u, word, 4), end = __shfl_sync(~0u, word, 5);
     l.first_new = __shfl_sync(~0u, word, 6);
     l.table_row = __shfl_sync(~0u, word, 7);
+    l.is_prefix = CASCADE ? __shfl_sync(~0u, word, 14) : 0;
     split_range(begin, end, rank, l.token, l.last);
     l.is_first = true;
 }
@@ -486,8 +577,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     l.num_items = l.num_tiles = 0;
 
     auto query_source = [&](int i) {  // of the 16 bytes at chunk i of the item's queries
-        const int r = l.row_start + i / CHUNKS;
-        return query + (int64_t)(l.query_start + r / GROUP) * query_stride + (l.kv_head * GROUP + r % GROUP) * HEAD_DIM + i % CHUNKS * 8;
+        const int r = l.row_start + i / CHUNKS, index = l.query_start + r / GROUP;
+        return query + (int64_t)(l.is_prefix ? ((const int*)items)[index] : index) * query_stride + (l.kv_head * GROUP + r % GROUP) * HEAD_DIM + i % CHUNKS * 8;
     };
     auto load_tile = [&](bool has_waited) {
         if (l.num_rows > 0) {

@@ -31,6 +31,11 @@ def _limits(index: int) -> tuple[int, int, bool]:
     return properties.multi_processor_count, properties.shared_memory_per_multiprocessor, properties.major >= 9
 
 
+def _num_workers(sms: int, ctas: int, cluster: int) -> int:
+    """Clusters that run at a time. One of more than two CTAs lies within a GPC, and GPCs have SMs to spare."""
+    return sms * ctas // cluster if cluster <= 2 else sms * ctas * 7 // (8 * cluster)
+
+
 def choose_shape(
     batch: int,
     max_query_len: int,
@@ -39,24 +44,28 @@ def choose_shape(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    has_prefixes: bool = False,
     limits: tuple[int, int, bool] | None = None,
 ) -> dict[str, int]:
     """What attention.cu is compiled with for a batch size and its bounds. limits: those of the current GPU when not given."""
     sms, shared, has_clusters = limits or _limits(torch.cuda.current_device())
     group = num_query_heads // num_kv_heads
+    has_prefixes &= dtype != torch.float32  # whose kernel is for tests, and reads a prefix once per request
     cluster, ctas, stages = 1, 4, 0  # float32
     for blocks in range(1, max_query_len * group + 1):
         rows = -(-max_query_len * group // blocks)
         rows = rows if blocks == 1 else -(-rows // 16) * 16
+        rows = MAX_ITEM_ROWS[head_dim] // 16 // blocks * 16 if has_prefixes else rows
         if rows > MAX_ITEM_ROWS[head_dim]:
             continue
         if dtype == torch.float32:
             break
         # As many CTAs share an item as still leave a cluster for each; two CTAs per SM where three stages fit, else as many stages as fit.
-        fits = [(c, n, s) for c in ((8, 4, 2, 1) if has_clusters else (1,)) for n, s in ((2, 3), (1, 5), (1, 4), (1, 3), (1, 2))]
+        clusters = (8, 4, 2, 1) if has_clusters and not has_prefixes else (1,)
+        fits = [(c, n, s) for c in clusters for n, s in ((2, 3), (1, 5), (1, 4), (1, 3), (1, 2))]
         fits = [(c, n, s) for c, n, s in fits if _shared_bytes(rows, head_dim, c, s) <= shared // n - 1024]
         if fits:
-            enough = [fit for fit in fits if sms * fit[1] // fit[0] >= batch * blocks * num_kv_heads]
+            enough = [(c, n, s) for c, n, s in fits if _num_workers(sms, n, c) >= batch * blocks * num_kv_heads]
             cluster, ctas, stages = (enough or [fit for fit in fits if fit[0] == 1])[0]
             break
     return {
@@ -69,6 +78,7 @@ def choose_shape(
         "CLUSTER": cluster,
         "STAGES": stages,
         "MIN_CTAS": ctas,
+        "CASCADE": int(has_prefixes),
     }
 
 
@@ -79,6 +89,10 @@ class AttentionPlan:
     seq_lens [B] int32: its tokens in the cache, the new ones with them; page_table [S, N] int32: page ids; table_rows [B] int32:
     its row of page_table. Their contents may change between steps, their addresses may not. A request has at most
     max_query_len queries.
+
+    With prefix_group [B] int32 (below B; -1: none) and prefix_len [B] int32 (a multiple of page_size, and no more than the
+    tokens before the new ones), requests of one group have the same first prefix_len tokens in the same pages, which are read once for
+    all of them (cascade inference, Ye et al. 2024).
     """
 
     def __init__(
@@ -95,9 +109,17 @@ class AttentionPlan:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        prefix_group: torch.Tensor | None = None,
+        prefix_len: torch.Tensor | None = None,
     ) -> None:
         batch = len(seq_lens)
-        for name, tensor, length in (("cu_query_lens", cu_query_lens, batch + 1), ("seq_lens", seq_lens, batch), ("table_rows", table_rows, batch)):
+        lists = {"cu_query_lens": cu_query_lens, "seq_lens": seq_lens, "table_rows": table_rows}
+        if (prefix_group is None) != (prefix_len is None):
+            raise ValueError("prefix_group and prefix_len go together; one of them is missing")
+        if prefix_group is not None and prefix_len is not None:
+            lists |= {"prefix_group": prefix_group, "prefix_len": prefix_len}
+        for name, tensor in lists.items():
+            length = batch + (name == "cu_query_lens")
             if tensor.shape != (length,) or tensor.dtype != torch.int32:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; must be int32 [{length}]")
         if page_table.ndim != 2 or page_table.dtype != torch.int32 or page_table.stride(1) != 1:
@@ -118,22 +140,34 @@ class AttentionPlan:
         self._groups: reference.AttentionPlan | None = None
         if self.device.type != "cuda":
             return
-        defines = choose_shape(batch, max_query_len, page_size, num_query_heads, num_kv_heads, head_dim, dtype)
-        self.cluster, rows, stages = defines["CLUSTER"], defines["MAX_ROWS"], defines["STAGES"]
-        self.num_workers = _limits(torch.cuda.current_device())[0] * defines["MIN_CTAS"] // self.cluster
-        bounds = 4 * (2 * (batch + 1) + self.num_workers + 1)
-        self._plan: Kernel = load(self.device, "attention", "plan_attention", "PPPPPPiiii", defines, bounds)
-        shared = _shared_bytes(rows, head_dim, self.cluster, stages) if stages else 0
-        self._attend: Kernel = load(self.device, "attention", "append_attention", "PPPPPPPPPPii", defines, shared, programmatic=True)
-        segments = batch * -(-max_query_len * defines["GROUP"] // rows) * num_kv_heads
-        slots = 2 * self.num_workers
+        defines = choose_shape(batch, max_query_len, page_size, num_query_heads, num_kv_heads, head_dim, dtype, prefix_group is not None)
+        cluster, rows, stages = defines["CLUSTER"], defines["MAX_ROWS"], defines["STAGES"]
+        self.has_prefixes = bool(defines["CASCADE"])
+        self._prefixes: tuple[torch.Tensor | None, ...] = (prefix_group, prefix_len) if self.has_prefixes else (None, None)
+        self._num_workers = _num_workers(_limits(torch.cuda.current_device())[0], defines["MIN_CTAS"], cluster)
+        self._grid = (self._num_workers * cluster, 1)
+        self.num_tokens = batch * max_query_len
+        rows_per_request = max_query_len * defines["GROUP"]
+        blocks = batch * -(-rows_per_request // rows)
+        if self.has_prefixes:  # a prefix has two members at least, and all their rows
+            blocks += batch * rows_per_request // rows + batch // 2
+        segments = blocks * num_kv_heads
+        self._num_items = segments + self._num_workers
+        slots = self._num_items if self.has_prefixes else 2 * self._num_workers
 
         def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
-        self._starts, self._items = make(self.num_workers * self.cluster, 32), make(segments + self.num_workers, 16)
-        self._sums, self._stats = make(slots, rows, head_dim, dtype=torch.float32), make(slots, self.cluster, rows, 2, dtype=torch.float32)
-        self._counters = torch.zeros(segments * self.cluster, dtype=torch.int32, device=self.device)
+        self._starts, self._items = make(self._num_workers * cluster, 32), make(self._num_items * 16 + self.num_tokens)
+        self._sums, self._stats = make(slots, rows, head_dim, dtype=torch.float32), make(slots, cluster, rows, 2, dtype=torch.float32)
+        self._counters = torch.zeros(segments * cluster, dtype=torch.int32, device=self.device)
+        self._places, self._pieces = make(self.num_tokens, 4), make(segments, 2)  # with prefixes
+        planned = 4 * ((10 if self.has_prefixes else 3) * batch + 2 + self._num_workers + 1)
+        self._plan: Kernel = load(self.device, "attention", "plan_attention", "PPPPPPPPPPiiiiii", defines, planned)
+        shared = _shared_bytes(rows, head_dim, cluster, stages) if stages else 0
+        self._attend: Kernel = load(self.device, "attention", "append_attention", "PPPPPPPPPPii", defines, shared, programmatic=True)
+        if self.has_prefixes:
+            self._merge: Kernel = load(self.device, "attention", "merge_attention", "PPPPP", defines)
 
     def refresh(self) -> None:
         """Spreads the step's work anew, from the lengths that the tensors hold now. On a GPU nothing comes to the host."""
@@ -149,14 +183,19 @@ class AttentionPlan:
             (PLAN_THREADS, 1, 1),
             self._starts,
             self._items,
+            self._places,
+            self._pieces,
             self.cu_query_lens,
             self.seq_lens,
             self.page_table,
             self.table_rows,
+            *(0 if tensor is None else tensor for tensor in self._prefixes),
             len(self.seq_lens),
             self.page_table.stride(0),
-            self.num_workers,
+            self._num_workers,
             MIN_TILES,
+            self._num_items,
+            self.num_tokens,
         )
 
 
@@ -181,7 +220,7 @@ def append_attention(
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     plan._attend(
-        (plan.num_workers * plan.cluster, 1),
+        plan._grid,
         (THREADS, 1, 1),
         out,
         query,
@@ -196,4 +235,6 @@ def append_attention(
         query.stride(0),
         plan.page_table.stride(0),
     )
+    if plan.has_prefixes:
+        plan._merge((plan.num_tokens, plan.num_kv_heads), (THREADS, 1, 1), out, plan._sums, plan._stats, plan._places, plan._pieces)
     return out

@@ -30,6 +30,8 @@ class Case:
     dtype: torch.dtype = BF16
     max_query_len: int = 0
     """Bound of the plan, when it is more than the longest."""
+    prefixes: Sequence[tuple[int, int]] = ()
+    """(group, prefix_len) of each request, when some share prefixes."""
 
     @property
     def bound(self) -> int:
@@ -38,13 +40,18 @@ class Case:
     def __str__(self) -> str:
         shapes = ",".join(f"{q}/{n}" for q, n in self.shapes[:3])
         heads, kv_heads = self.heads
-        return f"{len(self.shapes)}x({shapes})-{heads}:{kv_heads}x{self.size}-page{self.page}-{str(self.dtype)[6:]}"
+        shared = f"-{len({g for g, _ in self.prefixes})} prefixes" if self.prefixes else ""
+        return f"{len(self.shapes)}x({shapes})-{heads}:{kv_heads}x{self.size}-page{self.page}-{str(self.dtype)[6:]}{shared}"
 
 
 MIXED = [(1, 17), (5, 16), (0, 7), (1, 1), (3, 3), (17, 33), (6, 31), (1, 16), (2, 48), (1, 150), (4, 64), (4, 65), (0, 0), (1, 700)]
 SKEWED = [(1, 5000), *[(q % 6 + 1, 64 + 37 * q) for q in range(20)], (4, 3000)]
 
+SHARED = [(1, 300), (2, 259), (0, 0), (6, 400), (1, 50), (4, 900), (1, 901), (3, 130), (1, 70)]
+GROUPS = [(2, 256), (2, 256), (2, 256), (2, 256), (-1, 0), (0, 880), (0, 880), (5, 64), (-1, 48)]
+
 CORRECTNESS = [
+    Case(SHARED, prefixes=GROUPS),
     Case([(1, 64)]),
     Case([(1, 100), (4, 40)]),
     Case(MIXED),
@@ -57,6 +64,11 @@ CORRECTNESS = [
     Case([(4, 3000)] * 40, heads=(8, 8), size=64),
 ]
 CORNER = [
+    Case([(1, 70)] * 2, prefixes=[(1, 64)] * 2, page=64),
+    Case([(6, 2000)] * 70, prefixes=[(i % 3 - 1, 1600) for i in range(70)], heads=(32, 8)),
+    Case([(q % 5, 3000 + q) for q in range(40)], prefixes=[(0, 2992)] * 40, heads=(8, 2), size=256),
+    Case([(1, 900)] * 30, prefixes=[(3, 512)] * 30, heads=(8, 8), size=64, dtype=FP16),
+    Case(SHARED, prefixes=GROUPS, dtype=FP32, size=64),
     Case([(1, 1)]),
     Case([(1, 1)] * 5, heads=(32, 8)),
     Case([(17, 17)]),
@@ -82,7 +94,7 @@ PERFORMANCE = [
 def jobs_of(cases: Sequence[Case]) -> list[tuple[str, dict[str, int]]]:
     jobs = {}
     for c in cases:
-        defines = attention.choose_shape(len(c.shapes), c.bound, c.page, *c.heads, c.size, c.dtype)
+        defines = attention.choose_shape(len(c.shapes), c.bound, c.page, *c.heads, c.size, c.dtype, bool(c.prefixes))
         jobs[str(defines)] = ("attention", defines)
     return list(jobs.values())
 
@@ -109,9 +121,13 @@ class Batch:
         rows = numbers.sample(range(len(case.shapes) + 2), len(case.shapes))
         table = torch.full((len(case.shapes) + 2, width), UNREAD, dtype=torch.int32)
         is_read = torch.zeros(num_pages * case.page, dtype=torch.bool)
-        self.page_ids = []
+        self.page_ids: list[list[int]] = []
+        prefix_pages: dict[int, list[int]] = {}
         for row, (q, n), count in zip(rows, case.shapes, needed):
             own, free = free[:count], free[count:]
+            if case.prefixes and q and (group := case.prefixes[len(self.page_ids)])[0] >= 0:
+                shared = prefix_pages.setdefault(group[0], own[: group[1] // case.page])
+                own = [*shared, *own[len(shared) :]]
             table[row, :count] = torch.tensor(own, dtype=torch.int32)
             self.page_ids.append(own)
             if q:
@@ -130,6 +146,8 @@ class Batch:
             "page_table": table.to(device),
             "table_rows": torch.tensor(rows, dtype=torch.int32, device=device),
         }
+        for name, column in zip(("prefix_group", "prefix_len"), zip(*case.prefixes)):
+            self.inputs[name] = torch.tensor(column, dtype=torch.int32, device=device)
 
     def plan(self) -> AttentionPlan:
         case = self.case
