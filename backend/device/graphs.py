@@ -111,10 +111,17 @@ class StepGraphs:
         self._results = [torch.zeros(config.max_batch_size, RESULT_WIDTH, dtype=torch.int32, pin_memory=is_cuda) for _ in range(NUM_BUFFERS)]
         self._turn = 0
         self._steps: dict[StepShape, _Step] = {}
+        self._kinds: list[tuple[int, int, bool]] = []
         self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
 
     def rows_for(self, num_requests: int) -> int:
         return next(size for size in self._batch_sizes if size >= num_requests)
+
+    def shape_for(self, batch: int, num_queries: int, num_model_drafts: int, has_lookup: bool) -> StepShape:
+        """The least of the shapes made in advance that such a step fits in, or one of its own."""
+        wanted = StepShape(batch, num_queries, num_model_drafts, has_lookup)
+        fitting = [kind for kind in self._kinds if kind[0] >= num_queries and kind[1] >= num_model_drafts and kind[2] >= has_lookup]
+        return StepShape(batch, *min(fitting)) if fitting else wanted
 
     def plan(self, cu: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, num_queries: int, heads: tuple[int, int, int]) -> AttentionPlan:
         num_query_heads, num_kv_heads, head_dim = heads
@@ -187,6 +194,7 @@ class StepGraphs:
     @torch.inference_mode()
     def warm_up(self, kinds: Sequence[tuple[int, int, bool]]) -> None:
         """Captures steps before requests need them, of all batch sizes. kinds: queries, model drafts and lookup of a StepShape."""
+        self._kinds = list(kinds)
         if self.device.type != "cuda":
             return
         started = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from backend.config import MAX_SPECULATIVE_TOKENS, EngineConfig
 from backend.core import Draft, Request, Scheduled, Verdict
-from backend.device.graphs import StepGraphs, StepShape
+from backend.device.graphs import StepGraphs
 from backend.device.slots import Slot, Slots, Updates
 from backend.drafters import Drafters
 from backend.sampling import is_deterministic
@@ -61,8 +61,11 @@ class DeviceSteps:
         is_model = own.method == "mtp" and "mtp" in self._device_methods
         num_model = own.num_model_steps if is_model else 0
         is_lookup = own.method == "ngram" or (is_model and own.mtp_strategy == "with_ngram")
-        count = own.num_speculative_tokens if is_lookup else num_model
-        self._graphs.warm_up([(1, 0, False), (1, num_model, is_lookup), (1 + count, num_model, is_lookup)])
+        most = own.num_speculative_tokens if is_lookup else num_model
+        # Fewer drafts than the most are for large batches and the ends of requests: there a step may be a little wider than it has to be.
+        counts = sorted({count for count in (1, 2, 3, 5, 7, 11) if count < most} | {most})
+        kinds = [(1, 0, False), (1, num_model, is_lookup), *((1 + n, min(n, num_model), is_lookup) for n in counts)]
+        self._graphs.warm_up(list(dict.fromkeys(kinds)))
 
     # -- which requests -------------------------------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class DeviceSteps:
             self._describe(b, entry, slot, updates, flight)
         num_queries = 1 + max(len(sources) for sources in flight.draft_sources)
         num_model = int(updates.fields[MODEL_LIMIT].max())
-        shape = StepShape(shape_rows, num_queries, num_model, bool((updates.fields[LOOKUP_LIMIT] > 0).any()))
+        shape = self._graphs.shape_for(shape_rows, num_queries, num_model, bool((updates.fields[LOOKUP_LIMIT] > 0).any()))
         flight.read = self._graphs.launch(shape, updates)
         return flight
 
