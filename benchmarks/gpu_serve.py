@@ -1,0 +1,133 @@
+"""Tokens per second through a real Triton server and gRPC streams against the same engine offline, on one GPU.
+
+    python -m benchmarks.gpu_serve [--shape llama-8b] [--streams 1 128] [--methods none mtp]
+
+Both run in turn on the same prompts of real code; weights are random and acceptance is simulated, as in gpu_step. Clients are processes
+of their own, so that it is the server that is measured. The server is the one on PATH (--backend-directory: its backends).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend import LLM, SamplingParams
+from benchmarks.gpu_step import METHODS, SHAPES, make_prompts, write_folders
+from deploy.demo import free_ports, running_server
+
+MAX_STREAMS_OF_PROCESS = 16
+
+
+def run_offline(llm: LLM, prompts: list[list[int]], outputs: int) -> float:
+    """Tokens a second of all prompts at once."""
+    started = time.perf_counter()
+    requests = [{"prompt_token_ids": ids} for ids in prompts]
+    llm.generate(requests, SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    return len(prompts) * outputs / (time.perf_counter() - started)
+
+
+def client() -> None:
+    """A process of streams: reads {address, prompts, outputs}, says that it is ready, starts on a line, prints tokens received."""
+    from client import AsyncClient
+
+    job = json.loads(sys.stdin.readline())
+
+    async def ask_all() -> int:
+        async with AsyncClient(job["address"], inactivity_timeout=120) as own:
+            await own.generate([1, 2, 3], max_tokens=1)
+            print("ready", flush=True)
+            await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+            calls = [own.generate(ids, max_tokens=job["outputs"], temperature=0.0, ignore_eos=True) for ids in job["prompts"]]
+            return sum(len(answer[0].token_ids) for answer in await asyncio.gather(*calls))
+
+    print(asyncio.run(ask_all()), flush=True)
+
+
+def run_served(address: str, prompts: list[list[int]], outputs: int) -> float:
+    """Tokens a second of all prompts at once, from several client processes."""
+    parts = [prompts[i : i + MAX_STREAMS_OF_PROCESS] for i in range(0, len(prompts), MAX_STREAMS_OF_PROCESS)]
+    command = [sys.executable, "-m", "benchmarks.gpu_serve", "--client"]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in parts]
+    for process, part in zip(processes, parts):
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps({"address": address, "prompts": part, "outputs": outputs}) + "\n")
+        process.stdin.flush()
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    started = time.perf_counter()
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    received = sum(int(process.stdout.readline()) for process in processes if process.stdout is not None)
+    seconds = time.perf_counter() - started
+    assert received == len(prompts) * outputs, f"{received} tokens came of {len(prompts) * outputs}"
+    return received / seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 128])
+    parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=["none", "mtp"])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--outputs", type=int, default=256)
+    parser.add_argument("--backend-directory")
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.client:
+        client()
+        return
+    print("| method | streams | offline tokens/s | served tokens/s | served / offline |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        target, drafter = write_folders(arguments.shape, folder)
+        (target / "model.safetensors").touch()  # the launcher looks for weights; they are not read
+        (drafter / "model.safetensors").touch()
+        for method in arguments.methods:
+            speculation: dict[str, Any] = {**METHODS[method], "adaptive": False, "accept_policy": "simulated"}
+            if method.startswith("mtp"):
+                speculation["model"] = str(drafter)
+            config: dict[str, Any] = {
+                "model": str(target),
+                "load_format": "dummy",
+                "device": "cuda",
+                "max_batch_size": max(arguments.streams),
+                "max_num_batched_tokens": 8192,
+                "max_model_len": arguments.prompt + arguments.outputs + 32,
+                "enable_prefix_caching": False,
+                "speculative_config": speculation,
+            }
+            llm = LLM(**config)
+            prompts = {count: make_prompts(llm, count, arguments.prompt) for count in arguments.streams}
+            run_offline(llm, prompts[arguments.streams[0]], 16)
+            offline = {count: run_offline(llm, prompts[count], arguments.outputs) for count in arguments.streams}
+            del llm
+            gc.collect()
+            torch.cuda.empty_cache()
+            file = folder / f"{method}.yaml"
+            file.write_text(json.dumps(config))  # YAML reads JSON
+            ports = free_ports(3)
+            options = [f"--config={file}", f"--repository={folder / method}"]
+            if arguments.backend_directory:
+                options.append(f"--backend-directory={arguments.backend_directory}")
+            with running_server(*ports, folder / f"{method}.log", *options):
+                address = f"127.0.0.1:{ports[1]}"
+                run_served(address, prompts[arguments.streams[0]], 16)
+                for count in arguments.streams:
+                    served = run_served(address, prompts[count], arguments.outputs)
+                    print(f"| {method} | {count} | {offline[count]:.0f} | {served:.0f} | {served / offline[count]:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
