@@ -3,13 +3,13 @@ of the kernels."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
 from backend import LLM, SamplingParams
 from tests.conftest import code_prompts, greedy
+from tests.histories import run_histories
 
 PROMPTS = code_prompts(5, seed=21)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -60,7 +60,12 @@ def test_a_model_and_a_lookup_draft_together(llm_all, llm_ahead):
 
 def test_stop_strings_and_ends_discard_what_was_launched(llm_all, llm_ahead):
     prompts = ["import os\nimport sys\n\n\ndef main(", "class Reader:\n    def __init__("]
-    for params in (SamplingParams(temperature=0.0, max_tokens=40, stop=("\n\n",)), SamplingParams(temperature=0.0, max_tokens=7), greedy(1), greedy(2)):
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=40, stop=("\n\n",)),
+        SamplingParams(temperature=0.0, max_tokens=7),
+        greedy(1),
+        greedy(2),
+    ):
         expected, results = (llm.generate(prompts, params, speculative={"method": "mtp"}, use_tqdm=False) for llm in (llm_all, llm_ahead))
         assert [(r.outputs[0].token_ids, r.outputs[0].finish_reason) for r in results] == [
             (r.outputs[0].token_ids, r.outputs[0].finish_reason) for r in expected
@@ -70,7 +75,7 @@ def test_stop_strings_and_ends_discard_what_was_launched(llm_all, llm_ahead):
 
 def test_random_histories_leave_no_page_behind():
     """Cancels, preemptions and mixed methods in few pages: every request ends, with the tokens of an engine that has room."""
-    roomy = LLM(speculative_config={"method": "none"}, max_batch_size=8)
+    roomy = LLM(speculative_config={"method": "none"}, max_batch_size=12)
     tight = LLM(
         speculative_config={"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3},
         async_scheduling=True,
@@ -79,31 +84,4 @@ def test_random_histories_leave_no_page_behind():
         max_model_len=192,
         kv_cache_memory=24 * roomy.engine.runner.page_bytes,
     )
-    engine, rng = tight.engine, random.Random(5)
-    prompts = [engine.tokenizer.encode(p)[: rng.randint(4, 60)] for p in code_prompts(12, seed=8)]
-    expected = [r.outputs[0].token_ids for r in roomy.generate([{"prompt_token_ids": p} for p in prompts], greedy(48), use_tqdm=False)]
-    answers: dict[str, list[int]] = {}
-    ends: dict[str, str | None] = {}
-    choices = [{"method": "none"}, {"method": "ngram", "num_speculative_tokens": 4}, {"method": "mtp"}, {"method": "mtp", "mtp_strategy": "with_ngram"}]
-
-    def sink(delta) -> None:  # type: ignore[no-untyped-def]
-        assert delta.error is None
-        answers.setdefault(delta.request_id, []).extend(delta.token_ids)
-        if delta.finish_reason:
-            ends[delta.request_id] = delta.finish_reason
-
-    number = 0
-    while number < 60 or ends.keys() != {f"r{i}" for i in range(number)}:
-        if number < 60 and rng.random() < 0.3:
-            engine.submit(prompts[number % 12], greedy(rng.randint(1, 48)), sink, request_id=f"r{number}", speculative=rng.choice(choices))
-            number += 1
-        if number and rng.random() < 0.05:
-            engine.cancel(f"r{rng.randrange(number)}")
-        engine.step()
-        engine.scheduler.check()
-    assert engine.metrics.preemptions > 0
-    assert {"length", "cancelled"} <= set(ends.values())
-    for i in range(number):
-        tokens = answers.get(f"r{i}", [])
-        assert tokens == expected[i % 12][: len(tokens)]
-    assert engine.scheduler.pool.num_held == 0
+    run_histories(tight, roomy, 32)

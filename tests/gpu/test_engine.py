@@ -9,6 +9,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from tests.conftest import code_prompts
+from tests.histories import run_histories
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -25,6 +26,8 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "top_k": 50},
     "penalised": {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.2, "frequency_penalty": 0.2, "logit_bias": {9: 1.5}, "min_tokens": 20},
 }
+BFLOAT16_STEP = 0.25
+"""Two steps of bfloat16 at the size of the bundled model's greatest scores, 16 to 32."""
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3, "adaptive": False}
 
 
@@ -52,3 +55,42 @@ def test_tokens_are_the_cpus(engines, prompts, sampling):
         assert not different, f"{name}: prompts {different} differ from the CPU's plain decoding"
         engines["cuda"].engine.scheduler.check()
         assert engines["cuda"].engine.scheduler.pool.num_held == 0
+
+
+def test_in_bfloat16_only_ties_differ(prompts):
+    """Where speculation changes a token, the two are as likely as bfloat16 can tell."""
+    llm = LLM(device="cuda", dtype="bfloat16", speculative_config=SPECULATION, max_batch_size=64, max_num_batched_tokens=2048)
+    encoded = [llm.engine.tokenizer.encode(p) for p in prompts]
+    requests = [{"prompt_token_ids": ids} for ids in encoded]
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    plain = [r.outputs[0].token_ids for r in llm.generate(requests, params, speculative={"method": "none"}, use_tqdm=False)]
+    num_different, widest = 0, 0.0
+    for choice in CHOICES.values():
+        for ids, expected, result in zip(encoded, plain, llm.generate(requests, params, speculative=choice, use_tqdm=False)):
+            tokens = result.outputs[0].token_ids
+            place = next((i for i, (a, b) in enumerate(zip(expected, tokens)) if a != b), None)
+            if place is None:
+                continue
+            num_different += 1
+            one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=5)
+            (answer,) = llm.generate([{"prompt_token_ids": ids + tokens[:place]}], one, speculative={"method": "none"}, use_tqdm=False)
+            likely = dict(answer.outputs[0].logprobs[0].top)
+            gap = abs(likely[expected[place]] - likely[tokens[place]])
+            widest = max(widest, gap)
+            assert gap <= BFLOAT16_STEP, f"tokens {expected[place]} and {tokens[place]} differ by {gap}"
+    print(f"bfloat16: {num_different} of {len(CHOICES) * len(prompts)} answers differ, at gaps of at most {widest:.4f}")
+
+
+def test_many_random_histories():
+    """10,000 requests that are cancelled and preempted leave no page behind, and each has the right tokens."""
+    plain = LLM(device="cuda", dtype="float32", speculative_config={"method": "none"}, max_batch_size=64)
+    tight = LLM(
+        device="cuda",
+        dtype="float32",
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3},
+        max_batch_size=48,
+        max_num_batched_tokens=512,
+        max_model_len=192,
+        kv_cache_memory=160 * plain.engine.runner.page_bytes,
+    )
+    run_histories(tight, plain, 10_000, num_prompts=48, arrivals=8, cancels=0.3, check_every=50)
