@@ -31,7 +31,7 @@ constexpr float NONE = -1e30f;  // below every logit in base 2, and finite: diff
 
 struct Best {
   unsigned long long key;  // score_key, 0: none
-  float base, sum;         // sum of 2^(t - base), t: logits over temperature in base 2
+  float base, sum, top;    // sum of 2^(t - base), t: logits over temperature in base 2; of all and of the values that reach the mark
   float greatest;  // NaN if one is
 };
 
@@ -52,6 +52,7 @@ struct Counts {
 __device__ __forceinline__ Best combine(const Best& a, const Best& b) {
   const float base = fmaxf(a.base, b.base);
   return {a.key > b.key ? a.key : b.key, base, a.sum * exp2_fast(a.base - base) + b.sum * exp2_fast(b.base - base),
+          a.top * exp2_fast(a.base - base) + b.top * exp2_fast(b.base - base),
           max_nan(a.greatest, b.greatest)};
 }
 
@@ -68,22 +69,35 @@ __device__ __forceinline__ Counts combine(const Counts& a, const Counts& b) {
   return c;
 }
 
+struct Masses {
+  float above[8], all;
+};
+
+__device__ __forceinline__ Masses combine(const Masses& a, const Masses& b) {
+  Masses c;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) c.above[j] = a.above[j] + b.above[j];
+  c.all = a.all + b.all;
+  return c;
+}
+
 struct Noted {
   unsigned long long key;
   float value;
 };
 
 struct Shared {
-  uint4 of_warp[2][WARPS][2];
-  uint4 of_block[2][CLUSTER][2];
+  uint4 of_warp[2][WARPS][3];
+  uint4 of_block[2][CLUSTER][3];
   int bound;  // order() of a score, base 2: tokens that do not reach it need not be looked at
+  int greatest;  // order() of the greatest value of a sample
   int num_noted, request;
   Noted noted[THREADS];
 };
 
 template <class T>
 __device__ __forceinline__ T shuffle(const T& value, int lane_mask, bool is_broadcast) {
-  static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 32);
+  static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 48);
   T other;
   const int* from = reinterpret_cast<const int*>(&value);
   int* to = reinterpret_cast<int*>(&other);
@@ -119,6 +133,15 @@ __device__ T reduce(T value, const T& zero, Shared& shared, int& turn) {
   return value;
 }
 
+#if VECTOR
+constexpr int RING = 4;
+#else
+constexpr int RING = 1;
+#endif
+
+// Of each thread: chunks on their way from memory, and the greatest logit of each chunk that has come.
+extern __shared__ __align__(16) unsigned char dynamic_memory[];
+
 struct Row {
   const Logit* logits;
   int vocab_size, first, num_chunks;  // a thread has chunks first, first + STRIDE, ...
@@ -135,28 +158,62 @@ struct Row {
       for (int k = 0; k < 8; ++k) x[k] = value(x[k]);
   }
   __device__ __forceinline__ Raw load(int chunk) const { return load_chunk(logits, min(chunk, num_chunks - 1), vocab_size); }
-  // visit(chunk, raw) for each chunk of the thread; DEPTH loads are under way at a time.
-  template <int DEPTH, class Visit>
-  __device__ __forceinline__ void visit(const Visit& visit) const {
-    for (int start = first; start < num_chunks; start += DEPTH * STRIDE) {
+  __device__ __forceinline__ Raw* ring() const { return reinterpret_cast<Raw*>(dynamic_memory) + threadIdx.x; }
+  __device__ __forceinline__ Logit* tops() const {
+    return reinterpret_cast<Logit*>(dynamic_memory + RING * THREADS * sizeof(Raw)) + threadIdx.x;
+  }
+  // visit(chunk, raw) for each chunk of the thread; DEPTH loads are under way at a time. With HAS_TOPS only chunks that reach `least`.
+  template <int DEPTH, bool HAS_TOPS, class Visit>
+  __device__ __forceinline__ void visit(float least, const Visit& visit) const {
+    const Logit* top = tops();
+    for (int start = first; start < num_chunks; start += DEPTH * STRIDE, top += DEPTH * THREADS) {
       Raw raws[DEPTH];
+      bool is_wanted[DEPTH];
 #pragma unroll
-      for (int d = 0; d < DEPTH; ++d) raws[d] = load(start + d * STRIDE);
+      for (int d = 0; d < DEPTH; ++d) {
+        is_wanted[d] = start + d * STRIDE < num_chunks && (!HAS_TOPS || value(to_float(top[d * THREADS])) >= least);
+        if (is_wanted[d]) raws[d] = load(start + d * STRIDE);
+      }
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d)
-        if (start + d * STRIDE < num_chunks) visit(start + d * STRIDE, raws[d]);
+        if (is_wanted[d]) visit(start + d * STRIDE, raws[d]);
     }
+  }
+  // Chunks come in order, RING - 1 of them under way.
+  __device__ __forceinline__ void begin_stream() const {
+#if VECTOR
+#pragma unroll
+    for (int d = 0; d < RING - 1; ++d) fetch(first + d * STRIDE, d);
+#endif
+  }
+  __device__ __forceinline__ Raw next(int chunk, int turn) const {
+#if VECTOR
+    asm volatile("cp.async.wait_group %0;" ::"n"(RING - 2) : "memory");
+    const Raw raw = ring()[turn % RING * THREADS];
+    fetch(chunk + (RING - 1) * STRIDE, (turn + RING - 1) % RING);
+    return raw;
+#else
+    return load(chunk);
+#endif
+  }
+  __device__ __forceinline__ void fetch(int chunk, int place) const {
+    const unsigned to = unsigned(__cvta_generic_to_shared(ring() + place * THREADS));
+    const Logit* from = logits + size_t(8) * min(chunk, num_chunks - 1);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Raw) / 16); ++i)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16 * i), "l"(from + 16 / sizeof(Logit) * i) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 };
 
-__device__ __forceinline__ Best no_best() { return {0, NONE, 0, -INF}; }
+__device__ __forceinline__ Best no_best() { return {0, NONE, 0, 0, -INF}; }
 
 // The likeliest token, the lowest id of equals.
 __device__ Best find_greatest(const Row& row) {
   Best found = no_best();
   float best = -INF;
   int best_chunk = -1;
-  row.visit<DEPTH>([&](int chunk, const Raw& raw) {
+  row.visit<DEPTH, false>(0, [&](int chunk, const Raw& raw) {
     const float greatest = chunk_max(raw);
     found.greatest = max_nan(found.greatest, greatest);
     if (greatest > best) best = greatest, best_chunk = chunk;
@@ -177,36 +234,78 @@ constexpr float MARGIN = 1;  // tokens whose score is this close to the best are
 
 __device__ __forceinline__ float lower_bound(float score2) { return score2 - 1e-3f - fabsf(score2) * 4e-6f; }
 
-// The best token after noise among those ordered before (limit, limit_id); with IS_FIRST among all, and the softmax's sum. Notes
-// the tokens that come within `margin` of it (and some more).
+// Where top_p cuts, more or less, from a sample of four values a thread: a value at which a little less than top_p is reached.
+__device__ float guess_cut(const float (&x)[8], bool is_in, const Row& row, float top_p, Shared& shared, int& turn) {
+  constexpr float STEP = 2;  // base 2
+  const float greatest = unorder(shared.greatest), base = greatest * row.to_base2, wanted = top_p - 0.04f;
+  float cut = INF, start = base;
+#pragma unroll 1
+  for (float step = STEP; step > STEP / 64; step /= 8) {
+    Masses masses = {};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float t = x[k] * row.to_base2, weight = is_in ? exp2_fast(t - base) : 0;
+      masses.all += weight;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (t >= start - step * (j + 1)) masses.above[j] += weight;
+    }
+    masses = reduce(masses, Masses{}, shared, turn);
+    int place = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (masses.above[j] <= wanted * masses.all) place = j + 1;
+    start -= step * place;
+    if (place) cut = start / row.to_base2;
+  }
+  return cut;
+}
+
+// The best token after noise among those ordered before (limit, limit_id); with IS_FIRST among all, and the softmax's sum, and its
+// part from values that reach `mark`, which is guessed when top_p cuts. Notes the tokens that come within `margin` of the best (and
+// some more).
 template <bool IS_FIRST>
-__device__ __forceinline__ Best find_best(const Row& row, float limit, int limit_id, float margin, Shared& shared) {
-  if (threadIdx.x == 0) shared.bound = order(NONE), shared.num_noted = 0;
-  Raw raw = row.load(row.first);
+__device__ __forceinline__ Best find_best(const Row& row, float limit, int limit_id, float margin, float top_p, float& mark, Shared& shared, int& turn) {
+  if (threadIdx.x == 0) shared.bound = order(NONE), shared.greatest = order(-INF), shared.num_noted = 0;
+  if (IS_FIRST) row.begin_stream();
+  const bool is_in = row.first < row.num_chunks;
+  const Raw sample = row.load(row.first);
   __syncthreads();
   {  // a first bound from a few tokens, with E <= u / (1 - u)
     float x[8];
-    row.unpack_values(raw, x);
+    row.unpack_values(sample, x);
     const uint4 r = philox(2 * row.first, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const unsigned numbers[4] = {r.x, r.y, r.z, r.w};
     float reached = NONE;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const float u = (float(numbers[k]) + 0.5f) * 0x1p-32f;
-      const bool is_in = row.first < row.num_chunks && (IS_FIRST || x[k] > limit);
-      if (is_in && x[k] > -INF) reached = fmaxf(reached, x[k] * row.to_base2 + __log2f(__fdividef(1.0001f - u, u)) - 1e-3f - margin * LOG2E);
+      if (is_in && x[k] > -INF && (IS_FIRST || x[k] > limit))
+        reached = fmaxf(reached, x[k] * row.to_base2 + __log2f(__fdividef(1.0001f - u, u)) - 1e-3f - margin * LOG2E);
     }
     const int in_warp = __reduce_max_sync(~0u, order(lower_bound(reached)));
     if (threadIdx.x % 32 == 0) atomicMax(&shared.bound, in_warp);
+    if (IS_FIRST && CLUSTER == 1 && top_p < 1) {
+      const float greatest = is_in ? fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])) : -INF;
+      const int top_in_warp = __reduce_max_sync(~0u, order(greatest));
+      if (threadIdx.x % 32 == 0) atomicMax(&shared.greatest, top_in_warp);
+      __syncthreads();
+      if (unorder(shared.greatest) > -INF) mark = guess_cut(x, is_in, row, top_p, shared, turn);
+    }
     __syncthreads();
   }
   Best found = no_best();
-  for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE) {
+  Logit* top = row.tops();
+  int place = 0;
+  for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, ++place, top += THREADS) {
+    if (!IS_FIRST && !(row.value(to_float(*top)) >= limit)) continue;
+    const Raw raw = IS_FIRST ? row.next(chunk, place) : row.load(chunk);
     float x[8];
     row.unpack_values(raw, x);
-    float greatest;
+    float greatest = chunk_max(raw);
     if (IS_FIRST) {
-      greatest = LOGIT == 0 ? row.value(chunk_max(raw)) : chunk_max(raw);
+      *top = from_float(greatest);
+      greatest = row.value(greatest);
       found.greatest = max_nan(found.greatest, greatest);
     } else {
       greatest = -INF;
@@ -215,17 +314,23 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
         if (!(x[k] > limit || (x[k] == limit && chunk * 8 + k < limit_id))) x[k] = -INF;
         greatest = fmaxf(greatest, x[k]);
       }
+      if (greatest == -INF) continue;
     }
-    raw = row.load(chunk + STRIDE);
-    if (!IS_FIRST && greatest == -INF) continue;
     const float t = greatest * row.to_base2;
-    if (t > found.base + 40) found.sum *= exp2_fast(found.base - t), found.base = t;
+    if (IS_FIRST && t > found.base + 40) {
+      const float scale = exp2_fast(found.base - t);
+      found.sum *= scale, found.top *= scale, found.base = t;
+    }
     const uint4 low = philox(2 * chunk, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const uint4 high = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const unsigned numbers[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     if (IS_FIRST)
 #pragma unroll
-      for (int k = 0; k < 8; ++k) found.sum += exp2_fast(fmaf(x[k], row.to_base2, -found.base));
+      for (int k = 0; k < 8; ++k) {
+        const float weight = exp2_fast(fmaf(x[k], row.to_base2, -found.base));
+        found.sum += weight;
+        if (x[k] >= mark) found.top += weight;
+      }
     // First the least number against the greatest logit, then each against its own.
     const float bound = unorder(*static_cast<volatile int*>(&shared.bound));
     const unsigned least = __vimin3_u32(__vimin3_u32(numbers[0], numbers[1], numbers[2]), __vimin3_u32(numbers[3], numbers[4], numbers[5]),
@@ -248,8 +353,8 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
       if (value == -INF) continue;
       const float score = __fadd_rn(row.scaled(value), gumbel(number));
       const unsigned long long key = score_key(score, chunk * 8 + k);
-      const int place = atomicAdd(&shared.num_noted, 1);
-      if (place < THREADS) shared.noted[place] = {key, value};
+      const int free = atomicAdd(&shared.num_noted, 1);
+      if (free < THREADS) shared.noted[free] = {key, value};
       if (key > found.key) {
         found.key = key;
         atomicMax(&shared.bound, order(lower_bound((score - margin) * LOG2E)));
@@ -276,8 +381,7 @@ __device__ __forceinline__ Standing find_standing(const Row& row, float value, i
   Standing standing = {0, 0};
   const int own = token_id / 8;
   const float above = nextafterf(value, INF);
-  row.visit<DEPTH>([&](int chunk, const Raw& raw) {
-    if (!(row.value(chunk_max(raw)) >= value)) return;
+  row.visit<DEPTH, true>(value, [&](int chunk, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);
     const float least = chunk < own ? value : above;  // equal ones count before the token's own place
@@ -336,8 +440,7 @@ __device__ __forceinline__ void count_value(float x, const float (&places)[8], C
 __device__ int gather(const Row& row, float least, Shared& shared, int& turn) {
   if (threadIdx.x == 0) shared.num_noted = 0;
   __syncthreads();
-  row.visit<DEPTH>([&](int chunk, const Raw& raw) {
-    if (!(row.value(chunk_max(raw)) >= least)) return;
+  row.visit<DEPTH, true>(least, [&](int, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);
 #pragma unroll
@@ -379,8 +482,7 @@ __device__ Kth find_top_k(const Row& row, int k, float low, const Best& first, S
     }
   }
   const auto count_all = [&](const float (&places)[8], Counts& counts) {
-    row.visit<2>([&](int chunk, const Raw& raw) {
-      if (row.value(chunk_max(raw)) < places[0]) return;
+    row.visit<2, true>(places[0], [&](int, const Raw& raw) {
       float x[8];
       row.unpack_values(raw, x);
 #pragma unroll
@@ -397,7 +499,8 @@ __device__ int draw(const Row& row, const SlotParams& params, int& is_broken, Sh
   const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
   const bool is_filtered = top_k > 0 || params.top_p < 1 || params.min_p > 0;
   const float margin = is_filtered ? MARGIN : 0;
-  const Best first = reduce(find_best<true>(row, 0, 0, margin, shared), no_best(), shared, turn);
+  float mark = INF;
+  const Best first = reduce(find_best<true>(row, 0, 0, margin, top_k > 0 ? 1 : params.top_p, mark, shared, turn), no_best(), shared, turn);
   is_broken = !(first.greatest < INF);
   if (first.key == 0 || is_broken) return -1;
   if (!is_filtered) return key_token(first.key);
@@ -416,6 +519,8 @@ __device__ int draw(const Row& row, const SlotParams& params, int& is_broken, Sh
       const float close = (kept - 1e-4f - 1e-5f * fabsf(kept)) * (LOGIT == 0 ? 1 : row.temperature);
       limit = value, limit_id = token_id;
       if (close > limit) limit = close, limit_id = -1;
+    } else if (value >= mark && first.top <= params.top_p * sum) {
+      return token_id;  // all likelier tokens reach the mark, too, and do not reach top_p
     } else if (top_k > 0 || params.top_p < 1) {
       const Standing own = top_k > 0 ? find_standing<true>(row, value, token_id, first.base) : find_standing<false>(row, value, token_id, first.base);
       const Standing standing = reduce(own, Standing{0, 0}, shared, turn);
@@ -443,7 +548,7 @@ __device__ int draw(const Row& row, const SlotParams& params, int& is_broken, Sh
       key = next.key;
       continue;
     }
-    const Best best = reduce(find_best<false>(row, limit, limit_id, margin, shared), no_best(), shared, turn);
+    const Best best = reduce(find_best<false>(row, limit, limit_id, margin, 1, mark, shared, turn), no_best(), shared, turn);
     if (best.key == 0) return token_id;  // not reached: the likeliest token is always kept
     key = best.key, least = key_score(key) - margin;
   }

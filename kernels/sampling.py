@@ -20,13 +20,12 @@ def check_logits(logits: torch.Tensor, vocab_size: int | None = None) -> None:
         raise ValueError(f"logits have V = {logits.shape[1]}; the slots have {vocab_size}")
 
 
-def _threads(cluster: int) -> int:
-    """Of a block. Two blocks of different rows on a multiprocessor overlap; a row of its own wants all threads."""
-    return 512 if cluster == 1 else 1024
+THREADS = 512
+MAX_SHARED = 144 * 1024
 
 
 def _defines(dtype: torch.dtype, vocab_size: int, cluster: int) -> dict[str, int | str]:
-    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": _threads(cluster)}
+    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": THREADS}
 
 
 @functools.cache
@@ -36,9 +35,9 @@ def _limits(index: int) -> tuple[int, int]:
 
 
 def _cluster_size(device: torch.device, num_rows: int) -> int:
-    """Blocks for each row: as many as keep all rows on the chip at once."""
+    """Blocks for each row: as many as keep all rows on the chip at once, two blocks on a multiprocessor."""
     cluster, num_processors = _limits(device.index if device.index is not None else torch.cuda.current_device())
-    while cluster > 1 and num_rows * cluster > num_processors:
+    while cluster > 1 and num_rows * cluster > 2 * num_processors:
         cluster //= 2
     return cluster
 
@@ -58,7 +57,7 @@ def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tens
     if not logits.is_cuda:
         return reference_slots.process_logits(logits, table, row_slots, cu_query_lens)
     kernel = load(logits.device, "sampling", "process_logits", "P" + SLOTS + "PPi", _defines(logits.dtype, logits.shape[1], 1))
-    kernel((len(logits), 1), (_threads(1), 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
+    kernel((len(logits), 1), (THREADS, 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -99,9 +98,13 @@ def _choose(
     rows, vocab_size = logits.shape
     token_ids, is_broken = outputs or (logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.bool))
     cluster = _cluster_size(logits.device, rows)
-    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, cluster))
+    ring = 4 if vocab_size % 8 == 0 else 1
+    shared = THREADS * logits.element_size() * (8 * ring + -(-vocab_size // (8 * THREADS * cluster)))
+    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, cluster), MAX_SHARED)
     sizes = (len(row_slots), vocab_size, int(is_processed))
-    kernel((rows * cluster, 1), (_threads(cluster), 1, 1), token_ids, is_broken, logits, *slots, row_slots, cu_query_lens, *sizes)
+    if shared > MAX_SHARED:
+        raise ValueError(f"logits have V = {vocab_size} of {logits.dtype}: {shared} bytes of shared memory; the limit is {MAX_SHARED}")
+    kernel((rows * cluster, 1), (THREADS, 1, 1), token_ids, is_broken, logits, *slots, row_slots, cu_query_lens, *sizes, shared=shared)
     return token_ids, is_broken
 
 
