@@ -2,8 +2,8 @@
 //
 // A weight is the A operand of mma.m16n8k16 (16 of its rows a tile), tokens are B's 8 columns. A block owns neighbouring tiles and takes
 // TILES of them at a time, over all of K: step s of K (32 elements) belongs to warp s % 8, whose threads copy the very fragments that they
-// will multiply to shared memory, many steps ahead and without a barrier. The eight warps' sums are added in order. So the sum for an
-// output is the same whatever M, TILES, the grid and the timing are.
+// will multiply to shared memory, many steps ahead and without a barrier. Blocks begin at different places of K, lest all ask the L2 cache
+// for the same part of x at once. The eight warps' sums are added in order. So the sum for an output is the same whatever M and the timing are.
 //
 // mma's order of K within a step is free as long as A and B agree: thread t of a quad has elements 8t..8t+7, one 16-byte load.
 //
@@ -20,11 +20,11 @@ using V = Vector<Element>;
 constexpr int WARPS = 8, THREADS = 32 * WARPS, STEP = 32, TILE = 16, COLUMNS = TOKENS / 8;
 constexpr int ROWS = GATED ? TILE / 2 : TILE;  // of the output, per tile: a gated one has as many rows of gate as of up
 constexpr int STRIDE = TILE + 4;               // of a token's sums in shared memory, apart from each other's banks
-constexpr int TOGETHER = TILES * TOKENS <= 16 ? TILES : TOKENS <= 8 ? 2 : 1;  // tiles that are summed at once
-constexpr int SUMS = WARPS * TOGETHER * TOKENS * STRIDE;
+constexpr int TOGETHER = TILES < 2 ? TILES : 2;  // tiles that are summed at once
+constexpr int SUMS = WARPS * TOGETHER * TOKENS * STRIDE;  // twice: one is written while the other is read
 constexpr int HALF = 32 * 16;                                   // bytes of half a tile's step, and of eight tokens'
 constexpr int STAGE_BYTES = (2 * TILES + COLUMNS) * HALF;       // of one warp: weights, then tokens
-constexpr int STAGES = (SHARED - SUMS * 4 - NORM * 2) / (WARPS * STAGE_BYTES);
+constexpr int STAGES = (SHARED - 2 * SUMS * 4 - NORM * 2) / (WARPS * STAGE_BYTES);
 static_assert(STAGES >= 2, "shared memory has no room for two stages");
 
 __device__ __forceinline__ void copy_async(uint32_t target, const Element* source) {
@@ -44,11 +44,11 @@ __device__ __forceinline__ uint4 load_shared(uint32_t source) {
 
 __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same<Element, __half>::value)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -57,20 +57,25 @@ __device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear(Element* out, const Element* x, const Element* weight, const Element* bias, const Element* residual, const Element* norm_weight,
            int M, int N, int K, int x_stride, float eps) {
-    extern __shared__ __align__(16) float sums[];
+    extern __shared__ __align__(16) float both_sums[];
     __shared__ float squares[WARPS][TOKENS];  // of x, by who read them
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(sums));
-    const uint32_t scales = shared + SUMS * 4, ring = scales + NORM * 2 + warp * STAGES * STAGE_BYTES + lane * 16;
+    const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(both_sums));
+    const uint32_t scales = shared + 2 * SUMS * 4, ring = scales + NORM * 2 + warp * STAGES * STAGE_BYTES + lane * 16;
 
     const int num_outputs = GATED ? N / 2 : N, num_tiles = num_outputs / ROWS;
     const int first = static_cast<int>(static_cast<int64_t>(num_tiles) * blockIdx.x / gridDim.x);
     const int end = static_cast<int>(static_cast<int64_t>(num_tiles) * (blockIdx.x + 1) / gridDim.x);
     const int num_k = K / STEP, num_steps = (num_k + WARPS - 1) / WARPS;
+    const int turn = blockIdx.x % num_steps;
+    auto place_of = [&](int step) {  // where in K this warp's step is, in steps
+        const int turned = step + turn;
+        return warp + WARPS * (turned < num_steps ? turned : turned - num_steps);
+    };
     const size_t second_half = static_cast<size_t>(GATED ? num_outputs : 8) * K;
 
     auto copy_weights = [&](int tile, int step, int stage) {
-        const int k = warp + WARPS * step;
+        const int k = place_of(step);
         if (tile >= end || k >= num_k) return;
         const Element* source = weight + static_cast<size_t>(tile * ROWS + g) * K + k * STEP + t * 8;
 #pragma unroll
@@ -81,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
     };
     auto copy_tokens = [&](int tile, int step, int stage) {
-        const int k = warp + WARPS * step;
+        const int k = place_of(step);
         if (tile >= end || k >= num_k) return;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
@@ -121,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();  // all of norm_weight is here
     }
     int stage = 0;
+    float* sums = both_sums;
     for (int tile = first; tile < end; tile += TILES) {
         float acc[TILES][COLUMNS][4] = {};
         for (int step = 0; step < num_steps; ++step) {
@@ -138,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             end_copies();
             advance(copy_tile, copy_step);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-            const int k = warp + WARPS * step;
+            const int k = place_of(step);
             if (k >= num_k) continue;
             if constexpr (NORM) {
                 const V factor(load_shared(scales + (k * STEP + t * 8) * 2));
@@ -161,7 +167,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int begin = 0; begin < TILES; begin += TOGETHER) {
             if (tile + begin >= end) break;
-            if (tile + begin != first) __syncthreads();  // the sums before these have been read
 #pragma unroll
             for (int r = 0; r < TOGETHER; ++r)
 #pragma unroll
@@ -204,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
                 out[place] = value;
             }
+            sums = sums == both_sums ? both_sums + SUMS : both_sums;
         }
     }
 }

@@ -7,37 +7,46 @@ the sums that plain decoding would have made. Longer products, float32 and odd s
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 
+from kernels import reference
 from kernels._load import ELEMENTS, load
 from kernels.activation import silu_mul
 from kernels.norm import rms_norm
 
 MAX_TOKENS = 16
 TILE, STEP, THREADS = 16, 32, 256
-TILES = {8: 2, 16: 3}
-"""Tiles of weights that a block takes at a time, by the tokens that the kernel has room for; measured (benchmarks/gpu_linear.py)."""
-SHARED = 136 * 1024
-"""So much that a multiprocessor holds one block: the next kernel's first weights then come in while this one's last sums are made and
-whatever small kernel is between them runs, and not long before."""
+SHARED = {8: 136 * 1024, 16: 160 * 1024}
+"""By the tokens that there is room for: four to five stages, and so much that a multiprocessor holds one block. The next kernel's first
+weights then come in while this one's last sums are made and whatever small kernel is between them runs, and not long before."""
 
+MAX_NORM = 16384
+"""Elements of a norm's weight for which shared memory has room."""
 
-def _defines(dtype: torch.dtype, tokens: int, norm_size: int, is_gated: bool) -> dict[str, int | str]:
-    return {"ELEMENT": ELEMENTS[dtype], "TOKENS": tokens, "TILES": TILES[tokens], "SHARED": SHARED, "NORM": norm_size, "GATED": int(is_gated)}
-
-
-def variants(dtype: torch.dtype, hidden_sizes: Iterable[int]) -> list[tuple[str, dict[str, int | str]]]:
-    """What `_load.compile_all` is to compile beforehand for models that normalise rows of these sizes."""
-    modes = [(0, False), *((size, is_gated) for size in hidden_sizes for is_gated in (False, True))]
-    return [("linear", _defines(dtype, tokens, *mode)) for tokens in TILES for mode in modes]
+Defines = dict[str, "int | str"]
 
 
 @functools.cache
 def _num_multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _choose(dtype: torch.dtype, num_tokens: int, out_size: int, in_size: int, has_norm: bool, is_gated: bool, num_blocks: int) -> Defines:
+    """How `linear.cu` is compiled for a product. Nothing here changes the order in which an output's terms are added."""
+    # Two tiles at a time unless three spare a pass: more make the stages of the pipeline fewer and longer.
+    tiles = 3 if -(-out_size // TILE // num_blocks) == 3 else 2
+    tokens = -(-num_tokens // 8) * 8
+    norm = in_size if has_norm else 0
+    return {"ELEMENT": ELEMENTS[dtype], "TOKENS": tokens, "TILES": tiles, "SHARED": SHARED[tokens], "NORM": norm, "GATED": int(is_gated)}
+
+
+def variants(dtype: torch.dtype, products: Iterable[tuple[int, int, bool, bool]], device: torch.device) -> list[tuple[str, Defines]]:
+    """What `_load.compile_all` may compile beforehand, for products (N, K, has_norm, is_gated)."""
+    sizes = itertools.product(SHARED, products)
+    return [("linear", _choose(dtype, tokens, *product, _num_multiprocessors(device.index or 0))) for tokens, product in sizes]
 
 
 def _check(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -60,6 +69,10 @@ def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
+def _can_fuse_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return is_skinny(x, weight) and x.dtype == torch.bfloat16 and x.shape[1] <= MAX_NORM
+
+
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -71,18 +84,18 @@ def _launch(
 ) -> torch.Tensor:
     (num_tokens, in_size), out_size = x.shape, weight.shape[0]
     out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
-    defines = _defines(x.dtype, -(-num_tokens // 8) * 8, 0 if norm_weight is None else in_size, is_gated)
-    kernel = load(x.device, "linear", "linear", "PPPPPPiiiif", defines, shared=SHARED, programmatic=True)
-    num_blocks = min(out_size // TILE, _num_multiprocessors(x.device.index))
+    num_blocks = _num_multiprocessors(x.device.index)
+    defines = _choose(x.dtype, num_tokens, out_size, in_size, norm_weight is not None, is_gated, num_blocks)
+    kernel = load(x.device, "linear", "linear", "PPPPPPiiiif", defines, shared=int(defines["SHARED"]), programmatic=True)
     pointers = (0 if t is None else t for t in (bias, residual, norm_weight))
-    kernel((num_blocks, 1), (THREADS, 1, 1), out, x, weight, *pointers, num_tokens, out_size, in_size, x.stride(0), eps)
+    kernel((min(out_size // TILE, num_blocks), 1), (THREADS, 1, 1), out, x, weight, *pointers, num_tokens, out_size, in_size, x.stride(0), eps)
     return out
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N] -> [M, N]."""
     _check("linear", x, weight)
-    return _launch(x, weight, bias) if is_skinny(x, weight) else F.linear(x, weight, bias)
+    return _launch(x, weight, bias) if is_skinny(x, weight) else reference.linear(x, weight, bias)
 
 
 def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,22 +103,25 @@ def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
     _check("add_linear", x, weight)
     if residual.shape != (len(x), len(weight)) or residual.dtype != x.dtype or not residual.is_contiguous():
         raise ValueError(f"add_linear: residual {tuple(residual.shape)} {residual.dtype} must be [{len(x)}, {len(weight)}] {x.dtype}, contiguous")
-    return _launch(x, weight, bias, residual) if is_skinny(x, weight) else residual.add_(F.linear(x, weight, bias))
+    return _launch(x, weight, bias, residual) if is_skinny(x, weight) else reference.add_linear(residual, x, weight, bias)
 
 
 def norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """linear(rms_norm(x, norm_weight, eps), weight, bias), to the bit."""
+    """linear(rms_norm(x, norm_weight, eps), weight, bias).
+
+    In bf16 and for few tokens in one kernel: x norm_weight is multiplied and the sums are divided by the root mean square, so that
+    nothing waits for it. (fp16 might overflow.)
+    """
     _check("norm_linear", x, weight)
-    if is_skinny(x, weight) and x.dtype == torch.bfloat16:
+    if _can_fuse_norm(x, weight):
         return _launch(x, weight, bias, None, norm_weight, eps)
     return linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
 def norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
-    """silu_mul(linear(rms_norm(x, norm_weight, eps), weight)), to the bit: weight [2N, K] = gate | up -> [M, N]."""
+    """silu_mul(norm_linear(x, norm_weight, eps, weight)): weight [2N, K] = gate | up -> [M, N]. gate_up is rounded in between as there."""
     _check("norm_gated_linear", x, weight)
-    if not is_skinny(x, weight):
-        return silu_mul(F.linear(rms_norm(x, norm_weight, eps), weight))
-    if x.dtype != torch.bfloat16:
-        return _launch(rms_norm(x, norm_weight, eps), weight, is_gated=True)
-    return _launch(x, weight, None, None, norm_weight, eps, is_gated=True)
+    if _can_fuse_norm(x, weight):
+        return _launch(x, weight, None, None, norm_weight, eps, is_gated=True)
+    x = rms_norm(x, norm_weight, eps)
+    return _launch(x, weight, is_gated=True) if is_skinny(x, weight) else silu_mul(reference.linear(x, weight))

@@ -34,7 +34,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
         return out
     per_thread = -(-size // per_vector // STRANDS)
     vectors = 2 if per_thread <= 2 else 4 if per_thread <= 4 else 16
-    defines = {"ELEMENT": ELEMENTS[x.dtype], "VECTORS": vectors}
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[x.dtype], "VECTORS": vectors}
     added = 0 if residual is None else residual
     if size * x.element_size() <= NARROW_BYTES:
         kernel = load(x.device, "norm", "rms_norm_narrow", "PPPPiif", defines, programmatic=True)
