@@ -131,14 +131,14 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
 
     if (threadIdx.x == 0) longest_shared = 0;
     if (CASCADE) {
-        for (int g = threadIdx.x; g < num_requests; g += PLAN_THREADS) members[g] = prefix_queries[g] = 0;
+        for (int g = threadIdx.x; g < num_requests; g += PLAN_THREADS) members[g] = prefix_queries[g] = prefix_rows[g] = 0;
         __syncthreads();
         for (int b = threadIdx.x; b < num_requests; b += PLAN_THREADS) {
             const int queries = cu_query_lens[b + 1] - cu_query_lens[b], group = prefix_group[b];
             if (queries == 0 || group < 0 || prefix_len[b] == 0) continue;
             atomicAdd(&members[group], 1);
             atomicAdd(&prefix_queries[group], queries);
-            prefix_rows[group] = b;  // any of them
+            atomicMax(&prefix_rows[group], b);  // any of them
         }
         __syncthreads();
         for (int g = threadIdx.x; g < num_requests; g += PLAN_THREADS)
@@ -278,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
             }
         }
     }
+    __threadfence();  // append_attention may begin as soon as this kernel ends, and reads the lists before it waits for anything
 }
 
 // -- attention ------------------------------------------------------------------------------------------------------------------
@@ -304,6 +305,7 @@ __device__ __forceinline__ void wait_for_writers() {
 }
 
 constexpr int WIDTH = HEAD_DIM / CLUSTER;  // columns of the output that one CTA of a cluster finishes
+static_assert(WIDTH % 8 == 0, "eight columns are merged at a time");
 
 __device__ __forceinline__ int64_t output_offset(const Item& item, int row) {
     const int r = item.row_start + row;
@@ -318,23 +320,43 @@ struct Partials {
     __device__ float2* stat(int slot, int rank, int row) const { return stats + ((int64_t)slot * CLUSTER + rank) * MAX_ROWS + row; }
 };
 
-// Four columns of a row, merged from partial results.
+// Eight columns of a row, merged from partial results.
 struct Merged {
-    float peak = -INFINITY, total = 0, sums[4] = {};
-    __device__ __forceinline__ void add(const Partials& partials, int slot, int rank, int row, int column) {
-        const float2 stat = __ldcg(partials.stat(slot, rank, row));
-        const float4 sum = __ldcg((const float4*)(partials.sum(slot, row) + column));
-        const float larger = fmaxf(peak, stat.x), reference = larger == -INFINITY ? 0 : larger;
-        const float old = exp2f(peak - reference), fresh = exp2f(stat.x - reference);
-        total = total * old + stat.y * fresh;
-        sums[0] = sums[0] * old + sum.x * fresh, sums[1] = sums[1] * old + sum.y * fresh;
-        sums[2] = sums[2] * old + sum.z * fresh, sums[3] = sums[3] * old + sum.w * fresh;
-        peak = larger;
+    float peak = -INFINITY, total = 0, sums[8] = {};
+    // Adds `count` pieces, four at a time so that their loads overlap.
+    __device__ __forceinline__ void add(const Partials& partials, int first_slot, int count, int rank, int row, int column) {
+        constexpr int BATCH = 4;
+        for (int begin = 0; begin < count; begin += BATCH) {
+            float2 stats[BATCH];
+            float4 low[BATCH], high[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int slot = slot_of(first_slot, min(begin + i, count - 1));
+                stats[i] = __ldcg(partials.stat(slot, rank, row));
+                low[i] = __ldcg((const float4*)(partials.sum(slot, row) + column));
+                high[i] = __ldcg((const float4*)(partials.sum(slot, row) + column) + 1);
+            }
+            float larger = peak;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) larger = fmaxf(larger, stats[i].x);
+            const float reference = larger == -INFINITY ? 0 : larger, old = exp2f(peak - reference);
+            peak = larger;
+            total *= old;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) sums[c] *= old;
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const float weight = begin + i < count ? exp2f(stats[i].x - reference) : 0;
+                total += stats[i].y * weight;
+                sums[0] += low[i].x * weight, sums[1] += low[i].y * weight, sums[2] += low[i].z * weight, sums[3] += low[i].w * weight;
+                sums[4] += high[i].x * weight, sums[5] += high[i].y * weight, sums[6] += high[i].z * weight, sums[7] += high[i].w * weight;
+            }
+        }
     }
     __device__ __forceinline__ void store(Number* target) const {
         const float inverse = 1 / total;
-        *(Pair*)target = to_pair(sums[0] * inverse, sums[1] * inverse);
-        *(Pair*)(target + 2) = to_pair(sums[2] * inverse, sums[3] * inverse);
+#pragma unroll
+        for (int c = 0; c < 8; c += 2) ((Pair*)target)[c / 2] = to_pair(sums[c] * inverse, sums[c + 1] * inverse);
     }
 };
 
@@ -350,11 +372,10 @@ __device__ void merge_last(Number* out, const Item& item, const Partials& partia
     }
     __syncthreads();
     if (!*flag) return;
-    for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 4); i += THREADS) {
-        const int row = i / (WIDTH / 4), column = rank * WIDTH + i % (WIDTH / 4) * 4;
+    for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 8); i += THREADS) {
+        const int row = i / (WIDTH / 8), column = rank * WIDTH + i % (WIDTH / 8) * 8;
         Merged merged;
-#pragma unroll 8
-        for (int p = 0; p < item.num_pieces; ++p) merged.add(partials, slot_of(item.first_slot, p), rank, row, column);
+        merged.add(partials, item.first_slot, item.num_pieces, rank, row, column);
         merged.store(out + output_offset(item, row) + column);
     }
 }
@@ -368,15 +389,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_attention(Number* ou
     const int4 place = token_places[blockIdx.x];
     if (place.x < 0) return;
     const Partials partials{partial_sums, partial_stats};
-    for (int i = threadIdx.x; i < GROUP * (HEAD_DIM / 4); i += THREADS) {
-        const int head = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4, rank = column / WIDTH;
+    for (int i = threadIdx.x; i < GROUP * (HEAD_DIM / 8); i += THREADS) {
+        const int head = i / (HEAD_DIM / 8), column = i % (HEAD_DIM / 8) * 8, rank = column / WIDTH;
         Merged merged;
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
             const int row = (part ? place.w : place.y) * GROUP + head;
             const int2 pieces = segment_pieces[(part ? place.z : place.x) + row / MAX_ROWS * NUM_KV_HEADS + blockIdx.y];
-#pragma unroll 4
-            for (int p = 0; p < pieces.y; ++p) merged.add(partials, slot_of(pieces.x, p), rank, row % MAX_ROWS, column);
+            merged.add(partials, pieces.x, pieces.y, rank, row % MAX_ROWS, column);
         }
         merged.store(out + (((int64_t)blockIdx.x * NUM_KV_HEADS + blockIdx.y) * GROUP + head) * HEAD_DIM + column);
     }
@@ -780,7 +800,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
                 for (int k = 0; k < TILE / 16; ++k) load_weights(k);
             }
-            load_tile(true);  // into the stage of the tile before
 #pragma unroll
             for (int m = 0; m < M; ++m) total[m][0] += added[m][0], total[m][1] += added[m][1];
 #pragma unroll
@@ -792,6 +811,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                     for (int p = 0; p < PAIRS; ++p)
                         multiply(sums[m][2 * p], a[k][m], v[k][p][0], v[k][p][1]), multiply(sums[m][2 * p + 1], a[k][m], v[k][p][2], v[k][p][3]);
             }
+            load_tile(true);  // into the stage of the tile before; its instructions are issued while the products are computed
             ++tile;
             token += TILE;
             if (token >= last) break;

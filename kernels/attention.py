@@ -11,6 +11,9 @@ from kernels._load import Kernel, load
 
 MAX_ITEM_ROWS = {64: 80, 128: 80, 256: 48}
 """Most rows (queries x heads that share a KV head) of one work item by head size, so that the sums stay in registers."""
+PREFIX_ROWS = {64: 64, 128: 24, 256: 32}
+"""The same where requests of at most 16 rows share prefixes: what leaves room for two CTAs per SM. With more rows, reading a prefix
+again for every few of them from the L2 cache costs more than that brings."""
 TILE, THREADS, PLAN_THREADS, PLAN_CTAS = 64, 128, 256, 32
 MIN_TILES = 4
 """A request's keys are split in no smaller parts than this many tiles per CTA."""
@@ -55,7 +58,8 @@ def choose_shape(
     for blocks in range(1, max_query_len * group + 1):
         rows = -(-max_query_len * group // blocks)
         rows = rows if blocks == 1 else -(-rows // 16) * 16
-        rows = MAX_ITEM_ROWS[head_dim] // 16 // blocks * 16 if has_prefixes else rows
+        if has_prefixes:
+            rows = (PREFIX_ROWS if max_query_len * group <= 16 else MAX_ITEM_ROWS)[head_dim] // blocks
         if rows > MAX_ITEM_ROWS[head_dim]:
             continue
         if dtype == torch.float32:
@@ -170,7 +174,11 @@ class AttentionPlan:
             self._merge: Kernel = load(self.device, "attention", "merge_attention", "PPPPP", defines)
 
     def refresh(self) -> None:
-        """Spreads the step's work anew, from the lengths that the tensors hold now. On a GPU nothing comes to the host."""
+        """Spreads the step's work anew, from the lengths that the tensors hold now. On a GPU nothing comes to the host.
+
+        The tensors are written by earlier kernels that do not let others begin early. `append_attention` reads the plan, page ids and
+        keys of earlier steps before the kernel ahead of it has ended.
+        """
         if self.device.type != "cuda":
             starts, lengths, rows = self.cu_query_lens.tolist(), self.seq_lens.tolist(), self.table_rows.tolist()
             active = [(b - a, n, self.page_table[row].tolist()) for a, b, n, row in zip(starts, starts[1:], lengths, rows) if b > a]
