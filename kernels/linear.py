@@ -99,11 +99,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Adds linear(x, weight, bias), rounded, to residual [M, N] in place; returns residual."""
+    """Adds linear(x, weight, bias) to residual [M, N] in place, rounded before where the kernel does it; returns residual."""
     _check("add_linear", x, weight)
     if residual.shape != (len(x), len(weight)) or residual.dtype != x.dtype or not residual.is_contiguous():
         raise ValueError(f"add_linear: residual {tuple(residual.shape)} {residual.dtype} must be [{len(x)}, {len(weight)}] {x.dtype}, contiguous")
-    return _launch(x, weight, bias, residual) if is_skinny(x, weight) else reference.add_linear(residual, x, weight, bias)
+    if is_skinny(x, weight):
+        return _launch(x, weight, bias, residual)
+    if x.is_cuda and bias is None:
+        return residual.addmm_(x, weight.t())  # cuBLAS adds in float32
+    return reference.add_linear(residual, x, weight, bias)
 
 
 def norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -48,7 +48,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, N] over its root mean square, times weight [N] (Zhang and Sennrich 2019), computed in float32."""
     _check(x, weight, None)
-    return _launch(x, weight, eps, None) if x.is_cuda else reference.rms_norm(x, weight, eps)
+    return _launch(x.contiguous(), weight, eps, None) if x.is_cuda else reference.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
