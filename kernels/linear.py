@@ -2,6 +2,8 @@
 
 A row of a result does not depend on how many rows there are, as long as `linear.cu` computes it: a drafted token is verified with
 the sums that plain decoding would have made. Longer products, float32 and odd shapes go to torch.
+
+Weights and norm weights are read before the kernel ahead in the stream has ended: they must not be what that one writes.
 """
 
 from __future__ import annotations
