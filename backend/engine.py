@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from backend.config import BUNDLED_DRAFTER, EngineConfig
 from backend.core import Batch, Delta, Draft, FinishReason, Request, SamplingParams, Scheduled, TokenLogprobs, Verdict
 from backend.drafters import load_drafters
 from backend.drafters.calls import DraftService
-from backend.errors import ConfigError, EngineError, RequestError
+from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.metrics import Metrics
 from backend.pacing import Pacer
 from backend.parallel.ranks import Ranks
@@ -62,8 +64,12 @@ class Engine:
     def __init__(self, config: EngineConfig, ranks: Ranks | None = None, draft_service: DraftService | None = None) -> None:
         """draft_service: the drafter's model in another process, for placement bls. Raises ConfigError, ModelError."""
         self.config = config
-        with on_stream(pick_device(config)):
-            self._load(ranks or Ranks(), draft_service)
+        device = pick_device(config)
+        try:
+            with on_stream(device):
+                self._load(ranks or Ranks(), draft_service)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"{config.model} does not fit the memory of {device}: {str(error).splitlines()[0]}") from None
         self.metrics = Metrics()
         self.times = StepTimes()
         self._pacer = Pacer() if config.speculative_config.adaptive else None

@@ -72,7 +72,7 @@ def field_names(kind: type) -> list[str]:
     [
         ({"max_batchsize": 4}, "unknown key 'max_batchsize'; did you mean \"max_batch_size\"?"),
         ({"tensor_parallel": 2}, "unknown key 'tensor_parallel'"),
-        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: device, dtype, "),
+        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: async_scheduling, device, dtype, "),
         ({5: 1}, "unknown key 5"),
         ({"speculative_config": {"num_speculative_token": 3}}, 'did you mean "num_speculative_tokens"?'),
         ({"parallel_config": {"tensor_parallel_sise": 1}}, 'did you mean "tensor_parallel_size"?'),
@@ -283,6 +283,7 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "suffix_decoding_max_tree_depth": ([0, -1, 10**6 + 1, 2**40, "64", True, None], "from 1 to 1000000"),
     "suffix_decoding_max_cached_requests": ([-2, "0", True, None], ">= 0, or -1"),
     "suffix_decoding_max_spec_factor": ([-0.1, NAN, INF, 1e7, HUGE, "1", True, None], "from 0 to 1000000"),
+    "simulated_acceptance_rate": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
     "suffix_decoding_min_token_prob": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
     "suffix_decoding_cache_path": (["", 5, True], "a path"),
 }
@@ -308,6 +309,7 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "suffix_decoding_max_tree_depth": [1, 64, 10**6],
     "suffix_decoding_max_cached_requests": [-1, 0, 10**9],
     "suffix_decoding_max_spec_factor": [0.0, 0.5, 1e6],
+    "simulated_acceptance_rate": [0.0, 0.5, 1],
     "suffix_decoding_min_token_prob": [0.0, 1.0],
     "suffix_decoding_cache_path": [None, "/var/cache/suffix.npz"],
 }

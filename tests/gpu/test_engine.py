@@ -64,21 +64,19 @@ def test_in_bfloat16_only_ties_differ(prompts):
     requests = [{"prompt_token_ids": ids} for ids in encoded]
     params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     plain = [r.outputs[0].token_ids for r in llm.generate(requests, params, speculative={"method": "none"}, use_tqdm=False)]
-    num_different, widest = 0, 0.0
+    gaps = []
     for choice in CHOICES.values():
         for ids, expected, result in zip(encoded, plain, llm.generate(requests, params, speculative=choice, use_tqdm=False)):
             tokens = result.outputs[0].token_ids
             place = next((i for i, (a, b) in enumerate(zip(expected, tokens)) if a != b), None)
             if place is None:
                 continue
-            num_different += 1
             one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=5)
             (answer,) = llm.generate([{"prompt_token_ids": ids + tokens[:place]}], one, speculative={"method": "none"}, use_tqdm=False)
             likely = dict(answer.outputs[0].logprobs[0].top)
-            gap = abs(likely[expected[place]] - likely[tokens[place]])
-            widest = max(widest, gap)
-            assert gap <= BFLOAT16_STEP, f"tokens {expected[place]} and {tokens[place]} differ by {gap}"
-    print(f"bfloat16: {num_different} of {len(CHOICES) * len(prompts)} answers differ, at gaps of at most {widest:.4f}")
+            gaps.append(abs(likely.get(expected[place], -100.0) - likely.get(tokens[place], -100.0)))
+    print(f"bfloat16: {len(gaps)} of {len(CHOICES) * len(prompts)} answers differ, at gaps of {sorted(gaps)[-8:]}")
+    assert max(gaps, default=0.0) <= BFLOAT16_STEP
 
 
 def test_many_random_histories():
