@@ -321,12 +321,11 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
   constexpr bool IS_ALL = MODE == ALL || MODE == MEASURE;
   constexpr float margin = MODE == ALL ? 0 : MARGIN;
   if (threadIdx.x == 0) shared.bound = order(NONE), shared.num_noted = 0;
-  if (MODE != AMONG) row.begin_stream();
-  const Raw sample = row.load(row.first);
+  Raw raw = row.load(row.first);
   __syncthreads();
   {  // a first bound from a few tokens, with E <= u / (1 - u)
     float x[8];
-    row.unpack_values(sample, x);
+    row.unpack_values(raw, x);
     const uint4 r = philox(2 * row.first, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const unsigned numbers[4] = {r.x, r.y, r.z, r.w};
     float reached = NONE;
@@ -404,8 +403,11 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
     }
   };
   if (MODE != AMONG) {
-    int turn = 0;
-    for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, ++turn) look(chunk, row.next(chunk, turn));
+    for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE) {
+      const Raw own = raw;
+      raw = row.load(chunk + STRIDE);
+      look(chunk, own);
+    }
   } else {
     row.visit<2, true>(limit, look);
   }
@@ -429,6 +431,7 @@ __device__ __forceinline__ Standing find_standing(const Row& row, float value, i
   Standing standing = {0, 0};
   const int own = token_id / 8;
   const float above = nextafterf(value, INF);
+  constexpr int DEPTH = LOGIT == 0 ? 4 : 8;  // a row that comes here may be the last on its multiprocessor
   row.visit<DEPTH, true>(value, [&](int chunk, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
@@ -24,39 +23,31 @@ def check_logits(logits: torch.Tensor, vocab_size: int | None = None) -> None:
 MAX_SHARED = 144 * 1024
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """How a row is spread: over blocks of a cluster, and threads of a block."""
-
-    cluster: int
-    threads: int
+THREADS = 512
+"""Of a block; two blocks run on a multiprocessor."""
+CLUSTERS = (1, 2, 4, 8)
 
 
-SHAPES = (_Shape(1, 256), _Shape(2, 256), _Shape(4, 256), _Shape(4, 512), _Shape(8, 512))
-"""From many rows, each with few threads, to few rows."""
-
-
-def _defines(dtype: torch.dtype, vocab_size: int, shape: _Shape) -> dict[str, int | str]:
-    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": shape.cluster, "THREADS": shape.threads}
+def _defines(dtype: torch.dtype, vocab_size: int, cluster: int) -> dict[str, int | str]:
+    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": THREADS}
 
 
 @functools.cache
 def _limits(index: int) -> tuple[int, int]:
-    """Most blocks that share a row, and threads that run at a time."""
+    """Most blocks that share a row, and blocks that run at a time."""
     most = 8 if torch.cuda.get_device_capability(index)[0] >= 9 else 1
-    return most, 1024 * torch.cuda.get_device_properties(index).multi_processor_count
+    return most, 2 * torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _shape(device: torch.device, num_rows: int) -> _Shape:
-    """As many threads for each row as keep all rows on the chip at once."""
-    most, num_threads = _limits(device.index if device.index is not None else torch.cuda.current_device())
-    fitting = [s for s in SHAPES if s.cluster <= most and num_rows * s.cluster * s.threads <= num_threads]
-    return fitting[-1] if fitting else SHAPES[0]
+def _cluster_size(device: torch.device, num_rows: int) -> int:
+    """As many blocks for each row as keep all rows on the chip at once."""
+    most, num_blocks = _limits(device.index if device.index is not None else torch.cuda.current_device())
+    return max(c for c in CLUSTERS if c == 1 or (c <= most and num_rows * c <= num_blocks))
 
 
 def variants(dtype: torch.dtype, vocab_size: int) -> list[tuple[str, dict[str, int | str]]]:
-    """What `kernels._load.compile_all` compiles ahead for logits of this type."""
-    return [("sampling", _defines(dtype, vocab_size, shape)) for shape in SHAPES]
+    """What `kernels._load.compile_all` compiles ahead for logits of this type on sm_90 and later; sm_80 needs the first."""
+    return [("sampling", _defines(dtype, vocab_size, cluster)) for cluster in CLUSTERS]
 
 
 def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor) -> None:
@@ -68,8 +59,8 @@ def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tens
     check_logits(logits, table.vocab_size)
     if not logits.is_cuda:
         return reference_slots.process_logits(logits, table, row_slots, cu_query_lens)
-    kernel = load(logits.device, "sampling", "process_logits", "P" + SLOTS + "PPi", _defines(logits.dtype, logits.shape[1], SHAPES[0]))
-    kernel((len(logits), 1), (SHAPES[0].threads, 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
+    kernel = load(logits.device, "sampling", "process_logits", "P" + SLOTS + "PPi", _defines(logits.dtype, logits.shape[1], 1))
+    kernel((len(logits), 1), (THREADS, 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -109,14 +100,14 @@ def _choose(
 ) -> Outputs:
     rows, vocab_size = logits.shape
     token_ids, is_broken = outputs or (logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.bool))
-    shape = _shape(logits.device, rows)
+    cluster = _cluster_size(logits.device, rows)
     ring = 4 if vocab_size % 8 == 0 else 1
-    shared = shape.threads * logits.element_size() * (8 * ring + -(-vocab_size // (8 * shape.threads * shape.cluster)))
-    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, shape), MAX_SHARED)
+    shared = THREADS * logits.element_size() * (8 * ring + -(-vocab_size // (8 * THREADS * cluster)))
+    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, cluster), MAX_SHARED)
     sizes = (len(row_slots), vocab_size, int(is_processed))
     if shared > MAX_SHARED:
         raise ValueError(f"logits have V = {vocab_size} of {logits.dtype}: {shared} bytes of shared memory; the limit is {MAX_SHARED}")
-    kernel((rows * shape.cluster, 1), (shape.threads, 1, 1), token_ids, is_broken, logits, *slots, row_slots, cu_query_lens, *sizes, shared=shared)
+    kernel((rows * cluster, 1), (THREADS, 1, 1), token_ids, is_broken, logits, *slots, row_slots, cu_query_lens, *sizes, shared=shared)
     return token_ids, is_broken
 
 
