@@ -497,7 +497,8 @@ class Supervisor:
             if (status := self._exit_status) is not None:
                 return f"the server ended (exit status {status})"
             with contextlib.suppress(queue.Empty):
-                return self._failures.get(timeout=LOOK_SECONDS)
+                return self._failures.get_nowait()
+            time.sleep(LOOK_SECONDS)  # a signal during a SimpleQueue's timed get can make it wait for ever (CPython 3.11)
         return None
 
     def _wait(self, seconds: float) -> Iterator[None]:
