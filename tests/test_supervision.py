@@ -349,11 +349,11 @@ def test_sigterm_drains(tmp_path):
     """New requests are refused, running ones finish up to the limit, those beyond it have an error, the suffix cache is saved."""
     path = tmp_path / "suffix.npz"
     speculative = {**SPECULATIVE, "request_methods": ["suffix"], "suffix_decoding_cache_path": str(path)}
-    with start(tmp_path, "--drain-seconds=5", f"--speculative-config={json.dumps(speculative)}") as supervised:
+    with start(tmp_path, "--drain-seconds=8", f"--speculative-config={json.dumps(speculative)}") as supervised:
         server = supervised.server
         Client(server.grpc).generate("x = ", **SHORT, speculative={"method": "suffix"})
-        short = open_streams(server, max_tokens=30)
         long = open_streams(server)
+        short = open_streams(server, max_tokens=20)
         known = Client(server.grpc)
         regions = {s.region for s in find_stubs(supervised.pid)}
         os.kill(supervised.server.process.pid, signal.SIGTERM)
@@ -365,7 +365,7 @@ def test_sigterm_drains(tmp_path):
                 client.generate("y = ", **SHORT)
         for stream in short:
             stream.thread.join(30)
-            assert stream.error is None and stream.num_tokens == 30
+            assert stream.error is None and stream.num_tokens == 20
         for stream in long:
             stream.thread.join(30)
             assert "the server is shutting down, and the time for open requests is over" in str(stream.error)
