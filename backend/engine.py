@@ -78,9 +78,10 @@ class Engine:
         self._groups: dict[str, list[str]] = {}
         self._ids: set[str] = set()  # of every request between submit and its end
         self._has_deadlines = False
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
+        self._is_refusing = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self._flights: deque[Flight] = deque()
@@ -204,8 +205,9 @@ class Engine:
         ]
         now = time.monotonic()
         with self._wake:
-            if not self.is_healthy:  # looked at where the loop's end cannot come between
-                raise EngineError(f"the engine is down: {self._failure or 'it is shutting down'}")
+            self._check_healthy()
+            if self._is_refusing:
+                raise EngineError("the server is shutting down: send the request to another, or again later")
             self.scheduler.check_room(params.n, len(self._ids))
             if request_id in self._groups or any(r.request_id in self._ids for r in requests):
                 raise RequestError(f"request id {request_id!r:.100} is in use")
@@ -222,6 +224,23 @@ class Engine:
             self._inbox.append(lambda: self._cancel(request_id))
             self._wake.notify()
         return True
+
+    def call(self, action: Callable[[], object]) -> None:
+        """Runs `action` on the engine's thread before its next step. Raises EngineError when there is none to come."""
+        with self._wake:
+            self._check_healthy()
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def _check_healthy(self) -> None:
+        """With the lock held, where the loop's end cannot come between."""
+        if not self.is_healthy:
+            raise EngineError(f"the engine is down: {self._failure or 'it is shutting down'}")
+
+    def refuse(self) -> None:
+        """Takes no more requests; those that are open go on."""
+        with self._wake:
+            self._is_refusing = True
 
     def _check_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -481,10 +500,14 @@ class Engine:
             self._failure = error
         while self._inbox:
             self._inbox.popleft()()
+        self.end_all(error)
+        self.after_deltas()
+
+    def end_all(self, error: Exception) -> None:
+        """Ends every open request with an error. On the engine's thread, between two steps."""
         for open_request in list(self._open.values()):
             request = open_request.request
             self._send(open_request, Delta(request.group_id, request.index, error=error))
-        self.after_deltas()
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Ends the loop; requests that are still open get an EngineError."""

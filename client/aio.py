@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from client.messages import DEFAULT_GRPC_URL, INACTIVITY_SECONDS, Chunk, Completion, GenerateError, collect, make_inputs, prompt_values, read_result
+from client.messages import (
+    CANCEL_SECONDS,
+    CHANNEL_OPTIONS,
+    DEFAULT_GRPC_URL,
+    INACTIVITY_SECONDS,
+    Chunk,
+    Completion,
+    GenerateError,
+    collect,
+    make_inputs,
+    name_request,
+    prompt_values,
+    read_result,
+    say_silent,
+    silence_limit,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+LATE_SECONDS = 0.5
+"""A timer that fires this late tells of a busy event loop, not of a silent server."""
 
 
 class AsyncClient:
@@ -23,7 +42,7 @@ class AsyncClient:
     def __init__(self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
         self.model = model
         self.inactivity_timeout = inactivity_timeout
-        self._connection = triton_aio.InferenceServerClient(url)
+        self._connection = triton_aio.InferenceServerClient(url, channel_args=CHANNEL_OPTIONS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -38,12 +57,15 @@ class AsyncClient:
         """The n completions of a prompt (text or token ids), whole. Raises GenerateError."""
         return collect([chunk async for chunk in self.stream(prompt, request_id=request_id, **parameters)])
 
-    async def stream(
+    def stream(
         self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """As `Client.stream`. Cancelling the task, or closing the iterator, cancels the request on the server."""
-        request_id, model = request_id or uuid.uuid4().hex, model or self.model
-        inputs = make_inputs(prompt_values(prompt, parameters))
+        values = prompt_values(prompt, parameters)
+        inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
+        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit)
+
+    async def _stream(self, inputs: list[Any], request_id: str, model: str, limit: float) -> AsyncGenerator[Chunk, None]:
         is_done = asyncio.Event()
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -51,59 +73,71 @@ class AsyncClient:
             await is_done.wait()  # the stream stays open until the answer is whole
 
         responses = self._connection.stream_infer(requests())
-        watch = _Watch(self.inactivity_timeout, responses.cancel)
+        watch = _Watch(limit, responses.cancel)
         try:
             while not is_done.is_set():
                 try:
+                    watch.resume()
                     result, error = await anext(responses)
+                    watch.pause()
                 except StopAsyncIteration:
                     raise GenerateError(f"request {request_id!r}: the server ended the stream early") from None
                 except asyncio.CancelledError:
                     if not watch.has_fired:
                         raise
-                    raise GenerateError(f"request {request_id!r}: the server sent nothing for {self.inactivity_timeout:g} s") from None
-                watch.reset()
+                    raise GenerateError(say_silent(request_id, limit)) from None
                 if error is not None:
-                    raise GenerateError(str(error))
+                    raise GenerateError(name_request(request_id, error))
                 chunk, is_last = read_result(result)
                 if is_last:
                     is_done.set()
                 if chunk.token_ids or chunk.text or chunk.finish_reason:
                     yield chunk
         except (InferenceServerException, grpc.RpcError) as error:
-            raise GenerateError(f"request {request_id!r}: {error}") from None
+            raise GenerateError(name_request(request_id, error)) from None
         finally:
             watch.stop()
             if not is_done.is_set():
                 responses.cancel()
                 is_done.set()
                 if model != "decode":
-                    await asyncio.shield(self.cancel(request_id))
+                    await asyncio.shield(self._cancel(request_id, CANCEL_SECONDS if watch.has_fired else self.inactivity_timeout))
 
     async def cancel(self, request_id: str) -> bool:
         """Ends a request by id. False when none with that id is open."""
+        return await self._cancel(request_id, self.inactivity_timeout)
+
+    async def _cancel(self, request_id: str, limit: float) -> bool:
         try:
-            return [c.finish_reason async for c in self.stream(model="decode", cancel=request_id)] == ["cancelled"]
+            chunks = self._stream(make_inputs({"cancel": request_id}), uuid.uuid4().hex, "decode", limit)
+            return [c.finish_reason async for c in chunks] == ["cancelled"]
         except GenerateError:
             return False
 
 
 class _Watch:
-    """Calls `act` once nothing has reset it for `seconds`. One timer a stream: a timeout for every response costs a task each."""
+    """Calls `act` after `seconds` between a `resume` and its `pause`. One timer a stream: a timeout for every response costs a task each."""
 
     def __init__(self, seconds: float, act: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._act = act
         self.has_fired = False
-        self.reset()
+        self._since: float | None = None
         self._timer = self._loop.call_later(seconds, self._check)
 
-    def reset(self) -> None:
-        self._last = self._loop.time()
+    def resume(self) -> None:
+        self._since = self._loop.time()
+
+    def pause(self) -> None:
+        """While whoever reads the stream is busy, silence is not the server's."""
+        self._since = None
 
     def _check(self) -> None:
-        left = self._last + self._seconds - self._loop.time()
+        now = self._loop.time()
+        if now - self._timer.when() > LATE_SECONDS and self._since is not None:
+            self._since = now  # the loop was held up: what has come meanwhile is not read yet
+        left = self._seconds if self._since is None else self._since + self._seconds - now
         if left > 0:
             self._timer = self._loop.call_later(left, self._check)
         else:

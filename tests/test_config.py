@@ -823,6 +823,10 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"enable_prefix_caching": "False"}, "enable_prefix_caching must be bool, got 'False'"),
         ({"host": None}, "host must be str"),
         ({"model_control_mode": "poll"}, "model_control_mode must be one of none, explicit, got 'poll'"),
+        ({"model_control_mode": "explicit"}, "add --no-supervise to control models yourself"),
+        ({"hang_seconds": 0.5}, "hang_seconds must be from 1 to 3600, got 0.5"),
+        ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
+        ({"drain_seconds": -1}, "drain_seconds must be 0 or more, got -1"),
     ],
 )
 def test_split_keys_refuses(values: dict[str, Any], message: str) -> None:
@@ -1095,9 +1099,14 @@ def test_server_command() -> None:
     assert environment["LD_LIBRARY_PATH"].split(":")[:2] == ["/lib/a", "/lib/b"]
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent), "the stub runs the first python3 on PATH"
     assert not any("--backend-directory" in part for part in launcher.server_command(server.Server(Path("/t")), config, Path("/repo"))[0])
-    assert not any("--model-control-mode" in part for part in command)
-    config = launcher.ServeConfig(model_control_mode="explicit")
-    assert {"--model-control-mode=explicit", "--load-model=*"} <= set(launcher.server_command(found, config, Path("/repo"))[0])
+    explicit = {"--model-control-mode=explicit", "--load-model=*"}
+    assert explicit <= set(command) and not any("restricted" in part for part in command)
+    restricted = {f"--{api}=model-repository,logging,trace:foretoken-key=k" for api in ("http-restricted-api", "grpc-restricted-protocol")}
+    assert restricted <= set(launcher.server_command(found, config, Path("/repo"), "k")[0])
+    alone = launcher.server_command(found, launcher.ServeConfig(supervise=False), Path("/repo"))[0]
+    assert not any("--model-control-mode" in part for part in alone) and "--exit-timeout-secs=30" in alone
+    config = launcher.ServeConfig(supervise=False, model_control_mode="explicit")
+    assert explicit <= set(launcher.server_command(found, config, Path("/repo"))[0])
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
