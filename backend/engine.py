@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import threading
@@ -124,6 +125,9 @@ class Engine:
         )
         self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
         self.device_steps = self._load_device_steps()
+        # What is alive now stays: without this, a full collection in the midst of a step goes over all of it.
+        gc.collect()
+        gc.freeze()
 
     def _load_device_steps(self) -> DeviceSteps | None:
         """What runs decoding steps on the device's own state, ahead of the host; None: every step is computed before the next is prepared."""

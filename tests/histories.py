@@ -49,7 +49,7 @@ def run_histories(llm: LLM, plain: LLM, count: int, *, num_prompts: int = 12, ar
     engine.scheduler.check()
     assert engine.scheduler.pool.num_held == 0
     assert engine.metrics.preemptions > 0
-    assert {"length", "cancelled"} <= set(ends.values())
+    assert set(ends.values()) == {"length", "cancelled"}
     for number in range(submitted):
         tokens = answers.get(number, [])
         assert tokens == expected[number % num_prompts][: len(tokens)], f"request {number}"
