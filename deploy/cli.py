@@ -12,6 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     serve = commands.add_parser("serve", help="start a server", description="Renders a model repository for a model and starts tritonserver on it.")
     complete = commands.add_parser("complete", help="complete a prompt on a running server")
     chat = commands.add_parser("chat", help="talk to a running server")
+    bench = commands.add_parser("bench", help="measure a running server: latency, throughput, goodput, acceptance")
     demo = commands.add_parser("demo", help="start a server, stream an answer, stop it")
     commands.add_parser("train-mtp", help="train a drafter for a model", add_help=False)
     argv = sys.argv[1:] if argv is None else argv
@@ -30,6 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     cli.add_arguments(chat)
     complete.set_defaults(run=cli.complete)
     chat.set_defaults(run=cli.chat)
+    from client.bench import cli as bench_cli
+    from training.heldout import list_heldout
+
+    bench_cli.add_arguments(bench, list(list_heldout().values()))  # code that the bundled model has not seen
+    bench.set_defaults(run=bench_cli.run)
     from deploy import demo as demonstration
 
     demonstration.add_arguments(demo)
