@@ -57,5 +57,15 @@ if ! build_suffix >.venv/arctic-inference.log 2>&1; then
   say "not built, so there is no method suffix (it needs g++, cmake, Python's headers; see .venv/arctic-inference.log); all else works" >&2
   if [ "$what" = test ]; then tail -n 20 .venv/arctic-inference.log >&2 && exit 1; fi
 fi
+
+# For the test of dashboards and alerts; unpacked here, so no service starts.
+fetch_prometheus() {
+  command -v prometheus promtool || {
+    cd .venv && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } && dpkg -x prometheus_*.deb prometheus
+  }
+}
+if [ "$what" = test ] && ! (fetch_prometheus) >/dev/null 2>&1; then
+  say "no Prometheus (apt-get install prometheus): dashboards and alerts are not tested" >&2
+fi
 touch "$stamp"
 say "done"

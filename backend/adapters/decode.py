@@ -208,16 +208,16 @@ class TritonPythonModel:
         with self._lock:
             self._exchanges.pop(exchange.key, None)
 
-    @staticmethod
-    def _send_error(sender: Any, client_id: str, error: Exception) -> None:
+    def _send_error(self, sender: Any, client_id: str, error: Exception) -> None:
         codes = pb_utils.TritonError
         if isinstance(error, CapacityError | EngineError):
-            code = codes.UNAVAILABLE
+            code, kind = codes.UNAVAILABLE, "unavailable"
         elif isinstance(error, ValueError):
-            code = codes.INVALID_ARG
+            code, kind = codes.INVALID_ARG, "invalid_argument"
         else:
-            code = codes.INTERNAL
+            code, kind = codes.INTERNAL, "internal"
             logger.exception("request %r failed", client_id, exc_info=error)
+        self._publisher.count_error(kind)
         message = f"request {client_id!r:.100}: {error}"
         sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=FINAL)
 

@@ -1,0 +1,298 @@
+"""What operates a server, on a real one: `foretoken bench`, Locust, Prometheus with the alerts and the dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.demo import free_ports, stop_server
+from deploy.load.answers import Answer, Answers, WrongAnswer
+from tests.conftest import ROOT
+from tests.servers import serve
+
+DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/foretoken.json").read_text())
+ALERTS = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())
+TOOLS = Path(sys.prefix) / "prometheus/usr/bin"
+"""Where deploy/setup.sh unpacks Debian's Prometheus."""
+QUIET_HERE = ("foretoken_model_restarts_total",)
+"""Metrics of parts that do not run in this file."""
+
+
+def find_tool(name: str) -> str:
+    path = shutil.which(name) or shutil.which(name, path=str(TOOLS))
+    if path is None:
+        pytest.skip(f"no {name}: apt-get install prometheus")
+    return path
+
+
+def run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("server") / "log", "--num-threads=1", "--drain-seconds=5") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prometheus(server, tmp_path_factory):
+    """Prometheus with the project's configuration, the addresses and the interval of this run in it; its address."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    shutil.copy(ROOT / "deploy/prometheus/alerts.yml", folder)
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+    config["global"]["scrape_interval"] = "1s"
+    targets = {"foretoken": server.metrics}
+    config["scrape_configs"] = [
+        {**job, "static_configs": [{"targets": [targets[job["job_name"]]]}]} for job in config["scrape_configs"] if job["job_name"] in targets
+    ]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    command = [
+        find_tool("prometheus"),
+        f"--config.file={folder}/prometheus.yml",
+        f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address={address}",
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while not is_up(address):
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-2000:]
+            time.sleep(0.1)
+        yield address
+    finally:
+        stop_server(process)
+
+
+def is_up(address: str) -> bool:
+    try:
+        return bool(query(address, 'up{job="foretoken"} == 1'))
+    except OSError:
+        return False
+
+
+def query(address: str, expression: str) -> list[dict]:
+    """The series that an expression gives now. Raises AssertionError when Prometheus cannot read it."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': expression})}", timeout=10) as response:
+            return json.load(response)["data"]["result"]
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{expression}: {error.read().decode()}") from None
+
+
+@pytest.fixture(scope="module")
+def bench(server, tmp_path_factory):
+    """Runs `foretoken bench` on the server."""
+
+    def run_bench(*options: str) -> tuple[subprocess.CompletedProcess[str], dict]:
+        path = tmp_path_factory.mktemp("bench") / "result.json"
+        address = [f"--url={server.grpc}", f"--metrics-url=http://{server.metrics}/metrics"]
+        result = run(sys.executable, "-m", "deploy.cli", "bench", *address, "--save-result", f"--result-filename={path}", *options)
+        return result, json.loads(path.read_text()) if path.exists() else {}
+
+    return run_bench
+
+
+class TestBench:
+    def test_figures_are_those_of_the_server(self, server, bench):
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        before = {n: server.metric(f"foretoken_spec_decode_num_{n}_total") for n in names}
+        options = "--num-prompts=6 --output-len=12:20 --ignore-eos --request-rate=20 --burstiness=0.5 --max-concurrency=4 --num-warmups=0"
+        result, found = bench(
+            *options.split(), "--metric-percentiles=50,99", "--goodput", "ttft:60000", "e2el:60000", "--metadata", "run=first", "--save-detailed"
+        )
+        assert result.returncode == 0, result.stderr
+        assert (found["completed"], found["failed"], found["run"]) == (6, 0, "first")
+        assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+        asked = [r["output_tokens"] for r in found["requests"]]
+        assert sum(asked) == found["total_output_tokens"] and all(12 <= n <= 20 for n in asked)
+        assert 0 < found["median_ttft_ms"] <= found["p99_ttft_ms"] <= found["p99_e2el_ms"]
+        for request in found["requests"]:
+            assert request["ttft_ms"] + sum(request["itl_ms"]) == pytest.approx(request["e2el_ms"], abs=500)
+        (speculation,) = found["speculation"].values()
+        gained = {n: server.metric(f"foretoken_spec_decode_num_{n}_total") - before[n] for n in names}
+        assert speculation["spec_decode_num_drafts"] == gained["drafts"] > 0
+        assert speculation["spec_decode_acceptance_rate"] == pytest.approx(gained["accepted_tokens"] / gained["draft_tokens"])
+        assert len(speculation["spec_decode_per_position_acceptance_rates"]) == 5
+        for text in ("Acceptance rate (%)", "Accepted at position 4 (%)", "P99 TPOT", "Requests/s within ttft <= 60000 ms, e2el <= 60000 ms"):
+            assert text in result.stdout
+
+    def test_without_speculation_nothing_is_said_about_it(self, bench):
+        result, found = bench("--num-prompts=2", "--output-len=4", "--speculative", '{"method": "none"}')
+        assert result.returncode == 0 and found["speculation"] == {} and "Speculation" not in result.stdout
+
+    def test_refused_requests_are_failures(self, server, bench):
+        before = server.metric("foretoken_request_errors_total", code="invalid_argument")
+        result, found = bench("--num-prompts=3", "--output-len=1000000", "--num-warmups=0")
+        assert result.returncode == 1
+        assert (found["completed"], found["failed"], found["mean_ttft_ms"]) == (0, 3, None)
+        assert "1000000" in result.stdout and "failed: " in result.stdout
+        assert server.metric("foretoken_request_errors_total", code="invalid_argument") == before + 3
+
+    def test_a_server_that_is_not_there(self, bench):
+        result, found = bench("--url=127.0.0.1:1", "--num-prompts=2")
+        assert result.returncode == 1 and not found
+        assert "the warm-up failed" in result.stderr and "Traceback" not in result.stderr
+
+    def test_a_file_that_is_not_there(self, bench):
+        result, _ = bench("--dataset-path=/absent")
+        assert result.returncode == 2 and "/absent" in result.stderr
+
+
+USAGE = {"completion_tokens": 8}
+
+
+class TestRightAnswers:
+    """What the load test calls wrong."""
+
+    @pytest.mark.parametrize(
+        ("answer", "message"),
+        [
+            (Answer("text", 8, USAGE, "length"), None),
+            (Answer("text", None, {"completion_tokens": 3}, "stop"), None),
+            (Answer("text", 8, USAGE, None), "no final response"),
+            (Answer("text", 8, None, "length"), "no usage"),
+            (Answer("text", 7, USAGE, "length"), "7 tokens came, usage says 8"),
+            (Answer("text", 9, {"completion_tokens": 9}, "length"), "8 tokens were asked for, 9 came"),
+            (Answer("text", 5, {"completion_tokens": 5}, "length"), "8 tokens were asked for, 5 came"),
+            (Answer("text", 5, {"completion_tokens": 5}, "timeout"), "finish reason is timeout"),
+        ],
+    )
+    def test_whole_and_counted_right(self, answer, message):
+        if message is None:
+            answer.check(8)
+        else:
+            with pytest.raises(WrongAnswer, match=message):
+                answer.check(8)
+
+    def test_the_same_every_time(self):
+        answers = Answers()
+        answers.compare("a", "return x")
+        answers.compare("a", "return x")
+        with pytest.raises(WrongAnswer, match=r"at character 7 'y', not 'x'"):
+            answers.compare("a", "return y")
+        with pytest.raises(WrongAnswer, match="at character 6 '', not ' x'"):
+            answers.compare("a", "return")
+
+
+def locust(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "locust"), "-f", "deploy/load/locustfile.py", "--headless", "--json", "--stop-timeout=30"]
+    return run(*command, "--num-prompts=4", "--output-len=8", "--users=3", "--spawn-rate=3", *options)
+
+
+def statistics_of(result: subprocess.CompletedProcess[str]) -> dict[str, tuple[int, int]]:
+    """(requests, failures) by name."""
+    return {s["name"]: (s["num_requests"], s["num_failures"]) for s in json.loads(result.stdout)}
+
+
+class TestLocust:
+    def test_grpc_users_and_their_answers(self, server, tmp_path):
+        """Answers of a run without speculation, then the same under load with it; then one that is known to be other."""
+        path = tmp_path / "answers.json"
+        common = ("GrpcUser", f"--grpc-url={server.grpc}", f"--answers={path}")
+        first = locust(*common, "--run-time=3s", "--speculative", '{"method": "none"}')
+        assert first.returncode == 0, first.stderr
+        found = statistics_of(first)
+        assert set(found) == {"request", "first token", "time per token"}
+        assert all(count > 4 and not failures for count, failures in found.values())
+        second = locust(*common, "--run-time=3s", "--load-shape=spike")
+        assert second.returncode == 0, second.stderr
+        path.write_text(json.dumps({prompt: f"{text}?" for prompt, text in json.loads(path.read_text()).items()}))
+        third = locust(*common, "--run-time=1s")
+        assert third.returncode == 1 and "not the first answer to this prompt" in third.stderr
+        count, failures = statistics_of(third)["request"]
+        assert count == failures > 0
+
+    def test_a_server_that_is_not_there(self):
+        result = locust("GrpcUser", "OpenAIUser", "--grpc-url=127.0.0.1:1", "--openai-url=http://127.0.0.1:1", "--run-time=1s")
+        assert result.returncode == 1
+        assert all(count == failures for count, failures in statistics_of(result).values())
+
+
+def dashboard_expressions() -> list[tuple[str, str]]:
+    """(panel, expression), with the variables as Grafana fills them in."""
+    panels = [p for p in DASHBOARD["panels"] if p["type"] != "row"]
+    texts = [(p["title"], t["expr"]) for p in panels for t in p["targets"]]
+    return [(title, text.replace("$__rate_interval", "1m").replace("$instance", ".*")) for title, text in texts]
+
+
+def alert_expressions() -> list[tuple[str, str]]:
+    return [(rule["alert"], rule["expr"]) for group in ALERTS["groups"] for rule in group["rules"]]
+
+
+def is_quiet_here(expression: str) -> bool:
+    return any(name in expression for name in QUIET_HERE) or "foretoken-gateway" in expression
+
+
+class TestPrometheus:
+    @pytest.fixture(scope="class")
+    def observed(self, server, prometheus, bench):
+        """Prometheus's address, once it has seen the server before and after a run."""
+        count, labels = "foretoken_requests_finished_total", {"finish_reason": "length"}
+
+        def wait_for_scrape() -> None:
+            deadline = time.monotonic() + 30
+            while not query(prometheus, f'{count}{{finish_reason="length"}} >= {server.metric(count, **labels)}'):
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+
+        wait_for_scrape()
+        result, _ = bench("--num-prompts=6", "--output-len=24", "--ignore-eos")
+        assert result.returncode == 0
+        wait_for_scrape()
+        return prometheus
+
+    @pytest.mark.parametrize(("panel", "expression"), dashboard_expressions())
+    def test_panels_have_data(self, observed, panel, expression):
+        series = query(observed, expression)
+        if not is_quiet_here(expression):
+            assert series, f"{panel}: {expression} gives nothing"
+            assert any(s["value"][1] != "NaN" for s in series), f"{panel}: {expression} gives no number"
+
+    @pytest.mark.parametrize(("alert", "expression"), alert_expressions())
+    def test_alerts_look_at_something(self, observed, alert, expression):
+        """Nothing fires here; without its thresholds each expression has a value."""
+        assert query(observed, expression) == [] or is_quiet_here(expression)
+        unbounded, count = re.subn(r"\s(?:==|<|>) [\d.]+", "", expression)
+        assert count
+        if not is_quiet_here(expression):
+            assert query(observed, unbounded), f"{alert}: {unbounded} gives nothing"
+
+    def test_every_metric_is_the_servers(self, server):
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
+            known = set(re.findall(r"^(\w+)[{ ]", response.read().decode(), re.M))
+        used = {n for _, text in dashboard_expressions() + alert_expressions() for n in re.findall(r"\bforetoken_\w+", text)}
+        assert len(used) > 20 and used <= known | set(QUIET_HERE), used - known
+
+    def test_configuration_and_alerts_as_promtool_reads_them(self):
+        promtool = find_tool("promtool")
+        result = run(promtool, "check", "config", "deploy/prometheus/prometheus.yml")
+        assert result.returncode == 0, result.stderr
+        tested = (ROOT / "deploy/prometheus/alerts_test.yml").read_text()
+        assert all(f"alertname: {name}\n        exp_alerts" in tested for name, _ in alert_expressions()), "each alert is seen to fire"
+        result = run(promtool, "test", "rules", "deploy/prometheus/alerts_test.yml")
+        assert result.returncode == 0, result.stdout + result.stderr
+
+    def test_the_dashboard_is_whole(self):
+        panels = DASHBOARD["panels"]
+        assert len({p["id"] for p in panels}) == len(panels)
+        variables = {v["name"] for v in DASHBOARD["templating"]["list"]}
+        assert set(re.findall(r"\$\{?(\w+)", json.dumps(panels))) <= variables | {"__rate_interval"}
+        taken: set[tuple[int, int]] = set()
+        for panel in panels:
+            place = panel["gridPos"]
+            cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+            assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
+            taken |= cells
