@@ -13,7 +13,7 @@ ARG TRITON_RELEASE=24.10
 # -- GPU: NVIDIA's server ---------------------------------------------------------------------------------------------
 FROM nvcr.io/nvidia/tritonserver:${TRITON_RELEASE}-py3 AS gpu-build
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ make python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/foretoken
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip deploy/setup.sh image && .venv/bin/python -m compileall -q backend client deploy kernels training
@@ -39,7 +39,7 @@ FROM python:3.11-slim-bookworm AS cpu-build
 # PyTorch's index of CPU builds makes this image much smaller: without it, pip brings the libraries of a GPU along.
 ARG PIP_EXTRA_INDEX_URL
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ make && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/foretoken
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip deploy/setup.sh image && .venv/bin/python -m compileall -q backend client deploy kernels training

@@ -33,9 +33,13 @@ class ServeConfig(Section):
     """The launcher's own keys; all others go to the engine."""
 
     http_port: int = 8000
+    """Of Triton's HTTP interface."""
     grpc_port: int = 8001
+    """Of Triton's gRPC interface, which the clients and the gateway use."""
     metrics_port: int = 8002
+    """Of Triton's metrics, with the engine's counters."""
     host: str = "0.0.0.0"
+    """Address to listen on."""
     repository: str | None = None
     """Where to render the model repository; default: the user's state folder, by HTTP port."""
     backend_directory: str | None = None
@@ -43,6 +47,7 @@ class ServeConfig(Section):
     drain_seconds: int = 30
     """How long running requests may go on after SIGTERM."""
     log_verbose: int = 0
+    """Triton's own log level; above 0 it says what every request does."""
     model_control_mode: str = "none"
     """none, or explicit: models can be unloaded and loaded again through the server's repository API."""
 

@@ -134,12 +134,12 @@ class TestBench:
         assert result.returncode == 0 and found["speculation"] == {} and "Speculation" not in result.stdout
 
     def test_refused_requests_are_failures(self, server, bench):
-        before = server.metric("foretoken_request_errors_total", code="invalid_argument")
+        before = server.metric("foretoken_request_errors_total", code="INVALID_ARG")
         result, found = bench("--num-prompts=3", "--output-len=1000000", "--num-warmups=0")
         assert result.returncode == 1
         assert (found["completed"], found["failed"], found["mean_ttft_ms"]) == (0, 3, None)
         assert "1000000" in result.stdout and "failed: " in result.stdout
-        assert server.metric("foretoken_request_errors_total", code="invalid_argument") == before + 3
+        assert server.metric("foretoken_request_errors_total", code="INVALID_ARG") == before + 3
 
     def test_a_server_that_is_not_there(self, bench):
         result, found = bench("--url=127.0.0.1:1", "--num-prompts=2")

@@ -209,17 +209,16 @@ class TritonPythonModel:
             self._exchanges.pop(exchange.key, None)
 
     def _send_error(self, sender: Any, client_id: str, error: Exception) -> None:
-        codes = pb_utils.TritonError
         if isinstance(error, CapacityError | EngineError):
-            code, kind = codes.UNAVAILABLE, "unavailable"
+            name = "UNAVAILABLE"
         elif isinstance(error, ValueError):
-            code, kind = codes.INVALID_ARG, "invalid_argument"
+            name = "INVALID_ARG"
         else:
-            code, kind = codes.INTERNAL, "internal"
+            name = "INTERNAL"
             logger.exception("request %r failed", client_id, exc_info=error)
-        self._publisher.count_error(kind)
+        self._publisher.count_error(name)
         message = f"request {client_id!r:.100}: {error}"
-        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=FINAL)
+        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, name))), flags=FINAL)
 
     # -- watcher thread ---------------------------------------------------------------------------------------------
 

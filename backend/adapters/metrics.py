@@ -13,7 +13,7 @@ from backend.metrics import Histogram
 
 PREFIX = "foretoken_"
 FINISH_REASONS = ("stop", "length", "cancelled", "timeout")
-ERROR_CODES = ("invalid_argument", "unavailable", "internal")
+ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")
 
 
 class MetricsPublisher:
