@@ -180,14 +180,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
     parser.add_argument("--single-thread-tokens", type=int, metavar="N", help="CPU: smaller steps run on one thread (default 8)")
-    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None, help="keep pages for prompts that begin alike"
+    )
     parser.add_argument("--host", help="address to listen on (default 0.0.0.0)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
     parser.add_argument("--repository", metavar="DIR", help="where to render the model repository")
     parser.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
     parser.add_argument("--drain-seconds", type=int, metavar="S", help="how long running requests may go on after SIGTERM (default 30)")
-    parser.add_argument("--log-verbose", type=int, metavar="LEVEL")
+    parser.add_argument("--log-verbose", type=int, metavar="LEVEL", help="Triton's own log level (default 0)")
     parser.add_argument("--model-control-mode", metavar="MODE", help="explicit: models can be unloaded and loaded again (default none)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from deploy.demo import free_ports, stop_server
+from deploy.launcher import SERVE_KEYS
 from deploy.load.answers import Answer, Answers, WrongAnswer
 from tests.conftest import ROOT
 from tests.servers import serve
@@ -24,8 +26,10 @@ DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/foretoken.json").read_
 ALERTS = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())
 TOOLS = Path(sys.prefix) / "prometheus/usr/bin"
 """Where deploy/setup.sh unpacks Debian's Prometheus."""
-QUIET_HERE = ("foretoken_model_restarts_total",)
-"""Metrics of parts that do not run in this file."""
+HAS_GATEWAY = importlib.util.find_spec("client.gateway") is not None
+HAS_SUPERVISOR = "status_port" in SERVE_KEYS
+ABSENT = (*(() if HAS_GATEWAY else ("foretoken_gateway_", "foretoken-gateway")), *(() if HAS_SUPERVISOR else ("_restarts_total", "_model_up")))
+"""In expressions about parts that this version does not have."""
 
 
 def find_tool(name: str) -> str:
@@ -40,22 +44,56 @@ def run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log", "--num-threads=1", "--drain-seconds=5") as running:
+def status_port():
+    return free_ports(1)[0]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, status_port):
+    options = [f"--status-port={status_port}"] if HAS_SUPERVISOR else []
+    with serve(tmp_path_factory.mktemp("server") / "log", "--num-threads=1", "--drain-seconds=5", *options) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def prometheus(server, tmp_path_factory):
+def gateway(server, tmp_path_factory):
+    """`foretoken gateway` before the server; its address."""
+    if not HAS_GATEWAY:
+        yield None
+        return
+    port = free_ports(1)[0]
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    command = [sys.executable, "-m", "deploy.cli", "gateway", f"--url={server.grpc}", "--host=127.0.0.1", f"--port={port}"]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while not is_answering(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}"
+    finally:
+        stop_server(process)
+
+
+def is_answering(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=10):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def prometheus(server, gateway, status_port, tmp_path_factory):
     """Prometheus with the project's configuration, the addresses and the interval of this run in it; its address."""
     folder = tmp_path_factory.mktemp("prometheus")
     shutil.copy(ROOT / "deploy/prometheus/alerts.yml", folder)
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     config["global"]["scrape_interval"] = "1s"
-    targets = {"foretoken": server.metrics}
-    config["scrape_configs"] = [
-        {**job, "static_configs": [{"targets": [targets[job["job_name"]]]}]} for job in config["scrape_configs"] if job["job_name"] in targets
-    ]
+    addresses = {"foretoken": server.metrics, "foretoken-supervisor": f"127.0.0.1:{status_port}", "foretoken-gateway": gateway or "127.0.0.1:1"}
+    for job in config["scrape_configs"]:
+        job["static_configs"] = [{"targets": [addresses[job["job_name"]]]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_ports(1)[0]}"
     command = [
@@ -146,6 +184,15 @@ class TestBench:
         assert result.returncode == 1 and not found
         assert "the warm-up failed" in result.stderr and "Traceback" not in result.stderr
 
+    @pytest.mark.skipif(not HAS_GATEWAY, reason="this version has no gateway")
+    @pytest.mark.parametrize("options", [[], ["--endpoint=/v1/chat/completions"]])
+    def test_openais_protocol(self, gateway, bench, options):
+        result, found = bench("--backend=openai", f"--url=http://{gateway}", "--num-prompts=3", "--output-len=8", "--ignore-eos", *options)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert (found["completed"], found["total_output_tokens"]) == (3, 24) and found["median_ttft_ms"] > 0
+        result, found = bench("--backend=openai", f"--url=http://{gateway}", "--num-prompts=2", "--output-len=1000000", "--num-warmups=0", *options)
+        assert result.returncode == 1 and found["failed"] == 2 and "status 400" in result.stdout
+
     def test_a_file_that_is_not_there(self, bench):
         result, _ = bench("--dataset-path=/absent")
         assert result.returncode == 2 and "/absent" in result.stderr
@@ -215,6 +262,12 @@ class TestLocust:
         count, failures = statistics_of(third)["request"]
         assert count == failures > 0
 
+    @pytest.mark.skipif(not HAS_GATEWAY, reason="this version has no gateway")
+    def test_both_protocols_give_the_same_answers(self, server, gateway):
+        result = locust("GrpcUser", "OpenAIUser", f"--grpc-url={server.grpc}", f"--openai-url=http://{gateway}", "--run-time=2s")
+        assert result.returncode == 0, result.stderr
+        assert {s["method"] for s in json.loads(result.stdout) if s["name"] == "request" and s["num_requests"]} == {"grpc", "openai"}
+
     def test_a_server_that_is_not_there(self):
         result = locust("GrpcUser", "OpenAIUser", "--grpc-url=127.0.0.1:1", "--openai-url=http://127.0.0.1:1", "--run-time=1s")
         assert result.returncode == 1
@@ -232,13 +285,13 @@ def alert_expressions() -> list[tuple[str, str]]:
     return [(rule["alert"], rule["expr"]) for group in ALERTS["groups"] for rule in group["rules"]]
 
 
-def is_quiet_here(expression: str) -> bool:
-    return any(name in expression for name in QUIET_HERE) or "foretoken-gateway" in expression
+def is_absent(expression: str) -> bool:
+    return any(name in expression for name in ABSENT)
 
 
 class TestPrometheus:
     @pytest.fixture(scope="class")
-    def observed(self, server, prometheus, bench):
+    def observed(self, server, gateway, prometheus, bench):
         """Prometheus's address, once it has seen the server before and after a run."""
         count, labels = "foretoken_requests_finished_total", {"finish_reason": "length"}
 
@@ -249,32 +302,46 @@ class TestPrometheus:
                 time.sleep(0.2)
 
         wait_for_scrape()
-        result, _ = bench("--num-prompts=6", "--output-len=24", "--ignore-eos")
-        assert result.returncode == 0
+        for backend in [[], ["--backend=openai", f"--url=http://{gateway}"]] if HAS_GATEWAY else [[]]:
+            result, _ = bench("--num-prompts=6", "--output-len=24", "--ignore-eos", *backend)
+            assert result.returncode == 0, result.stderr
         wait_for_scrape()
         return prometheus
 
     @pytest.mark.parametrize(("panel", "expression"), dashboard_expressions())
     def test_panels_have_data(self, observed, panel, expression):
         series = query(observed, expression)
-        if not is_quiet_here(expression):
+        if not is_absent(expression):
             assert series, f"{panel}: {expression} gives nothing"
             assert any(s["value"][1] != "NaN" for s in series), f"{panel}: {expression} gives no number"
 
     @pytest.mark.parametrize(("alert", "expression"), alert_expressions())
     def test_alerts_look_at_something(self, observed, alert, expression):
         """Nothing fires here; without its thresholds each expression has a value."""
-        assert query(observed, expression) == [] or is_quiet_here(expression)
+        assert query(observed, expression) == [] or (alert in ("ForetokenDown", "ForetokenGatewayDown") and ABSENT)
         unbounded, count = re.subn(r"\s(?:==|<|>) [\d.]+", "", expression)
         assert count
-        if not is_quiet_here(expression):
+        if not is_absent(expression):
             assert query(observed, unbounded), f"{alert}: {unbounded} gives nothing"
 
-    def test_every_metric_is_the_servers(self, server):
-        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
-            known = set(re.findall(r"^(\w+)[{ ]", response.read().decode(), re.M))
+    def test_every_metric_is_exported(self, server, gateway, status_port):
+        """Those that dashboard and alerts use, and those that docs/metrics.md explains, are the exported ones, by name."""
+        urls = [f"http://{server.metrics}/metrics"]
+        urls += [f"http://127.0.0.1:{status_port}/metrics"] if HAS_SUPERVISOR else []
+        urls += [f"http://{gateway}/metrics"] if HAS_GATEWAY else []
+        exported: set[str] = set()
+        for url in urls:
+            with urllib.request.urlopen(url, timeout=10) as response:
+                exported |= set(re.findall(r"^# TYPE (foretoken_\w+) ", response.read().decode(), re.M))
+        parts = {n.removesuffix("_bucket") for n in exported if n.endswith("_bucket")}
+        families = {re.sub("_(bucket|sum|count)$", "", n) if re.sub("_(bucket|sum|count)$", "", n) in parts else n for n in exported}
+        families = {n for n in families if not n.endswith("_created")}
         used = {n for _, text in dashboard_expressions() + alert_expressions() for n in re.findall(r"\bforetoken_\w+", text)}
-        assert len(used) > 20 and used <= known | set(QUIET_HERE), used - known
+        used = {n for n in {re.sub("_(bucket|sum|count)$", "", n) for n in used} if not is_absent(n)}
+        assert len(used) > 20 and used <= families, used - families
+        page = (ROOT / "docs/metrics.md").read_text().partition("## Asking")[0]
+        documented = {n for n in re.findall(r"`(foretoken_\w+)`", page) if not is_absent(n)}
+        assert documented == families, documented ^ families
 
     def test_configuration_and_alerts_as_promtool_reads_them(self):
         promtool = find_tool("promtool")

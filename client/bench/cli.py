@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser, dataset: Sequence[Path]) -> N
     data.add_argument("--output-len", type=_length, default=(64, 64), metavar="N|MIN:MAX", help="tokens to ask for (default 64)")
     data.add_argument("--ignore-eos", action="store_true", help="go on past the end of text, to the length asked for; any other length then fails")
     data.add_argument("--temperature", type=float, default=0.0, help="default 0, greedy")
-    data.add_argument("--top-p", type=float)
+    data.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share together")
     data.add_argument("--speculative", type=json.loads, metavar="JSON", help="the requests' own, such as '{\"num_speculative_tokens\": 0}'")
     data.add_argument("--seed", type=int, default=0, help="of prompts, arrivals and sampling (default 0)")
     load = parser.add_argument_group("load")

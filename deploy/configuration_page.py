@@ -13,7 +13,7 @@ from pathlib import Path
 from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, Section, SpeculativeConfig
 from deploy.launcher import ServeConfig, add_arguments
 
-PAGE = Path(__file__).parent / "configuration.md"
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
