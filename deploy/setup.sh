@@ -41,7 +41,7 @@ pip=".venv/bin/python -m pip --disable-pip-version-check"
 say "installing torch (the largest part) ..."
 $pip install -q -c constraints.txt torch
 say "installing the server (nvidia-pytriton's tritonserver) and the rest ..."
-if [ "$what" = test ]; then target='.[test]'; else target=.; fi
+if [ "$what" = test ]; then target='.[test]'; else target='.[gateway]'; fi
 $pip install -q -c constraints.txt -e "$target" 2> >(grep -v '^ERROR: pip.s dependency\|^nvidia-pytriton .* requires' >&2)
 # For the server it carries, where there is none (in NVIDIA's container there is); its Python library, and what that needs, are not used.
 command -v tritonserver >/dev/null || $pip install -q --no-deps nvidia-pytriton==0.7.0

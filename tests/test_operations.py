@@ -301,8 +301,11 @@ class TestPrometheus:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
 
+        protocols = [[], ["--backend=openai", f"--url=http://{gateway}"]] if HAS_GATEWAY else [[]]
+        for backend in protocols:  # an error of each part, which counts none before its first
+            bench("--num-prompts=1", "--output-len=1000000", "--num-warmups=0", *backend)
         wait_for_scrape()
-        for backend in [[], ["--backend=openai", f"--url=http://{gateway}"]] if HAS_GATEWAY else [[]]:
+        for backend in protocols:
             result, _ = bench("--num-prompts=6", "--output-len=24", "--ignore-eos", *backend)
             assert result.returncode == 0, result.stderr
         wait_for_scrape()
