@@ -253,11 +253,11 @@ class TestLocust:
         assert first.returncode == 0, first.stderr
         found = statistics_of(first)
         assert set(found) == {"request", "first token", "time per token"}
-        assert all(count > 4 and not failures for count, failures in found.values())
+        assert all(count and not failures for count, failures in found.values())
         second = locust(*common, "--run-time=3s", "--load-shape=spike")
         assert second.returncode == 0, second.stderr
         path.write_text(json.dumps({prompt: f"{text}?" for prompt, text in json.loads(path.read_text()).items()}))
-        third = locust(*common, "--run-time=1s")
+        third = locust(*common, "--run-time=3s")
         assert third.returncode == 1 and "not the first answer to this prompt" in third.stderr
         count, failures = statistics_of(third)["request"]
         assert count == failures > 0
@@ -269,9 +269,10 @@ class TestLocust:
         assert {s["method"] for s in json.loads(result.stdout) if s["name"] == "request" and s["num_requests"]} == {"grpc", "openai"}
 
     def test_a_server_that_is_not_there(self):
-        result = locust("GrpcUser", "OpenAIUser", "--grpc-url=127.0.0.1:1", "--openai-url=http://127.0.0.1:1", "--run-time=1s")
-        assert result.returncode == 1
-        assert all(count == failures for count, failures in statistics_of(result).values())
+        result = locust("GrpcUser", "OpenAIUser", "--grpc-url=127.0.0.1:1", "--openai-url=http://127.0.0.1:1", "--run-time=4s")
+        assert result.returncode == 1, result.stderr
+        found = statistics_of(result)
+        assert found and all(count == failures for count, failures in found.values())
 
 
 def dashboard_expressions() -> list[tuple[str, str]]:
