@@ -74,10 +74,13 @@ class Image:
         self._binds = binds
 
     @contextlib.contextmanager
-    def mounted(self) -> Iterator[None]:
-        """/proc, /dev, shared memory and the folders named."""
+    def mounted(self, is_read_only: bool = False) -> Iterator[None]:
+        """/proc, /dev, shared memory and the folders named. is_read_only: as deploy/compose.yaml runs it, with /tmp and the state alone writable."""
         places = [("proc", "proc", []), ("/dev", "dev", ["--bind"]), ("tmpfs", "dev/shm", ["-o", "size=1g"])]
-        places += [(str(path), str(path).lstrip("/"), ["--bind"]) for path in self._binds]
+        places += [(str(path), str(path).lstrip("/"), ["--bind", "-o", "ro"]) for path in self._binds]
+        if is_read_only:
+            owner = "uid={},gid={}".format(*self.user.split(":"))
+            places = [(str(self.root), "", ["--bind", "-o", "ro"]), *places, ("tmpfs", "tmp", []), ("tmpfs", "var/lib/foretoken", ["-o", owner])]
         with contextlib.ExitStack() as stack:
             for source, target, options in places:
                 folder = self.root / target
@@ -150,7 +153,7 @@ def serve(image: Image, stage: Stage) -> None:
     """Starts what the image starts, waits until its health check is content, ends it as Docker does. Raises RuntimeError."""
     command = json.loads(stage.last("ENTRYPOINT")) + json.loads(stage.last("CMD"))
     check = json.loads(re.sub(r"^(--\S+\s+)*CMD ", "", stage.last("HEALTHCHECK")))
-    with image.mounted():
+    with image.mounted(is_read_only=True):
         process = image.start(command)
         try:
             started = time.monotonic()
@@ -177,13 +180,16 @@ def main() -> int:
     args = parser.parse_args()
     stages = parse_dockerfile((PROJECT / "Dockerfile").read_text())
     given = {name: os.environ[name] for name in args.env if name in os.environ}
-    with tempfile.TemporaryDirectory(prefix="dockerfile-", dir=args.base.parent) as folder:
-        try:
-            image = build(stages[args.target], args.base, Path(folder), args.bind, given, stages)
-            serve(image, stages[args.target])
-        except RuntimeError as error:
-            print(f"check_dockerfile: {error}", file=sys.stderr)
-            return 1
+    folder = tempfile.mkdtemp(prefix="dockerfile-", dir=args.base.parent)
+    try:
+        image = build(stages[args.target], args.base, Path(folder), args.bind, given, stages)
+        serve(image, stages[args.target])
+    except RuntimeError as error:
+        print(f"check_dockerfile: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if folder not in Path("/proc/mounts").read_text():  # what is still mounted there would go too
+            shutil.rmtree(folder)
     return 0
 
 
