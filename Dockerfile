@@ -10,21 +10,22 @@
 ARG TRITON_RELEASE=24.10
 
 
-# -- GPU: NVIDIA's server ---------------------------------------------------------------------------------------------
-FROM nvcr.io/nvidia/tritonserver:${TRITON_RELEASE}-py3 AS gpu-build
-# hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ make python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
-WORKDIR /opt/foretoken
-COPY . .
-RUN --mount=type=cache,target=/root/.cache/pip deploy/setup.sh image && .venv/bin/python -m compileall -q backend client deploy kernels training
+# -- GPU: NVIDIA's server; kernels are compiled for the GPU at hand at the first start, and kept --------------------------
+FROM nvidia/cuda:12.6.3-devel-ubuntu22.04 AS cuda
 
 FROM nvcr.io/nvidia/tritonserver:${TRITON_RELEASE}-py3 AS gpu
-RUN useradd --uid 10001 --user-group --create-home foretoken && install -d -o foretoken -g foretoken /var/lib/foretoken
-COPY --from=gpu-build /opt/foretoken /opt/foretoken
-ENV PATH=/opt/foretoken/.venv/bin:$PATH XDG_STATE_HOME=/var/lib
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends cmake g++ make python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
+COPY --from=cuda /usr/local/cuda-12.6 /usr/local/cuda-12.6
+RUN ldconfig /usr/local/cuda-12.6/lib64 && \
+  useradd --uid 10001 --user-group --create-home foretoken && install -d -o foretoken -g foretoken /var/lib/foretoken
+ENV PATH=/opt/foretoken/.venv/bin:/usr/local/cuda-12.6/bin:$PATH CUDA_HOME=/usr/local/cuda-12.6
+ENV XDG_STATE_HOME=/var/lib XDG_CACHE_HOME=/var/lib/foretoken/cache
 WORKDIR /opt/foretoken
-# What was compiled finds its libraries here too.
-RUN python -c "from arctic_inference.suffix_decoding import SuffixDecodingCache"
+COPY . .
+RUN --mount=type=cache,target=/root/.cache/pip deploy/setup.sh image && python -m pip install --no-cache-dir pycuda==2026.1 && \
+  python -m compileall -q backend client deploy kernels training && \
+  python -c "from arctic_inference.suffix_decoding import SuffixDecodingCache; import kernels._load; kernels._load.find_nvcc()"
 USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8080
 # The supervisor's: 200 while the models answer real requests. Loading a large model takes minutes.
@@ -47,7 +48,7 @@ RUN --mount=type=cache,target=/root/.cache/pip deploy/setup.sh image && .venv/bi
 FROM python:3.11-slim-bookworm AS cpu
 RUN useradd --uid 10001 --user-group --create-home foretoken && install -d -o foretoken -g foretoken /var/lib/foretoken
 COPY --from=cpu-build /opt/foretoken /opt/foretoken
-ENV PATH=/opt/foretoken/.venv/bin:$PATH XDG_STATE_HOME=/var/lib
+ENV PATH=/opt/foretoken/.venv/bin:$PATH XDG_STATE_HOME=/var/lib XDG_CACHE_HOME=/var/lib/foretoken/cache
 WORKDIR /opt/foretoken
 # What was compiled finds its libraries here too.
 RUN python -c "from arctic_inference.suffix_decoding import SuffixDecodingCache"

@@ -167,6 +167,7 @@ def test_a_wrong_answer_is_a_failure(sent, error):
     [
         (["--request-rate", "0"], "above 0"),
         (["--num-prompts", "0"], "at least 1"),
+        (["--num-warmups", "-1"], "0 or more"),
         (["--output-len", "9:3"], "MIN:MAX"),
         (["--goodput", "itl:3"], "unknown metric"),
         (["--goodput", "ttft:fast"], "METRIC:MILLISECONDS"),

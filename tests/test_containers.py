@@ -45,8 +45,7 @@ class TestDockerfile:
     @pytest.mark.parametrize("target", ["gpu", "cpu"])
     def test_targets(self, target):
         """Both end as a user of no rights, healthy by the supervisor's word, as `foretoken serve`."""
-        stage, build = STAGES[target], STAGES[f"{target}-build"]
-        assert stage.source == build.source, "what is compiled in one image runs in the other"
+        stage = STAGES[target]
         assert stage.last("USER") == "10001:10001"
         assert json.loads(stage.last("ENTRYPOINT")) + json.loads(stage.last("CMD")) == ["foretoken", "serve"]
         words = json.loads(re.sub(r"^(--\S+\s+)*CMD ", "", stage.last("HEALTHCHECK")))
@@ -56,6 +55,7 @@ class TestDockerfile:
         assert not any(keyword in ("RUN", "COPY") for keyword, _ in stage.instructions[users[0] :])
 
     def test_the_servers_are_nvidias_and_the_wheels(self):
+        assert STAGES["cpu"].source == STAGES["cpu-build"].source, "what is compiled in one image runs in the other"
         assert STAGES["gpu"].source.startswith("nvcr.io/nvidia/tritonserver:")
         assert STAGES["cpu"].source.startswith("python:3.11")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import math
 import random
@@ -51,6 +52,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _count_from_zero(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
     return value
 
 
@@ -130,7 +138,9 @@ def add_arguments(parser: argparse.ArgumentParser, dataset: Sequence[Path]) -> N
     text = "of arrivals at a request rate: 1 is a Poisson process (default), less comes in bursts, more comes evenly (gamma distribution)"
     load.add_argument("--burstiness", type=_above_zero, default=1.0, metavar="SHAPE", help=text)
     load.add_argument("--max-concurrency", type=_count, metavar="N", help="requests under way at most (default: no limit)")
-    load.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests sent before, not measured, of other prompts (default 1)")
+    load.add_argument(
+        "--num-warmups", type=_count_from_zero, default=1, metavar="N", help="requests sent before, not measured, of other prompts (default 1)"
+    )
     out = parser.add_argument_group("report")
     out.add_argument("--percentile-metrics", type=_metrics, default=list(METRICS), metavar="LIST", help=f"default {','.join(METRICS)}")
     out.add_argument("--metric-percentiles", type=_percentiles, default=[99.0], metavar="LIST", help="default 99")
@@ -219,7 +229,10 @@ async def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: all answered rightly; 1: some failed, or nothing could be measured; 2: the prompts cannot be had."""
+    """0: all answered rightly; 1: some failed, or nothing could be measured; 2: something that the options ask for cannot be had."""
+    if args.backend == "openai" and importlib.util.find_spec("aiohttp") is None:
+        print("foretoken bench: --backend openai: aiohttp is not installed: pip install 'foretoken[load]'", file=sys.stderr)
+        return 2
     try:
         prompts = read_prompts(args.dataset_path, args.num_prompts + args.num_warmups, args.input_characters, args.output_len, args.seed)
     except (DatasetError, OSError) as error:
@@ -235,7 +248,11 @@ def run(args: argparse.Namespace) -> int:
     if args.save_result or args.save_detailed:
         now = datetime.now(timezone.utc)
         path = args.result_filename or Path(f"bench-{args.backend}-{now:%Y%m%d-%H%M%S}.json")
-        path.write_text(json.dumps(make_result(args, now, summary, speculation, outcomes), indent=1) + "\n")
+        try:
+            path.write_text(json.dumps(make_result(args, now, summary, speculation, outcomes), indent=1) + "\n")
+        except OSError as error:
+            print(f"foretoken bench: --result-filename {path}: {error.strerror}", file=sys.stderr)
+            return 1
         print(f"written to {path}")
     return 1 if summary["failed"] else 0
 
