@@ -367,3 +367,32 @@ class TestPrometheus:
             cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
             assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
             taken |= cells
+
+
+def examples(pattern: str) -> list[tuple[str, str]]:
+    return [(page.name, text) for page in sorted((ROOT / "docs").glob("*.md")) for text in re.findall(pattern, page.read_text(), re.M | re.S)]
+
+
+class TestDocumentedExamples:
+    """What docs/ shows, on the running server."""
+
+    @staticmethod
+    def fill_in(text: str, server, gateway) -> str:
+        if "127.0.0.1:8080" in text and gateway is None:
+            pytest.skip("this version has no gateway")
+        for shown, real in (("127.0.0.1:8000", server.http), ("127.0.0.1:8001", server.grpc), ("127.0.0.1:8080", gateway)):
+            text = text.replace(shown, str(real))
+        return text
+
+    @pytest.mark.parametrize(("page", "code"), examples(r"^```python\n(.*?)^```"))
+    def test_python(self, server, gateway, page, code):
+        result = run(sys.executable, "-c", self.fill_in(code, server, gateway))
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.strip()
+
+    @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+    @pytest.mark.parametrize(("page", "command"), examples(r"^    (curl [^\n]+)"))
+    def test_curl(self, server, gateway, page, command):
+        result = run("bash", "-c", f"{self.fill_in(command, server, gateway)} --silent --show-error --fail")
+        assert result.returncode == 0, result.stderr
+        assert '"text' in result.stdout
