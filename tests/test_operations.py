@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from deploy.demo import free_ports, stop_server
-from deploy.launcher import SERVE_KEYS
+from deploy.launcher import DEFAULT_SPECULATION, SERVE_KEYS
 from deploy.load.answers import Answer, Answers, WrongAnswer
 from tests.conftest import ROOT
 from tests.servers import serve
@@ -50,8 +50,10 @@ def status_port():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, status_port):
+    """Not paced: how much is drafted must not depend on the clock."""
     options = [f"--status-port={status_port}"] if HAS_SUPERVISOR else []
-    with serve(tmp_path_factory.mktemp("server") / "log", "--num-threads=1", "--drain-seconds=5", *options) as running:
+    speculation = f"--speculative-config={json.dumps({**DEFAULT_SPECULATION, 'adaptive': False})}"
+    with serve(tmp_path_factory.mktemp("server") / "log", "--num-threads=1", "--drain-seconds=5", speculation, *options) as running:
         yield running
 
 
