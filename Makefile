@@ -1,5 +1,5 @@
 # Everything runs from .venv, which the first target makes.
-.PHONY: demo serve test lint bench clean
+.PHONY: demo serve test lint bench docs clean
 
 demo:
 	@deploy/setup.sh serve
@@ -23,6 +23,10 @@ bench:
 	@deploy/setup.sh test
 	@.venv/bin/python -m benchmarks.serve_cpu
 	@.venv/bin/python -m benchmarks.speculation
+
+docs:
+	@deploy/setup.sh serve
+	.venv/bin/python -m deploy.configuration_page
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -448,6 +448,7 @@ class Engine:
         if delta.is_final:
             if delta.error is None:
                 delta.text += open_request.stream.flush()
+                self.metrics.finished_requests[delta.finish_reason or ""] += 1
             delta.stats = request.stats
             self._close(open_request, now)
         delta.num_prompt_tokens = len(request.prompt_token_ids)

@@ -83,7 +83,7 @@ def stop_server(process: subprocess.Popen[bytes]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="tokens of each answer at most (default 160)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -37,9 +37,13 @@ class ServeConfig(Section):
     """The launcher's own keys; all others go to the engine."""
 
     http_port: int = 8000
+    """Of Triton's HTTP interface."""
     grpc_port: int = 8001
+    """Of Triton's gRPC interface, which the clients and the gateway use."""
     metrics_port: int = 8002
+    """Of Triton's metrics, with the engine's counters."""
     host: str = "0.0.0.0"
+    """Address to listen on."""
     repository: str | None = None
     """Where to render the model repository; default: the user's state folder, by HTTP port."""
     backend_directory: str | None = None
@@ -47,6 +51,7 @@ class ServeConfig(Section):
     drain_seconds: int = 30
     """How long running requests may go on after SIGTERM."""
     log_verbose: int = 0
+    """Triton's own log level; above 0 it says what every request does."""
     supervise: bool = True
     """Watch the models and bring back what dies (deploy/supervisor.py); else this process becomes the server."""
     status_port: int = 8003
@@ -226,7 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("files and log")
     files.add_argument("--repository", metavar="DIR", help="where to render the model repository (default: the user's state folder)")
     files.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
-    files.add_argument("--log-verbose", type=int, metavar="LEVEL", help="the server's log: 0 (default), 1 or more")
+    files.add_argument("--log-verbose", type=int, metavar="LEVEL", help="Triton's own log level (default 0)")
 
 
 def gather(args: argparse.Namespace) -> dict[str, Any]:

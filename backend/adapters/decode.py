@@ -219,18 +219,17 @@ class TritonPythonModel:
         with self._lock:
             self._exchanges.pop(exchange.key, None)
 
-    @staticmethod
-    def _send_error(sender: Any, client_id: str, error: Exception) -> None:
-        codes = pb_utils.TritonError
+    def _send_error(self, sender: Any, client_id: str, error: Exception) -> None:
         if isinstance(error, CapacityError | EngineError):
-            code = codes.UNAVAILABLE
+            name = "UNAVAILABLE"
         elif isinstance(error, ValueError):
-            code = codes.INVALID_ARG
+            name = "INVALID_ARG"
         else:
-            code = codes.INTERNAL
+            name = "INTERNAL"
             logger.exception("request %r failed", client_id, exc_info=error)
+        self._publisher.count_error(name)
         message = f"request {client_id!r:.100}: {error}"
-        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=FINAL)
+        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, name))), flags=FINAL)
 
     # -- watcher thread ---------------------------------------------------------------------------------------------
 
