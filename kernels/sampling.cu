@@ -1,4 +1,4 @@
-// Logits -> the target's token of every row, with as little reading and random numbers as its parameters allow.
+// Logits -> the target's token of every row, in one reading of the logits from memory.
 //
 // LOGIT: 0 float32, 1 bf16, 2 fp16. VECTOR: rows are 16-byte aligned. CLUSTER: blocks that share a row. THREADS of a block.
 //
@@ -402,7 +402,7 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
       }
     }
   };
-  if (IS_ALL) {
+  if (MODE != AMONG) {
     for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE) {
       const Raw own = raw;
       raw = row.load(chunk + STRIDE);
@@ -431,6 +431,7 @@ __device__ __forceinline__ Standing find_standing(const Row& row, float value, i
   Standing standing = {0, 0};
   const int own = token_id / 8;
   const float above = nextafterf(value, INF);
+  constexpr int DEPTH = LOGIT == 0 ? 4 : 8;  // a row that comes here may be the last on its multiprocessor
   row.visit<DEPTH, true>(value, [&](int chunk, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);
@@ -620,7 +621,7 @@ __device__ void process(Logit* row, const Slots& slots, const Owner& owner, int 
       const int2 entry = seen[i];
       int count = entry.y & ~IN_PROMPT;
       for (int d = 0; d < num_drafts; ++d)
-        if (drafts[d] == entry.x) ++count, atomicExch(is_seen + d, 1);
+        if (drafts[d] == entry.x) ++count, is_seen[d] = 1;
       if (is_own(entry.x)) penalize(entry.x, count, entry.y & IN_PROMPT);
     }
     __syncthreads();
