@@ -1,0 +1,59 @@
+"""Every CUDA source compiles for the architectures that kernels are made for, with nvcc alone: CI has no GPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels._load import SOURCES, KernelError, compile_source, find_nvcc
+from kernels.attention import choose_shape
+
+H200, A100 = (132, 233472, True), (108, 167936, False)
+"""SMs, bytes of shared memory of each, and whether blocks come in clusters."""
+DEFINES = {
+    "activation": {"ELEMENT": "__nv_bfloat16"},
+    "append_kv": {"DTYPE": 0, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128},
+    "linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 8, "TILES": 2, "SHARED": 136 * 1024, "NORM": 4096, "GATED": 0},
+    "ngram": {"THREADS": 512},
+    "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
+    "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512},
+}
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    try:
+        return find_nvcc()
+    except KernelError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("*.cu")))
+def test_compiles(nvcc: str, source: str, architecture: str) -> None:
+    if source == "attention":
+        limits = A100 if architecture == "sm_80" else H200
+        defines = dict(choose_shape(8, 4, 16, 32, 8, 128, torch.bfloat16, False, limits))
+    else:
+        defines = dict(DEFINES.get(source, {}))
+    assert compile_source(source, architecture, defines).stat().st_size > 0
+
+
+def test_what_does_not_compile_is_said(nvcc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "kernels" / "step.cu").write_text("this is no kernel;")
+    monkeypatch.setattr("kernels._load.SOURCES", tmp_path / "kernels")
+    with pytest.raises(KernelError, match=r"nvcc could not compile step.cu for sm_90:\n.*error"):
+        compile_source("step", "sm_90")
+
+
+def test_without_nvcc_what_to_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(Path, "is_file", lambda self: False)
+    with pytest.raises(KernelError, match="no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler, or use --device cpu"):
+        find_nvcc()
