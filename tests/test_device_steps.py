@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from backend import LLM, SamplingParams
+from backend.core import Request
+from backend.device.slots import Updates
+from kernels.step import PREFIX_GROUP, PREFIX_LEN
 from tests.conftest import code_prompts, greedy
 from tests.histories import run_histories
 
@@ -67,6 +70,22 @@ def test_stop_strings_and_ends_discard_what_was_launched(llm_all, llm_ahead):
         ends = [[(r.outputs[0].token_ids, r.outputs[0].finish_reason) for r in part] for part in (expected, results)]
         assert ends[0] == ends[1]
     llm_ahead.engine.scheduler.check()
+
+
+def test_requests_that_share_a_prefix_are_grouped():
+    """By their first pages, as far as all of a group agree and have computed; groups that read little are left alone."""
+    page = 16
+    requests = [Request(str(b), [0] * 3000, SamplingParams(), num_computed_tokens=2999 - b, page_ids=[*range(180), 900 + b]) for b in range(4)]
+    requests += [Request("5", [0] * 3000, SamplingParams(), num_computed_tokens=2999, page_ids=[500, *range(1, 188)])]
+    requests[2].page_ids[170] = 700
+    updates = Updates(8, 8)
+    assert updates.put_prefixes(requests, page)
+    assert updates.fields[PREFIX_GROUP].tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
+    assert updates.fields[PREFIX_LEN].tolist() == [170 * page] * 4 + [0] * 4
+    assert not Updates(8, 8).put_prefixes(requests[:3], page), "too few"
+    assert not Updates(8, 8).put_prefixes(
+        [Request(str(b), [0] * 60, SamplingParams(), num_computed_tokens=50, page_ids=[1, 2, 3, 4 + b]) for b in range(8)], page
+    )
 
 
 def test_random_histories_leave_no_page_behind():

@@ -51,6 +51,7 @@ class DeviceSteps:
         self._mtp = mtp if service is not None else None
         self._speculation = config.speculative_config.resolve(None)
         self._is_captured = config.speculative_config.accept_policy in ("normal", "simulated")
+        self._is_cascade = config.cascade_attention
         self._max_model_len = runner.max_model_len
         self._slots = Slots(config.max_batch_size)
         self._device_methods = {"none", "naive", "ngram", *(["mtp"] if service is not None else [])}
@@ -108,7 +109,7 @@ class DeviceSteps:
             self._describe(b, entry, slot, updates, flight)
         num_queries = 1 + max(len(sources) for sources in flight.draft_sources)
         num_model = int(updates.fields[MODEL_LIMIT].max())
-        has_prefixes = updates.put_prefixes([e.request for e in entries], self._graphs.page_size)
+        has_prefixes = self._is_cascade and updates.put_prefixes([e.request for e in entries], self._graphs.page_size)
         shape = self._graphs.shape_for(shape_rows, num_queries, num_model, bool((updates.fields[LOOKUP_LIMIT] > 0).any()), has_prefixes)
         flight.read = self._graphs.launch(shape, updates)
         return flight
