@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from client.messages import DEFAULT_HTTP_URL, INACTIVITY_SECONDS, Chunk, Completion, GenerateError, collect, prompt_values, read_event
+from client.messages import DEFAULT_HTTP_URL, INACTIVITY_SECONDS, Chunk, Completion, GenerateError, collect, prompt_values, read_error, read_event
 
 
 class HttpClient:
@@ -25,10 +25,10 @@ class HttpClient:
             connection.request("POST", f"/v2/models/{self.model}/{verb}", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
-                raise GenerateError(self._message(response.read()))
+                raise read_error(self._message(response.read()))
         except OSError as error:
             connection.close()
-            raise GenerateError(f"{self.address}: {error}") from None
+            raise GenerateError(f"{self.address}: {error}", "UNAVAILABLE") from None
         except BaseException:
             connection.close()
             raise
@@ -52,11 +52,11 @@ class HttpClient:
         try:
             answer = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise GenerateError(f"{self.address}: {error}") from None
+            raise GenerateError(f"{self.address}: {error}", "UNAVAILABLE") from None
         finally:
             connection.close()
         if "error" in answer:  # some come with status 200
-            raise GenerateError(answer["error"])
+            raise read_error(answer["error"])
         return answer
 
     def stream(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> Iterator[Chunk]:
@@ -69,14 +69,14 @@ class HttpClient:
                     continue
                 event = json.loads(line[5:])
                 if "error" in event:
-                    raise GenerateError(event["error"])
+                    raise read_error(event["error"])
                 chunk = read_event(event)
                 if chunk.token_ids or chunk.text or chunk.finish_reason:
                     is_finished = is_finished or chunk.finish_reason is not None
                     yield chunk
             if not is_finished:
-                raise GenerateError(f"{self.address}: the server ended the stream early")
+                raise GenerateError(f"{self.address}: the server ended the stream early", "UNAVAILABLE")
         except (OSError, http.client.HTTPException) as error:
-            raise GenerateError(f"{self.address}: {error}") from None
+            raise GenerateError(f"{self.address}: {error}", "UNAVAILABLE") from None
         finally:
             connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,20 @@ PARAMETERS = tuple(_TYPES)
 
 
 class GenerateError(RuntimeError):
-    """The server refused or lost a request; the message is the server's."""
+    """The server refused or lost a request; the message is the server's.
+
+    code: INVALID_ARG (the request's fault), UNAVAILABLE (full, down or not reached), TIMEOUT (it went silent) or INTERNAL.
+    """
+
+    def __init__(self, message: str, code: str = "INTERNAL") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def read_error(message: str) -> GenerateError:
+    """The error that a server's message tells: decode's begin with a code in brackets."""
+    match = re.match(r"(in ensemble '[^']*', )?\[(INVALID_ARG|UNAVAILABLE|INTERNAL)\] ", message)
+    return GenerateError((match[1] or "") + message[match.end() :], match[2]) if match else GenerateError(message)
 
 
 @dataclass(slots=True)

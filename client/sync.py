@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
-from client.messages import DEFAULT_GRPC_URL, INACTIVITY_SECONDS, Chunk, Completion, GenerateError, collect, make_inputs, prompt_values, read_result
+from client.messages import (
+    DEFAULT_GRPC_URL,
+    INACTIVITY_SECONDS,
+    Chunk,
+    Completion,
+    GenerateError,
+    collect,
+    make_inputs,
+    prompt_values,
+    read_error,
+    read_result,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,10 +95,10 @@ class Client:
                 try:
                     result, error = received.get(timeout=self.inactivity_timeout)
                 except queue.Empty:
-                    raise GenerateError(f"request {request_id!r}: the server sent nothing for {self.inactivity_timeout:g} s") from None
+                    raise GenerateError(f"request {request_id!r}: the server sent nothing for {self.inactivity_timeout:g} s", "TIMEOUT") from None
                 if error is not None:
                     is_done = True
-                    raise GenerateError(str(error))
+                    raise read_error(str(error))
                 chunk, is_done = read_result(result)
                 is_answered = is_answered or chunk.finish_reason is not None
                 if is_done and not is_answered:
@@ -95,7 +106,7 @@ class Client:
                 if chunk.token_ids or chunk.text or chunk.finish_reason:
                     yield chunk
         except InferenceServerException as error:
-            raise GenerateError(str(error)) from None
+            raise GenerateError(str(error), "UNAVAILABLE") from None
         finally:
             try:
                 connection.stop_stream(cancel_requests=not is_done)

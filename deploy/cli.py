@@ -12,6 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     serve = commands.add_parser("serve", help="start a server", description="Renders a model repository for a model and starts tritonserver on it.")
     complete = commands.add_parser("complete", help="complete a prompt on a running server")
     chat = commands.add_parser("chat", help="talk to a running server")
+    gateway = commands.add_parser("gateway", help="OpenAI's interface and a page, in front of a running server")
     demo = commands.add_parser("demo", help="start a server, stream an answer, stop it")
     commands.add_parser("train-mtp", help="train a drafter for a model", add_help=False)
     argv = sys.argv[1:] if argv is None else argv
@@ -30,6 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     cli.add_arguments(chat)
     complete.set_defaults(run=cli.complete)
     chat.set_defaults(run=cli.chat)
+    from client.gateway import cli as gateway_cli
+
+    gateway_cli.add_arguments(gateway)
+    gateway.set_defaults(run=gateway_cli.run)
     from deploy import demo as demonstration
 
     demonstration.add_arguments(demo)

@@ -210,16 +210,16 @@ class TritonPythonModel:
 
     @staticmethod
     def _send_error(sender: Any, client_id: str, error: Exception) -> None:
-        codes = pb_utils.TritonError
         if isinstance(error, CapacityError | EngineError):
-            code = codes.UNAVAILABLE
+            name = "UNAVAILABLE"
         elif isinstance(error, ValueError):
-            code = codes.INVALID_ARG
+            name = "INVALID_ARG"
         else:
-            code = codes.INTERNAL
+            name = "INTERNAL"
             logger.exception("request %r failed", client_id, exc_info=error)
-        message = f"request {client_id!r:.100}: {error}"
-        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)), flags=FINAL)
+        # gRPC streams carry the message alone, so it names the code too.
+        message = f"[{name}] request {client_id!r:.100}: {error}"
+        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, name))), flags=FINAL)
 
     # -- watcher thread ---------------------------------------------------------------------------------------------
 
