@@ -97,13 +97,16 @@ def prompt_values(prompt: str | Sequence[int] | None, parameters: dict[str, Any]
 
 
 def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:
-    """Tensors for the gRPC request."""
+    """Tensors for the gRPC request. Raises GenerateError for text with half a surrogate pair, which UTF-8 has no form for."""
     inputs = []
     for name, value in values.items():
         kind = _TYPES[name]
         items = [value] if isinstance(value, (str, bytes)) or np.isscalar(value) else list(value)
         if kind == "BYTES":
-            array = np.array([v.encode() if isinstance(v, str) else v for v in items], dtype=object)
+            try:
+                array = np.array([v.encode() if isinstance(v, str) else v for v in items], dtype=object)
+            except UnicodeEncodeError as error:
+                raise GenerateError(f"{name} is not valid Unicode: {error.object[error.start]!r} at {error.start}", "INVALID_ARG") from None
         else:
             array = np.array(items, dtype=_NUMPY[kind])
         tensor = triton_grpc.InferInput(name, list(array.shape), kind)

@@ -17,7 +17,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from client.gateway.answers import Answer
-from client.gateway.entrance import ApiKeys, BodyLimit, RequestLog
+from client.gateway.entrance import ERROR_CODE, ApiKeys, BodyLimit, RequestLog
 from client.gateway.errors import ApiError, from_server, from_validation
 from client.gateway.metrics import CONTENT_TYPE, Metrics
 from client.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -73,7 +73,7 @@ def create_app(settings: Settings) -> FastAPI:
             expose_headers=["x-request-id"],
         )
     app.add_middleware(RequestLog, metrics=metrics)
-    _add_error_handlers(app, metrics)
+    _add_error_handlers(app)
 
     def check_model(name: str | None) -> str:
         if name not in (None, "", ANY_MODEL, settings.served_model_name):
@@ -134,24 +134,24 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
-    def respond(error: ApiError) -> Response:
-        metrics.errors.labels(error.code).inc()
+def _add_error_handlers(app: FastAPI) -> None:
+    def respond(request: Request, error: ApiError) -> Response:
+        setattr(request.state, ERROR_CODE, error.code)
         return error.response()
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
-        return respond(error)
+        return respond(request, error)
 
     @app.exception_handler(GenerateError)
     async def on_server_error(request: Request, error: GenerateError) -> Response:
-        return respond(from_server(error))
+        return respond(request, from_server(error))
 
     @app.exception_handler(RequestValidationError)
     async def on_bad_body(request: Request, error: RequestValidationError) -> Response:
-        return respond(from_validation(error))
+        return respond(request, from_validation(error))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
-        return respond(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code))
+        return respond(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -26,6 +27,26 @@ PATHS = frozenset({"/", "/health", "/metrics", "/tokenize", "/detokenize", "/v1/
 OPEN_PATHS = ("/", "/health", "/metrics", "/page/")
 """Need no key: the page is the same for all, and asks for the key itself; probes and Prometheus have none."""
 HUNG_UP = 499
+ERROR_CODE = "error_code"
+"""Where in a request's state the code of its error is, to be counted."""
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request whose body nobody has read."""
+    scope["state"][ERROR_CODE] = error.code
+    await _discard(receive)
+    await error.response()(scope, receive, send)
+
+
+async def _discard(receive: Receive) -> None:
+    """Takes in the rest of a body, for a while: a connection closed on a client that still sends is reset, and the answer with it."""
+
+    async def read() -> None:
+        while (await receive()).get("more_body", False):
+            pass
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), BODY_SECONDS)
 
 
 class RequestLog:
@@ -57,15 +78,16 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            if not isinstance(error, ApiError):
-                logger.exception("%s failed", request_id)
+            logger.exception("%s failed", request_id, exc_info=error)
             if status != HUNG_UP:
                 raise
-            refusal = error if isinstance(error, ApiError) else ApiError(500, "the gateway failed; its log says how", "internal_error")
-            self._metrics.errors.labels(refusal.code).inc()
-            await refusal.response()(scope, receive, send_with_id)
+            failure = ApiError(500, "the gateway failed; its log says how", "internal_error")
+            scope["state"][ERROR_CODE] = failure.code
+            await failure.response()(scope, receive, send_with_id)
         finally:
             self._metrics.in_flight.dec()
+            if code := scope["state"].get(ERROR_CODE):
+                self._metrics.errors.labels(code).inc()
             shown = status if is_whole else HUNG_UP
             path = scope["path"]
             self._metrics.requests.labels(path if path in PATHS else "other", shown).inc()
@@ -88,7 +110,9 @@ class ApiKeys:
             given = _digest(key.strip())
             # Every key is looked at, in constant time: how long a refusal takes tells nothing.
             if sum(hmac.compare_digest(given, digest) for digest in self._digests) == 0 or scheme.lower() != "bearer":
-                raise ApiError(401, "a valid API key is needed, as 'Authorization: Bearer KEY'", "invalid_api_key")
+                error = ApiError(401, "a valid API key is needed, as 'Authorization: Bearer KEY'", "invalid_api_key")
+                await refuse(error, scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
 
@@ -118,21 +142,24 @@ class BodyLimit:
             return
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length) > self._max_bytes:
-            raise self._too_large(f"{length} bytes")
+            await refuse(self._too_large(f"{length} bytes"), scope, receive, send)
+            return
         received, is_whole = 0, False
-        deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+        deadline = time.monotonic() + BODY_SECONDS
 
         async def receive_within_limits() -> Message:
             nonlocal received, is_whole
             if is_whole:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), deadline - asyncio.get_running_loop().time())
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except asyncio.TimeoutError:
                 raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout") from None
             received += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if received > self._max_bytes:
+                if not is_whole:
+                    await _discard(receive)
                 raise self._too_large(f"more than {self._max_bytes} bytes")
             return message
 

@@ -37,8 +37,9 @@ _UPSTREAM = {"INVALID_ARG": (400, "invalid_value"), "UNAVAILABLE": (503, "unavai
 def from_server(error: GenerateError) -> ApiError:
     """The server's refusal as the client sees it."""
     status, code = _UPSTREAM.get(error.code, (500, "internal_error"))
-    named = re.match(r"request '[^']*': (\w+)", str(error))
-    return ApiError(status, str(error), code, named[1] if status == 400 and named and named[1] in PARAMETERS else None)
+    named = re.match(r"request '[^']*': (\w+)", str(error)) if status == 400 else None
+    param = named[1] if named and named[1] in PARAMETERS else None
+    return ApiError(status, str(error), code, "prompt" if param in ("text_input", "input_ids") else param)
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
