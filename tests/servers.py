@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import STDOUT, Popen
+from subprocess import Popen
 
-from deploy.demo import free_ports, running_server, stop_server
+from deploy.demo import free_ports, running_server
 
 
 @dataclass
@@ -57,24 +55,3 @@ def serve(log: Path, *options: str, ports: tuple[int, int, int] | None = None) -
     http, grpc, metrics = ports or free_ports(3)
     with running_server(http, grpc, metrics, log, f"--repository={log.parent / f'repository-{http}'}", *options) as process:
         yield RunningServer(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}", log, process)
-
-
-@contextlib.contextmanager
-def run_gateway(log: Path, grpc: str, *options: str) -> Iterator[tuple[str, Popen]]:
-    """`foretoken gateway` as a child process: its address, once it answers, and the process."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "deploy.cli", "gateway", f"--url={grpc}", "--host=127.0.0.1", f"--port={port}", *options]
-    with log.open("wb") as out:
-        process = Popen(command, stdout=out, stderr=STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        stop_server(process)

@@ -21,8 +21,8 @@ import pytest
 
 from backend.config import BUNDLED_MODEL
 from client import Client
-from deploy.demo import free_ports
-from tests.servers import run_gateway, serve
+from deploy.demo import free_ports, running_gateway
+from tests.servers import serve
 from tests.test_server import wait_until
 
 PROMPT = "import os\n\n\ndef read_lines(path):"
@@ -44,7 +44,7 @@ def log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(server, log):
-    with run_gateway(log, server.grpc) as (address, process):
+    with running_gateway(log, server.grpc) as (address, process):
         yield address, process
 
 
@@ -440,7 +440,7 @@ class TestKeysAndOrigins:
         keys = folder / "keys"
         keys.write_text("# who may come in\nfirst-key\n\n  second-key  \n")
         options = (f"--api-keys={keys}", "--cors-origin=http://127.0.0.1:5000", "--max-body-bytes=1000", "--served-model-name=tiny")
-        with run_gateway(folder / "log", server.grpc, *options) as (address, _):
+        with running_gateway(folder / "log", server.grpc, *options) as (address, _):
             yield address
 
     def test_keys(self, guarded):
@@ -512,7 +512,7 @@ def test_the_server_restarts_under_the_gateway(tmp_path):
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     with contextlib.ExitStack() as stack:
-        address, _ = stack.enter_context(run_gateway(tmp_path / "gateway", f"127.0.0.1:{ports[1]}"))
+        address, _ = stack.enter_context(running_gateway(tmp_path / "gateway", f"127.0.0.1:{ports[1]}"))
         health = lambda: ask(address, "/health")[0]  # noqa: E731
         api = stack.enter_context(open_client(address))
         assert health() == 503
