@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the project into it: `deploy/setup.sh serve` for a server, `deploy/setup.sh test` for the tests too.
-# Installs nothing outside the project's folder, except Debian's libpython when the stub has none and this user may.
+# Installs nothing outside the project's folder, except Debian's libpython when the stub has none, and for the tests a Chromium, if this user may.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-serve}
@@ -40,7 +40,7 @@ pip=".venv/bin/python -m pip --disable-pip-version-check"
 say "installing torch (the largest part) ..."
 $pip install -q -c constraints.txt torch
 say "installing the server (nvidia-pytriton's tritonserver) and the rest ..."
-if [ "$what" = test ]; then target='.[test]'; else target=.; fi
+if [ "$what" = test ]; then target='.[test]'; else target='.[gateway]'; fi
 $pip install -q -c constraints.txt -e "$target" 2> >(grep -v '^ERROR: pip.s dependency\|^nvidia-pytriton .* requires' >&2)
 # For the server it carries; its Python library, and what that needs, are not used.
 $pip install -q --no-deps nvidia-pytriton==0.7.0
@@ -56,6 +56,16 @@ say "building arctic-inference, for the speculative method suffix ..."
 if ! build_suffix >.venv/arctic-inference.log 2>&1; then
   say "not built, so there is no method suffix (it needs g++, cmake, Python's headers; see .venv/arctic-inference.log); all else works" >&2
   if [ "$what" = test ]; then tail -n 20 .venv/arctic-inference.log >&2 && exit 1; fi
+fi
+
+# For the tests of the gateway's page: the distribution's, which needs no other host than that of the packages.
+if [ "$what" = test ] && ! command -v chromium >/dev/null; then
+  say "fetching Chromium, for the tests of the page ..."
+  if [ "$(id -u)" = 0 ]; then
+    { apt-get install -y -qq --no-install-recommends chromium || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }; } >/dev/null
+  else
+    .venv/bin/playwright install chromium || { say "no Chromium: apt-get install chromium" >&2; exit 1; }
+  fi
 fi
 touch "$stamp"
 say "done"

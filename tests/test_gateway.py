@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from backend.config import BUNDLED_MODEL
-from client import Client
+from client import AsyncClient, Client, GenerateError
 from deploy.demo import free_ports, running_gateway
 from tests.servers import serve
 from tests.test_server import wait_until
@@ -239,6 +239,17 @@ class TestOtherRoutes:
         assert json.loads(ask(address, "/detokenize", {"tokens": answer["tokens"]})[2])["prompt"] == "<|endoftext|>" + text
         status, _, body = ask(address, "/detokenize", {"tokens": [1, 99999]})
         assert status == 400 and "token 99999 is not in the vocabulary of 4096 tokens" in json.loads(body)["error"]["message"]
+
+    def test_the_tokenizer_model_takes_one_input(self, server):
+        async def ask_tokenizer(**values):
+            async with AsyncClient(server.grpc) as client:
+                return await client.infer("tokenizer", **values)
+
+        for values, seen in (({"text_input": "x", "input_ids": [1]}, "text_input and input_ids"), ({}, "none")):
+            with pytest.raises(GenerateError, match=f"give one of text_input, input_ids; got {seen}"):
+                asyncio.run(ask_tokenizer(**values))
+        answer = asyncio.run(ask_tokenizer(input_ids=[318, 297]))
+        assert answer == {"text_output": [b"def f"], "tokens": [b"def", b" f"]}
 
     def test_metrics(self, address, api):
         names = ("time_to_first_token_seconds_count", "time_per_output_token_seconds_count", "completion_tokens", "prompt_tokens")
