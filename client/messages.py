@@ -25,6 +25,9 @@ _TYPES: dict[str, str] = {
     "speculative": "BYTES", "stream": "BOOL", "cancel": "BYTES",
 }  # fmt: skip
 _NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
+_FORMATS = {"INT32": "i", "INT64": "q", "FP32": "f", "BOOL": "?"}
+_NO_TEXT = b"\0\0\0\0"
+"""One empty string in the protocol's raw form."""
 PARAMETERS = tuple(_TYPES)
 
 
@@ -127,8 +130,10 @@ def read_result(result: triton_grpc.InferResult) -> tuple[Chunk, bool]:
 
 def _decode(datatype: str, raw: bytes) -> list[Any]:
     """The elements of a tensor in the protocol's raw form; BYTES elements come behind their lengths."""
-    if datatype != "BYTES":
-        return np.frombuffer(raw, dtype=_NUMPY[datatype]).tolist()
+    if datatype != "BYTES":  # not through NumPy: most have one element, and an array costs more than that
+        return memoryview(raw).cast(_FORMATS[datatype]).tolist()
+    if raw == _NO_TEXT:
+        return [""]
     texts, at = [], 0
     while at < len(raw):
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
