@@ -2,7 +2,7 @@
 
     python -m benchmarks.gateway [--repeats 5] [--only NAME ...]
 
-Bundled model, greedy, prompts of held-out code, one server and one gateway; client, gateway and server share the machine's cores. Direct and
+Bundled model, greedy, prompts of held-out code, one server (its engine on one core) and one gateway. Direct and
 through the gateway run together, half of the requests each (what else the machine does meets both alike), and in turns (which also shows what
 the gateway's own work takes from the server). Medians over the repeats, with the least and the greatest in brackets.
 """
@@ -36,8 +36,8 @@ NUM_REQUESTS = 48
 NUM_STREAMS = 500
 SPECULATION: dict[str, dict | None] = {"plain": {"num_speculative_tokens": 0}, "speculating": None}
 
-Arrivals = AsyncIterator[int]
-"""The numbers of tokens that came, one after the other."""
+Arrivals = AsyncIterator[float]
+"""As tokens come: how long, in milliseconds, whoever answers has itself waited for the first of them; the direct client waits for nobody else."""
 Open = Callable[[str, int, dict | None], Arrivals]
 
 
@@ -47,6 +47,8 @@ class Timing:
 
     first: float
     per_token: float
+    added: float
+    """Of the first token: by everything between the client and the one that talks to the server."""
 
 
 @dataclass
@@ -81,11 +83,13 @@ def through_gateway(address: Address) -> Open:
     async def run(prompt: str, max_tokens: int, speculative: dict | None) -> Arrivals:
         reader, writer = await post(address, body_of(prompt, max_tokens, speculative))
         try:
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            assert head.startswith("HTTP/1.1 200"), head
+            waited = float(head.partition("first-token;dur=")[2].partition("\r\n")[0])
             async for line in reader:
                 if line.startswith(b"data: {"):
                     orjson.loads(line[6:])
-                    yield 0
+                    yield waited
         finally:
             writer.close()
 
@@ -94,18 +98,21 @@ def through_gateway(address: Address) -> Open:
 
 def straight(client: AsyncClient) -> Open:
     async def run(prompt: str, max_tokens: int, speculative: dict | None) -> Arrivals:
-        async for chunk in client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, speculative=speculative):
-            yield len(chunk.token_ids)
+        started, waited = time.perf_counter(), 0.0
+        async for _ in client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, speculative=speculative):
+            waited = waited or 1e3 * (time.perf_counter() - started)
+            yield waited
 
     return run
 
 
 async def time_one(run: Open, prompt: str, max_tokens: int, speculative: dict | None) -> Timing:
-    started, first, last = time.perf_counter(), 0.0, 0.0
-    async for _ in run(prompt, max_tokens, speculative):
+    started, first, last, waited = time.perf_counter(), 0.0, 0.0, 0.0
+    async for waited in run(prompt, max_tokens, speculative):  # noqa: B007
         last = time.perf_counter()
         first = first or last
-    return Timing(1e3 * (first - started), 1e3 * (last - first) / (max_tokens - 1))
+    first_ms = 1e3 * (first - started)
+    return Timing(first_ms, 1e3 * (last - first) / (max_tokens - 1), first_ms - waited)
 
 
 async def time_all(ways: dict[str, Open], requests: dict[str, Requests], speculative: dict | None) -> dict[str, list[Timing]]:
@@ -121,9 +128,9 @@ async def time_all(ways: dict[str, Open], requests: dict[str, Requests], specula
     return timings
 
 
-def summarize(timings: list[Timing]) -> tuple[float, float]:
-    """(p50 of the first token, mean time per token), milliseconds."""
-    return statistics.median(t.first for t in timings), statistics.fmean(t.per_token for t in timings)
+def summarize(timings: list[Timing]) -> tuple[float, float, float]:
+    """(p50 of the first token, mean time per token, p50 of what was added to the first), milliseconds."""
+    return statistics.median(t.first for t in timings), statistics.fmean(t.per_token for t in timings), statistics.median(t.added for t in timings)
 
 
 def spread(values: list[float], form: str = "{:.2f}") -> str:
@@ -138,7 +145,7 @@ async def compare(address: Address, grpc: str, repeats: int, are_together: bool,
     async with AsyncClient(grpc, inactivity_timeout=60) as client:
         ways = {"direct": straight(client), "gateway": through_gateway(address)}
         for name, speculative in SPECULATION.items():
-            measured: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+            measured: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
             cpu: list[float] = []
             for repeat in range(repeats + 1):
                 for group in [ways] if are_together else [{way: ways[way]} for way in sorted(ways, reverse=bool(repeat % 2))]:
@@ -156,7 +163,7 @@ async def compare(address: Address, grpc: str, repeats: int, are_together: bool,
             ratio = [g[1] / d[1] for d, g in pairs]
             results[f"{name}, {title}"] = {**measured, "first_more_ms": first, "per_token_ratio": ratio, "gateway_cpu_us_per_token": cpu}
             print(f"{name}, {title}")
-            for label, place in (("first token p50, ms", 0), ("time per token, ms", 1)):
+            for label, place in (("first token p50, ms", 0), ("time per token, ms", 1), ("added to first, ms", 2)):
                 direct, gateway = ([v[place] for v in measured[way]] for way in ("direct", "gateway"))
                 print(f"  {label:20s} direct {spread(direct):24s} gateway {spread(gateway)}")
             print(f"  first token {spread(first)} ms later, time per token {spread(ratio, '{:.3f}')} times,", end=" ")
@@ -193,7 +200,7 @@ def serving(*options: str) -> Iterator[tuple[Address, str]]:
 
 
 def measure_cost(repeats: int, results: dict) -> None:
-    with serving() as (address, grpc):
+    with serving("--num-threads=1") as (address, grpc):
         for are_together in (True, False):
             asyncio.run(compare(address, grpc, repeats, are_together, results))
         results["running_mb"] = asyncio.run(hold_streams(address, 64, lambda reader: reader.read()))

@@ -131,7 +131,8 @@ def read_result(result: triton_grpc.InferResult) -> tuple[Chunk, bool]:
 def _decode(datatype: str, raw: bytes) -> list[Any]:
     """The elements of a tensor in the protocol's raw form; BYTES elements come behind their lengths."""
     if datatype != "BYTES":  # not through NumPy: most have one element, and an array costs more than that
-        return memoryview(raw).cast(_FORMATS[datatype]).tolist()
+        view: Any = memoryview(raw)
+        return view.cast(_FORMATS[datatype]).tolist()
     if raw == _NO_TEXT:
         return [""]
     texts, at = [], 0

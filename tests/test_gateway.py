@@ -264,6 +264,10 @@ class TestOtherRoutes:
             complete(api, model="gpt")
         assert wait_until(lambda: read_metric(address, "errors", code="model_not_found") == errors + 1)
 
+    def test_server_timing(self, api):
+        with api.completions.with_streaming_response.create(model="foretoken", prompt="x", max_tokens=1, stream=True) as response:
+            assert 0 < float(re.fullmatch(r"first-token;dur=(\d+\.\d\d)", response.headers["server-timing"])[1]) < 60_000
+
     def test_request_ids(self, address, log):
         _, headers, body = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1}, {"x-request-id": "mine-1"})
         assert headers["x-request-id"] == "mine-1" and json.loads(body)["id"] == "cmpl-mine-1"
@@ -375,6 +379,20 @@ class TestErrors:
         connection = http.client.HTTPConnection(host, timeout=30)
         connection.request("POST", "/v1/completions", iter([b"x" * 65536] * 65), {"content-type": "application/json"}, encode_chunked=True)
         assert connection.getresponse().status == 413
+
+    @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"], ids=["address", "header", "headers"])
+    def test_a_head_without_end(self, running, start):
+        """It is not kept, however long it gets."""
+        address, process = running
+        host, _, port = address.removeprefix("http://").partition(":")
+        before = resident_megabytes(process.pid)
+        more = b"y" * 10_000 if start[-1:] != b"\n" else b"y: %s\r\n" % (b"y" * 10_000)
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(start)
+            with pytest.raises(OSError):
+                for _ in range(5000):
+                    connection.sendall(more)
+        assert resident_megabytes(process.pid) - before < 20
 
     def test_half_a_request(self, address, api):
         """Neither half a head nor half a body holds anyone back."""

@@ -55,8 +55,9 @@ async def merge(streams: list[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[tu
 
     async def pump(which: int) -> None:
         try:
-            async for chunk in streams[which]:
-                await queue.put((which, chunk))
+            async with contextlib.aclosing(streams[which]) as chunks:
+                async for chunk in chunks:
+                    await queue.put((which, chunk))
             await queue.put((which, None))
         except Exception as error:
             await queue.put((which, error))
@@ -196,7 +197,8 @@ class Answer(Response):
                     part = await self._write(choice, chunk, is_streamed=True)
                     if not is_started:
                         is_started = True
-                        await send({"type": "http.response.start", "status": 200, "headers": _EVENT})
+                        waited = f"first-token;dur={1e3 * (time.perf_counter() - self._started):.2f}"
+                        await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT, (b"server-timing", waited.encode())]})
                     await write(orjson.dumps({**head, "choices": [part]}))
             if has_usage:
                 await write(orjson.dumps({**head, "choices": [], "usage": self._usage_body()}))

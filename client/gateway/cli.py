@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
         from client.gateway.app import Settings, create_app
         from client.gateway.entrance import read_keys
+        from client.gateway.protocol import LimitedHeadProtocol
     except ModuleNotFoundError as error:
         print(f"foretoken gateway: {error.name} is not installed: pip install 'foretoken[gateway]'", file=sys.stderr)
         return 2
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         loop="uvloop",
-        http="httptools",
+        http=LimitedHeadProtocol,
         ws="none",
         access_log=False,
         log_config=None,
