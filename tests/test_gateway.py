@@ -18,9 +18,12 @@ from pathlib import Path
 
 import openai
 import pytest
+import uvicorn
 
 from backend.config import BUNDLED_MODEL
 from client import AsyncClient, Client, GenerateError
+from client.gateway import answers
+from client.gateway.app import Settings, create_app
 from deploy.demo import free_ports, running_gateway
 from tests.servers import serve
 from tests.test_server import wait_until
@@ -29,6 +32,7 @@ PROMPT = "import os\n\n\ndef read_lines(path):"
 LOOPS = "for i in range(3):\n    print(i)\n\nfor i in range(3):\n    print(i)\n\nfor i"
 HEAD = "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
 LONG = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True, "speculative": {"num_speculative_tokens": 0}}
+WORDY = {**LONG, "prompt": PROMPT, "stream": True, "n": 8, "max_tokens": 600, "return_tokens": True, "logprobs": 20}
 
 
 @pytest.fixture(scope="module")
@@ -435,10 +439,9 @@ class TestManyClients:
         address, process = running
         complete(api)
         before = resident_megabytes(process.pid)
-        body = {**LONG, "prompt": PROMPT, "stream": True, "n": 16, "return_tokens": True, "logprobs": 20}
-        with send_request(address, body, receive_buffer=4096) as stalled:
-            for _ in range(8):
-                assert complete(api, max_tokens=8).usage.completion_tokens == 8
+        with send_request(address, WORDY, receive_buffer=4096) as stalled:
+            for _ in range(4):
+                assert complete(api, max_tokens=4).usage.completion_tokens == 4
             assert resident_megabytes(process.pid) - before < 40
             assert b"200 OK" in stalled.recv(4096)
 
@@ -509,23 +512,20 @@ class TestKeysAndOrigins:
 
 
 def test_a_reader_that_stays_stalled_is_dropped(server, monkeypatch):
-    """With the limit shortened, which takes the application in this process."""
-    import uvicorn
-
-    from client.gateway import answers
-    from client.gateway.app import Settings, create_app
-
-    monkeypatch.setattr(answers, "STALL_SECONDS", 1.0)
-    (port,) = free_ports(1)
-    gateway = uvicorn.Server(uvicorn.Config(create_app(Settings(server.grpc)), port=port, log_config=None, timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=gateway.run)
+    """With the limit shortened and small buffers, which takes the application in this process."""
+    monkeypatch.setattr(answers, "STALL_SECONDS", 2.0)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # for the connections too
+    listener.bind(("127.0.0.1", 0))
+    gateway = uvicorn.Server(uvicorn.Config(create_app(Settings(server.grpc)), log_config=None, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=gateway.run, args=([listener],))
     thread.start()
     try:
         assert wait_until(lambda: gateway.started)
-        address = f"http://127.0.0.1:{port}"
-        body = {**LONG, "prompt": PROMPT, "stream": True, "n": 16, "return_tokens": True, "logprobs": 20}
-        with send_request(address, body, receive_buffer=4096):
-            assert wait_until(lambda: read_metric(address, "stalled_clients") == 1, 60)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with send_request(address, WORDY, receive_buffer=4096), open_client(address) as api:
+            while read_metric(address, "stalled_clients") == 0:
+                assert complete(api, max_tokens=2).usage.completion_tokens == 2
             assert wait_until(lambda: server.metric("foretoken_requests_running") == 0, 5)
     finally:
         gateway.should_exit = True
