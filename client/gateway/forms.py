@@ -53,7 +53,9 @@ class Form:
     def write(self, index: int, chunk: Chunk, tokens: TokenBytes, is_streamed: bool) -> dict[str, Any]:
         """A choice, or with `is_streamed` its next part."""
         is_first = index not in self._written
-        written = self._written.setdefault(index, _Written())
+        if is_first:
+            self._written[index] = _Written()
+        written = self._written[index]
         choice: dict[str, Any] = {"index": index, **self._content(chunk.text, is_first, is_streamed)}
         pieces = [written.characters.decode(tokens[i]) for i in chunk.token_ids] if tokens else []
         choice["logprobs"] = self._logprobs(chunk, tokens, pieces, written) if self.has_logprobs else None
