@@ -70,28 +70,32 @@ def body_of(prompt: str, max_tokens: int, speculative: dict | None) -> dict:
     return {**values, "speculative": speculative} if speculative is not None else values
 
 
-async def post(address: Address, body: dict) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def post(connection: Connection, body: dict) -> None:
     """Sends a request. A client of a few lines: a full HTTP library would cost more than the gateway does."""
-    reader, writer = await asyncio.open_connection(address.host, address.port)
     data = orjson.dumps(body)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
-    return reader, writer
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection[1].write(head.encode() + data)
 
 
 def through_gateway(address: Address) -> Open:
+    idle: list[Connection] = []  # kept open, as clients do
+
     async def run(prompt: str, max_tokens: int, speculative: dict | None) -> Arrivals:
-        reader, writer = await post(address, body_of(prompt, max_tokens, speculative))
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            assert head.startswith("HTTP/1.1 200"), head
-            waited = float(head.partition("first-token;dur=")[2].partition("\r\n")[0])
-            async for line in reader:
-                if line.startswith(b"data: {"):
-                    orjson.loads(line[6:])
-                    yield waited
-        finally:
-            writer.close()
+        connection = idle.pop() if idle else await asyncio.open_connection(address.host, address.port)
+        reader = connection[0]
+        post(connection, body_of(prompt, max_tokens, speculative))
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        assert head.startswith("HTTP/1.1 200"), head
+        waited = float(head.partition("first-token;dur=")[2].partition("\r\n")[0])
+        while (line := await reader.readline()) != b"data: [DONE]\n":
+            if line.startswith(b"data: "):
+                orjson.loads(line[6:])
+                yield waited
+        await reader.readuntil(b"\r\n0\r\n\r\n")  # the last of the chunks that HTTP sends
+        idle.append(connection)
 
     return run
 
@@ -173,7 +177,9 @@ async def compare(address: Address, grpc: str, repeats: int, are_together: bool,
 async def hold_streams(address: Address, max_tokens: int, is_read: Callable[[asyncio.StreamReader], Awaitable[object]] | None) -> float:
     """The gateway's resident MB at its largest, while NUM_STREAMS streams are open."""
     prompt = completion_requests(1)[0][0]
-    connections = await asyncio.gather(*(post(address, body_of(f"# {i}\n{prompt}", max_tokens, None)) for i in range(NUM_STREAMS)))
+    connections = await asyncio.gather(*(asyncio.open_connection(address.host, address.port) for _ in range(NUM_STREAMS)))
+    for i, connection in enumerate(connections):
+        post(connection, body_of(f"# {i}\n{prompt}", max_tokens, None))
     reading = [asyncio.ensure_future(is_read(reader)) for reader, _ in connections] if is_read else []
     largest = 0.0
     for _ in range(20):
