@@ -11,6 +11,8 @@ from client.messages import DEFAULT_GRPC_URL
 
 DEFAULT_PORT = 8080
 DRAIN_SECONDS = 30
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection: one that closes first loses no request to the race."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         access_log=False,
         log_config=None,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     return 0
