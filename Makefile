@@ -1,5 +1,5 @@
 # Everything runs from .venv, which the first target makes.
-.PHONY: demo serve test lint bench clean
+.PHONY: demo serve test lint bench docs clean
 
 demo:
 	@deploy/setup.sh serve
@@ -24,6 +24,10 @@ bench:
 	@.venv/bin/python -m benchmarks.serve_cpu
 	@.venv/bin/python -m benchmarks.speculation
 	@.venv/bin/python -m benchmarks.gateway
+
+docs:
+	@deploy/setup.sh serve
+	.venv/bin/python -m deploy.configuration_page
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -147,8 +147,9 @@ class SpeculativeConfig(Section):
     verify_window: int = 2
     """topp: likeliest drafts that must follow one that was only second."""
     max_ngram_size: int = 5
+    """ngram: longest run of last tokens that is looked for."""
     min_ngram_size: int | None = None
-    """Default: 1; with_ngram: 2."""
+    """ngram: shortest run. Default: 1; with_ngram: 2."""
     model: str | None = None
     """mtp: folder of the drafter's weights; default: the mtp_drafter model's version folder."""
     num_model_steps: int | None = None
@@ -164,6 +165,7 @@ class SpeculativeConfig(Section):
     draft_tensor_parallel_size: int = 1
     """1, or the target's tensor_parallel_size."""
     suffix_decoding_max_tree_depth: int = 64
+    """Longest match, in tokens."""
     suffix_decoding_max_cached_requests: int = -1
     """Finished requests whose answers are searched too; -1: as many as memory's own limit allows, 0: none."""
     suffix_decoding_max_spec_factor: float = 1.0
@@ -286,6 +288,7 @@ class ParallelConfig(Section):
     """How one model is spread over devices."""
 
     tensor_parallel_size: int = 1
+    """1 in this version."""
 
     def __post_init__(self) -> None:
         _require(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 in this version")
@@ -316,6 +319,7 @@ class EngineConfig(Section):
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that weights and KV cache may take."""
     enable_prefix_caching: bool = True
+    """Keep the pages of finished requests, for those that begin alike."""
     num_threads: int | None = None
     """CPU threads of the engine; default: torch's choice."""
     async_scheduling: bool | None = None
@@ -325,7 +329,9 @@ class EngineConfig(Section):
     single_thread_tokens: int = 8
     """CPU: steps of fewer tokens run on one thread, since waking the others costs more than they bring."""
     speculative_config: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    """Below. Default: no speculation; `foretoken serve` with the bundled model: its drafter and ngram."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    """Below."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import threading
@@ -12,11 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from backend.config import BUNDLED_DRAFTER, EngineConfig
 from backend.core import Batch, Delta, Draft, FinishReason, Request, SamplingParams, Scheduled, TokenLogprobs, Verdict
 from backend.drafters import load_drafters
 from backend.drafters.calls import DraftService
-from backend.errors import ConfigError, EngineError, RequestError
+from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.metrics import Metrics
 from backend.pacing import Pacer
 from backend.parallel.ranks import Ranks
@@ -62,8 +65,12 @@ class Engine:
     def __init__(self, config: EngineConfig, ranks: Ranks | None = None, draft_service: DraftService | None = None) -> None:
         """draft_service: the drafter's model in another process, for placement bls. Raises ConfigError, ModelError."""
         self.config = config
-        with on_stream(pick_device(config)):
-            self._load(ranks or Ranks(), draft_service)
+        device = pick_device(config)
+        try:
+            with on_stream(device):
+                self._load(ranks or Ranks(), draft_service)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"{config.model} does not fit the memory of {device}: {str(error).splitlines()[0]}") from None
         self.metrics = Metrics()
         self.times = StepTimes()
         self._pacer = Pacer() if config.speculative_config.adaptive else None
@@ -72,9 +79,10 @@ class Engine:
         self._groups: dict[str, list[str]] = {}
         self._ids: set[str] = set()  # of every request between submit and its end
         self._has_deadlines = False
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
+        self._is_refusing = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self._flights: deque[Flight] = deque()
@@ -117,6 +125,9 @@ class Engine:
         )
         self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
         self.device_steps = self._load_device_steps()
+        # What is alive now stays: without this, a full collection in the midst of a step goes over all of it.
+        gc.collect()
+        gc.freeze()
 
     def _load_device_steps(self) -> DeviceSteps | None:
         """What runs decoding steps on the device's own state, ahead of the host; None: every step is computed before the next is prepared."""
@@ -198,8 +209,9 @@ class Engine:
         ]
         now = time.monotonic()
         with self._wake:
-            if not self.is_healthy:  # looked at where the loop's end cannot come between
-                raise EngineError(f"the engine is down: {self._failure or 'it is shutting down'}")
+            self._check_healthy()
+            if self._is_refusing:
+                raise EngineError("the server is shutting down: send the request to another, or again later")
             self.scheduler.check_room(params.n, len(self._ids))
             if request_id in self._groups or any(r.request_id in self._ids for r in requests):
                 raise RequestError(f"request id {request_id!r:.100} is in use")
@@ -216,6 +228,23 @@ class Engine:
             self._inbox.append(lambda: self._cancel(request_id))
             self._wake.notify()
         return True
+
+    def call(self, action: Callable[[], object]) -> None:
+        """Runs `action` on the engine's thread before its next step. Raises EngineError when there is none to come."""
+        with self._wake:
+            self._check_healthy()
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def _check_healthy(self) -> None:
+        """With the lock held, where the loop's end cannot come between."""
+        if not self.is_healthy:
+            raise EngineError(f"the engine is down: {self._failure or 'it is shutting down'}")
+
+    def refuse(self) -> None:
+        """Takes no more requests; those that are open go on."""
+        with self._wake:
+            self._is_refusing = True
 
     def _check_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -419,6 +448,7 @@ class Engine:
         if delta.is_final:
             if delta.error is None:
                 delta.text += open_request.stream.flush()
+                self.metrics.finished_requests[delta.finish_reason or ""] += 1
             delta.stats = request.stats
             self._close(open_request, now)
         delta.num_prompt_tokens = len(request.prompt_token_ids)
@@ -475,10 +505,14 @@ class Engine:
             self._failure = error
         while self._inbox:
             self._inbox.popleft()()
+        self.end_all(error)
+        self.after_deltas()
+
+    def end_all(self, error: Exception) -> None:
+        """Ends every open request with an error. On the engine's thread, between two steps."""
         for open_request in list(self._open.values()):
             request = open_request.request
             self._send(open_request, Delta(request.group_id, request.index, error=error))
-        self.after_deltas()
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Ends the loop; requests that are still open get an EngineError."""

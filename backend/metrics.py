@@ -44,6 +44,8 @@ class Metrics:
     drafted_per_position: Counter[tuple[str, int]] = field(default_factory=Counter)
     accepted_per_position: Counter[tuple[str, int]] = field(default_factory=Counter)
     emitted_tokens: Counter[str] = field(default_factory=Counter)
+    finished_requests: Counter[str] = field(default_factory=Counter)
+    """By finish reason; those that ended with an error are not among them."""
     step_seconds: float = 0.0
     propose_seconds: float = 0.0
     forward_seconds: float = 0.0

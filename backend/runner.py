@@ -19,12 +19,14 @@ from backend.model_files import read_config
 from backend.models import Model, load_model
 from backend.parallel.ranks import Ranks
 from kernels import ops
-from kernels._load import device_stream
+from kernels._load import KernelError, check_device, device_stream
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE = 4 * 2**30
 CACHE_SHARE_OF_FREE_MEMORY = 0.5
+ACTIVATIONS_PER_STATE = 24
+"""Values that a forward holds at its widest for each value of a token's state: gate and up take 7, with what they are made of and into."""
 
 
 @dataclass(slots=True)
@@ -72,11 +74,25 @@ def pack(batch: Batch, draft: Draft, page_size: int) -> Packed:
 
 
 def pick_device(config: EngineConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
+    """Where the engine runs. Raises ConfigError for a GPU that is not there, or that kernels cannot run on."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    is_auto = config.device == "auto"
+    if not torch.cuda.is_available():
+        if is_auto:
+            return torch.device("cpu")
         raise ConfigError(f"device {config.device}: torch {torch.__version__} sees no GPU; use --device cpu")
-    return torch.device(config.device)
+    device = torch.device("cuda" if is_auto else config.device)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs, from cuda:0")
+    try:
+        check_device(device)
+    except KernelError as error:
+        if not is_auto:
+            raise ConfigError(f"device {config.device}: {error}") from None
+        logger.warning("the engine runs on the CPU, though there is a GPU: %s", error)
+        return torch.device("cpu")
+    return device
 
 
 def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -192,16 +208,25 @@ class Runner:
             memory = int(config.kv_cache_memory)
         elif self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            memory = int(free - (1 - config.gpu_memory_utilization) * total)
+            memory = int(free - (1 - config.gpu_memory_utilization) * total) - self._count_working_memory(config)
         else:
             available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             memory = min(DEFAULT_CPU_CACHE, int(available * CACHE_SHARE_OF_FREE_MEMORY))
         pages = min(useful, memory // self.page_bytes)
         if pages < 1:
-            raise ConfigError(f"kv_cache_memory: {memory} bytes hold no page; one takes {self.page_bytes} bytes: raise --kv-cache-memory")
+            key = "gpu_memory_utilization" if self.device.type == "cuda" and config.kv_cache_memory is None else "kv_cache_memory"
+            raise ConfigError(f"{key}: {memory} bytes hold no page; one takes {self.page_bytes} bytes: raise --{key.replace('_', '-')}")
         if pages < per_request:
             logger.warning("the KV cache holds %d tokens, less than one context of %d", pages * self.page_size, self.max_model_len)
         return pages
+
+    def _count_working_memory(self, config: EngineConfig) -> int:
+        """Bytes that steps take on a GPU beside weights and pages, about: activations, logits, and what is kept of each request."""
+        model, size = self.model, self.dtype.itemsize
+        num_rows = config.max_batch_size * (1 + (config.speculative_config.num_speculative_tokens or 0))
+        activations = max(config.max_num_batched_tokens, num_rows) * model.hidden_size * ACTIVATIONS_PER_STATE * size
+        state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * self.max_model_len)
+        return activations + num_rows * model.vocab_size * (size + 4) + state
 
     def threads_for(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
         """CPU threads for a forward of that many tokens: waking the others for a few costs more than it brings."""

@@ -170,8 +170,8 @@ def measure_step(count: int, pool: torch.Tensor) -> None:
     batch = count if count < 6 else count // 6
     q = count // batch
     plan, num_pages = make_plan(q, [768] * batch, 16, device)
-    layers = 8
     plane = num_pages * 16 * KV_HEADS * SIZE
+    layers = max(4, min(64, 10**8 // plane))
     planes = pool[: layers * 2 * plane].view(layers, 2, num_pages, 16, KV_HEADS, SIZE)
     qkv = torch.randn(count, HEADS + 2 * KV_HEADS, SIZE, dtype=torch.bfloat16, device=device)
     tables = torch.randn(2, 4096, 1, SIZE, dtype=torch.bfloat16, device=device)

@@ -110,8 +110,10 @@ def main() -> None:
             }
             llm = LLM(**config)
             prompts = {count: make_prompts(llm, count, arguments.prompt) for count in arguments.streams}
-            run_offline(llm, prompts[arguments.streams[0]], 16)
-            offline = {count: run_offline(llm, prompts[count], arguments.outputs) for count in arguments.streams}
+            offline = {}
+            for count in arguments.streams:
+                run_offline(llm, prompts[count], 16)
+                offline[count] = run_offline(llm, prompts[count], arguments.outputs)
             del llm
             gc.collect()
             torch.cuda.empty_cache()
@@ -123,8 +125,8 @@ def main() -> None:
                 options.append(f"--backend-directory={arguments.backend_directory}")
             with running_server(*ports, folder / f"{method}.log", *options):
                 address = f"127.0.0.1:{ports[1]}"
-                run_served(address, prompts[arguments.streams[0]], 16)
                 for count in arguments.streams:
+                    run_served(address, prompts[count], 16)
                     served = run_served(address, prompts[count], arguments.outputs)
                     print(f"| {method} | {count} | {offline[count]:.0f} | {served:.0f} | {served / offline[count]:.3f} |", flush=True)
 

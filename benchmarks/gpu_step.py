@@ -10,17 +10,21 @@ and a read of as many bytes reach in the same run.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
+from backend.device.graphs import StepShape, _Step
+from benchmarks.workloads import completion_prompts
 from training.heldout import read_heldout
 
 SHAPES = {
@@ -37,9 +41,10 @@ COMMON = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "min_ngram_size": 1},
+    "ngram3": {"method": "ngram", "num_speculative_tokens": 3, "min_ngram_size": 1},
     "mtp": {"method": "mtp", "num_speculative_tokens": 1, "num_model_steps": 1},
     "mtp3": {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3},
 }
@@ -120,6 +125,59 @@ def run(llm: LLM, batch: int, length: int, outputs: int) -> dict[str, float]:
     }
 
 
+def time_forward(llm: LLM, batch: int, num_queries: int, length: int) -> float:
+    """Milliseconds of the target's forward alone, logits with it, as a graph of the same shape; the drafter's is not in it."""
+    steps = llm.engine.device_steps
+    assert steps is not None
+    graphs, runner = steps._graphs, llm.engine.runner
+    with runner.on_stream(), torch.inference_mode():
+        step = _Step(StepShape(batch, num_queries, 0, False), graphs)
+        rows, device = torch.arange(batch, dtype=torch.int32, device=graphs.device), graphs.device
+        step.fields.fill_(-1)
+        step.slots.copy_(rows)
+        pages = -(-length // graphs.page_size)
+        table = graphs.page_table.clone()
+        graphs.page_table[:batch, :pages] = (rows[:, None] * pages + torch.arange(pages, device=device)) % graphs.scratch_page
+        step.cu_query_lens.copy_(torch.arange(batch + 1, device=device) * num_queries)
+        step.seq_lens.fill_(length)
+        step.packed[1] = length - num_queries + torch.arange(batch * num_queries, device=device) % num_queries
+        step.packed[2] = graphs.scratch_page * graphs.page_size
+
+        def compute() -> None:
+            step.plan.refresh()
+            runner.model.logits(runner.compute(step.packed[0], step.packed[1], step.packed[2], step.plan))
+
+        compute()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        compute()
+        graph.capture_end()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(31)]
+        for event in events:
+            graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        graphs.page_table.copy_(table)
+        return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
+
+
+def compare_bundled(outputs: int, repeats: int = 3) -> None:
+    """The bundled model on the GPU, batch 1, prompts of real code, wall-clock: speculation against none."""
+    prompts = completion_prompts(16)
+    params = SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
+    llm = LLM(device="cuda", speculative_config={"method": "mtp", "num_model_steps": 3, "num_speculative_tokens": 3, "adaptive": False})
+    speeds: dict[str, list[float]] = {"none": [], "mtp": []}
+    for repeat in range(repeats + 1):
+        for method, own in speeds.items():
+            started = time.perf_counter()
+            results = [llm.generate([f"# {repeat}\n{p}"], params, speculative={"method": method}, use_tqdm=False)[0] for p in prompts]
+            own.append(outputs * len(prompts) / (time.perf_counter() - started))
+        stats = [r.outputs[0].stats for r in results]
+    none, mtp = (statistics.median(own[1:]) for own in speeds.values())
+    length = 1 + sum(s.accepted for s in stats) / sum(s.drafts for s in stats)
+    print(f"bundled model, batch 1, real code: mtp {mtp:.0f} / none {none:.0f} tokens/s = {mtp / none:.2f}, {length:.2f} tokens a step")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
@@ -133,7 +191,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")
     with tempfile.TemporaryDirectory() as folder:
         target, drafter = write_folders(arguments.shape, Path(folder))
-        print("| method | batch | step ms | wall ms a step | tokens a step | tokens/s | device idle |\n|---|---|---|---|---|---|---|")
+        print("| method | batch | step ms | target alone | wall ms | tokens a step | tokens/s | device idle |")
+        print("|---|---|---|---|---|---|---|---|")
         for method in arguments.methods:
             started = time.perf_counter()
             llm = LLM(
@@ -155,14 +214,16 @@ def main() -> None:
             loaded = time.perf_counter() - started
             for batch in arguments.batches:
                 row = run(llm, batch, arguments.prompt, arguments.outputs)
-                print(
-                    f"| {method} | {batch} | {row['step_ms']:.3f} | {row['wall_ms']:.3f} | {row['tokens_per_step']:.2f} | {row['tokens_per_s']:.0f} "
-                    f"| {row['idle']:.1%} |",
-                    flush=True,
-                )
+                num_queries = 1 + METHODS[method].get("num_speculative_tokens", 0)
+                forward = time_forward(llm, batch, num_queries, arguments.prompt + arguments.outputs // 2)
+                times = " | ".join(f"{t:.3f}" for t in (row["step_ms"], forward, row["wall_ms"]))
+                speed = f"{row['tokens_per_step']:.2f} | {row['tokens_per_s']:.0f} | {row['idle']:.1%}"
+                print(f"| {method} | {batch} | {times} | {speed} |", flush=True)
             print(f"({method}: ready after {loaded:.1f} s)")
             del llm
+            gc.collect()
             torch.cuda.empty_cache()
+    compare_bundled(arguments.outputs)
 
 
 if __name__ == "__main__":

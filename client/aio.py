@@ -12,6 +12,8 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from client.messages import (
+    CANCEL_SECONDS,
+    CHANNEL_OPTIONS,
     DEFAULT_GRPC_URL,
     INACTIVITY_SECONDS,
     Chunk,
@@ -19,22 +21,20 @@ from client.messages import (
     GenerateError,
     collect,
     make_inputs,
+    name_request,
     prompt_values,
     read_error,
     read_result,
+    say_silent,
+    silence_limit,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-CHANNEL = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 1000),  # gRPC's own limit is two minutes: a server that is back would be refused as long
-]
+LATE_SECONDS = 0.5
+"""A timer that fires this late tells of a busy event loop, not of a silent server."""
 
 
 class AsyncClient:
@@ -43,7 +43,7 @@ class AsyncClient:
     def __init__(self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
         self.model = model
         self.inactivity_timeout = inactivity_timeout
-        self._connection = triton_aio.InferenceServerClient(url, channel_args=CHANNEL)
+        self._connection = triton_aio.InferenceServerClient(url, channel_args=CHANNEL_OPTIONS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,12 +58,15 @@ class AsyncClient:
         """The n completions of a prompt (text or token ids), whole. Raises GenerateError."""
         return collect([chunk async for chunk in self.stream(prompt, request_id=request_id, **parameters)])
 
-    async def stream(
+    def stream(
         self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any
     ) -> AsyncGenerator[Chunk, None]:
         """As `Client.stream`. Cancelling the task, or closing the iterator, cancels the request on the server."""
-        request_id, model = request_id or uuid.uuid4().hex, model or self.model
-        inputs = make_inputs(prompt_values(prompt, parameters))
+        values = prompt_values(prompt, parameters)
+        inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
+        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit)
+
+    async def _stream(self, inputs: list[Any], request_id: str, model: str, limit: float) -> AsyncGenerator[Chunk, None]:
         is_done = asyncio.Event()
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -71,21 +74,21 @@ class AsyncClient:
             await is_done.wait()  # the stream stays open until the answer is whole
 
         responses = self._connection.stream_infer(requests())
-        watch = Watch(self.inactivity_timeout, responses.cancel)
+        watch = Watch(limit, responses.cancel)
         try:
             while not is_done.is_set():
-                watch.begin()
                 try:
+                    watch.resume()
                     result, error = await anext(responses)
+                    watch.pause()
                 except StopAsyncIteration:
                     raise GenerateError(f"request {request_id!r}: the server ended the stream early", "UNAVAILABLE") from None
                 except asyncio.CancelledError:
                     if not watch.has_fired:
                         raise
-                    raise GenerateError(f"request {request_id!r}: the server sent nothing for {self.inactivity_timeout:g} s", "TIMEOUT") from None
-                watch.end()
+                    raise GenerateError(say_silent(request_id, limit), "TIMEOUT") from None
                 if error is not None:
-                    raise read_error(str(error))
+                    raise read_error(request_id, error)
                 chunk, is_last = read_result(result)
                 if is_last:
                     is_done.set()
@@ -93,14 +96,14 @@ class AsyncClient:
                     yield chunk
         except (InferenceServerException, grpc.RpcError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-            raise GenerateError(f"request {request_id!r}: {reason}", "UNAVAILABLE") from None
+            raise GenerateError(name_request(request_id, reason), "UNAVAILABLE") from None
         finally:
             watch.stop()
             if not is_done.is_set():
                 responses.cancel()
                 is_done.set()
                 if model != "decode":
-                    await asyncio.shield(self.cancel(request_id))
+                    await asyncio.shield(self._cancel(request_id, CANCEL_SECONDS if watch.has_fired else self.inactivity_timeout))
 
     async def infer(self, model: str, **values: Any) -> dict[str, list[Any]]:
         """The outputs of a model that gives one response, by name; text as bytes. Raises GenerateError."""
@@ -112,8 +115,12 @@ class AsyncClient:
 
     async def cancel(self, request_id: str) -> bool:
         """Ends a request by id. False when none with that id is open."""
+        return await self._cancel(request_id, self.inactivity_timeout)
+
+    async def _cancel(self, request_id: str, limit: float) -> bool:
         try:
-            return [c.finish_reason async for c in self.stream(model="decode", cancel=request_id)] == ["cancelled"]
+            chunks = self._stream(make_inputs({"cancel": request_id}), uuid.uuid4().hex, "decode", limit)
+            return [c.finish_reason async for c in chunks] == ["cancelled"]
         except GenerateError:
             return False
 
@@ -123,24 +130,28 @@ _CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVAILABLE"
 
 
 class Watch:
-    """Calls `act` when a wait, from `begin` to `end`, takes longer than `seconds`. One timer for all: a timeout for each costs a task each."""
+    """Calls `act` after `seconds` between a `resume` and its `pause`. One timer a stream: a timeout for every response costs a task each."""
 
     def __init__(self, seconds: float, act: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._act = act
         self.has_fired = False
-        self._began: float | None = None
+        self._since: float | None = None
         self._timer = self._loop.call_later(seconds, self._check)
 
-    def begin(self) -> None:
-        self._began = self._loop.time()
+    def resume(self) -> None:
+        self._since = self._loop.time()
 
-    def end(self) -> None:
-        self._began = None
+    def pause(self) -> None:
+        """While whoever reads the stream is busy, silence is not the server's."""
+        self._since = None
 
     def _check(self) -> None:
-        left = self._seconds if self._began is None else self._began + self._seconds - self._loop.time()
+        now = self._loop.time()
+        if now - self._timer.when() > LATE_SECONDS and self._since is not None:
+            self._since = now  # the loop was held up: what has come meanwhile is not read yet
+        left = self._seconds if self._since is None else self._since + self._seconds - now
         if left > 0:
             self._timer = self._loop.call_later(left, self._check)
         else:

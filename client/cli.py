@@ -15,13 +15,13 @@ from client.sync import Client
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="*", help="the prompt (complete: default standard input; chat: the first message)")
     parser.add_argument("--url", default=DEFAULT_GRPC_URL, help=f"the server's gRPC address (default {DEFAULT_GRPC_URL})")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--stop", action="append", help="may be given several times")
-    parser.add_argument("--speculative", type=json.loads, metavar="JSON", help="such as '{\"num_speculative_tokens\": 0}'")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of the answer at most (default 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token (default)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share together")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    parser.add_argument("--speculative", type=json.loads, metavar="JSON", help="this request's own, such as '{\"num_speculative_tokens\": 0}'")
     parser.add_argument("--quiet", action="store_true", help="no statistics")
 
 

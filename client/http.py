@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import http.client
 import json
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from client.messages import DEFAULT_HTTP_URL, INACTIVITY_SECONDS, Chunk, Completion, GenerateError, collect, prompt_values, read_error, read_event
+from client.messages import (
+    DEFAULT_HTTP_URL,
+    INACTIVITY_SECONDS,
+    Chunk,
+    Completion,
+    GenerateError,
+    collect,
+    prompt_values,
+    read_error,
+    read_event,
+    say_silent,
+    silence_limit,
+)
 
 
 class HttpClient:
@@ -20,24 +33,31 @@ class HttpClient:
 
     def _post(self, verb: str, values: dict[str, Any], request_id: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = http.client.HTTPConnection(self.address, timeout=self.inactivity_timeout)
-        body = json.dumps({**values, "id": request_id} if request_id else values)
+        body = json.dumps({**values, "id": request_id})
         try:
+            connection.connect()
+            connection.sock.settimeout(silence_limit(values, self.inactivity_timeout))
             connection.request("POST", f"/v2/models/{self.model}/{verb}", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
-                raise read_error(self._message(response.read()))
-        except OSError as error:
+                raise read_error(request_id, self._message(response.read()))
+        except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise GenerateError(f"{self.address}: {error}", "UNAVAILABLE") from None
+            raise self._failure(request_id, values, error) from None
         except BaseException:
             connection.close()
             raise
         return connection, response
 
+    def _failure(self, request_id: str, values: dict[str, Any], error: Exception) -> GenerateError:
+        if isinstance(error, TimeoutError):
+            return GenerateError(say_silent(request_id, silence_limit(values, self.inactivity_timeout)), "TIMEOUT")
+        return GenerateError(f"request {request_id!r}: {self.address}: {error}", "UNAVAILABLE")
+
     @staticmethod
     def _message(body: bytes) -> str:
         try:
-            return json.loads(body)["error"]
+            return json.loads(body.removeprefix(b"data: "))["error"]
         except (ValueError, KeyError, TypeError):
             return body.decode("utf-8", "replace")
 
@@ -48,20 +68,22 @@ class HttpClient:
     def generate_once(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> dict[str, Any]:
         """The server's single JSON answer (`/generate` with stream false). Raises GenerateError."""
         values = {**prompt_values(prompt, parameters), "stream": False}
+        request_id = request_id or uuid.uuid4().hex
         connection, response = self._post("generate", values, request_id)
         try:
             answer = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise GenerateError(f"{self.address}: {error}", "UNAVAILABLE") from None
+            raise self._failure(request_id, values, error) from None
         finally:
             connection.close()
         if "error" in answer:  # some come with status 200
-            raise read_error(answer["error"])
+            raise read_error(request_id, answer["error"])
         return answer
 
     def stream(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> Iterator[Chunk]:
         """Chunks as they come; leaving the loop hangs up, which cancels the request. Raises GenerateError."""
-        connection, response = self._post("generate_stream", prompt_values(prompt, parameters), request_id)
+        values, request_id = prompt_values(prompt, parameters), request_id or uuid.uuid4().hex
+        connection, response = self._post("generate_stream", values, request_id)
         is_finished = False
         try:
             for line in response:
@@ -69,14 +91,14 @@ class HttpClient:
                     continue
                 event = json.loads(line[5:])
                 if "error" in event:
-                    raise read_error(event["error"])
+                    raise read_error(request_id, event["error"])
                 chunk = read_event(event)
                 if chunk.token_ids or chunk.text or chunk.finish_reason:
                     is_finished = is_finished or chunk.finish_reason is not None
                     yield chunk
             if not is_finished:
-                raise GenerateError(f"{self.address}: the server ended the stream early", "UNAVAILABLE")
+                raise GenerateError(f"request {request_id!r}: {self.address}: the server ended the stream early", "UNAVAILABLE")
         except (OSError, http.client.HTTPException) as error:
-            raise GenerateError(f"{self.address}: {error}", "UNAVAILABLE") from None
+            raise self._failure(request_id, values, error) from None
         finally:
             connection.close()

@@ -13,8 +13,20 @@ import tritonclient.grpc as triton_grpc
 
 DEFAULT_GRPC_URL = "127.0.0.1:8001"
 DEFAULT_HTTP_URL = "127.0.0.1:8000"
-INACTIVITY_SECONDS = 15.0
-"""A server that lives sends something every four seconds; after this long without anything it is taken for dead."""
+INACTIVITY_SECONDS = 4.0
+"""A server that lives sends something to a stream every 1.5 seconds; after this long without anything it is taken for dead."""
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
+    ("grpc.max_receive_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+"""A server that was started anew is found within a second; gRPC's own pauses grow to two minutes."""
+ANSWER_SECONDS = 600.0
+"""The same for an answer that comes whole (`stream` false): nothing tells that it is on its way."""
+CANCEL_SECONDS = 0.5
+"""How long the answer to a cancellation is waited for where the server may be dead."""
 
 _TYPES: dict[str, str] = {
     "text_input": "BYTES", "messages": "BYTES", "input_ids": "INT32",
@@ -42,10 +54,13 @@ class GenerateError(RuntimeError):
         self.code = code
 
 
-def read_error(message: str) -> GenerateError:
-    """The error that a server's message tells: decode's begin with a code in brackets."""
+def read_error(request_id: str, error: object) -> GenerateError:
+    """The error that a server's message tells, with the request's id: decode's begin with a code in brackets."""
+    message = str(error)
     match = re.match(r"(in ensemble '[^']*', )?\[(INVALID_ARG|UNAVAILABLE|INTERNAL)\] ", message)
-    return GenerateError((match[1] or "") + message[match.end() :], match[2]) if match else GenerateError(message)
+    if match is None:
+        return GenerateError(name_request(request_id, message))
+    return GenerateError(name_request(request_id, (match[1] or "") + message[match.end() :]), match[2])
 
 
 @dataclass(slots=True)
@@ -97,6 +112,21 @@ def prompt_values(prompt: str | Sequence[int] | None, parameters: dict[str, Any]
         if name in values and not isinstance(values[name], str):
             values[name] = json.dumps(values[name])
     return values
+
+
+def name_request(request_id: str, message: object) -> str:
+    """An error's message, with the request's id where it has none."""
+    return str(message) if request_id in str(message) else f"request {request_id!r}: {message}"
+
+
+def say_silent(request_id: str, seconds: float) -> str:
+    """The message for a request whose server is taken for dead."""
+    return f"request {request_id!r}: the server sent nothing for {seconds:g} s, the limit (inactivity_timeout)"
+
+
+def silence_limit(values: dict[str, Any], inactivity_timeout: float) -> float:
+    """Seconds without a response after which a request's server is taken for dead."""
+    return inactivity_timeout if values.get("stream", True) else max(ANSWER_SECONDS, inactivity_timeout)
 
 
 def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from client.messages import (
+    CANCEL_SECONDS,
+    CHANNEL_OPTIONS,
     DEFAULT_GRPC_URL,
     INACTIVITY_SECONDS,
     Chunk,
@@ -19,9 +22,12 @@ from client.messages import (
     GenerateError,
     collect,
     make_inputs,
+    name_request,
     prompt_values,
     read_error,
     read_result,
+    say_silent,
+    silence_limit,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +61,7 @@ class Client:
 
     def _take(self) -> triton_grpc.InferenceServerClient:
         with self._lock:
-            return self._idle.pop() if self._idle else triton_grpc.InferenceServerClient(self.url)
+            return self._idle.pop() if self._idle else triton_grpc.InferenceServerClient(self.url, channel_args=CHANNEL_OPTIONS)
 
     def _give(self, connection: triton_grpc.InferenceServerClient) -> None:
         with self._lock:
@@ -65,7 +71,8 @@ class Client:
         """Whether the server answers and the model is loaded."""
         connection = self._take()
         try:
-            return connection.is_server_ready() and connection.is_model_ready(model or self.model)
+            limit = self.inactivity_timeout
+            return connection.is_server_ready(client_timeout=limit) and connection.is_model_ready(model or self.model, client_timeout=limit)
         except InferenceServerException:
             return False
         finally:
@@ -77,28 +84,32 @@ class Client:
 
     def stream(
         self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """Chunks as they come; leaving the loop (or closing the iterator) cancels the request on the server.
 
         parameters: the decode model's inputs by name. Raises GenerateError with the server's message, or when nothing came
         for `inactivity_timeout` seconds.
         """
-        inputs = make_inputs(prompt_values(prompt, parameters))
-        request_id, model = request_id or uuid.uuid4().hex, model or self.model
+        values = prompt_values(prompt, parameters)
+        inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
+        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit)
+
+    def _stream(self, inputs: list[triton_grpc.InferInput], request_id: str, model: str, limit: float) -> Generator[Chunk, None, None]:
         received: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         connection = self._take()
-        is_done = is_answered = False
+        is_done = is_answered = is_silent = False
         try:
             connection.start_stream(lambda result, error: received.put((result, error)))
             connection.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
             while not is_done:
                 try:
-                    result, error = received.get(timeout=self.inactivity_timeout)
+                    result, error = received.get(timeout=limit)
                 except queue.Empty:
-                    raise GenerateError(f"request {request_id!r}: the server sent nothing for {self.inactivity_timeout:g} s", "TIMEOUT") from None
+                    is_silent = True
+                    raise GenerateError(say_silent(request_id, limit), "TIMEOUT") from None
                 if error is not None:
                     is_done = True
-                    raise read_error(str(error))
+                    raise read_error(request_id, error)
                 chunk, is_done = read_result(result)
                 is_answered = is_answered or chunk.finish_reason is not None
                 if is_done and not is_answered:
@@ -106,7 +117,9 @@ class Client:
                 if chunk.token_ids or chunk.text or chunk.finish_reason:
                     yield chunk
         except InferenceServerException as error:
-            raise GenerateError(str(error), "UNAVAILABLE") from None
+            with contextlib.suppress(queue.Empty):  # which tells why the stream is closed
+                error = received.get_nowait()[1] or error
+            raise GenerateError(name_request(request_id, error), "UNAVAILABLE") from None
         finally:
             try:
                 connection.stop_stream(cancel_requests=not is_done)
@@ -114,11 +127,15 @@ class Client:
             except InferenceServerException:
                 connection.close()
             if not is_done and model != "decode":
-                self.cancel(request_id)  # an ensemble keeps cancellation to itself
+                self._cancel(request_id, CANCEL_SECONDS if is_silent else self.inactivity_timeout)  # an ensemble keeps cancellation to itself
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request by id. False when none with that id is open."""
+        return self._cancel(request_id, self.inactivity_timeout)
+
+    def _cancel(self, request_id: str, limit: float) -> bool:
         try:
-            return [c.finish_reason for c in self.stream(model="decode", cancel=request_id)] == ["cancelled"]
+            chunks = self._stream(make_inputs({"cancel": request_id}), uuid.uuid4().hex, "decode", limit)
+            return [c.finish_reason for c in chunks] == ["cancelled"]
         except GenerateError:
             return False

@@ -4,42 +4,107 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
+
+EPILOG = """\
+first steps:
+  foretoken demo                              a server with the bundled model, an answer, and all is stopped again
+  foretoken serve                             a server that stays; Ctrl-C ends it
+  foretoken complete "def read_lines(path):"  from another shell: an answer as it is made
+  foretoken bench                             how fast it answers, and what speculation brings
+
+`foretoken COMMAND --help` shows a command's options and examples; docs/ has the rest.
+"""
+PAGES = {
+    "serve": (
+        "start a server",
+        "Checks what the server needs, renders a model repository for a model and starts tritonserver on it. Without options: the bundled model, "
+        "on CPU, with its drafter. Each option is also a key of --config's file.",
+        """\
+examples:
+  foretoken serve
+  foretoken serve --model DIR --speculative-config '{"method": "suffix"}'
+  foretoken serve --config server.yaml --dry-run
+  foretoken serve --model DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 3, "model": "DRAFTER"}'
+""",
+    ),
+    "complete": (
+        "complete a prompt on a running server",
+        "Streams the completion of a prompt to the terminal, and says how fast it came and how many drafts were accepted.",
+        """\
+examples:
+  foretoken complete "def read_lines(path):"
+  foretoken complete --max-tokens 256 --stop $'\\n\\n\\n' < prompt.txt
+  foretoken complete --temperature 0.8 --seed 7 --speculative '{"num_speculative_tokens": 0}' "import os"
+""",
+    ),
+    "chat": (
+        "talk to a running server",
+        "A conversation with a model that has a chat template (the bundled one has none). An empty line, or the end of input, leaves it.",
+        'examples:\n  foretoken chat\n  foretoken chat --url 127.0.0.1:8001 --temperature 0.7 "Who are you?"\n',
+    ),
+    "gateway": (
+        "OpenAI's interface and a page, in front of a running server",
+        "Serves /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health and /metrics, and at / a page to try it.",
+        """\
+examples:
+  foretoken gateway
+  foretoken gateway --url 127.0.0.1:8001 --port 8080 --api-keys keys.txt
+""",
+    ),
+    "bench": ("measure a running server: latency, throughput, goodput, acceptance", "", ""),
+    "demo": (
+        "start a server, stream an answer, stop it",
+        "Shows that all works here: starts a real server on free ports, completes a prompt without and with speculation, stops the server.",
+        "",
+    ),
+    "train-mtp": ("train a drafter for a model", "", ""),
+}
+"""Of each command: its line in the list, its description, its examples."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of all commands but `train-mtp`, which needs torch and reads its own options."""
+    raw = argparse.RawDescriptionHelpFormatter
+    description = "Speculative decoding of large language models on NVIDIA Triton Inference Server."
+    parser = argparse.ArgumentParser(prog="foretoken", description=description, epilog=EPILOG, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    pages = {name: commands.add_parser(name, help=line, description=text, epilog=end) for name, (line, text, end) in PAGES.items()}
+    for page in pages.values():
+        page.formatter_class = raw
+        page.description = textwrap.fill(page.description or "", 100)
+    # Imported when the command runs: the parts below are all light, and this module is imported by what needs none of them.
+    from client import cli
+    from client.bench import cli as bench
+    from client.gateway import cli as gateway
+    from deploy import demo, launcher
+    from training.heldout import list_heldout
+
+    launcher.add_arguments(pages["serve"])
+    cli.add_arguments(pages["complete"])
+    cli.add_arguments(pages["chat"])
+    gateway.add_arguments(pages["gateway"])
+    bench.add_arguments(pages["bench"], list(list_heldout().values()))  # code that the bundled model has not seen
+    demo.add_arguments(pages["demo"])
+    for name, run in (
+        ("serve", launcher.serve),
+        ("complete", cli.complete),
+        ("chat", cli.chat),
+        ("gateway", gateway.run),
+        ("bench", bench.run),
+        ("demo", demo.run),
+    ):
+        pages[name].set_defaults(run=run)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="foretoken", description="Speculative decoding on NVIDIA Triton Inference Server.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="start a server", description="Renders a model repository for a model and starts tritonserver on it.")
-    complete = commands.add_parser("complete", help="complete a prompt on a running server")
-    chat = commands.add_parser("chat", help="talk to a running server")
-    gateway = commands.add_parser("gateway", help="OpenAI's interface and a page, in front of a running server")
-    demo = commands.add_parser("demo", help="start a server, stream an answer, stop it")
-    commands.add_parser("train-mtp", help="train a drafter for a model", add_help=False)
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["train-mtp"]:  # needs torch, as nothing else here does
+    if argv[:1] == ["train-mtp"]:
         from training import train_mtp
 
         return train_mtp.main(argv[1:])
-    # Each part is imported when it is asked for: the client needs no torch, the launcher no gRPC.
-    from deploy import launcher
-
-    launcher.add_arguments(serve)
-    serve.set_defaults(run=launcher.serve)
-    from client import cli
-
-    cli.add_arguments(complete)
-    cli.add_arguments(chat)
-    complete.set_defaults(run=cli.complete)
-    chat.set_defaults(run=cli.chat)
-    from client.gateway import cli as gateway_cli
-
-    gateway_cli.add_arguments(gateway)
-    gateway.set_defaults(run=gateway_cli.run)
-    from deploy import demo as demonstration
-
-    demonstration.add_arguments(demo)
-    demo.set_defaults(run=demonstration.run)
-    args = parser.parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         return args.run(args)
     except KeyboardInterrupt:

@@ -54,7 +54,7 @@ def running_server(http_port: int, grpc_port: int, metrics_port: int, log: Path,
     from client import Client
 
     command = [sys.executable, "-m", "deploy.cli", "serve", "--host=127.0.0.1", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
-    command += [f"--metrics-port={metrics_port}", *options]
+    command += [f"--metrics-port={metrics_port}", "--status-port=0", *options]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
@@ -109,7 +109,7 @@ def stop_server(process: subprocess.Popen[bytes]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="tokens of each answer at most (default 160)")
 
 
 def run(args: argparse.Namespace) -> int:

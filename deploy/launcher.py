@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import logging
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -20,11 +22,13 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineCon
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from deploy.server import LaunchError, Server, check_gpu, check_ports, check_shared_memory, find_server, state_directory
+from deploy.supervisor import KEY_HEADER, SAVE_SECONDS, ServerApi, Supervisor, serve_status
 
 DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
 """Of the bundled model."""
 
 
+RESTRICTED_APIS = "model-repository,logging,trace"
 MODEL_CONTROL_MODES = ("none", "explicit")
 
 
@@ -33,9 +37,13 @@ class ServeConfig(Section):
     """The launcher's own keys; all others go to the engine."""
 
     http_port: int = 8000
+    """Of Triton's HTTP interface."""
     grpc_port: int = 8001
+    """Of Triton's gRPC interface, which the clients and the gateway use."""
     metrics_port: int = 8002
+    """Of Triton's metrics, with the engine's counters."""
     host: str = "0.0.0.0"
+    """Address to listen on."""
     repository: str | None = None
     """Where to render the model repository; default: the user's state folder, by HTTP port."""
     backend_directory: str | None = None
@@ -43,12 +51,29 @@ class ServeConfig(Section):
     drain_seconds: int = 30
     """How long running requests may go on after SIGTERM."""
     log_verbose: int = 0
+    """Triton's own log level; above 0 it says what every request does."""
+    supervise: bool = True
+    """Watch the models and bring back what dies (deploy/supervisor.py); else this process becomes the server."""
+    status_port: int = 8003
+    """Of the supervisor's /health, /live and /metrics; 0: none."""
+    hang_seconds: float = 30.0
+    """A model that neither answers nor gets on with its work for this long is taken for hung: longer than the longest step."""
+    max_restarts: int = 5
+    """Attempts in a row to bring a model or the server back."""
     model_control_mode: str = "none"
-    """none, or explicit: models can be unloaded and loaded again through the server's repository API."""
+    """Without supervision: none, or explicit: models can be unloaded and loaded again through the server's repository API."""
 
     def __post_init__(self) -> None:
+        if not 1 <= self.hang_seconds <= 3600:
+            raise ConfigError(f"hang_seconds must be from 1 to 3600, got {self.hang_seconds}")
+        if self.max_restarts < 0:
+            raise ConfigError(f"max_restarts must be 0 or more, got {self.max_restarts}")
+        if self.drain_seconds < 0:
+            raise ConfigError(f"drain_seconds must be 0 or more, got {self.drain_seconds}")
         if self.model_control_mode not in MODEL_CONTROL_MODES:
             raise ConfigError(f"model_control_mode must be one of {', '.join(MODEL_CONTROL_MODES)}, got {self.model_control_mode!r:.80}")
+        if self.supervise and self.model_control_mode != "none":
+            raise ConfigError("model_control_mode is the supervisor's own while it runs: add --no-supervise to control models yourself")
 
 
 SERVE_KEYS = {f.name for f in dataclasses.fields(ServeConfig)}
@@ -117,8 +142,8 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
         (target / source.name / "config.pbtxt").write_text(text)
 
 
-def server_command(server: Server, config: ServeConfig, repository: Path) -> tuple[list[str], dict[str, str]]:
-    """tritonserver's command line and environment."""
+def server_command(server: Server, config: ServeConfig, repository: Path, key: str = "") -> tuple[list[str], dict[str, str]]:
+    """tritonserver's command line and environment. key: what its APIs that load models or write files ask for."""
     command = [
         str(server.executable),
         f"--model-repository={repository}",
@@ -129,10 +154,12 @@ def server_command(server: Server, config: ServeConfig, repository: Path) -> tup
         f"--metrics-address={config.host}",
         f"--metrics-port={config.metrics_port}",
         f"--log-verbose={config.log_verbose}",
-        f"--exit-timeout-secs={config.drain_seconds}",
+        f"--exit-timeout-secs={SAVE_SECONDS if config.supervise else config.drain_seconds}",
     ]
-    if config.model_control_mode == "explicit":
+    if config.supervise or config.model_control_mode == "explicit":
         command += ["--model-control-mode=explicit", "--load-model=*"]
+    if key:
+        command += [f"--{option}={RESTRICTED_APIS}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
     environment = dict(os.environ)
     # The stub runs the first python3 on PATH: it must be the one that this project is installed in.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
@@ -162,28 +189,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `serve`; each is also a key of --config FILE."""
     parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as the flags; flags win")
     parser.add_argument("--dry-run", action="store_true", help="render the repository, print the command, start nothing")
-    parser.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
-    parser.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
-    parser.add_argument("--max-batch-size", type=int, metavar="N", help="requests that run at once (default 256)")
-    parser.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait beyond those (default 2048)")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens one step computes (default 512)")
-    parser.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or such as 2GiB")
-    parser.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default 0.9)")
-    parser.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page holds (default 16)")
-    parser.add_argument("--dtype", help="auto, float32 or bfloat16")
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
-    parser.add_argument("--single-thread-tokens", type=int, metavar="N", help="CPU: smaller steps run on one thread (default 8)")
-    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--host", help="address to listen on (default 0.0.0.0)")
+
+    model = parser.add_argument_group("the model")
+    model.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
+    model.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
+    model.add_argument("--dtype", help="auto, float32 or bfloat16")
+    model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
+    model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
+
+    load = parser.add_argument_group("load and memory")
+    load.add_argument("--max-batch-size", type=int, metavar="N", help="requests that run at once (default 256)")
+    load.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait beyond those (default 2048)")
+    load.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens one step computes (default 512)")
+    load.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or such as 2GiB")
+    load.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default 0.9)")
+    load.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page holds (default 16)")
+    load.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None, help="share the pages of equal beginnings (default: on)"
+    )
+    load.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
+    load.add_argument("--single-thread-tokens", type=int, metavar="N", help="CPU: smaller steps run on one thread (default 8)")
+
+    ports = parser.add_argument_group("where it listens")
+    ports.add_argument("--host", help="address to listen on (default 0.0.0.0)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
-        parser.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
-    parser.add_argument("--repository", metavar="DIR", help="where to render the model repository")
-    parser.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
-    parser.add_argument("--drain-seconds", type=int, metavar="S", help="how long running requests may go on after SIGTERM (default 30)")
-    parser.add_argument("--log-verbose", type=int, metavar="LEVEL")
-    parser.add_argument("--model-control-mode", metavar="MODE", help="explicit: models can be unloaded and loaded again (default none)")
+        ports.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
+    ports.add_argument("--status-port", type=int, metavar="PORT", help="the supervisor's /health, /live and /metrics (default 8003; 0: none)")
+
+    running = parser.add_argument_group("keeping it running, and stopping it")
+    running.add_argument("--drain-seconds", type=int, metavar="S", help="how long running requests may go on after SIGTERM (default 30)")
+    running.add_argument(
+        "--supervise",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="watch the models and bring back what dies (default: on); without, this process becomes the server",
+    )
+    running.add_argument("--hang-seconds", type=float, metavar="S", help="a model without an answer or progress for so long is hung (default 30)")
+    running.add_argument("--max-restarts", type=int, metavar="N", help="attempts in a row to bring back what died, before giving up (default 5)")
+    running.add_argument("--model-control-mode", metavar="MODE", help="with --no-supervise: explicit lets you unload and load models (default none)")
+
+    files = parser.add_argument_group("files and log")
+    files.add_argument("--repository", metavar="DIR", help="where to render the model repository (default: the user's state folder)")
+    files.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
+    files.add_argument("--log-verbose", type=int, metavar="LEVEL", help="Triton's own log level (default 0)")
 
 
 def gather(args: argparse.Namespace) -> dict[str, Any]:
@@ -241,7 +289,7 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Checks, renders, and becomes tritonserver. Returns an exit status only with --dry-run or when a check fails."""
+    """Checks, renders, and runs tritonserver under supervision, or becomes it. Returns the exit status."""
     try:
         values = gather(args)
         if "speculative_config" not in values and is_bundled(str(values.get("model", BUNDLED_MODEL))):
@@ -252,16 +300,42 @@ def serve(args: argparse.Namespace) -> int:
         check_gpu(engine.device)
         server = find_server()
         if not args.dry_run:
-            check_ports({k: getattr(config, k) for k in ("http_port", "grpc_port", "metrics_port")})
+            names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
+            check_ports({k: getattr(config, k) for k in names})
             check_shared_memory()
         target = (Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}").resolve()
         render_repository(target, parameters, engine.device)
     except (ConfigError, ModelError, LaunchError) as error:
         print(f"foretoken serve: {error}", file=sys.stderr)
         return 2
-    command, environment = server_command(server, config, target)
+    key = secrets.token_hex(16) if config.supervise else ""
+    command, environment = server_command(server, config, target, key)
     added = [f"{key}={environment[key]}" for key in ("PATH", "LD_LIBRARY_PATH") if environment.get(key) != os.environ.get(key)]
-    print(f"model {model}\nrepository {target}\n{shlex.join(['env', *added, *command])}", flush=True)
+    print(
+        f"model {model}\nrepository {target}\n{shlex.join(['env', *added, *(c.replace(key, 'SECRET') if key else c for c in command)])}", flush=True
+    )
     if args.dry_run:
         return 0
-    os.execve(command[0], command, environment)
+    if not config.supervise:
+        os.execve(command[0], command, environment)
+    return supervise(config, command, environment, target, list(parameters), key)
+
+
+def supervise(config: ServeConfig, command: list[str], environment: dict[str, str], repository: Path, models: list[str], key: str) -> int:
+    """Runs the server until a signal ends it. Returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s foretoken: %(message)s", stream=sys.stderr)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    api = ServerApi(host, config.http_port, config.grpc_port, config.metrics_port, key)
+    supervisor = Supervisor(
+        command,
+        environment,
+        repository,
+        models,
+        api,
+        drain_seconds=config.drain_seconds,
+        hang_seconds=config.hang_seconds,
+        max_restarts=config.max_restarts,
+    )
+    if config.status_port:
+        serve_status(supervisor, config.host, config.status_port)
+    return supervisor.run()

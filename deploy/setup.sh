@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the project into it: `deploy/setup.sh serve` for a server, `deploy/setup.sh test` for the tests too.
+# Makes .venv and installs the project into it: `deploy/setup.sh serve` for a server, `deploy/setup.sh test` for the tests too,
+# `deploy/setup.sh image` for a container: as serve, and nothing may be left out.
 # Installs nothing outside the project's folder, except Debian's libpython when the stub has none, and for the tests a Chromium, if this user may.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -42,8 +43,8 @@ $pip install -q -c constraints.txt torch
 say "installing the server (nvidia-pytriton's tritonserver) and the rest ..."
 if [ "$what" = test ]; then target='.[test]'; else target='.[gateway]'; fi
 $pip install -q -c constraints.txt -e "$target" 2> >(grep -v '^ERROR: pip.s dependency\|^nvidia-pytriton .* requires' >&2)
-# For the server it carries; its Python library, and what that needs, are not used.
-$pip install -q --no-deps nvidia-pytriton==0.7.0
+# For the server it carries, where there is none (in NVIDIA's container there is); its Python library, and what that needs, are not used.
+command -v tritonserver >/dev/null || $pip install -q --no-deps nvidia-pytriton==0.7.0
 
 # Source only. Without build isolation: its list of build tools names torch and gRPC, which the part used here does not need.
 build_suffix() {
@@ -55,7 +56,17 @@ build_suffix() {
 say "building arctic-inference, for the speculative method suffix ..."
 if ! build_suffix >.venv/arctic-inference.log 2>&1; then
   say "not built, so there is no method suffix (it needs g++, cmake, Python's headers; see .venv/arctic-inference.log); all else works" >&2
-  if [ "$what" = test ]; then tail -n 20 .venv/arctic-inference.log >&2 && exit 1; fi
+  if [ "$what" != serve ]; then tail -n 20 .venv/arctic-inference.log >&2 && exit 1; fi
+fi
+
+# For the test of dashboards and alerts; unpacked here, so no service starts.
+fetch_prometheus() {
+  command -v prometheus promtool || {
+    cd .venv && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } && dpkg -x prometheus_*.deb prometheus
+  }
+}
+if [ "$what" = test ] && ! (fetch_prometheus) >/dev/null 2>&1; then
+  say "no Prometheus (apt-get install prometheus): dashboards and alerts are not tested" >&2
 fi
 
 # For the tests of the gateway's page: the distribution's, which needs no other host than that of the packages.

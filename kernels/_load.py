@@ -98,6 +98,12 @@ def compile_all(jobs: Sequence[tuple[str, Defines]], architecture: str) -> None:
             future.result()
 
 
+def check_device(device: torch.device) -> None:
+    """Raises KernelError when kernels cannot run on a GPU that torch sees, saying what is missing."""
+    find_nvcc()
+    device_of(device)
+
+
 class _Device:
     """One GPU's context and stream, and the modules loaded there."""
 

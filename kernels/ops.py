@@ -9,7 +9,7 @@ import torch
 from kernels import attention, prefill, reference
 from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
-from kernels.linear import linear
+from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.reference import DRAFT_STREAM, apply_penalties, gumbel_noise, probabilities, verify_top_p
@@ -21,6 +21,7 @@ from kernels.verify import top_p_candidates, verify, verify_drafts, verify_rejec
 __all__ = [
     "DRAFT_STREAM",
     "Plan",
+    "add_linear",
     "add_rms_norm",
     "append_attention",
     "append_draft",
@@ -31,6 +32,8 @@ __all__ = [
     "draft_ngram",
     "gumbel_noise",
     "linear",
+    "norm_gated_linear",
+    "norm_linear",
     "pack_results",
     "plan_attention",
     "prepare_drafter",

@@ -67,12 +67,15 @@ def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tens
             rows[:early, table.banned_ids[slot, : int(table.num_banned[slot])].long()] = float("-inf")
 
 
-def choose(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(
+    logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor, num_tokens: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's token of each row [R] int32, and whether one of its logits is NaN or +inf [R]."""
+    num_tokens = table.num_tokens if num_tokens is None else num_tokens
     counts = cu_query_lens.diff().long()
     total = int(counts.sum())
     slots = torch.repeat_interleave(row_slots.long(), counts)
-    positions = table.num_tokens[slots].long() + torch.arange(total) - torch.repeat_interleave(cu_query_lens[:-1].long(), counts)
+    positions = num_tokens[slots].long() + torch.arange(total) - torch.repeat_interleave(cu_query_lens[:-1].long(), counts)
     token_ids, is_broken = torch.zeros(len(logits), dtype=torch.int32), torch.zeros(len(logits), dtype=torch.bool)
     token_ids[:total] = logits[:total].argmax(dim=-1).int()
     is_broken[:total] = ~(logits[:total] < float("inf")).all(dim=-1)

@@ -2,11 +2,11 @@
 //
 // LOGIT: 0 float32, 1 bf16, 2 fp16. VECTOR: rows are 16-byte aligned. CLUSTER: blocks that share a row. THREADS of a block.
 //
-// The token of a row is the likeliest after Gumbel noise among those that top_k, top_p and min_p keep. What they keep is a prefix
-// of the tokens by probability. So nothing is sorted: the best of *all* tokens is found first, with the softmax's sum on the way;
-// then a second reading (from the L2 cache) adds up the tokens likelier than it, which says whether it is kept. If not, nothing
-// behind it is, and the next best token among the likelier ones is asked. The few tokens that come close to the best are noted in
-// the first reading for that.
+// The token of a row is the likeliest after Gumbel noise among those that top_k, top_p and min_p keep. Nothing is sorted: what they
+// keep is a prefix of the tokens by probability. Without them one reading finds the best token. With them a first reading adds up
+// the softmax and notes the greatest logit of every eight; these alone bound where the prefix ends, and a second reading (of the
+// chunks that reach that bound) finds the best token. A third, of the chunks that reach it, adds up the tokens likelier than it,
+// which says whether it is kept. If not, nothing behind it is, and the next best among the likelier ones is asked.
 //
 // Noise is -log(E), E = -log1p(-u) >= u. A token of logit t reaches a score s only if u <= E <= exp(t - s): a product and a
 // comparison with u, the leading bits of the token's random number, spare all but a few tokens the exact noise.
@@ -31,7 +31,7 @@ constexpr float NONE = -1e30f;  // below every logit in base 2, and finite: diff
 
 struct Best {
   unsigned long long key;  // score_key, 0: none
-  float base, sum, top;    // sum of 2^(t - base), t: logits over temperature in base 2; of all and of the values that reach the mark
+  float base, sum, top;    // sum of 2^(t - base), t: logits over temperature in base 2; of all, and of some that the finder names
   float greatest;  // NaN if one is
 };
 
@@ -90,8 +90,8 @@ struct Shared {
   uint4 of_warp[2][WARPS][3];
   uint4 of_block[2][CLUSTER][3];
   int bound;  // order() of a score, base 2: tokens that do not reach it need not be looked at
-  int greatest;  // order() of the greatest value of a sample
-  int num_noted, request;
+  int num_noted;
+  Owner owner;
   Noted noted[THREADS];
 };
 
@@ -230,21 +230,71 @@ __device__ Best find_greatest(const Row& row) {
   return found;
 }
 
-constexpr float MARGIN = 1;  // tokens whose score is this close to the best are noted; natural logarithm
+constexpr float MARGIN = 2;  // tokens whose score is this close to the best are noted; natural logarithm
 
 __device__ __forceinline__ float lower_bound(float score2) { return score2 - 1e-3f - fabsf(score2) * 4e-6f; }
 
-// Where top_p cuts, more or less, from a sample of four values a thread: a value at which a little less than top_p is reached.
-__device__ float guess_cut(const float (&x)[8], bool is_in, const Row& row, float top_p, Shared& shared, int& turn) {
+// The softmax's sum, and the part of it from the greatest of each chunk. Fills tops().
+__device__ __forceinline__ Best measure(const Row& row) {
+  Best found = no_best();
+  Logit* top = row.tops();
+  int turn = 0;
+  row.begin_stream();
+  for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, ++turn, top += THREADS) {
+    const Raw raw = row.next(chunk, turn);
+    float x[8];
+    row.unpack_values(raw, x);
+    float greatest = chunk_max(raw);
+    *top = from_float(greatest);
+    greatest = row.value(greatest);
+    found.greatest = max_nan(found.greatest, greatest);
+    const float t = greatest * row.to_base2;
+    if (t > found.base + 40) {
+      const float scale = exp2_fast(found.base - t);
+      found.sum *= scale, found.top *= scale, found.base = t;
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) found.sum += exp2_fast(fmaf(x[k], row.to_base2, -found.base));
+    found.top += exp2_fast(t - found.base);
+  }
+  return found;
+}
+
+// A value that the greatest of so many chunks reach that they count, or weigh, `wanted` together: the greatest such of a few; -INF if
+// none is. Tokens below it have at least as many, or as much, before them.
+__device__ float find_floor(const Row& row, const Best& all, float wanted, bool is_count, Shared& shared, int& turn) {
+#pragma unroll 1
+  for (float window = 4; window < 1000; window *= 4) {  // base 2
+    Masses masses = {};
+    const float step = window / 8 / row.to_base2, least = all.greatest - step * 8;
+    const Logit* top = row.tops();
+    for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, top += THREADS) {
+      const float value = row.value(to_float(*top));
+      if (value < least) continue;
+      const float weight = is_count ? 1 : exp2_fast(fmaf(value, row.to_base2, -all.base));
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (value >= all.greatest - step * (j + 1)) masses.above[j] += weight;
+    }
+    masses = reduce(masses, Masses{}, shared, turn);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (masses.above[j] >= wanted) return all.greatest - step * (j + 1);
+  }
+  return -INF;
+}
+
+// A value at which a little less than top_p is reached, more or less, from a sample of four values a thread.
+__device__ float guess_cut(const Row& row, const Best& all, float top_p, Shared& shared, int& turn) {
   constexpr float STEP = 2;  // base 2
-  const float greatest = unorder(shared.greatest), base = greatest * row.to_base2, wanted = top_p - 0.04f;
-  float cut = INF, start = base;
+  float x[8], start = all.greatest * row.to_base2, cut = INF;
+  row.unpack_values(row.load(row.first), x);
 #pragma unroll 1
   for (float step = STEP; step > STEP / 64; step /= 8) {
     Masses masses = {};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float t = x[k] * row.to_base2, weight = is_in ? exp2_fast(t - base) : 0;
+      const float t = x[k] * row.to_base2, weight = row.first < row.num_chunks ? exp2_fast(t - all.base) : 0;
       masses.all += weight;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
@@ -254,82 +304,71 @@ __device__ float guess_cut(const float (&x)[8], bool is_in, const Row& row, floa
     int place = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      if (masses.above[j] <= wanted * masses.all) place = j + 1;
+      if (masses.above[j] <= (top_p - 0.04f) * masses.all) place = j + 1;
     start -= step * place;
     if (place) cut = start / row.to_base2;
   }
   return cut;
 }
 
-// The best token after noise among those ordered before (limit, limit_id); with IS_FIRST among all, and the softmax's sum, and its
-// part from values that reach `mark`, which is guessed when top_p cuts. Notes the tokens that come within `margin` of the best (and
-// some more).
-template <bool IS_FIRST>
-__device__ __forceinline__ Best find_best(const Row& row, float limit, int limit_id, float margin, float top_p, float& mark, Shared& shared, int& turn) {
-  if (threadIdx.x == 0) shared.bound = order(NONE), shared.greatest = order(-INF), shared.num_noted = 0;
-  if (IS_FIRST) row.begin_stream();
-  const bool is_in = row.first < row.num_chunks;
-  const Raw sample = row.load(row.first);
+// The best token after noise. ALL: of all. MEASURE: the same, and what `measure` gives. AMONG: of those ordered before (limit, limit_id),
+// with tops() filled. AMONG_AND_SUM: the same when they are most, and the sum of those that reach `mark`. All but ALL note the tokens
+// that come within MARGIN of the best, and some more.
+constexpr int ALL = 0, MEASURE = 1, AMONG = 2, AMONG_AND_SUM = 3;
+
+template <int MODE>
+__device__ __forceinline__ Best find_best(const Row& row, float limit, int limit_id, float base, float mark, Shared& shared) {
+  constexpr bool IS_ALL = MODE == ALL || MODE == MEASURE;
+  constexpr float margin = MODE == ALL ? 0 : MARGIN;
+  if (threadIdx.x == 0) shared.bound = order(NONE), shared.num_noted = 0;
+  Raw raw = row.load(row.first);
   __syncthreads();
   {  // a first bound from a few tokens, with E <= u / (1 - u)
     float x[8];
-    row.unpack_values(sample, x);
+    row.unpack_values(raw, x);
     const uint4 r = philox(2 * row.first, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const unsigned numbers[4] = {r.x, r.y, r.z, r.w};
     float reached = NONE;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const float u = (float(numbers[k]) + 0.5f) * 0x1p-32f;
-      if (is_in && x[k] > -INF && (IS_FIRST || x[k] > limit))
+      if (row.first < row.num_chunks && x[k] > -INF && (IS_ALL || x[k] > limit))
         reached = fmaxf(reached, x[k] * row.to_base2 + __log2f(__fdividef(1.0001f - u, u)) - 1e-3f - margin * LOG2E);
     }
     const int in_warp = __reduce_max_sync(~0u, order(lower_bound(reached)));
     if (threadIdx.x % 32 == 0) atomicMax(&shared.bound, in_warp);
-    if (IS_FIRST && CLUSTER == 1 && top_p < 1) {
-      const float greatest = is_in ? fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])) : -INF;
-      const int top_in_warp = __reduce_max_sync(~0u, order(greatest));
-      if (threadIdx.x % 32 == 0) atomicMax(&shared.greatest, top_in_warp);
-      __syncthreads();
-      if (unorder(shared.greatest) > -INF) mark = guess_cut(x, is_in, row, top_p, shared, turn);
-    }
     __syncthreads();
   }
   Best found = no_best();
+  if (!IS_ALL) found.base = base;
   Logit* top = row.tops();
-  int place = 0;
-  for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, ++place, top += THREADS) {
-    if (!IS_FIRST && !(row.value(to_float(*top)) >= limit)) continue;
-    const Raw raw = IS_FIRST ? row.next(chunk, place) : row.load(chunk);
+  const auto look = [&](int chunk, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);
-    float greatest = chunk_max(raw);
-    if (IS_FIRST) {
-      *top = from_float(greatest);
+    float greatest = -INF;
+    if (IS_ALL) {
+      greatest = chunk_max(raw);
+      if (MODE == MEASURE) *top = from_float(greatest), top += THREADS;
       greatest = row.value(greatest);
       found.greatest = max_nan(found.greatest, greatest);
+      const float t = greatest * row.to_base2;
+      if (t > found.base + 40) found.sum *= exp2_fast(found.base - t), found.base = t;
     } else {
-      greatest = -INF;
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         if (!(x[k] > limit || (x[k] == limit && chunk * 8 + k < limit_id))) x[k] = -INF;
         greatest = fmaxf(greatest, x[k]);
       }
-      if (greatest == -INF) continue;
-    }
-    const float t = greatest * row.to_base2;
-    if (IS_FIRST && t > found.base + 40) {
-      const float scale = exp2_fast(found.base - t);
-      found.sum *= scale, found.top *= scale, found.base = t;
     }
     const uint4 low = philox(2 * chunk, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const uint4 high = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     const unsigned numbers[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    if (IS_FIRST)
+    if (MODE != AMONG)
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const float weight = exp2_fast(fmaf(x[k], row.to_base2, -found.base));
-        found.sum += weight;
-        if (x[k] >= mark) found.top += weight;
+        if (IS_ALL) found.sum += weight;
+        else if (x[k] >= mark) found.top += weight;
       }
     // First the least number against the greatest logit, then each against its own.
     const float bound = unorder(*static_cast<volatile int*>(&shared.bound));
@@ -338,7 +377,7 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
     const auto is_close = [&](unsigned number, float value) {
       return unit_floor(number) <= exp2_fast(fmaf(value, row.to_base2, -bound)) + (1 + 0x1p-22f);
     };
-    if (!is_close(least, greatest)) continue;
+    if (!is_close(least, greatest)) return;
     unsigned hits = 0;
 #pragma unroll
     for (int k = 0; k < 8; ++k) hits |= unsigned(is_close(numbers[k], x[k])) << k;
@@ -353,13 +392,24 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
       if (value == -INF) continue;
       const float score = __fadd_rn(row.scaled(value), gumbel(number));
       const unsigned long long key = score_key(score, chunk * 8 + k);
-      const int free = atomicAdd(&shared.num_noted, 1);
-      if (free < THREADS) shared.noted[free] = {key, value};
+      if (MODE != ALL) {
+        const int free = atomicAdd(&shared.num_noted, 1);
+        if (free < THREADS) shared.noted[free] = {key, value};
+      }
       if (key > found.key) {
         found.key = key;
         atomicMax(&shared.bound, order(lower_bound((score - margin) * LOG2E)));
       }
     }
+  };
+  if (MODE != AMONG) {
+    for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE) {
+      const Raw own = raw;
+      raw = row.load(chunk + STRIDE);
+      look(chunk, own);
+    }
+  } else {
+    row.visit<2, true>(limit, look);
   }
   return found;
 }
@@ -381,6 +431,7 @@ __device__ __forceinline__ Standing find_standing(const Row& row, float value, i
   Standing standing = {0, 0};
   const int own = token_id / 8;
   const float above = nextafterf(value, INF);
+  constexpr int DEPTH = LOGIT == 0 ? 4 : 8;  // a row that comes here may be the last on its multiprocessor
   row.visit<DEPTH, true>(value, [&](int chunk, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);
@@ -460,26 +511,17 @@ struct Kth {
   float value, sum;  // of the top_k: the least value; their probabilities, as Best::sum
 };
 
-// The top_k as a whole. `low`: a value that at least k reach.
-__device__ Kth find_top_k(const Row& row, int k, float low, const Best& first, Shared& shared, int& turn) {
-  float span = 3;
-  if (k <= THREADS / 2) {
-    for (int tries = 0; tries < 5; ++tries, span *= 2.5f) {
-      const float least = fmaxf(first.greatest - span / row.to_base2, low);
-      const int count = gather(row, least, shared, turn);
-      if (count == INT_MAX) {
-        low = least;
-        break;
-      }
-      if (count < k) continue;
-      const float own = int(threadIdx.x) < shared.num_noted ? shared.noted[threadIdx.x].value : -INF;
-      const auto count_own = [&](const float (&places)[8], Counts& counts) { count_value(own, places, counts); };
-      const float value = find_kth(count_own, k, least, first.greatest, shared, turn);
-      const bool is_above = own > value;
-      const float weight = exp2_fast(fmaf(own, row.to_base2, -first.base));
-      const Standing above = reduce(Standing{is_above, is_above ? weight : 0}, Standing{0, 0}, shared, turn);
-      return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -first.base))};
-    }
+// The top_k as a whole.
+__device__ Kth find_top_k(const Row& row, int k, const Best& all, Shared& shared, int& turn) {
+  const float low = find_floor(row, all, float(k), true, shared, turn);
+  if (gather(row, low, shared, turn) < INT_MAX) {
+    const float own = int(threadIdx.x) < shared.num_noted ? shared.noted[threadIdx.x].value : -INF;
+    const auto count_own = [&](const float (&places)[8], Counts& counts) { count_value(own, places, counts); };
+    const float value = find_kth(count_own, k, low, all.greatest, shared, turn);
+    const bool is_above = own > value;
+    const float weight = exp2_fast(fmaf(own, row.to_base2, -all.base));
+    const Standing above = reduce(Standing{is_above, is_above ? weight : 0}, Standing{0, 0}, shared, turn);
+    return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -all.base))};
   }
   const auto count_all = [&](const float (&places)[8], Counts& counts) {
     row.visit<2, true>(places[0], [&](int, const Raw& raw) {
@@ -489,75 +531,78 @@ __device__ Kth find_top_k(const Row& row, int k, float low, const Best& first, S
       for (int e = 0; e < 8; ++e) count_value(x[e], places, counts);
     });
   };
-  const float value = find_kth(count_all, k, low, first.greatest, shared, turn);
-  const Standing above = reduce(find_standing<true>(row, value, 0, first.base), Standing{0, 0}, shared, turn);
-  return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -first.base))};
+  const float value = find_kth(count_all, k, low, all.greatest, shared, turn);
+  const Standing above = reduce(find_standing<true>(row, value, 0, all.base), Standing{0, 0}, shared, turn);
+  return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -all.base))};
 }
 
 // The token of a row under its parameters; -1 when none has a score.
 __device__ int draw(const Row& row, const SlotParams& params, int& is_broken, Shared& shared, int& turn) {
+  const float top_p = params.top_p, min_p = params.min_p;
   const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
-  const bool is_filtered = top_k > 0 || params.top_p < 1 || params.min_p > 0;
-  const float margin = is_filtered ? MARGIN : 0;
-  float mark = INF;
-  const Best first = reduce(find_best<true>(row, 0, 0, margin, top_k > 0 ? 1 : params.top_p, mark, shared, turn), no_best(), shared, turn);
-  is_broken = !(first.greatest < INF);
-  if (first.key == 0 || is_broken) return -1;
-  if (!is_filtered) return key_token(first.key);
-  unsigned long long key = first.key;
-  float sum = first.sum, limit = -INF, least = key_score(key) - margin;
+  if (top_k <= 0 && top_p >= 1 && min_p <= 0) {
+    const Best best = reduce(find_best<ALL>(row, 0, 0, 0, 0, shared), no_best(), shared, turn);
+    is_broken = !(best.greatest < INF);
+    return best.key ? key_token(best.key) : -1;
+  }
+  // Where few rows leave the chip idle, the first reading finds a token, too, which is mostly kept.
+  const bool is_tried = CLUSTER > 1 && top_k <= 0;
+  const Best all = reduce(is_tried ? find_best<MEASURE>(row, 0, 0, 0, 0, shared) : measure(row), no_best(), shared, turn);
+  is_broken = !(all.greatest < INF);
+  if (is_broken || all.greatest == -INF) return -1;
+  // Tokens that are surely not kept are left out: those ordered behind (limit, limit_id).
+  float sum = all.sum, limit = -INF, mark = INF;
   int limit_id = INT_MAX;
-  bool has_kth = false;
-  while (true) {
+  if (top_k > 0) {
+    const Kth kth = find_top_k(row, top_k, all, shared, turn);
+    sum = kth.sum, limit = kth.value;
+  }
+  if (min_p > 0) {  // close to the least logit that it keeps, and below
+    const float kept = row.scaled(all.greatest) + logf(min_p);
+    limit = fmaxf(limit, (kept - 1e-4f - 1e-5f * fabsf(kept)) * (LOGIT == 0 ? 1 : row.temperature));
+  }
+  Best best = all;
+  if (!is_tried) {
+    if (top_p < 1 && all.top >= top_p * sum) limit = fmaxf(limit, find_floor(row, all, top_p * sum, false, shared, turn));
+    if (limit == -INF) {
+      if (top_p < 1) mark = guess_cut(row, all, top_p, shared, turn);
+      best = find_best<AMONG_AND_SUM>(row, limit, limit_id, all.base, mark, shared);
+    } else {
+      best = find_best<AMONG>(row, limit, limit_id, 0, 0, shared);
+    }
+    best = reduce(best, no_best(), shared, turn);
+  }
+  const bool is_marked = mark < INF && best.top <= top_p * sum;
+  unsigned long long key = best.key;
+  float least = key_score(key) - MARGIN;
+  while (key) {
     const int token_id = key_token(key);
     const float value = row.value(to_float(row.logits[token_id]));
-    bool is_kept = true;
-    if (params.min_p > 0 && expf(row.scaled(value) - row.scaled(first.greatest)) < params.min_p) {
-      is_kept = false;
-      // Close to the least logit that min_p keeps, and below it.
-      const float kept = row.scaled(first.greatest) + logf(params.min_p);
-      const float close = (kept - 1e-4f - 1e-5f * fabsf(kept)) * (LOGIT == 0 ? 1 : row.temperature);
-      limit = value, limit_id = token_id;
-      if (close > limit) limit = close, limit_id = -1;
-    } else if (value >= mark && first.top <= params.top_p * sum) {
-      return token_id;  // all likelier tokens reach the mark, too, and do not reach top_p
-    } else if (top_k > 0 || params.top_p < 1) {
-      const Standing own = top_k > 0 ? find_standing<true>(row, value, token_id, first.base) : find_standing<false>(row, value, token_id, first.base);
+    bool is_kept = !(min_p > 0) || expf(row.scaled(value) - row.scaled(all.greatest)) >= min_p;
+    // Where it is marked, the tokens that reach the mark do not reach top_p together.
+    if (is_kept && (top_k > 0 || top_p < 1) && !(is_marked && value >= mark)) {
+      const Standing own = top_k > 0 ? find_standing<true>(row, value, token_id, all.base) : find_standing<false>(row, value, token_id, all.base);
       const Standing standing = reduce(own, Standing{0, 0}, shared, turn);
-      is_kept = top_k <= 0 || standing.rank < top_k;
-      bool is_open = is_kept && params.top_p < 1 && standing.rank > 0;
-      if (is_open && standing.mass >= params.top_p * sum) is_kept = is_open = false;
-      const float weight = exp2_fast(fmaf(value, row.to_base2, -first.base));
-      // The sum over the top_k is at least that over the tokens up to this one.
-      if (is_open && standing.mass < params.top_p * (standing.mass + weight)) is_open = false;
-      if (!is_kept) limit = value, limit_id = token_id;
-      if (top_k > 0 && !has_kth && (is_open || standing.rank >= top_k)) {
-        const Kth kth = find_top_k(row, top_k, standing.rank >= top_k ? value : -INF, first, shared, turn);
-        sum = kth.sum, has_kth = true;
-        least = INF;  // the noted tokens are gone
-        if (is_open) is_kept = standing.mass < params.top_p * sum;
-        if (!is_kept) {
-          limit = value, limit_id = token_id;
-          if (kth.value > limit) limit = kth.value, limit_id = INT_MAX;
-        }
-      }
+      is_kept = (top_k <= 0 || standing.rank < top_k) && (top_p >= 1 || standing.rank == 0 || standing.mass < top_p * sum);
     }
     if (is_kept) return token_id;
-    const Next next = least < INF ? reduce(find_next(limit, limit_id, key, least, shared), Next{0, 0}, shared, turn) : Next{0, 1};
-    if (next.key && !next.is_incomplete) {
-      key = next.key;
-      continue;
+    if (value >= limit) limit = value, limit_id = token_id;
+    const Next next = reduce(find_next(limit, limit_id, key, least, shared), Next{0, 0}, shared, turn);
+    key = next.key;
+    if (next.key == 0 || next.is_incomplete) {
+      best = reduce(find_best<AMONG>(row, limit, limit_id, 0, 0, shared), no_best(), shared, turn);
+      key = best.key, least = key_score(key) - MARGIN;
     }
-    const Best best = reduce(find_best<false>(row, limit, limit_id, margin, 1, mark, shared, turn), no_best(), shared, turn);
-    if (best.key == 0) return token_id;  // not reached: the likeliest token is always kept
-    key = best.key, least = key_score(key) - margin;
   }
+  return -1;  // not reached: the likeliest token is always kept
 }
 
 // Penalties, biases and bans of a row, in place, each rounded to the logits' type as the reference does. A block changes the chunks
-// that it reads in `choose`. `place`: of the row among the request's.
-__device__ void process(Logit* row, const Slots& slots, const SlotParams& params, int slot, int place, int block) {
+// that it reads in `choose`.
+__device__ void process(Logit* row, const Slots& slots, const Owner& owner, int block) {
   __shared__ int drafts[32], is_seen[32];
+  const int slot = owner.slot, place = owner.place;
+  const SlotParams params = slots.params[slot];
   const auto is_own = [&](int token_id) { return CLUSTER == 1 || token_id / 8 / THREADS % CLUSTER == block; };
   const auto change = [&](int token_id, float x) { row[token_id] = from_float(x); };
   if (params.flags & HAS_PENALTIES) {
@@ -613,26 +658,26 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
            int is_processed) {
   __shared__ Shared shared;
   const int index = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER;
-  const int request = find_request(cu_query_lens, batch, index, &shared.request);
-  if (request < 0) {
+  const Owner owner = find_owner(row_slots, cu_query_lens, batch, index, &shared.owner);
+  if (owner.request < 0) {
     if (block == 0 && threadIdx.x == 0) token_ids[index] = 0, is_broken[index] = false;
     return;
   }
-  const int slot = row_slots[request], place = index - cu_query_lens[request];
-  const SlotParams params = slots.params[slot];
+  const SlotParams& params = slots.params[owner.slot];
+  const int flags = params.flags, num_tokens = slots.num_tokens[owner.slot];
   Row row;
   row.logits = logits + size_t(index) * vocab_size;
   row.vocab_size = vocab_size;
   row.first = block * THREADS + threadIdx.x;
   row.num_chunks = (vocab_size + 7) / 8;
-  if (!is_processed && params.flags & RULES) process(logits + size_t(index) * vocab_size, slots, params, slot, place, block);
+  if (!is_processed && flags & RULES) process(logits + size_t(index) * vocab_size, slots, owner, block);
   int turn = 0, token_id, broken = 0;
-  if (params.flags & GREEDY) {
+  if (flags & GREEDY) {
     const Best best = reduce(find_greatest(row), no_best(), shared, turn);
     token_id = best.key ? key_token(best.key) : -1;
     broken = !(best.greatest < INF);
   } else {
-    row.position = slots.num_tokens[slot] + place;
+    row.position = num_tokens + owner.place;
     row.seed_low = params.seed_low, row.seed_high = params.seed_high;
     row.temperature = params.temperature;
     row.to_base2 = LOGIT == 0 ? LOG2E : LOG2E / params.temperature;
@@ -645,11 +690,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
 // The rules alone, for those that want the processed logits. Grid: rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
     process_logits(Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch) {
-  __shared__ int cell;
-  const int request = find_request(cu_query_lens, batch, blockIdx.x, &cell);
-  if (request < 0) return;
-  const int slot = row_slots[request];
-  const SlotParams params = slots.params[slot];
-  if (params.flags & RULES) process(logits + size_t(blockIdx.x) * slots.vocab_size, slots, params, slot, blockIdx.x - cu_query_lens[request], 0);
+  __shared__ Owner cell;
+  const Owner owner = find_owner(row_slots, cu_query_lens, batch, blockIdx.x, &cell);
+  if (owner.request >= 0 && slots.params[owner.slot].flags & RULES) process(logits + size_t(blockIdx.x) * slots.vocab_size, slots, owner, 0);
 }
 #endif

@@ -20,8 +20,12 @@ def check_logits(logits: torch.Tensor, vocab_size: int | None = None) -> None:
         raise ValueError(f"logits have V = {logits.shape[1]}; the slots have {vocab_size}")
 
 
-THREADS = 512
 MAX_SHARED = 144 * 1024
+
+
+THREADS = 512
+"""Of a block; two blocks run on a multiprocessor."""
+CLUSTERS = (1, 2, 4, 8)
 
 
 def _defines(dtype: torch.dtype, vocab_size: int, cluster: int) -> dict[str, int | str]:
@@ -30,21 +34,20 @@ def _defines(dtype: torch.dtype, vocab_size: int, cluster: int) -> dict[str, int
 
 @functools.cache
 def _limits(index: int) -> tuple[int, int]:
-    """Most blocks that share a row, and multiprocessors."""
-    return (8 if torch.cuda.get_device_capability(index)[0] >= 9 else 1), torch.cuda.get_device_properties(index).multi_processor_count
+    """Most blocks that share a row, and blocks that run at a time."""
+    most = 8 if torch.cuda.get_device_capability(index)[0] >= 9 else 1
+    return most, 2 * torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _cluster_size(device: torch.device, num_rows: int) -> int:
-    """Blocks for each row: as many as keep all rows on the chip at once, two blocks on a multiprocessor."""
-    cluster, num_processors = _limits(device.index if device.index is not None else torch.cuda.current_device())
-    while cluster > 1 and num_rows * cluster > 2 * num_processors:
-        cluster //= 2
-    return cluster
+    """As many blocks for each row as keep all rows on the chip at once."""
+    most, num_blocks = _limits(device.index if device.index is not None else torch.cuda.current_device())
+    return max(c for c in CLUSTERS if c == 1 or (c <= most and num_rows * c <= num_blocks))
 
 
 def variants(dtype: torch.dtype, vocab_size: int) -> list[tuple[str, dict[str, int | str]]]:
-    """What `kernels._load.compile_all` compiles ahead for logits of this type."""
-    return [("sampling", _defines(dtype, vocab_size, cluster)) for cluster in (1, 2, 4, 8)]
+    """What `kernels._load.compile_all` compiles ahead for logits of this type on sm_90 and later; sm_80 needs the first."""
+    return [("sampling", _defines(dtype, vocab_size, cluster)) for cluster in CLUSTERS]
 
 
 def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor) -> None:
@@ -128,5 +131,5 @@ def sample(
     params[:, 7] = (temperature == 0) * GREEDY
     params.view(torch.int64)[:, 4] = seeds
     places = torch.arange(count + 1, dtype=torch.int32, device=device)
-    slots = (0, positions.int(), 0, 0, params, *[0] * 9, logits.shape[1])
+    slots: tuple[torch.Tensor | int, ...] = (0, positions.int(), 0, 0, params, *[0] * 9, logits.shape[1])
     return _choose(logits, slots, places, places, None, is_processed=True)[0]

@@ -30,12 +30,18 @@ struct Slots {
 
 constexpr int MAX_BIASES = 1024, MAX_BANNED = 512;
 
-// The request that owns packed row `row`, to every thread of the block; -1 for a padding row. Holds two barriers.
-__device__ __forceinline__ int find_request(const int* cu_query_lens, int batch, int row, int* shared) {
-  if (threadIdx.x == 0) *shared = -1;
+struct Owner {
+  int request, slot, place;  // of a packed row: who owns it, and its place among the owner's rows
+};
+
+// The owner of packed row `row`, to every thread of the block; request is -1 for a padding row. Holds two barriers.
+__device__ __forceinline__ Owner find_owner(const int* row_slots, const int* cu_query_lens, int batch, int row, Owner* shared) {
+  if (threadIdx.x == 0) shared->request = -1;
   __syncthreads();
-  for (int b = threadIdx.x; b < batch; b += blockDim.x)
-    if (cu_query_lens[b] <= row && row < cu_query_lens[b + 1]) *shared = b;
+  for (int b = threadIdx.x; b < batch; b += blockDim.x) {
+    const int start = cu_query_lens[b], end = cu_query_lens[b + 1], slot = row_slots[b];
+    if (start <= row && row < end) *shared = {b, slot, row - start};
+  }
   __syncthreads();
   return *shared;
 }

@@ -1,8 +1,9 @@
 """What the target and the drafter compute next, laid out on the device from the state that the last step left there.
 
-A step has B rows, one per request, and room for T packed tokens. `fields` [6, B] int32 is what the host says of each row: its slot,
+A step has B rows, one per request, and room for T packed tokens. `fields` [8, B] int32 is what the host says of each row: its slot,
 the pages it holds, the number of tokens at which it ends, how many drafts to verify, how many its model drafter may make next, and how many
-drafts it may have once a lookup lengthened them (-1: no lookup). The last slot is a dummy: rows that have it compute nothing. Tokens that
+drafts it may have once a lookup lengthened them (-1: no lookup), and which rows have the same first pages (a group's number, -1: none) with
+how many tokens on them. The last slot is a dummy: rows that have it compute nothing. Tokens that
 belong to nobody, or that lie past a request's pages, use the scratch page, which is the last.
 """
 
@@ -15,8 +16,8 @@ import torch
 from kernels import reference_step as reference
 from kernels._load import Kernel, load
 
-NUM_FIELDS = 6
-SLOT, NUM_PAGES, END, VERIFY_LIMIT, MODEL_LIMIT, LOOKUP_LIMIT = range(NUM_FIELDS)
+NUM_FIELDS = 8
+SLOT, NUM_PAGES, END, VERIFY_LIMIT, MODEL_LIMIT, LOOKUP_LIMIT, PREFIX_GROUP, PREFIX_LEN = range(NUM_FIELDS)
 RESULT_HEAD = 4
 """Before the tokens of a row of results: tokens emitted, drafts accepted, drafts verified, and 1 when a score was not finite."""
 

@@ -3,7 +3,7 @@
 #include "random.cuh"
 #include "slots.cuh"
 
-constexpr int NORMAL = 0, ACCEPT_ALL = 1, REJECT_ALL = 2;
+constexpr int NORMAL = 0, ACCEPT_ALL = 1;  // any other policy rejects all
 
 __device__ __forceinline__ int count_leading(bool is_accepted) {  // lanes before the first that is not
   const unsigned rejected = __ballot_sync(~0u, !is_accepted);

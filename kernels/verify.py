@@ -11,6 +11,11 @@ from kernels.state import MAX_DRAFTS, SLOTS, SlotTable
 POLICIES = {"normal": 0, "accept_all": 1, "reject_all": 2}
 
 
+def _ints(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As the kernels read them; nothing happens to those that are int32 already."""
+    return tuple(t.int().contiguous() for t in tensors)
+
+
 def _check_width(width: int) -> None:
     if not 1 <= width <= MAX_DRAFTS + 1:
         raise ValueError(f"K + 1 is {width}; the limit is {MAX_DRAFTS + 1}")
@@ -46,9 +51,10 @@ def verify(draft_token_ids: torch.Tensor, num_drafts: torch.Tensor, target_token
     _check_width(width)
     if not target_token_ids.is_cuda:
         return reference.verify(draft_token_ids, num_drafts, target_token_ids)
-    emitted, num_accepted = torch.empty_like(target_token_ids), num_drafts.new_empty(batch)
+    inputs = _ints(draft_token_ids, num_drafts, target_token_ids)
+    emitted, num_accepted = torch.empty_like(inputs[2]), torch.empty_like(inputs[1])
     kernel = load(emitted.device, "verify", "verify", "PPPPPi")
-    kernel((batch, 1), (32, 1, 1), emitted, num_accepted, draft_token_ids, num_drafts, target_token_ids, width)
+    kernel((batch, 1), (32, 1, 1), emitted, num_accepted, *inputs, width)
     return emitted, num_accepted
 
 
@@ -60,14 +66,18 @@ def verify_rejection(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.verify_rejection`; on a GPU probabilities are contiguous float32, seeds int64, all else int32."""
+    """`reference.verify_rejection`; int32 on a GPU. Probabilities are float32."""
     batch, width, vocab_size = probs.shape
     _check_width(width)
+    for name, tensor in (("probs", probs), ("draft_probs", draft_probs)):
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise ValueError(f"{name} are {tensor.dtype}; float32 is needed")
     if not probs.is_cuda:
         return reference.verify_rejection(probs, draft_token_ids, num_drafts, draft_probs, seeds, positions)
-    emitted, num_accepted = draft_token_ids.new_empty(batch, width), num_drafts.new_empty(batch)
+    drafts, counts, places = _ints(draft_token_ids, num_drafts, positions)
+    emitted, num_accepted = drafts.new_empty(batch, width), torch.empty_like(counts)
     kernel = load(probs.device, "verify", "verify_rejection", "PPPPPPPPii")
-    inputs = (probs, 0 if draft_probs is None else draft_probs, draft_token_ids, num_drafts, seeds, positions)
+    inputs = (probs.contiguous(), 0 if draft_probs is None else draft_probs.contiguous(), drafts, counts, seeds.contiguous(), places)
     kernel((batch, 1), (1024, 1, 1), emitted, num_accepted, *inputs, width, vocab_size)
     return emitted, num_accepted
 
@@ -81,7 +91,7 @@ def top_p_candidates(probs: torch.Tensor, top_p: torch.Tensor, max_candidates: i
     ids = probs.new_empty(rows, most, dtype=torch.int32)
     outputs = (ids, probs.new_empty(rows, most), ids.new_empty(rows))
     kernel = load(probs.device, "verify", "top_p_candidates", "PPPPPii")
-    kernel((rows, 1), (1024, 1, 1), *outputs, probs, top_p, most, vocab_size)
+    kernel((rows, 1), (1024, 1, 1), *outputs, probs.contiguous(), top_p.contiguous(), most, vocab_size)
     return outputs
 
 
@@ -92,9 +102,10 @@ def sample_candidates(
     if not probs.is_cuda:
         return reference_slots.sample_candidates(candidate_ids, probs, num_candidates, seeds, positions)
     rows, most = probs.shape
-    token_ids = candidate_ids.new_empty(rows)
+    ids, counts, places = _ints(candidate_ids, num_candidates, positions)
+    token_ids = ids.new_empty(rows)
     kernel = load(probs.device, "verify", "sample_candidates", "PPPPPPi")
-    kernel((rows, 1), (32, 1, 1), token_ids, candidate_ids, probs, num_candidates, seeds, positions, most)
+    kernel((rows, 1), (32, 1, 1), token_ids, ids, probs.contiguous(), counts, seeds.contiguous(), places, most)
     return token_ids
 
 
@@ -108,7 +119,7 @@ def verify_top_p(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.verify_top_p` on tensors -> (emitted [B, K + 1] padded with -1, num_accepted [B]).
 
-    draft_token_ids [B, K], num_drafts [B], candidate_ids [B, K + 1, C], num_candidates and correction_ids [B, K + 1]; int32 on a GPU.
+    draft_token_ids [B, K], num_drafts [B], candidate_ids [B, K + 1, C], num_candidates and correction_ids [B, K + 1]. int32 on a GPU.
     """
     batch, width, most = candidate_ids.shape
     _check_width(width)
@@ -116,9 +127,8 @@ def verify_top_p(
         drafts = [row[:count] for row, count in zip(draft_token_ids.tolist(), num_drafts.tolist())]
         spans, accepted = reference.verify_top_p(drafts, candidate_ids, num_candidates, correction_ids, window)
         return torch.tensor([[*span, *[-1] * (width - len(span))] for span in spans]), torch.tensor(accepted)
-    emitted, num_accepted = draft_token_ids.new_empty(batch, width), num_drafts.new_empty(batch)
+    inputs = _ints(draft_token_ids, num_drafts, candidate_ids, num_candidates, correction_ids)
+    emitted, num_accepted = inputs[0].new_empty(batch, width), torch.empty_like(inputs[1])
     kernel = load(candidate_ids.device, "verify", "verify_top_p", "PPPPPPPiii")
-    kernel(
-        (batch, 1), (32, 1, 1), emitted, num_accepted, draft_token_ids, num_drafts, candidate_ids, num_candidates, correction_ids, width, most, window
-    )
+    kernel((batch, 1), (32, 1, 1), emitted, num_accepted, *inputs, width, most, window)
     return emitted, num_accepted

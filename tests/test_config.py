@@ -72,7 +72,7 @@ def field_names(kind: type) -> list[str]:
     [
         ({"max_batchsize": 4}, "unknown key 'max_batchsize'; did you mean \"max_batch_size\"?"),
         ({"tensor_parallel": 2}, "unknown key 'tensor_parallel'"),
-        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: device, dtype, "),
+        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: async_scheduling, device, dtype, "),
         ({5: 1}, "unknown key 5"),
         ({"speculative_config": {"num_speculative_token": 3}}, 'did you mean "num_speculative_tokens"?'),
         ({"parallel_config": {"tensor_parallel_sise": 1}}, 'did you mean "tensor_parallel_size"?'),
@@ -283,6 +283,7 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "suffix_decoding_max_tree_depth": ([0, -1, 10**6 + 1, 2**40, "64", True, None], "from 1 to 1000000"),
     "suffix_decoding_max_cached_requests": ([-2, "0", True, None], ">= 0, or -1"),
     "suffix_decoding_max_spec_factor": ([-0.1, NAN, INF, 1e7, HUGE, "1", True, None], "from 0 to 1000000"),
+    "simulated_acceptance_rate": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
     "suffix_decoding_min_token_prob": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
     "suffix_decoding_cache_path": (["", 5, True], "a path"),
 }
@@ -308,6 +309,7 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "suffix_decoding_max_tree_depth": [1, 64, 10**6],
     "suffix_decoding_max_cached_requests": [-1, 0, 10**9],
     "suffix_decoding_max_spec_factor": [0.0, 0.5, 1e6],
+    "simulated_acceptance_rate": [0.0, 0.5, 1],
     "suffix_decoding_min_token_prob": [0.0, 1.0],
     "suffix_decoding_cache_path": [None, "/var/cache/suffix.npz"],
 }
@@ -821,6 +823,10 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"enable_prefix_caching": "False"}, "enable_prefix_caching must be bool, got 'False'"),
         ({"host": None}, "host must be str"),
         ({"model_control_mode": "poll"}, "model_control_mode must be one of none, explicit, got 'poll'"),
+        ({"model_control_mode": "explicit"}, "add --no-supervise to control models yourself"),
+        ({"hang_seconds": 0.5}, "hang_seconds must be from 1 to 3600, got 0.5"),
+        ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
+        ({"drain_seconds": -1}, "drain_seconds must be 0 or more, got -1"),
     ],
 )
 def test_split_keys_refuses(values: dict[str, Any], message: str) -> None:
@@ -1093,9 +1099,14 @@ def test_server_command() -> None:
     assert environment["LD_LIBRARY_PATH"].split(":")[:2] == ["/lib/a", "/lib/b"]
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent), "the stub runs the first python3 on PATH"
     assert not any("--backend-directory" in part for part in launcher.server_command(server.Server(Path("/t")), config, Path("/repo"))[0])
-    assert not any("--model-control-mode" in part for part in command)
-    config = launcher.ServeConfig(model_control_mode="explicit")
-    assert {"--model-control-mode=explicit", "--load-model=*"} <= set(launcher.server_command(found, config, Path("/repo"))[0])
+    explicit = {"--model-control-mode=explicit", "--load-model=*"}
+    assert explicit <= set(command) and not any("restricted" in part for part in command)
+    restricted = {f"--{api}=model-repository,logging,trace:foretoken-key=k" for api in ("http-restricted-api", "grpc-restricted-protocol")}
+    assert restricted <= set(launcher.server_command(found, config, Path("/repo"), "k")[0])
+    alone = launcher.server_command(found, launcher.ServeConfig(supervise=False), Path("/repo"))[0]
+    assert not any("--model-control-mode" in part for part in alone) and "--exit-timeout-secs=30" in alone
+    config = launcher.ServeConfig(supervise=False, model_control_mode="explicit")
+    assert explicit <= set(launcher.server_command(found, config, Path("/repo"))[0])
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])

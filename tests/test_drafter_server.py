@@ -23,7 +23,7 @@ COUNTER = "foretoken_spec_decode_num_"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     speculative = {"method": "mtp", "num_speculative_tokens": 3, "placement": "bls", "adaptive": False}
-    options = ("--speculative-config", json.dumps(speculative), "--model-control-mode=explicit", "--drain-seconds=3")
+    options = ("--speculative-config", json.dumps(speculative), "--no-supervise", "--model-control-mode=explicit", "--drain-seconds=3")
     with serve(tmp_path_factory.mktemp("bls") / "log", *options) as running:
         yield running
 

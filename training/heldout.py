@@ -18,7 +18,12 @@ STDLIB_HELDOUT = (
 )  # fmt: skip
 
 
-def read_heldout() -> dict[str, str]:
-    """Text of every held-out module that this interpreter has, by name relative to its standard library."""
+def list_heldout() -> dict[str, Path]:
+    """Every held-out module that this interpreter has, by name relative to its standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return {name: (root / name).read_text("utf-8") for name in STDLIB_HELDOUT if (root / name).is_file()}
+    return {name: root / name for name in STDLIB_HELDOUT if (root / name).is_file()}
+
+
+def read_heldout() -> dict[str, str]:
+    """The same modules' text."""
+    return {name: path.read_text("utf-8") for name, path in list_heldout().items()}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ import triton_python_backend_utils as pb_utils
 from backend.adapters.draft_io import BlsDraftService
 from backend.adapters.metrics import MetricsPublisher
 from backend.adapters.request_io import Answer, CancelCall, read_request
-from backend.adapters.stub import check_interpreter, log_to_server, model_folder, read_parameters, resolve_model
+from backend.adapters.stub import check_interpreter, end_with_server, log_to_server, model_folder, read_parameters, resolve_model
 from backend.config import EngineConfig
 from backend.core import Delta
 from backend.engine import Engine
@@ -36,8 +37,11 @@ DRAFTER_MODEL = "mtp_drafter"
 DRAFTER_FOLDER = "../../mtp_drafter/1"
 """Relative to the version folder."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-KEEP_ALIVE_SECONDS = 4.0
+KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
+DRAIN_FILE = "drain"
+"""In the version folder. Whoever stops the server writes it: the seconds for which open requests may go on. New ones are refused, and
+when none is open the file is removed. A file, since the server itself refuses nobody until it stops, and does not wait for streams."""
 WATCH_SECONDS = 0.1
 MAX_CHECKS_PER_WATCH = 64
 """Quiet requests whose cancellation is looked at each time, in turn; each look is a round trip."""
@@ -66,6 +70,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         check_interpreter()
+        end_with_server()
         log_to_server()
         values = read_parameters(args)
         values["model"] = resolve_model(values, args)
@@ -84,6 +89,8 @@ class TritonPythonModel:
         self._made: list[_News] = []  # by the engine's thread, in the step that runs
         self._outbox: queue.SimpleQueue[list[_News] | None] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
+        self._drain_file = model_folder(args) / DRAIN_FILE
+        self._drain_end: float | None = None
         self._publisher = MetricsPublisher(self._engine, args["model_name"])
         self._publisher.publish()
         self._threads = [threading.Thread(target=f, name=n, daemon=True) for n, f in (("sender", self._send_all), ("watcher", self._watch))]
@@ -134,12 +141,16 @@ class TritonPythonModel:
             self._send_error(sender, client_id, error)
 
     def _cancel(self, call: CancelCall, client_id: str, sender: Any) -> None:
-        """Ends every open request with that id; the answer's finish_reason is `cancelled` when there was one, else `stop`."""
+        """Ends every open request with that id; the answer's finish_reason is `cancelled` when there was one, else `stop`.
+
+        The answer comes from the engine's thread, when they have ended: an unknown id asks whether that thread steps.
+        """
         with self._lock:
             found = [e for e in self._exchanges.values() if e.client_id == call.target_id]
         count = sum(self._engine.cancel(e.key) for e in found)
         answer = Delta(call.target_id, finish_reason="cancelled" if count else "stop")
-        self._outbox.put([(_Exchange(f"{client_id}#{next(self._keys)}", client_id, sender, num_open=1), answer)])
+        exchange = _Exchange(f"{client_id}#{next(self._keys)}", client_id, sender, num_open=1)
+        self._engine.call(lambda: self._made.append((exchange, answer)))
 
     # -- sender thread ----------------------------------------------------------------------------------------------
 
@@ -208,8 +219,7 @@ class TritonPythonModel:
         with self._lock:
             self._exchanges.pop(exchange.key, None)
 
-    @staticmethod
-    def _send_error(sender: Any, client_id: str, error: Exception) -> None:
+    def _send_error(self, sender: Any, client_id: str, error: Exception) -> None:
         if isinstance(error, CapacityError | EngineError):
             name = "UNAVAILABLE"
         elif isinstance(error, ValueError):
@@ -217,6 +227,7 @@ class TritonPythonModel:
         else:
             name = "INTERNAL"
             logger.exception("request %r failed", client_id, exc_info=error)
+        self._publisher.count_error(name)
         # gRPC streams carry the message alone, so it names the code too.
         message = f"[{name}] request {client_id!r:.100}: {error}"
         sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, name))), flags=FINAL)
@@ -237,6 +248,25 @@ class TritonPythonModel:
                 self._publisher.publish()
             except Exception:
                 logger.exception("metrics could not be published")
+            try:
+                self._drain(now)
+            except (OSError, ValueError, EngineError):
+                logger.exception("%s", self._drain_file)
+
+    def _drain(self, now: float) -> None:
+        if not self._drain_file.exists():
+            return
+        if self._drain_end is None:
+            seconds = float(self._drain_file.read_text())
+            self._drain_end = now + seconds
+            self._engine.refuse()
+            logger.info("shutting down: no new requests; %d open ones have %g s", len(self._exchanges), seconds)
+        elif not self._exchanges:
+            self._drain_file.unlink()
+        elif now >= self._drain_end:
+            error = EngineError("the server is shutting down, and the time for open requests is over")
+            self._engine.call(lambda: self._engine.end_all(error))
+            self._drain_end = math.inf
 
     def finalize(self) -> None:
         """Ends the engine; requests that are still open get an error."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -10,6 +12,8 @@ from backend.engine import Engine
 from backend.metrics import Histogram
 
 PREFIX = "foretoken_"
+FINISH_REASONS = ("stop", "length", "cancelled", "timeout")
+ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")
 
 
 class MetricsPublisher:
@@ -22,6 +26,15 @@ class MetricsPublisher:
         self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._published: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._is_on = True
+        self._errors = Counter(dict.fromkeys(ERROR_CODES, 0))
+        self._errors_lock = threading.Lock()
+        loaded = engine.config.speculative_config.loaded_methods
+        self._methods = [m for m in loaded if m not in ("none", "naive")]
+
+    def count_error(self, code: str) -> None:
+        """One request was answered with an error; code: one of ERROR_CODES. May be called from any thread."""
+        with self._errors_lock:
+            self._errors[code] += 1
 
     def publish(self) -> None:
         if not self._is_on:
@@ -43,8 +56,9 @@ class MetricsPublisher:
             ("invalid_drafts", faults.invalid, "Proposals refused: too long, or with ids outside the vocabulary"),
             ("undrafted_steps", faults.undrafted, "Steps of a request decoded plainly because its drafter was down"),
         ):
-            for method, value in list(counter.items()):
-                self._count(f"spec_decode_num_{name}_total", text, value, method=method)
+            # From zero on, those of loaded methods too: a rate does not see the step from absent to one.
+            for method in dict.fromkeys([*self._methods, *counter]):
+                self._count(f"spec_decode_num_{name}_total", text, counter[method], method=method)
         for name, positions, text in (
             ("draft_tokens", metrics.drafted_per_position, "Tokens drafted, by position in the draft"),
             ("accepted_tokens", metrics.accepted_per_position, "Drafted tokens accepted, by position in the draft"),
@@ -57,6 +71,15 @@ class MetricsPublisher:
             ("verify", metrics.verify_seconds, "Seconds of sampling and verification"),
         ):
             self._count(f"step_{name}_seconds_total", text, seconds)
+        for reason in FINISH_REASONS:
+            self._count(
+                "requests_finished_total",
+                "Completions that came to an end, by finish reason",
+                metrics.finished_requests[reason],
+                finish_reason=reason,
+            )
+        for code in ERROR_CODES:
+            self._count("request_errors_total", "Requests answered with an error, by its kind", self._errors[code], code=code)
         self._count("steps_total", "Steps run", metrics.steps)
         self._count("preemptions_total", "Requests set back for want of KV pages", metrics.preemptions)
         self._count("prompt_tokens_total", "Prompt tokens admitted", scheduler.num_prompt_tokens)

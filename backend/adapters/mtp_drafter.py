@@ -10,7 +10,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from backend.adapters.draft_io import read_call, reply_tensors
-from backend.adapters.stub import check_interpreter, log_to_server, model_folder, read_parameters, resolve_model
+from backend.adapters.stub import check_interpreter, end_with_server, log_to_server, model_folder, read_parameters, resolve_model
 from backend.config import EngineConfig, SpeculativeConfig
 from backend.drafters.calls import DraftError
 from backend.drafters.mtp_service import MtpService
@@ -31,6 +31,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         check_interpreter()
+        end_with_server()
         log_to_server()
         values = read_parameters(args)
         if unknown := set(values) - {"model", *OWN_KEYS, *ENGINE_KEYS}:
@@ -69,6 +70,9 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         try:
             call, (session, count, num_pages, page_size) = read_call(request, self._target.vocab_size, self._target.max_model_len)
+        except Exception as error:  # nobody's session ends by it: the supervisor asks with such calls whether this process answers
+            return _refuse(error)
+        try:
             call.hidden = call.hidden.to(self._device, self._dtype)
             if count == 0:
                 self._service.open(num_pages, page_size)
@@ -80,5 +84,9 @@ class TritonPythonModel:
             self._expected = (-1, 0)
             if not isinstance(error, DraftError):
                 logger.exception("a call failed")
-            code = pb_utils.TritonError.INVALID_ARG if isinstance(error, ValueError) else pb_utils.TritonError.INTERNAL
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}", code))
+            return _refuse(error)
+
+
+def _refuse(error: Exception) -> Any:
+    code = pb_utils.TritonError.INVALID_ARG if isinstance(error, ValueError) else pb_utils.TritonError.INTERNAL
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}", code))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import numpy
 import triton_python_backend_utils as pb_utils
 
 from backend.errors import ConfigError
+
+SERVER_LOOK_SECONDS = 0.5
 
 
 def check_interpreter() -> None:
@@ -21,6 +26,18 @@ def check_interpreter() -> None:
             f"NumPy {numpy.__version__} in {sys.executable}: the server's Python stub needs NumPy < 2 and would pass corrupt tensors; "
             "run: pip install 'numpy<2'"
         )
+
+
+def end_with_server() -> None:
+    """Ends this process when its server has died: a stub with requests in hand stays and computes for ever (measured)."""
+    server = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == server:
+            time.sleep(SERVER_LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="server watch", daemon=True).start()
 
 
 def log_to_server(logger_name: str = "backend") -> None:

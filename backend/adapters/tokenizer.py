@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.stub import check_interpreter, log_to_server, read_parameters, resolve_model
+from backend.adapters.stub import check_interpreter, end_with_server, log_to_server, read_parameters, resolve_model
 from backend.errors import ConfigError, RequestError
 from backend.text import Tokenizer
 
@@ -21,6 +21,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         check_interpreter()
+        end_with_server()
         log_to_server()
         values = read_parameters(args)
         if unknown := set(values) - set(PARAMETERS):

@@ -21,7 +21,7 @@ from backend.runner import Runner
 from kernels import ops
 from kernels.attention import AttentionPlan
 from kernels.state import Admission, SlotTable
-from kernels.step import LOOKUP_LIMIT, NUM_FIELDS, RESULT_HEAD, SLOT, StepSizes
+from kernels.step import LOOKUP_LIMIT, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN, RESULT_HEAD, SLOT, StepSizes
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ class StepShape:
     """Most tokens of a request: its drafts and one more."""
     num_model_drafts: int
     has_lookup: bool
+    has_prefixes: bool = False
+    """Some rows share the beginning of their context, whose keys are read once."""
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -74,7 +76,8 @@ class _Step:
         self.packed = make(3, rows, dtype=torch.long)
         self.cu_query_lens, self.seq_lens, self.num_verified = make(batch + 1), make(batch), make(batch)
         self.results = make(batch, RESULT_WIDTH)
-        self.plan = owner.plan(self.cu_query_lens, self.seq_lens, self.slots, shape.num_queries, owner.heads)
+        prefixes = (self.fields[PREFIX_GROUP], self.fields[PREFIX_LEN]) if shape.has_prefixes else (None, None)
+        self.plan = owner.plan(self.cu_query_lens, self.seq_lens, self.slots, shape.num_queries, owner.heads, prefixes)
         if shape.num_model_drafts:
             assert owner.service is not None
             heads = owner.service.heads
@@ -117,13 +120,22 @@ class StepGraphs:
     def rows_for(self, num_requests: int) -> int:
         return next(size for size in self._batch_sizes if size >= num_requests)
 
-    def shape_for(self, batch: int, num_queries: int, num_model_drafts: int, has_lookup: bool) -> StepShape:
-        """The least of the shapes made in advance that such a step fits in, or one of its own."""
-        wanted = StepShape(batch, num_queries, num_model_drafts, has_lookup)
+    def shape_for(self, batch: int, num_queries: int, num_model_drafts: int, has_lookup: bool, has_prefixes: bool) -> StepShape:
+        """The least of the shapes made in advance that such a step fits in, or one of its own; shared prefixes have shapes of their own."""
+        wanted = StepShape(batch, num_queries, num_model_drafts, has_lookup, has_prefixes)
         fitting = [kind for kind in self._kinds if kind[0] >= num_queries and kind[1] >= num_model_drafts and kind[2] >= has_lookup]
-        return StepShape(batch, *min(fitting)) if fitting else wanted
+        return StepShape(batch, *min(fitting), has_prefixes) if fitting else wanted
 
-    def plan(self, cu: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, num_queries: int, heads: tuple[int, int, int]) -> AttentionPlan:
+    def plan(
+        self,
+        cu: torch.Tensor,
+        lengths: torch.Tensor,
+        slots: torch.Tensor,
+        num_queries: int,
+        heads: tuple[int, int, int],
+        prefixes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    ) -> AttentionPlan:
+        """prefixes: the fields PREFIX_GROUP and PREFIX_LEN, when rows share beginnings."""
         num_query_heads, num_kv_heads, head_dim = heads
         return AttentionPlan(
             cu_query_lens=cu,
@@ -137,6 +149,8 @@ class StepGraphs:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=self._runner.dtype,
+            prefix_group=prefixes[0],
+            prefix_len=prefixes[1],
         )
 
     # -- launching and reading ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backend.core import Request
-from kernels.step import LOOKUP_LIMIT, NUM_FIELDS, SLOT
+from kernels.step import LOOKUP_LIMIT, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN, SLOT
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +24,10 @@ class Slot:
     """The device has all tokens of the request, and adds those that it emits."""
     is_followed: bool = False
     """The device has the drafts to verify next, and its drafter has seen all tokens before them."""
+
+
+MIN_SHARERS, MIN_SHARED_TOKENS = 4, 8192
+"""Below these many requests, and tokens that they read in all, it costs more than it brings to read a prefix that requests share once."""
 
 
 class Slots:
@@ -55,10 +59,29 @@ class Updates:
     def __init__(self, num_rows: int, dummy_slot: int) -> None:
         self.fields = np.zeros((NUM_FIELDS, num_rows), dtype=np.int32)
         self.fields[SLOT] = dummy_slot
-        self.fields[LOOKUP_LIMIT] = -1
+        self.fields[LOOKUP_LIMIT] = self.fields[PREFIX_GROUP] = -1
         self.pages: list[int] = []
         self.drafts: list[int] = []
         self.num_drafts: list[int] = []
+
+    def put_prefixes(self, requests: Sequence[Request], page_size: int) -> bool:
+        """Which requests begin with the same pages; whether enough of them share enough for their keys to be read once."""
+        by_page: dict[int, list[int]] = {}
+        for b, request in enumerate(requests):
+            by_page.setdefault(request.page_ids[0], []).append(b)
+        has_any = False
+        for members in by_page.values():
+            if len(members) < MIN_SHARERS:
+                continue
+            pages = [requests[b].page_ids for b in members]
+            most = min(requests[b].num_computed_tokens for b in members) // page_size
+            first = pages[0]
+            common = next((i for i in range(most) if any(own[i] != first[i] for own in pages)), most)
+            if len(members) * common * page_size >= MIN_SHARED_TOKENS:
+                self.fields[PREFIX_GROUP, members] = members[0]
+                self.fields[PREFIX_LEN, members] = common * page_size
+                has_any = True
+        return has_any
 
     def put_pages(self, slot: Slot, page_ids: Sequence[int], table_width: int) -> None:
         """The pages that the device's table lacks."""

@@ -108,7 +108,8 @@ class DeviceSteps:
             self._describe(b, entry, slot, updates, flight)
         num_queries = 1 + max(len(sources) for sources in flight.draft_sources)
         num_model = int(updates.fields[MODEL_LIMIT].max())
-        shape = self._graphs.shape_for(shape_rows, num_queries, num_model, bool((updates.fields[LOOKUP_LIMIT] > 0).any()))
+        has_prefixes = updates.put_prefixes([e.request for e in entries], self._graphs.page_size)
+        shape = self._graphs.shape_for(shape_rows, num_queries, num_model, bool((updates.fields[LOOKUP_LIMIT] > 0).any()), has_prefixes)
         flight.read = self._graphs.launch(shape, updates)
         return flight
 

@@ -10,7 +10,7 @@ from backend.errors import ModelError
 from backend.models.layers import Weights, rope_frequencies, rope_tables
 from backend.models.loader import Checkpoint
 from backend.parallel.ranks import Ranks
-from backend.quantization import make_linear
+from backend.quantization import Linear, make_linear
 from kernels import ops
 
 
@@ -33,23 +33,23 @@ class LlamaLayer:
         self.down = weights.split_columns(f"{mlp}.down_proj", hidden, inner)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        slots: torch.Tensor,
-        cache: tuple[torch.Tensor, ...],
-        plan: ops.Plan,
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan
     ) -> torch.Tensor:
-        """The residual stream x [T, hidden], to which y [T, hidden] is still to be added, is changed in place; returns what is to be added next."""
+        """x [T, hidden] -> [T, hidden], residual included; x is changed in place."""
         keys, values = cache
-        y = self.qkv(ops.rms_norm(x, self.input_norm, self.eps) if y is None else ops.add_rms_norm(y, x, self.input_norm, self.eps))
+        y = self.qkv.after_norm(x, self.input_norm, self.eps)
         query = ops.append_kv(y.view(len(x), -1, self.head_dim), cos, sin, slots, keys, values)
         y = ops.append_attention(query, keys, values, plan)
-        y = self.ranks.all_reduce(self.o(y.view(len(x), -1)))
-        y = ops.silu_mul(self.gate_up(ops.add_rms_norm(y, x, self.post_norm, self.eps)))
-        return self.ranks.all_reduce(self.down(y))
+        self._add(self.o, x, y.view(len(x), -1))
+        self._add(self.down, x, self.gate_up.gated_after_norm(x, self.post_norm, self.eps))
+        return x
+
+    def _add(self, projection: Linear, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds what the ranks' parts of a projection make together to the residual stream."""
+        if self.ranks.size == 1:
+            projection.add_to(x, y)
+        else:
+            x.add_(self.ranks.all_reduce(projection(y)))
 
 
 class Llama:
@@ -92,11 +92,9 @@ class Llama:
     ) -> torch.Tensor:
         x = self.embed(token_ids)
         cos, sin = self.cos[positions], self.sin[positions]
-        y: torch.Tensor | None = None
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            y = layer.forward(x, y, cos, sin, slots, layer_cache, plan)
-        assert y is not None
-        return ops.add_rms_norm(y, x, self.norm, self.eps)
+            x = layer.forward(x, cos, sin, slots, layer_cache, plan)
+        return ops.rms_norm(x, self.norm, self.eps)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.embedding[token_ids]

@@ -92,8 +92,7 @@ class Mtp:
         own = self.layers[layer]
         embedded = ops.rms_norm(self._target.embed(token_ids), own.embedding_norm, self.eps)
         x = own.projection(torch.cat([embedded, ops.rms_norm(previous, own.hidden_norm, self.eps)], dim=-1))
-        cache = (planes[3 * layer], planes[3 * layer + 1])
-        return x.add_(own.decoder.forward(x, None, self.cos[positions], self.sin[positions], slots, cache, plan))
+        return own.decoder.forward(x, self.cos[positions], self.sin[positions], slots, (planes[3 * layer], planes[3 * layer + 1]), plan)
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, V] in the model's dtype."""

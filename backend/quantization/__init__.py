@@ -6,14 +6,27 @@ from typing import Protocol
 
 import torch
 
+from backend.quantization.unfused import UnfusedLinear
 from backend.quantization.weight_only import WeightOnlyLinear
 from kernels import ops
 
 
 class Linear(Protocol):
-    """x [T, in] -> [T, out]."""
+    """x [T, in] -> [T, out], alone and with what stands before and after projections in a layer: fused where a kernel does both."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        """Of x normalised with the weights norm [in]."""
+        ...
+
+    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        """silu(gate) * up [T, out / 2] of x normalised; the weights are gate | up."""
+        ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the product to residual [T, out] in place."""
+        ...
 
 
 class DenseLinear:
@@ -28,8 +41,19 @@ class DenseLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weight, self.bias)
 
+    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return ops.norm_linear(x, norm, eps, self.weight, self.bias)
 
-class PackedLinear:
+    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        if self.bias is None:
+            return ops.norm_gated_linear(x, norm, eps, self.weight)
+        return ops.silu_mul(self.after_norm(x, norm, eps))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        ops.add_linear(residual, x, self.weight, self.bias)
+
+
+class PackedLinear(UnfusedLinear):
     """Dense weights in oneDNN's blocked layout, for CPU: on AMD processors torch's own product (MKL) is the slower one."""
 
     __slots__ = ("bias", "weight")

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from backend.errors import ConfigError
+from backend.quantization.unfused import UnfusedLinear
 
 GROUP = 64
 
 
-class WeightOnlyLinear:
+class WeightOnlyLinear(UnfusedLinear):
     """One projection [out, in] stored as `scheme` says: wint8, wint4 or fp8. Raises ConfigError for a shape that the scheme cannot hold."""
 
     __slots__ = ("bias", "scales", "scheme", "shape", "stored")

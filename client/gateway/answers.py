@@ -182,9 +182,9 @@ class Answer(Response):
 
     async def _send_events(self, send: Send, watch: Watch) -> None:
         async def write(data: bytes, more: bool = True) -> None:
-            watch.begin()
+            watch.resume()
             await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
-            watch.end()
+            watch.pause()
 
         head: dict[str, Any] = {**self._head, "object": self._form.chunk_object}
         has_usage = self._request.stream_options.include_usage

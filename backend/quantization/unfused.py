@@ -1,0 +1,25 @@
+"""What stands before and after projections, one operation after the other: for weights that no kernel fuses them with."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import ops
+
+
+class UnfusedLinear:
+    """The rest of a Linear, from its product alone."""
+
+    __slots__ = ()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return self(ops.rms_norm(x, norm, eps))
+
+    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return ops.silu_mul(self(ops.rms_norm(x, norm, eps)))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual.add_(self(x))

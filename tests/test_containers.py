@@ -1,0 +1,208 @@
+"""Dockerfile, compose files and Kubernetes manifests, checked without a container engine. `deploy/check_dockerfile.py` runs the CPU target."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.check_dockerfile import copy_context, parse_dockerfile, read_dockerignore
+from deploy.cli import make_parser
+from tests.conftest import ROOT
+
+COMPOSE = sorted((ROOT / "deploy").glob("compose*.yaml"))
+MANIFESTS = sorted(p for p in (ROOT / "deploy/k8s/base").glob("*.yaml") if p.name != "kustomization.yaml")
+STAGES = parse_dockerfile((ROOT / "Dockerfile").read_text())
+TOOLS = Path(sys.executable).parent
+
+
+def run(*command: str) -> str:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def check_command(words: list[str]) -> None:
+    """Fails (SystemExit) for options that `foretoken` does not have."""
+    make_parser().parse_args(words)
+
+
+class TestDockerfile:
+    def test_hadolint(self):
+        run(str(TOOLS / "hadolint"), "--failure-threshold=style", "Dockerfile")
+
+    def test_hadolint_can_fail(self, tmp_path):
+        (tmp_path / "Dockerfile").write_text("FROM debian\nRUN cd /tmp && apt-get install x\n")
+        with pytest.raises(AssertionError, match="DL3006"):
+            run(str(TOOLS / "hadolint"), str(tmp_path / "Dockerfile"))
+
+    @pytest.mark.parametrize("target", ["gpu", "cpu"])
+    def test_targets(self, target):
+        """Both end as a user of no rights, healthy by the supervisor's word, as `foretoken serve`."""
+        stage = STAGES[target]
+        assert stage.last("USER") == "10001:10001"
+        assert json.loads(stage.last("ENTRYPOINT")) + json.loads(stage.last("CMD")) == ["foretoken", "serve"]
+        words = json.loads(re.sub(r"^(--\S+\s+)*CMD ", "", stage.last("HEALTHCHECK")))
+        compile(words[-1], "healthcheck", "exec")
+        assert "8003/health" in words[-1]
+        users = [i for i, (keyword, _) in enumerate(stage.instructions) if keyword == "USER"]
+        assert not any(keyword in ("RUN", "COPY") for keyword, _ in stage.instructions[users[0] :])
+
+    def test_the_servers_are_nvidias_and_the_wheels(self):
+        assert STAGES["cpu"].source == STAGES["cpu-build"].source, "what is compiled in one image runs in the other"
+        assert STAGES["gpu"].source.startswith("nvcr.io/nvidia/tritonserver:")
+        assert STAGES["cpu"].source.startswith("python:3.11")
+
+    def test_the_context_has_what_is_installed_and_no_more(self, tmp_path):
+        names, patterns = read_dockerignore((ROOT / ".dockerignore").read_text())
+        packages = re.findall(r'"(\w+)\*"', (ROOT / "pyproject.toml").read_text())
+        assert "backend" in packages and {*packages} | {"model_repository", "pyproject.toml", "constraints.txt", "README.md"} <= set(names)
+        assert not {"tests", ".venv", ".git", "docs"} & set(names)
+        copy_context(tmp_path)
+        assert (tmp_path / "deploy/setup.sh").exists() and (tmp_path / "model_repository/standalone/decode/1/model.safetensors").exists()
+        assert not any(tmp_path.rglob("__pycache__")) and "__pycache__" in patterns
+
+
+class TestCompose:
+    def test_schema(self):
+        run(str(TOOLS / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec", *map(str, COMPOSE))
+
+    def test_schema_can_fail(self, tmp_path):
+        (tmp_path / "compose.yaml").write_text("services: {server: {imagine: x}}")
+        with pytest.raises(AssertionError, match="imagine"):
+            run(str(TOOLS / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(tmp_path / "compose.yaml"))
+
+    @pytest.fixture(scope="class")
+    def services(self):
+        return yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+
+    def test_references_are_of_things_that_exist(self, services):
+        document = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+        for name, service in services.items():
+            assert set(service.get("depends_on", [])) <= set(services), name
+            for volume in service.get("volumes", []):
+                source = volume.partition(":")[0]
+                assert (ROOT / "deploy" / source).exists() if source.startswith(".") else source in document["volumes"], volume
+            if "build" in service:
+                assert service["build"]["target"] in STAGES and (ROOT / "deploy" / service["build"]["context"] / "Dockerfile").exists()
+            for other, how in service.get("depends_on", {}).items() if isinstance(service.get("depends_on"), dict) else ():
+                assert how["condition"] != "service_healthy" or "healthcheck" in services[other] or services[other]["image"].startswith("foretoken")
+        gpu = yaml.safe_load((ROOT / "deploy/compose.gpu.yaml").read_text())["services"]
+        assert set(gpu) <= set(services) and gpu["server"]["build"]["target"] in STAGES
+
+    def test_nothing_is_reached_from_outside_or_runs_with_rights(self, services):
+        for name, service in services.items():
+            assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+            assert service["cap_drop"] == ["ALL"] and service["read_only"] is True, name
+
+    def test_servers_have_shared_memory(self, services):
+        assert all(services[name]["shm_size"] == "1gb" for name in ("server", "prefill", "decode"))
+
+    def test_the_disaggregated_profile_says_what_it_lacks(self, services, tmp_path):
+        assert {n for n, s in services.items() if s.get("profiles") == ["disaggregated"]} == {"redis", "prefill", "decode"}
+        for name in ("prefill", "decode"):
+            shell = [word.replace("$$", "$") for word in services[name]["entrypoint"] + services[name]["command"]]
+            result = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=10)
+            assert result.returncode == 1 and f"model_repository/{name} is not in this version" in result.stderr
+
+    def test_commands_are_the_programs_own(self, services):
+        check_command(services["server"]["command"])
+        check_command(yaml.safe_load((ROOT / "deploy/compose.gpu.yaml").read_text())["services"]["server"]["command"])
+
+    def test_prometheus_scrapes_the_services(self, services):
+        config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+        targets = [t for job in config["scrape_configs"] for static in job["static_configs"] for t in static["targets"]]
+        assert {t.partition(":")[0] for t in targets} == {"server", "gateway"} <= set(services)
+
+    def test_grafana_finds_dashboard_and_data(self, services):
+        mounts = dict(volume.split(":")[1::-1] for volume in services["grafana"]["volumes"])
+        provider = yaml.safe_load((ROOT / "deploy/grafana/provisioning/dashboards/foretoken.yml").read_text())["providers"][0]
+        assert (ROOT / "deploy" / mounts[provider["options"]["path"]] / "foretoken.json").exists()
+        source = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"][0]
+        assert source["url"] == "http://prometheus:9090" and "prometheus" in services
+
+
+def read_documents(path: Path) -> list[dict]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+class TestKubernetes:
+    @pytest.fixture(scope="class")
+    def objects(self):
+        return {(d["kind"], d["metadata"]["name"]): d for path in MANIFESTS for d in read_documents(path)}
+
+    @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.name)
+    def test_schema(self, path):
+        run(str(TOOLS / "kubernetes-validate"), "--strict", str(path))
+
+    def test_schema_can_fail(self, tmp_path):
+        (tmp_path / "pdb.yaml").write_text("apiVersion: policy/v1\nkind: PodDisruptionBudget\nmetadata: {name: x}\nspec: {maxAvailable: 1}\n")
+        with pytest.raises(AssertionError, match="maxAvailable"):
+            run(str(TOOLS / "kubernetes-validate"), "--strict", str(tmp_path / "pdb.yaml"))
+
+    def test_kustomizations_name_every_file(self):
+        base = yaml.safe_load((ROOT / "deploy/k8s/base/kustomization.yaml").read_text())
+        assert sorted(base["resources"]) == [p.name for p in MANIFESTS]
+        gpu = yaml.safe_load((ROOT / "deploy/k8s/gpu/kustomization.yaml").read_text())
+        assert [(ROOT / "deploy/k8s/gpu" / r / "kustomization.yaml").exists() for r in gpu["resources"]] == [True]
+
+    def test_everything_selects_the_pods(self, objects):
+        pods = objects["Deployment", "foretoken"]["spec"]["template"]["metadata"]["labels"]
+        assert objects["Deployment", "foretoken"]["spec"]["selector"]["matchLabels"] == pods
+        assert objects["PodDisruptionBudget", "foretoken"]["spec"]["selector"]["matchLabels"] == pods
+        assert all(d["spec"]["selector"] == pods for (kind, _), d in objects.items() if kind == "Service")
+        scaled = objects["HorizontalPodAutoscaler", "foretoken"]["spec"]["scaleTargetRef"]
+        assert (scaled["kind"], scaled["name"]) in objects
+
+    def test_ports_and_probes_fit(self, objects):
+        containers = {c["name"]: c for c in objects["Deployment", "foretoken"]["spec"]["template"]["spec"]["containers"]}
+        ports = {p["name"]: p["containerPort"] for c in containers.values() for p in c["ports"]}
+        assert ports == {"http": 8000, "grpc": 8001, "metrics": 8002, "status": 8003, "openai": 8080}
+        for kind, document in objects.items():
+            if kind[0] == "Service":
+                assert all(p["targetPort"] in ports for p in document["spec"]["ports"])
+        for container in containers.values():
+            own = {p["name"] for p in container["ports"]}
+            probes = [container[p] for p in ("startupProbe", "livenessProbe", "readinessProbe") if p in container]
+            assert len(probes) >= 2 and all((p.get("httpGet") or p["tcpSocket"])["port"] in own for p in probes)
+
+    def test_pods_have_no_rights_and_shared_memory(self, objects):
+        spec = objects["Deployment", "foretoken"]["spec"]["template"]["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] and str(spec["securityContext"]["runAsUser"]) in STAGES["cpu"].last("USER")
+        volumes = {v["name"]: v for v in spec["volumes"]}
+        for container in spec["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] and not container["securityContext"]["allowPrivilegeEscalation"]
+            assert {m["name"] for m in container["volumeMounts"]} <= set(volumes)
+        assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+        check_command(spec["containers"][0]["args"])
+
+    def test_the_autoscaler_and_its_adapter_name_one_metric(self, objects):
+        metric = objects["HorizontalPodAutoscaler", "foretoken"]["spec"]["metrics"][0]["pods"]["metric"]["name"]
+        (rule,) = yaml.safe_load((ROOT / "deploy/k8s/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+        assert rule["seriesQuery"].startswith(metric) and rule["name"]["as"] == metric == "foretoken_requests_waiting"
+
+    def test_the_gpu_patches_fit_the_deployment(self, objects):
+        """JSON patches apply to paths that exist, as `kubectl kustomize` demands."""
+        gpu = yaml.safe_load((ROOT / "deploy/k8s/gpu/kustomization.yaml").read_text())
+        for patch in gpu["patches"]:
+            document = objects[patch["target"]["kind"], patch["target"]["name"]]
+            for operation in yaml.safe_load(patch["patch"]):
+                *parents, last = [p.replace("~1", "/") for p in operation["path"].split("/")[1:]]
+                place = document
+                for part in parents:
+                    place = place[int(part)] if isinstance(place, list) else place[part]
+                assert operation["op"] == "add" or last in place
+                if last == "args":
+                    check_command(operation["value"])
+
+
+def test_a_dockerfile_is_read_as_docker_reads_it():
+    stages = parse_dockerfile("ARG X=1\nFROM a AS one\n# no\nRUN x && \\\n  y\nFROM b AS two\nCOPY --from=one /p /q\nUSER 1\nUSER 2\n")
+    assert stages["one"].instructions == [("RUN", "x && y")] and stages["two"].source == "b"
+    assert stages["two"].last("USER") == "2" and shlex.split(stages["two"].instructions[0][1]) == ["--from=one", "/p", "/q"]

@@ -1,0 +1,409 @@
+"""The supervisor on a real server under load: processes of models killed and stopped, the server killed, orderly and hasty ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from backend import LLM
+from backend.core import Delta
+from backend.errors import EngineError
+from client import AsyncClient, Client, GenerateError, HttpClient
+from deploy import supervisor
+from deploy.demo import free_ports
+from deploy.supervisor import Backoff, ModelState, Stub, find_stubs, is_running, parse_stub, progress_pattern, read_state
+from tests.conftest import greedy
+from tests.servers import RunningServer, serve
+
+PROMISE_SECONDS = 5.0
+SLACK_SECONDS = 1.0
+"""For two cores that others use too."""
+MODELS = ("decode", "tokenizer", "mtp_drafter")
+SPECULATIVE = {"method": "mtp", "num_speculative_tokens": 3, "placement": "bls"}
+LONG = {"max_tokens": 1900, "temperature": 0.0, "ignore_eos": True, "speculative": {"method": "none"}}
+SHORT = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+
+
+# -- the parts ------------------------------------------------------------------------------------------------------------------
+
+
+def test_attempts_are_spaced_and_end() -> None:
+    backoff = Backoff(limit=4)
+    assert [backoff.next(0.0) for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
+    assert backoff.next(supervisor.STABLE_SECONDS) == 0.0, "what was up for long starts afresh"
+    assert Backoff(limit=0).next(1e9) is None
+    patient = Backoff(limit=100)
+    assert max(filter(None, (patient.next(1.0) for _ in range(99)))) == supervisor.MAX_DELAY
+
+
+def test_a_models_process_is_known_by_its_command_line() -> None:
+    def line(instance: str) -> bytes:
+        region = "triton_python_backend_shm_region_1"
+        words = [
+            "/opt/backends/python/triton_python_backend_stub",
+            "/r/mtp_drafter/1/model.py",
+            region,
+            "1",
+            "1",
+            "7",
+            "/b",
+            "336",
+            instance,
+            "DEFAULT",
+            "",
+        ]
+        return "\0".join(words).encode()
+
+    assert parse_stub(line("mtp_drafter_0_0"), 5) == Stub(5, "mtp_drafter", "triton_python_backend_shm_region_1")
+    assert parse_stub(line("mtp_drafter"), 5) is None, "the one that completes a configuration ends by itself"
+    assert parse_stub(b"/usr/bin/vim\0triton_python_backend_stub\0", 5) is None and parse_stub(b"", 5) is None
+
+
+def test_processes_are_read() -> None:
+    assert read_state(os.getpid())[1] == os.getppid() and is_running(os.getpid())
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert not is_running(child), "it has ended, though nobody has asked for its status"
+    os.waitpid(child, 0)
+    assert read_state(child) == ("X", 0)
+
+
+def test_how_long_a_model_was_up() -> None:
+    state = ModelState("decode")
+    assert state.up_seconds == 0.0
+    state.set("up")
+    state.since -= 50
+    assert 50 <= state.up_seconds < 51
+    state.set("down", "why")
+    assert 50 <= state.up_seconds < 51 and state.num_restarts == 1
+    state.set("loading")
+    assert state.up_seconds == 0.0 and state.detail == "why"
+    state.set("down")
+    assert state.up_seconds == 0.0 and state.num_restarts == 1, "it was not up between"
+
+
+def test_progress_is_read_from_the_servers_metrics() -> None:
+    page = 'nv_inference_exec_count{model="tokenizer",version="1"} 12\nforetoken_steps_total{model="decode"} 345\n'
+    assert [m[1] for model in MODELS if (m := re.search(progress_pattern(model), page, re.MULTILINE))] == ["345", "12"]
+
+
+def test_the_engine_refuses_ends_and_answers() -> None:
+    """What draining and the decode model's probe stand on."""
+    engine = LLM(speculative_config={"method": "none"}).engine
+    deltas: list[Delta] = []
+    engine.submit("x = ", greedy(20), deltas.append, request_id="open")
+    engine.step()
+    engine.refuse()
+    with pytest.raises(EngineError, match="the server is shutting down"):
+        engine.submit("y = ", greedy(2), deltas.append, request_id="late")
+    engine.step()
+    assert deltas[-1].token_ids and not deltas[-1].is_final, "what is open goes on"
+    seen: list[str] = []
+    engine.call(lambda: seen.append("called"))
+    engine.call(lambda: engine.end_all(EngineError("over")))
+    assert not seen
+    engine.step()
+    assert seen == ["called"] and str(deltas[-1].error) == "over" and deltas[-1].is_final
+    assert engine.scheduler.pool.num_held == 0
+    engine.shutdown()
+    with pytest.raises(EngineError):
+        engine.call(lambda: None)
+
+
+# -- on a server ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Supervised:
+    server: RunningServer
+    status_port: int
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.status_port}{path}", timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def health(self) -> tuple[int, dict]:
+        status, text = self.get("/health")
+        return status, json.loads(text)
+
+    def counts(self) -> dict[str, int]:
+        """Restarts by model, and the server's."""
+        text = self.get("/metrics")[1]
+        found = {m[1]: int(float(m[2])) for m in re.finditer(r'^foretoken_model_restarts_total\{model="(\w+)"\} (\S+)$', text, re.MULTILINE)}
+        total = re.search(r"^foretoken_server_restarts_total (\S+)$", text, re.MULTILINE)
+        assert total is not None
+        return {**found, "server": int(float(total[1]))}
+
+    @property
+    def pid(self) -> int:
+        """Of tritonserver."""
+        own = self.server.process.pid
+        found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and read_state(int(p.name))[1] == own and is_running(int(p.name))]
+        (pid,) = (p for p in found if b"tritonserver" in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")[0])
+        return pid
+
+    def stub(self, model: str) -> int:
+        (stub,) = (s for s in find_stubs(self.pid) if s.model == model)
+        return stub.pid
+
+    def await_ready(self, seconds: float = 90) -> None:
+        wait_for(lambda: self.health()[0] == 200 and all(m["state"] == "up" for m in self.health()[1]["models"].values()), "readiness", seconds)
+
+
+def wait_for(condition, what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come about in {seconds} s"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def start(folder: Path, *options: str) -> Iterator[Supervised]:
+    (port,) = free_ports(1)
+    with serve(folder / "log", f"--status-port={port}", f"--speculative-config={json.dumps(SPECULATIVE)}", *options) as running:
+        supervised = Supervised(running, port)
+        supervised.await_ready()
+        yield supervised
+
+
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory) -> Iterator[Supervised]:
+    with start(tmp_path_factory.mktemp("supervision"), "--hang-seconds=3", "--max-restarts=20") as running:
+        yield running
+
+
+@dataclass
+class Stream:
+    """One client's stream, in a thread."""
+
+    client: Client | HttpClient
+    values: dict
+    num_tokens: int = 0
+    error: GenerateError | None = None
+    ended: float = 0.0
+    has_begun: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            for chunk in self.client.stream("x = ", **self.values):
+                self.num_tokens += len(chunk.token_ids)
+                self.has_begun.set()
+        except GenerateError as error:
+            self.error = error
+        self.ended = time.monotonic()
+        self.has_begun.set()
+
+
+def open_streams(server: RunningServer, **values) -> list[Stream]:
+    """Two of gRPC, two of HTTP, to decode and to the ensemble; all have begun."""
+    clients: list[Client | HttpClient] = []
+    for model in ("decode", "generate"):
+        clients += [Client(server.grpc, model=model), HttpClient(server.http, model=model)]
+    streams = [Stream(client, {**LONG, **values}) for client in clients]
+    for stream in streams:
+        assert stream.has_begun.wait(30) and stream.error is None, stream.error
+    return streams
+
+
+def assert_told(streams: list[Stream], since: float) -> None:
+    """Each has its error in time, and it names the request."""
+    for stream in streams:
+        stream.thread.join(max(0.0, since + PROMISE_SECONDS + SLACK_SECONDS - time.monotonic()))
+        assert stream.ended, "a client still waits"
+        assert re.match(r"request '[0-9a-f]{32}': ", str(stream.error)), stream.error
+        assert stream.ended - since < PROMISE_SECONDS + SLACK_SECONDS
+
+
+def assert_serves(server: RunningServer) -> None:
+    wait_for(Client(server.grpc).is_ready, "a connection", 5)  # gRPC tries again once a second
+    for model in ("decode", "generate"):
+        assert len(Client(server.grpc, model=model).generate("x = ", **SHORT)[0].token_ids) == 8
+        assert HttpClient(server.http, model=model).generate("x = ", **SHORT)[0].finish_reason == "length"
+
+
+def test_health_and_metrics_tell_the_truth_of_a_healthy_server(supervised):
+    assert supervised.get("/live")[0] == 200 and supervised.get("/nothing")[0] == 404
+    status, health = supervised.health()
+    assert status == 200 and health["status"] == "ready" and set(health["models"]) == set(MODELS)
+    text = supervised.get("/metrics")[1]
+    assert all(f'foretoken_model_up{{model="{model}"}} 1.0' in text for model in MODELS)
+    assert supervised.counts() == {**dict.fromkeys(MODELS, 0), "server": 0}
+    steps = supervised.server.metric("foretoken_steps_total")
+    time.sleep(2.5)  # two probes of each model
+    assert supervised.server.metric("foretoken_steps_total") == steps, "watching is not work"
+    assert supervised.server.metric("foretoken_spec_decode_num_drafter_failures_total") == 0, "nor does it disturb the drafter"
+
+
+@pytest.mark.parametrize("pause", [asyncio.sleep, lambda seconds: asyncio.sleep(0, time.sleep(seconds))], ids=["slow reader", "busy loop"])
+def test_a_client_that_is_slow_itself_does_not_blame_the_server(supervised, pause):
+    async def run() -> int:
+        async with AsyncClient(supervised.server.grpc, inactivity_timeout=1.0) as client:
+            count = 0
+            async for chunk in client.stream("x = ", **{**LONG, "max_tokens": 100}):
+                if not count:
+                    await pause(1.8)
+                count += len(chunk.token_ids)
+            return count
+
+    assert asyncio.run(run()) == 100
+
+
+def test_the_repository_api_is_closed_to_others(supervised):
+    for path in ("models/decode/unload", "models/decode/load", "index"):
+        status, text = supervised.server.post(f"/v2/repository/{path}", {})
+        assert status == 403 and "restricted" in text
+    assert supervised.server.get("/v2/logging")[0] == 403
+    assert re.search("restricted-api=model-repository,logging,trace:foretoken-key=SECRET", supervised.server.log.read_text("utf-8", "replace"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_decode_goes_under_load(supervised, how):
+    """Its streams end in time with an error, whatever the client; the server is started anew and answers as before."""
+    streams, before = open_streams(supervised.server), supervised.counts()
+    os.kill(supervised.stub("decode"), how)
+    since = time.monotonic()
+    assert_told(streams, since)
+    wait_for(lambda: supervised.health()[0] == 503, "the news of it", 10)
+    assert supervised.health()[1]["models"]["decode"]["state"] != "up"
+    assert "died" in supervised.health()[1]["models"]["decode"]["detail"] or how is signal.SIGSTOP
+    supervised.await_ready()
+    assert_serves(supervised.server)
+    assert supervised.counts() == {**before, "decode": before["decode"] + 1, "server": before["server"] + 1}
+
+
+def test_the_tokenizer_is_killed_under_load(supervised):
+    """Streams that have their ids go on, those that wait for them have an error in time."""
+    server, before, generation = supervised.server, supervised.counts(), supervised.pid
+    streams = open_streams(server, max_tokens=400)
+    stub = supervised.stub("tokenizer")
+    os.kill(stub, signal.SIGSTOP)  # so that these are in its hands when it dies
+    waiting = [Stream(client, SHORT) for client in (Client(server.grpc, model="generate"), HttpClient(server.http, model="generate"))]
+    time.sleep(0.3)
+    os.kill(stub, signal.SIGKILL)
+    assert_told(waiting, time.monotonic())
+    wait_for(lambda: supervised.counts()["tokenizer"] == before["tokenizer"] + 1, "the news of it", 10)
+    supervised.await_ready()
+    for stream in streams:
+        stream.thread.join(60)
+        assert stream.error is None and stream.num_tokens == 400
+    assert_serves(server)
+    assert supervised.counts() == {**before, "tokenizer": before["tokenizer"] + 1} and supervised.pid == generation
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_drafter_goes_under_load(supervised, how):
+    """Nobody has an error: decoding goes on plainly, then with drafts again."""
+    server, before, generation = supervised.server, supervised.counts(), supervised.pid
+    streams = open_streams(server, max_tokens=200, speculative=None)
+    os.kill(supervised.stub("mtp_drafter"), how)
+    wait_for(lambda: supervised.counts()["mtp_drafter"] == before["mtp_drafter"] + 1, "the news of it", 20)
+    assert supervised.health()[0] == 200, "it answers without a drafter too"
+    for stream in streams:
+        stream.thread.join(60)
+        assert stream.error is None and stream.num_tokens == 200
+    supervised.await_ready()
+    assert supervised.counts() == {**before, "mtp_drafter": before["mtp_drafter"] + 1} and supervised.pid == generation
+
+    def drafts() -> bool:
+        return Client(server.grpc).generate("x = [1, 2, 3, 4, 5, 6, ", **SHORT)[0].speculation["drafted"] > 0
+
+    wait_for(drafts, "a draft of the drafter that came back", 20)
+
+
+def test_a_server_that_is_stopped_whole(supervised):
+    """Not even a connection is answered: clients notice by themselves, and whoever has sent and heard nothing as well."""
+    server, before = supervised.server, supervised.counts()
+    streams = open_streams(server)
+    os.kill(supervised.pid, signal.SIGSTOP)
+    since = time.monotonic()
+    late = [Stream(client, SHORT) for client in (Client(server.grpc), Client(server.grpc, model="generate"), HttpClient(server.http))]
+    assert_told([*streams, *late], since)
+    wait_for(lambda: supervised.counts()["server"] == before["server"] + 1, "the news of it", 20)
+    supervised.await_ready()
+    assert_serves(server)
+
+
+def test_sigterm_drains(tmp_path):
+    """New requests are refused, running ones finish up to the limit, those beyond it have an error, the suffix cache is saved."""
+    path = tmp_path / "suffix.npz"
+    speculative = {**SPECULATIVE, "request_methods": ["suffix"], "suffix_decoding_cache_path": str(path)}
+    with start(tmp_path, "--drain-seconds=8", f"--speculative-config={json.dumps(speculative)}") as supervised:
+        server = supervised.server
+        Client(server.grpc).generate("x = ", **SHORT, speculative={"method": "suffix"})
+        long = open_streams(server)
+        short = open_streams(server, max_tokens=20)
+        known = Client(server.grpc)
+        regions = {s.region for s in find_stubs(supervised.pid)}
+        os.kill(supervised.server.process.pid, signal.SIGTERM)
+        wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining", 5)
+        assert supervised.health()[0] == 503
+        time.sleep(0.3)
+        for client in (known, Client(server.grpc, model="generate"), HttpClient(server.http)):
+            with pytest.raises(GenerateError, match="the server is shutting down"):
+                client.generate("y = ", **SHORT)
+        for stream in short:
+            stream.thread.join(30)
+            assert stream.error is None and stream.num_tokens == 20
+        for stream in long:
+            stream.thread.join(30)
+            assert "the server is shutting down, and the time for open requests is over" in str(stream.error)
+            assert 0 < stream.num_tokens < 1900
+        assert server.process.wait(30) == 0
+        assert path.is_file()
+        assert not any(Path("/dev/shm", region).exists() for region in regions)
+
+
+def test_giving_up_ends_with_an_error_and_leaves_nothing(tmp_path):
+    with start(tmp_path, "--max-restarts=0") as supervised:
+        streams, pids = open_streams(supervised.server), [supervised.pid, *(s.pid for s in find_stubs(supervised.pid))]
+        os.kill(supervised.pid, signal.SIGKILL)
+        assert_told(streams, time.monotonic())
+        assert supervised.server.process.wait(20) == 1
+        log = supervised.server.log.read_text("utf-8", "replace")
+        assert "the server ended (exit status 137); not started again: 0 attempts have failed (max_restarts)" in log
+        wait_for(lambda: not any(map(is_running, pids)), "the end of all its processes", 5)
+
+
+def test_nothing_outlives_the_supervisor(tmp_path):
+    """Not even a model in the middle of an answer, when it is killed before it can do anything."""
+    with start(tmp_path) as supervised:
+        streams, pids = open_streams(supervised.server), [supervised.pid, *(s.pid for s in find_stubs(supervised.pid))]
+        supervised.server.process.kill()
+        assert_told(streams, time.monotonic())
+        wait_for(lambda: not any(map(is_running, pids)), "the end of all its processes", 5)
+
+
+def test_a_second_signal_ends_it_at_once(supervised):
+    """The last of this file: it ends the server that the others share."""
+    streams = open_streams(supervised.server)
+    pid, process = supervised.pid, supervised.server.process
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining", 5)
+    time.sleep(0.5)
+    assert process.poll() is None, "open requests go on"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 128 + signal.SIGINT
+    wait_for(lambda: not is_running(pid), "the server's end", 5)
+    assert_told(streams, time.monotonic())
