@@ -7,7 +7,7 @@ demo:
 
 serve:
 	@deploy/setup.sh serve
-	@.venv/bin/foretoken serve
+	@.venv/bin/foretoken gateway & gateway=$$!; trap 'kill $$gateway 2>/dev/null' EXIT INT TERM; .venv/bin/foretoken serve
 
 test:
 	@deploy/setup.sh test
@@ -23,6 +23,7 @@ bench:
 	@deploy/setup.sh test
 	@.venv/bin/python -m benchmarks.serve_cpu
 	@.venv/bin/python -m benchmarks.speculation
+	@.venv/bin/python -m benchmarks.gateway
 
 docs:
 	@deploy/setup.sh serve

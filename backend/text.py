@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,32 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @functools.cached_property
+    def _special_tokens(self) -> dict[int, bytes]:
+        return {i: token.content.encode() for i, token in self.inner.get_added_tokens_decoder().items()}
+
+    @functools.cached_property
+    def _byte_of(self) -> dict[str, int] | None:
+        """Which byte each character of a byte-level vocabulary stands for (GPT-2's table); None for a vocabulary of text."""
+        if self.inner.decoder is None or b"ByteLevel" not in self.inner.decoder.__getstate__():
+            return None
+        shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+        hidden = [b for b in range(256) if b not in shown]
+        return {chr(b): b for b in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token writes, which may be part of a character. Raises RequestError for an id outside the vocabulary."""
+        if token_id in self._special_tokens:
+            return self._special_tokens[token_id]
+        token = self.inner.id_to_token(token_id) if token_id >= 0 else None
+        if token is None:
+            raise RequestError(f"token {token_id} is not in the vocabulary of {self.inner.get_vocab_size()} tokens")
+        if self._byte_of is not None:
+            return bytes(self._byte_of[c] for c in token)
+        if re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         """The prompt for a list of {role, content}. Raises RequestError when there is no template or it refuses."""

@@ -23,6 +23,7 @@ from client.messages import (
     make_inputs,
     name_request,
     prompt_values,
+    read_error,
     read_result,
     say_silent,
     silence_limit,
@@ -73,7 +74,7 @@ class AsyncClient:
             await is_done.wait()  # the stream stays open until the answer is whole
 
         responses = self._connection.stream_infer(requests())
-        watch = _Watch(limit, responses.cancel)
+        watch = Watch(limit, responses.cancel)
         try:
             while not is_done.is_set():
                 try:
@@ -81,20 +82,21 @@ class AsyncClient:
                     result, error = await anext(responses)
                     watch.pause()
                 except StopAsyncIteration:
-                    raise GenerateError(f"request {request_id!r}: the server ended the stream early") from None
+                    raise GenerateError(f"request {request_id!r}: the server ended the stream early", "UNAVAILABLE") from None
                 except asyncio.CancelledError:
                     if not watch.has_fired:
                         raise
-                    raise GenerateError(say_silent(request_id, limit)) from None
+                    raise GenerateError(say_silent(request_id, limit), "TIMEOUT") from None
                 if error is not None:
-                    raise GenerateError(name_request(request_id, error))
+                    raise read_error(request_id, error)
                 chunk, is_last = read_result(result)
                 if is_last:
                     is_done.set()
                 if chunk.token_ids or chunk.text or chunk.finish_reason:
                     yield chunk
         except (InferenceServerException, grpc.RpcError) as error:
-            raise GenerateError(name_request(request_id, error)) from None
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+            raise GenerateError(name_request(request_id, reason), "UNAVAILABLE") from None
         finally:
             watch.stop()
             if not is_done.is_set():
@@ -102,6 +104,14 @@ class AsyncClient:
                 is_done.set()
                 if model != "decode":
                     await asyncio.shield(self._cancel(request_id, CANCEL_SECONDS if watch.has_fired else self.inactivity_timeout))
+
+    async def infer(self, model: str, **values: Any) -> dict[str, list[Any]]:
+        """The outputs of a model that gives one response, by name; text as bytes. Raises GenerateError."""
+        try:
+            result = await self._connection.infer(model, make_inputs(values), client_timeout=self.inactivity_timeout)
+        except InferenceServerException as error:
+            raise GenerateError(error.message(), _CODES.get(error.status() or "", "INTERNAL")) from None
+        return {output.name: result.as_numpy(output.name).tolist() for output in result.get_response().outputs}
 
     async def cancel(self, request_id: str) -> bool:
         """Ends a request by id. False when none with that id is open."""
@@ -115,7 +125,11 @@ class AsyncClient:
             return False
 
 
-class _Watch:
+_CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVAILABLE": "UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED": "TIMEOUT"}
+"""gRPC's status of a call that is no stream."""
+
+
+class Watch:
     """Calls `act` after `seconds` between a `resume` and its `pause`. One timer a stream: a timeout for every response costs a task each."""
 
     def __init__(self, seconds: float, act: Callable[[], object]) -> None:

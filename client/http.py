@@ -15,8 +15,8 @@ from client.messages import (
     Completion,
     GenerateError,
     collect,
-    name_request,
     prompt_values,
+    read_error,
     read_event,
     say_silent,
     silence_limit,
@@ -40,7 +40,7 @@ class HttpClient:
             connection.request("POST", f"/v2/models/{self.model}/{verb}", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
-                raise GenerateError(name_request(request_id, self._message(response.read())))
+                raise read_error(request_id, self._message(response.read()))
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise self._failure(request_id, values, error) from None
@@ -51,8 +51,8 @@ class HttpClient:
 
     def _failure(self, request_id: str, values: dict[str, Any], error: Exception) -> GenerateError:
         if isinstance(error, TimeoutError):
-            return GenerateError(say_silent(request_id, silence_limit(values, self.inactivity_timeout)))
-        return GenerateError(f"request {request_id!r}: {self.address}: {error}")
+            return GenerateError(say_silent(request_id, silence_limit(values, self.inactivity_timeout)), "TIMEOUT")
+        return GenerateError(f"request {request_id!r}: {self.address}: {error}", "UNAVAILABLE")
 
     @staticmethod
     def _message(body: bytes) -> str:
@@ -77,7 +77,7 @@ class HttpClient:
         finally:
             connection.close()
         if "error" in answer:  # some come with status 200
-            raise GenerateError(name_request(request_id, answer["error"]))
+            raise read_error(request_id, answer["error"])
         return answer
 
     def stream(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> Iterator[Chunk]:
@@ -91,13 +91,13 @@ class HttpClient:
                     continue
                 event = json.loads(line[5:])
                 if "error" in event:
-                    raise GenerateError(name_request(request_id, event["error"]))
+                    raise read_error(request_id, event["error"])
                 chunk = read_event(event)
                 if chunk.token_ids or chunk.text or chunk.finish_reason:
                     is_finished = is_finished or chunk.finish_reason is not None
                     yield chunk
             if not is_finished:
-                raise GenerateError(f"request {request_id!r}: {self.address}: the server ended the stream early")
+                raise GenerateError(f"request {request_id!r}: {self.address}: the server ended the stream early", "UNAVAILABLE")
         except (OSError, http.client.HTTPException) as error:
             raise self._failure(request_id, values, error) from None
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,11 +37,30 @@ _TYPES: dict[str, str] = {
     "speculative": "BYTES", "stream": "BOOL", "cancel": "BYTES",
 }  # fmt: skip
 _NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
+_FORMATS = {"INT32": "i", "INT64": "q", "FP32": "f", "BOOL": "?"}
+_NO_TEXT = b"\0\0\0\0"
+"""One empty string in the protocol's raw form."""
 PARAMETERS = tuple(_TYPES)
 
 
 class GenerateError(RuntimeError):
-    """The server refused or lost a request; the message is the server's."""
+    """The server refused or lost a request; the message is the server's.
+
+    code: INVALID_ARG (the request's fault), UNAVAILABLE (full, down or not reached), TIMEOUT (it went silent) or INTERNAL.
+    """
+
+    def __init__(self, message: str, code: str = "INTERNAL") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def read_error(request_id: str, error: object) -> GenerateError:
+    """The error that a server's message tells, with the request's id: decode's begin with a code in brackets."""
+    message = str(error)
+    match = re.match(r"(in ensemble '[^']*', )?\[(INVALID_ARG|UNAVAILABLE|INTERNAL)\] ", message)
+    if match is None:
+        return GenerateError(name_request(request_id, message))
+    return GenerateError(name_request(request_id, (match[1] or "") + message[match.end() :]), match[2])
 
 
 @dataclass(slots=True)
@@ -110,13 +130,16 @@ def silence_limit(values: dict[str, Any], inactivity_timeout: float) -> float:
 
 
 def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:
-    """Tensors for the gRPC request."""
+    """Tensors for the gRPC request. Raises GenerateError for text with half a surrogate pair, which UTF-8 has no form for."""
     inputs = []
     for name, value in values.items():
         kind = _TYPES[name]
         items = [value] if isinstance(value, (str, bytes)) or np.isscalar(value) else list(value)
         if kind == "BYTES":
-            array = np.array([v.encode() if isinstance(v, str) else v for v in items], dtype=object)
+            try:
+                array = np.array([v.encode() if isinstance(v, str) else v for v in items], dtype=object)
+            except UnicodeEncodeError as error:
+                raise GenerateError(f"{name} is not valid Unicode: {error.object[error.start]!r} at {error.start}", "INVALID_ARG") from None
         else:
             array = np.array(items, dtype=_NUMPY[kind])
         tensor = triton_grpc.InferInput(name, list(array.shape), kind)
@@ -137,8 +160,11 @@ def read_result(result: triton_grpc.InferResult) -> tuple[Chunk, bool]:
 
 def _decode(datatype: str, raw: bytes) -> list[Any]:
     """The elements of a tensor in the protocol's raw form; BYTES elements come behind their lengths."""
-    if datatype != "BYTES":
-        return np.frombuffer(raw, dtype=_NUMPY[datatype]).tolist()
+    if datatype != "BYTES":  # not through NumPy: most have one element, and an array costs more than that
+        view: Any = memoryview(raw)
+        return view.cast(_FORMATS[datatype]).tolist()
+    if raw == _NO_TEXT:
+        return [""]
     texts, at = [], 0
     while at < len(raw):
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")

@@ -24,6 +24,7 @@ from client.messages import (
     make_inputs,
     name_request,
     prompt_values,
+    read_error,
     read_result,
     say_silent,
     silence_limit,
@@ -105,10 +106,10 @@ class Client:
                     result, error = received.get(timeout=limit)
                 except queue.Empty:
                     is_silent = True
-                    raise GenerateError(say_silent(request_id, limit)) from None
+                    raise GenerateError(say_silent(request_id, limit), "TIMEOUT") from None
                 if error is not None:
                     is_done = True
-                    raise GenerateError(name_request(request_id, error))
+                    raise read_error(request_id, error)
                 chunk, is_done = read_result(result)
                 is_answered = is_answered or chunk.finish_reason is not None
                 if is_done and not is_answered:
@@ -118,7 +119,7 @@ class Client:
         except InferenceServerException as error:
             with contextlib.suppress(queue.Empty):  # which tells why the stream is closed
                 error = received.get_nowait()[1] or error
-            raise GenerateError(name_request(request_id, error)) from None
+            raise GenerateError(name_request(request_id, error), "UNAVAILABLE") from None
         finally:
             try:
                 connection.stop_stream(cancel_requests=not is_done)

@@ -43,6 +43,15 @@ examples:
         "A conversation with a model that has a chat template (the bundled one has none). An empty line, or the end of input, leaves it.",
         'examples:\n  foretoken chat\n  foretoken chat --url 127.0.0.1:8001 --temperature 0.7 "Who are you?"\n',
     ),
+    "gateway": (
+        "OpenAI's interface and a page, in front of a running server",
+        "Serves /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health and /metrics, and at / a page to try it.",
+        """\
+examples:
+  foretoken gateway
+  foretoken gateway --url 127.0.0.1:8001 --port 8080 --api-keys keys.txt
+""",
+    ),
     "bench": ("measure a running server: latency, throughput, goodput, acceptance", "", ""),
     "demo": (
         "start a server, stream an answer, stop it",
@@ -67,15 +76,24 @@ def make_parser() -> argparse.ArgumentParser:
     # Imported when the command runs: the parts below are all light, and this module is imported by what needs none of them.
     from client import cli
     from client.bench import cli as bench
+    from client.gateway import cli as gateway
     from deploy import demo, launcher
     from training.heldout import list_heldout
 
     launcher.add_arguments(pages["serve"])
     cli.add_arguments(pages["complete"])
     cli.add_arguments(pages["chat"])
+    gateway.add_arguments(pages["gateway"])
     bench.add_arguments(pages["bench"], list(list_heldout().values()))  # code that the bundled model has not seen
     demo.add_arguments(pages["demo"])
-    for name, run in (("serve", launcher.serve), ("complete", cli.complete), ("chat", cli.chat), ("bench", bench.run), ("demo", demo.run)):
+    for name, run in (
+        ("serve", launcher.serve),
+        ("complete", cli.complete),
+        ("chat", cli.chat),
+        ("gateway", gateway.run),
+        ("bench", bench.run),
+        ("demo", demo.run),
+    ):
         pages[name].set_defaults(run=run)
     return parser
 

@@ -71,6 +71,32 @@ def running_server(http_port: int, grpc_port: int, metrics_port: int, log: Path,
         stop_server(process)
 
 
+@contextlib.contextmanager
+def running_gateway(log: Path, grpc_address: str, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`foretoken gateway` as a child process: its address, once it answers, and the process. Raises RuntimeError when it does not start."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "deploy.cli", "gateway", f"--url={grpc_address}", "--host=127.0.0.1", f"--port={port}", *options]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _accepts("127.0.0.1", port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the gateway did not start; the end of {log}:\n{log.read_text('utf-8', 'replace')[-3000:]}")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        stop_server(process)
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+        return True
+    except OSError:
+        return False
+
+
 def stop_server(process: subprocess.Popen[bytes]) -> None:
     """Asks the server to end, then ends whatever of its process group is left."""
     if process.poll() is None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the project into it: `deploy/setup.sh serve` for a server, `deploy/setup.sh test` for the tests too,
 # `deploy/setup.sh image` for a container: as serve, and nothing may be left out.
-# Installs nothing outside the project's folder, except Debian's libpython when the stub has none and this user may.
+# Installs nothing outside the project's folder, except Debian's libpython when the stub has none, and for the tests a Chromium, if this user may.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-serve}
@@ -67,6 +67,16 @@ fetch_prometheus() {
 }
 if [ "$what" = test ] && ! (fetch_prometheus) >/dev/null 2>&1; then
   say "no Prometheus (apt-get install prometheus): dashboards and alerts are not tested" >&2
+fi
+
+# For the tests of the gateway's page: the distribution's, which needs no other host than that of the packages.
+if [ "$what" = test ] && ! command -v chromium >/dev/null; then
+  say "fetching Chromium, for the tests of the page ..."
+  if [ "$(id -u)" = 0 ]; then
+    { apt-get install -y -qq --no-install-recommends chromium || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }; } >/dev/null
+  else
+    .venv/bin/playwright install chromium || { say "no Chromium: apt-get install chromium" >&2; exit 1; }
+  fi
 fi
 touch "$stamp"
 say "done"

@@ -141,6 +141,13 @@ def test_client_imports_no_sibling() -> None:
     none_of([i for i in of_project(imports_of("client")) if not i.is_in("client")], "a client needs tritonclient, and nothing of the server")
 
 
+def test_the_gateway_is_an_extra() -> None:
+    """A client, and the command line without `foretoken gateway`, need none of what it needs."""
+    needs = ("fastapi", "starlette", "uvicorn", "pydantic", "orjson")
+    none_of([i for i in imports_of("client", "deploy") if i.is_in(*needs) and not i.file.startswith("client/gateway/")], "the gateway is an extra")
+    none_of([i for i in of_project(imports_of("client")) if i.is_in("client.gateway") and not i.file.startswith("client/gateway/")], "never back")
+
+
 def test_deploy_imports_configuration_at_most() -> None:
     allowed = ("deploy", "backend.config", "backend.errors", "backend.model_files")
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
@@ -237,7 +244,9 @@ def loaded_by(statement: str) -> set[str]:
         ("deploy.cli", {"torch", "transformers", "tritonclient", "grpc", "tokenizers", "training"}),
         ("backend.scheduler", {"torch", "numpy"}),
         ("backend.config", {"torch", "numpy"}),
-        ("client", {"torch", "backend"}),
+        ("client", {"torch", "backend", "fastapi", "uvicorn"}),
+        ("client.gateway.cli", {"torch", "backend", "fastapi", "uvicorn"}),
+        ("client.gateway.app", {"torch", "backend", "uvicorn", "openai"}),
         ("kernels", {"torch", "numpy"}),
         ("backend", {"torch", "numpy"}),
     ],

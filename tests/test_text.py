@@ -214,6 +214,32 @@ def test_special_tokens_are_added_unless_told() -> None:
     assert TOKENIZER.encode("def f():") == [0, *plain]
 
 
+@given(TEXTS)
+def test_the_bytes_of_tokens_make_the_text(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert b"".join(map(TOKENIZER.token_bytes, ids)).decode() == text
+    assert TOKENIZER.token_bytes(0) == SPECIAL.encode()
+
+
+def test_every_token_has_bytes() -> None:
+    assert all(TOKENIZER.token_bytes(i) for i in range(VOCAB_SIZE))
+    for token_id in (-1, VOCAB_SIZE):
+        with pytest.raises(RequestError, match=f"token {token_id} is not in the vocabulary of {VOCAB_SIZE} tokens"):
+            TOKENIZER.token_bytes(token_id)
+
+
+def test_bytes_of_a_vocabulary_of_text(tmp_path: Path) -> None:
+    """As SentencePiece has it: spaces are shown as ▁, and bytes stand for what has no token."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models
+
+    inner = Inner(models.BPE({"<s>": 0, "▁def": 1, "<0xC3>": 2, "<0xA9>": 3, "x": 4}, [], byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert b"".join(map(tokenizer.token_bytes, [1, 2, 3, 4])) == " deféx".encode()
+
+
 def test_long_texts_are_not_truncated() -> None:
     assert len(encode("x y " * 5000)) >= 10_000
 

@@ -228,7 +228,8 @@ class TritonPythonModel:
             name = "INTERNAL"
             logger.exception("request %r failed", client_id, exc_info=error)
         self._publisher.count_error(name)
-        message = f"request {client_id!r:.100}: {error}"
+        # gRPC streams carry the message alone, so it names the code too.
+        message = f"[{name}] request {client_id!r:.100}: {error}"
         sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, name))), flags=FINAL)
 
     # -- watcher thread ---------------------------------------------------------------------------------------------

@@ -1,0 +1,219 @@
+"""Runs a request and answers it: as server-sent events or whole, to its end, or until the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from client.aio import Watch
+from client.gateway.errors import ApiError, from_server
+from client.gateway.forms import ChatForm, CompletionForm
+from client.gateway.metrics import Metrics
+from client.gateway.openai import ChatRequest, CompletionRequest
+from client.gateway.upstream import Upstream
+from client.messages import Chunk, GenerateError, collect
+
+logger = logging.getLogger("foretoken.gateway")
+
+STALL_SECONDS = 30.0
+"""A reader that takes nothing for this long is dropped. Until then the server's answer waits in flow-controlled buffers."""
+_EVENT = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
+_JSON = [(b"content-type", b"application/json")]
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Cancels the work when the client hangs up."""
+    job = asyncio.create_task(work)
+    gone = asyncio.create_task(wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
+        if job.done() and not job.cancelled():
+            job.result()
+    finally:
+        gone.cancel()
+        job.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # whoever wanted its outcome has it by now
+            await job
+
+
+async def merge(streams: list[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """(which, chunk) of several streams as they come. The queue is bounded: a slow reader slows them."""
+    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(len(streams))
+
+    async def pump(which: int) -> None:
+        try:
+            async with contextlib.aclosing(streams[which]) as chunks:
+                async for chunk in chunks:
+                    await queue.put((which, chunk))
+            await queue.put((which, None))
+        except Exception as error:
+            await queue.put((which, error))
+
+    tasks = [asyncio.create_task(pump(i)) for i in range(len(streams))]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            which, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield which, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Answer(Response):
+    """The answer to one request, for one or several prompts with n choices each."""
+
+    def __init__(self, upstream: Upstream, metrics: Metrics, model: str, request_id: str, request: CompletionRequest | ChatRequest) -> None:
+        self.background = None
+        self._upstream = upstream
+        self._metrics = metrics
+        self._request = request
+        self._form = ChatForm(request) if isinstance(request, ChatRequest) else CompletionForm(request)
+        self._prompts = request.prompts()
+        self._parameters = request.parameters()
+        self._request_id = request_id
+        self._head = {"id": self._form.id_prefix + request_id, "object": self._form.object, "created": int(time.time()), "model": model}
+        self._started = time.perf_counter()
+        self._usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await run_while_connected(self._stream(send) if self._request.stream else self._whole(send), receive)
+
+    # -- from the server ----------------------------------------------------------------------------------------------
+
+    async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """(choice, chunk) of every prompt's completions. Raises ApiError."""
+        several = len(self._prompts) > 1
+        ids = [f"{self._request_id}-{i}" if several else self._request_id for i in range(len(self._prompts))]
+        streams = [self._upstream.stream(i, {**prompt, **self._parameters}) for i, prompt in zip(ids, self._prompts)]
+        first: dict[int, float] = {}
+        async with contextlib.aclosing(merge(streams) if several else _numbered(streams[0])) as chunks:
+            try:
+                async for which, chunk in chunks:
+                    choice = which * self._request.n + chunk.index
+                    if chunk.token_ids and choice not in first:
+                        first[choice] = now = time.perf_counter()
+                        self._metrics.time_to_first_token.observe(now - self._started)
+                    if chunk.finish_reason is not None:
+                        self._end(chunk, first.get(choice))
+                    yield choice, chunk
+            except GenerateError as error:
+                raise from_server(error) from None
+
+    def _end(self, chunk: Chunk, first: float | None) -> None:
+        """Books a choice's last chunk. Raises ApiError for an end that OpenAI's interface has no word for."""
+        usage = chunk.usage or {}
+        count = usage.get("completion_tokens", 0)
+        self._usage["completion_tokens"] += count
+        if chunk.index == 0:  # a prompt's n completions share it
+            self._usage["prompt_tokens"] += usage.get("prompt_tokens", 0)
+            self._usage["cached_tokens"] += usage.get("cached_tokens", 0)
+        if first is not None and count > 1:
+            self._metrics.time_per_output_token.observe((time.perf_counter() - first) / (count - 1))
+        self._metrics.count_tokens(usage if chunk.index == 0 else {"completion_tokens": count})
+        if chunk.finish_reason == "timeout":
+            raise ApiError(504, f"request {self._request_id!r}: its timeout_ms passed after {count} tokens", "timeout", "timeout_ms")
+        if chunk.finish_reason == "cancelled":
+            raise ApiError(400, f"request {self._request_id!r}: it was cancelled after {count} tokens", "cancelled")
+
+    async def _write(self, choice: int, chunk: Chunk, is_streamed: bool) -> dict[str, Any]:
+        ids = self._form.tokens_of(chunk)
+        try:
+            tokens = dict(zip(ids, await self._upstream.token_bytes(ids))) if ids else {}
+        except GenerateError as error:
+            raise from_server(error) from None
+        return self._form.write(choice, chunk, tokens, is_streamed)
+
+    def _usage_body(self) -> dict[str, Any]:
+        usage = self._usage
+        return {
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "total_tokens": usage["prompt_tokens"] + usage["completion_tokens"],
+            "prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]},
+        }
+
+    # -- to the client ------------------------------------------------------------------------------------------------
+
+    async def _whole(self, send: Send) -> None:
+        chunks = []
+        async with contextlib.aclosing(self._chunks()) as source:
+            async for choice, chunk in source:
+                chunk.index = choice
+                chunks.append(chunk)
+        choices = [await self._write(c.index, c, is_streamed=False) for c in collect(chunks)]
+        body = orjson.dumps({**self._head, "choices": choices, "usage": self._usage_body()})
+        await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, (b"content-length", str(len(body)).encode())]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        """Starts with the first part: what fails before it has a status of its own."""
+        task = asyncio.current_task()
+        assert task is not None
+        watch = Watch(STALL_SECONDS, task.cancel)
+        try:
+            await self._send_events(send, watch)
+        except asyncio.CancelledError:
+            if watch.has_fired:
+                self._metrics.stalled.inc()
+                logger.warning("%s the client has read nothing for %g s: dropped", self._request_id, STALL_SECONDS)
+            raise
+        finally:
+            watch.stop()
+
+    async def _send_events(self, send: Send, watch: Watch) -> None:
+        async def write(data: bytes, more: bool = True) -> None:
+            watch.resume()
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+            watch.pause()
+
+        head: dict[str, Any] = {**self._head, "object": self._form.chunk_object}
+        has_usage = self._request.stream_options.include_usage
+        if has_usage:
+            head["usage"] = None
+        is_started = False
+        try:
+            async with contextlib.aclosing(self._chunks()) as source:
+                async for choice, chunk in source:
+                    part = await self._write(choice, chunk, is_streamed=True)
+                    if not is_started:
+                        is_started = True
+                        waited = f"first-token;dur={1e3 * (time.perf_counter() - self._started):.2f}"
+                        await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT, (b"server-timing", waited.encode())]})
+                    await write(orjson.dumps({**head, "choices": [part]}))
+            if has_usage:
+                await write(orjson.dumps({**head, "choices": [], "usage": self._usage_body()}))
+        except Exception as error:
+            if not is_started:
+                raise
+            if not isinstance(error, ApiError):
+                logger.exception("%s failed", self._request_id)
+                error = ApiError(500, "the gateway failed; its log says how", "internal_error")
+            self._metrics.errors.labels(error.code).inc()
+            await write(orjson.dumps(error.body()))
+        await write(b"[DONE]", more=False)
+
+
+async def _numbered(stream: AsyncGenerator[Chunk, None]) -> AsyncGenerator[tuple[int, Chunk], None]:
+    async with contextlib.aclosing(stream):
+        async for chunk in stream:
+            yield 0, chunk

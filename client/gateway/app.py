@@ -1,0 +1,157 @@
+"""The gateway's routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from client.gateway.answers import Answer
+from client.gateway.entrance import ERROR_CODE, ApiKeys, BodyLimit, RequestLog
+from client.gateway.errors import ApiError, from_server, from_validation
+from client.gateway.metrics import CONTENT_TYPE, Metrics
+from client.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from client.gateway.upstream import Upstream
+from client.messages import DEFAULT_GRPC_URL, GenerateError
+
+PAGE = Path(__file__).parent / "page"
+ANY_MODEL = "default"
+"""What PaddleNLP's and FastDeploy's examples call the model."""
+PAGE_HEADERS = {"content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'", "x-content-type-options": "nosniff"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A gateway's configuration."""
+
+    url: str = DEFAULT_GRPC_URL
+    """The server's gRPC address."""
+    model: str = "decode"
+    """The server's model that generates: one that sees cancellation, so no ensemble."""
+    served_model_name: str = "foretoken"
+    """What clients call it."""
+    api_keys: tuple[str, ...] = ()
+    """Empty: anyone may call."""
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 4 * 2**20
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The ASGI application. It starts, and says so on /health, whether or not the server is there."""
+    metrics = Metrics()
+    upstream: Upstream
+    created = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        nonlocal upstream
+        upstream = Upstream(settings.url, settings.model)
+        yield
+        await upstream.close()
+
+    app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # The last one added is the first to be passed.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeys, keys=list(settings.api_keys))
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    app.add_middleware(RequestLog, metrics=metrics)
+    _add_error_handlers(app)
+
+    def check_model(name: str | None) -> str:
+        if name not in (None, "", ANY_MODEL, settings.served_model_name):
+            raise ApiError(404, f"the model {name!r:.100} does not exist; there is {settings.served_model_name!r}", "model_not_found", "model")
+        return settings.served_model_name
+
+    def answer(request: Request, body: CompletionRequest | ChatRequest) -> Answer:
+        return Answer(upstream, metrics, check_model(body.model), request.state.request_id, body)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request, body: CompletionRequest) -> Response:
+        return answer(request, body)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        return answer(request, body)
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [describe_model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> dict[str, Any]:
+        check_model(name)
+        return describe_model()
+
+    def describe_model() -> dict[str, Any]:
+        return {"id": settings.served_model_name, "object": "model", "created": created, "owned_by": "foretoken"}
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        check_model(body.model)
+        tokens = await upstream.tokenize(body.text or body.prompt or "")
+        return {"tokens": tokens, "count": len(tokens)}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        check_model(body.model)
+        return {"prompt": await upstream.detokenize(body.tokens) if body.tokens else ""}
+
+    @app.get("/health")
+    async def health() -> Response:
+        try:
+            await upstream.check()
+        except GenerateError as error:
+            return JSONResponse({"status": "unavailable", "error": str(error)}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+    app.mount("/page", StaticFiles(directory=PAGE))
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    def respond(request: Request, error: ApiError) -> Response:
+        setattr(request.state, ERROR_CODE, error.code)
+        return error.response()
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return respond(request, error)
+
+    @app.exception_handler(GenerateError)
+    async def on_server_error(request: Request, error: GenerateError) -> Response:
+        return respond(request, from_server(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_bad_body(request: Request, error: RequestValidationError) -> Response:
+        return respond(request, from_validation(error))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
+        return respond(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code))

@@ -1,0 +1,62 @@
+"""`foretoken gateway`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import resource
+import sys
+
+from client.messages import DEFAULT_GRPC_URL
+
+DEFAULT_PORT = 8080
+DRAIN_SECONDS = 30
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection: one that closes first loses no request to the race."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_GRPC_URL, help=f"the server's gRPC address (default {DEFAULT_GRPC_URL})")
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default 0.0.0.0)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}")
+    parser.add_argument("--served-model-name", default="foretoken", metavar="NAME", help="what clients call the model (default foretoken)")
+    parser.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE: one a line, # begins a comment")
+    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of ORIGIN may call (default: none)")
+    parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="larger requests are refused (default 4 MiB)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM; then running requests may finish."""
+    try:
+        import uvicorn
+
+        from client.gateway.app import Settings, create_app
+        from client.gateway.entrance import read_keys
+        from client.gateway.protocol import LimitedHeadProtocol
+    except ModuleNotFoundError as error:
+        print(f"foretoken gateway: {error.name} is not installed: pip install 'foretoken[gateway]'", file=sys.stderr)
+        return 2
+    try:
+        keys = read_keys(args.api_keys) if args.api_keys else []
+    except (OSError, ValueError) as error:
+        print(f"foretoken gateway: --api-keys: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # A connection is a file, and the usual soft limit is 1,024.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
+    app = create_app(Settings(args.url, "decode", args.served_model_name, tuple(keys), tuple(args.cors_origin), args.max_body_bytes))
+    uvicorn.run(
+        app,
+        host=args.host,
+        port=args.port,
+        loop="uvloop",
+        http=LimitedHeadProtocol,
+        ws="none",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+    )
+    return 0

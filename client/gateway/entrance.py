@@ -1,0 +1,169 @@
+"""What every request passes before the routes: its id, log line and counts; its key; the size of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from client.gateway.errors import ApiError
+from client.gateway.metrics import Metrics
+
+logger = logging.getLogger("foretoken.gateway")
+
+BODY_SECONDS = 30.0
+"""A body must arrive whole within this time."""
+PATHS = frozenset({"/", "/health", "/metrics", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions"})
+"""By their names in metrics; all others are `other`."""
+OPEN_PATHS = ("/", "/health", "/metrics", "/page/")
+"""Need no key: the page is the same for all, and asks for the key itself; probes and Prometheus have none."""
+HUNG_UP = 499
+ERROR_CODE = "error_code"
+"""Where in a request's state the code of its error is, to be counted."""
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request whose body nobody has read."""
+    scope["state"][ERROR_CODE] = error.code
+    await _discard(receive)
+    await error.response()(scope, receive, send)
+
+
+async def _discard(receive: Receive) -> None:
+    """Takes in the rest of a body, for a while: a connection closed on a client that still sends is reset, and the answer with it."""
+
+    async def read() -> None:
+        while (await receive()).get("more_body", False):
+            pass
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), BODY_SECONDS)
+
+
+class RequestLog:
+    """Gives each request an id (the client's own, if it is a plain one), answers what nobody else did, logs and counts."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status, is_whole = time.perf_counter(), HUNG_UP, False
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if re.fullmatch(r"[\w.:-]{1,64}", given, re.ASCII) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            elif not message.get("more_body"):
+                is_whole = True
+            await send(message)
+
+        self._metrics.in_flight.inc()
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            logger.exception("%s failed", request_id, exc_info=error)
+            if status != HUNG_UP:
+                raise
+            failure = ApiError(500, "the gateway failed; its log says how", "internal_error")
+            scope["state"][ERROR_CODE] = failure.code
+            await failure.response()(scope, receive, send_with_id)
+        finally:
+            self._metrics.in_flight.dec()
+            if code := scope["state"].get(ERROR_CODE):
+                self._metrics.errors.labels(code).inc()
+            shown = status if is_whole else HUNG_UP
+            path = scope["path"]
+            self._metrics.requests.labels(path if path in PATHS else "other", shown).inc()
+            logger.info(
+                "%s %s %s %d %.3f s", request_id, scope["method"], path.encode("unicode_escape").decode(), shown, time.perf_counter() - started
+            )
+
+
+class ApiKeys:
+    """Asks for one of the keys of a file, as `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, keys: list[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "http" and path not in OPEN_PATHS and not path.startswith("/page/"):
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            given = _digest(key.strip())
+            # Every key is looked at, in constant time: how long a refusal takes tells nothing.
+            if sum(hmac.compare_digest(given, digest) for digest in self._digests) == 0 or scheme.lower() != "bearer":
+                error = ApiError(401, "a valid API key is needed, as 'Authorization: Bearer KEY'", "invalid_api_key")
+                await refuse(error, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def read_keys(path: str) -> list[str]:
+    """One key a line; blank lines and those that begin with # do not count. Raises ValueError, OSError."""
+    keys = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
+    keys = [key for key in keys if key and not key.startswith("#")]
+    if not keys:
+        raise ValueError(f"{path} has no key: with it, nobody would be let in")
+    return keys
+
+
+class BodyLimit:
+    """Refuses bodies that are too large, as soon as that is known, and those that do not come."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > self._max_bytes:
+            await refuse(self._too_large(f"{length} bytes"), scope, receive, send)
+            return
+        received, is_whole = 0, False
+        deadline = time.monotonic() + BODY_SECONDS
+
+        async def receive_within_limits() -> Message:
+            nonlocal received, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout") from None
+            received += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if received > self._max_bytes:
+                if not is_whole:
+                    await _discard(receive)
+                raise self._too_large(f"more than {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, receive_within_limits, send)
+
+    def _too_large(self, seen: str) -> ApiError:
+        return ApiError(413, f"the body has {seen}; the limit is {self._max_bytes}", "request_too_large")

@@ -1,0 +1,60 @@
+"""Errors in OpenAI's form, with the HTTP status that its clients act on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.responses import JSONResponse
+
+from client.messages import PARAMETERS, GenerateError
+
+RETRY_SECONDS = 1
+
+
+class ApiError(HTTPException):
+    """What a client is told: an HTTP status, and OpenAI's message, code and param."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(status, message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": str(RETRY_SECONDS)}}
+        return JSONResponse(self.body(), self.status_code, headers.get(self.status_code))
+
+
+_UPSTREAM = {"INVALID_ARG": (400, "invalid_value"), "UNAVAILABLE": (503, "unavailable"), "TIMEOUT": (504, "timeout")}
+
+
+def from_server(error: GenerateError) -> ApiError:
+    """The server's refusal as the client sees it."""
+    status, code = _UPSTREAM.get(error.code, (500, "internal_error"))
+    named = re.match(r"request '[^']*': (\w+)", str(error)) if status == 400 else None
+    param = named[1] if named and named[1] in PARAMETERS else None
+    return ApiError(status, str(error), code, "prompt" if param in ("text_input", "input_ids") else param)
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body."""
+    errors = error.errors()
+    first = errors[0]
+    kind, place = first["type"], first["loc"][1:]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
+    if kind == "value_error":  # a rule over several keys
+        return ApiError(400, str(first["ctx"]["error"]), "invalid_value")
+    if not place:
+        return ApiError(400, f"the body must be a JSON object, sent with content-type application/json: {first['msg']}", "invalid_body")
+    name = str(place[0])[:100]
+    if kind == "extra_forbidden":
+        return ApiError(400, f"unknown or unsupported parameter {'.'.join(map(str, place))!r:.100}", "unknown_parameter", name)
+    rules = dict.fromkeys(e["msg"] for e in errors if e["loc"][1:2] == place[:1])  # a key that may be of several types has one of each
+    return ApiError(400, f"{name}: {'; or '.join(rules):.500}, got {first['input']!r:.100}", "invalid_value", name)

@@ -1,0 +1,121 @@
+"""Chunks of the decode model as the choices that OpenAI's clients expect."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from client.gateway.openai import ChatRequest, CompletionRequest
+from client.messages import Chunk
+
+TokenBytes = Mapping[int, bytes]
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+def show(token: bytes) -> str:
+    """A token as OpenAI writes it: its text, or its bytes where it is part of a character."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in token)
+
+
+@dataclass(slots=True)
+class _Written:
+    """What of one choice has been written."""
+
+    num_characters: int = 0
+    """By its tokens, which may be ahead of its text: the server holds back what may begin a stop string."""
+    characters: Any = field(default_factory=lambda: _Utf8("replace"))
+    """The tokens' text, character by whole character."""
+
+
+class Form:
+    """One endpoint's choices. A streamed choice is written in several parts, and one that is not in a single part."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(self, request: CompletionRequest | ChatRequest) -> None:
+        self.has_logprobs = request.parameters()["logprobs"] is not None
+        self.has_tokens = request.return_tokens
+        self._written: dict[int, _Written] = {}
+
+    def tokens_of(self, chunk: Chunk) -> list[int]:
+        """The tokens whose bytes `write` wants."""
+        if not self.has_logprobs:
+            return chunk.token_ids if self.has_tokens else []
+        return [*chunk.token_ids, *(top["id"] for entry in chunk.logprobs or () for top in entry["top"])]
+
+    def write(self, index: int, chunk: Chunk, tokens: TokenBytes, is_streamed: bool) -> dict[str, Any]:
+        """A choice, or with `is_streamed` its next part."""
+        is_first = index not in self._written
+        if is_first:
+            self._written[index] = _Written()
+        written = self._written[index]
+        choice: dict[str, Any] = {"index": index, **self._content(chunk.text, is_first, is_streamed)}
+        pieces = [written.characters.decode(tokens[i]) for i in chunk.token_ids] if tokens else []
+        choice["logprobs"] = self._logprobs(chunk, tokens, pieces, written) if self.has_logprobs else None
+        choice["finish_reason"] = chunk.finish_reason
+        if self.has_tokens:
+            choice["token_ids"] = chunk.token_ids
+            choice["tokens"] = pieces
+            choice["token_sources"] = chunk.sources
+        if chunk.speculation is not None:
+            choice["speculation"] = chunk.speculation
+        return choice
+
+    def _content(self, text: str, is_first: bool, is_streamed: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionForm(Form):
+    """Of /v1/completions."""
+
+    id_prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def _content(self, text: str, is_first: bool, is_streamed: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
+        """The prompt's tokens, with echo, have none."""
+        entries = chunk.logprobs or []
+        unscored = [None] * (len(chunk.token_ids) - len(entries))
+        offsets = []
+        for place, piece in enumerate(pieces):
+            offsets.append(written.num_characters)
+            if place >= len(unscored) or chunk.text.startswith(piece, written.num_characters):  # the prompt's special tokens are not in the text
+                written.num_characters += len(piece)
+        return {
+            "tokens": [show(tokens[i]) for i in chunk.token_ids],
+            "token_logprobs": [*unscored, *(entry["logprob"] for entry in entries)],
+            "top_logprobs": [*unscored, *({show(tokens[top["id"]]): top["logprob"] for top in entry["top"]} for entry in entries)],
+            "text_offset": offsets,
+        }
+
+
+class ChatForm(Form):
+    """Of /v1/chat/completions."""
+
+    id_prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _content(self, text: str, is_first: bool, is_streamed: bool) -> dict[str, Any]:
+        if not is_streamed:
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
+
+    def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            token = tokens[token_id]
+            return {"token": show(token), "logprob": logprob, "bytes": list(token)}
+
+        content = [
+            {**entry(e["id"], e["logprob"]), "top_logprobs": [entry(top["id"], top["logprob"]) for top in e["top"]]} for e in chunk.logprobs or ()
+        ]
+        return {"content": content, "refusal": None}

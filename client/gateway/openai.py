@@ -1,0 +1,173 @@
+"""Requests as OpenAI's clients write them, and what the decode model calls the same things."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_PROMPTS = 256
+"""Of one request; each becomes a request of its own to the server."""
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # a list of a million wrong things is one error, not a million
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
+
+_SAME_NAME = (
+    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "stop",
+    "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "include_stop",
+    "priority", "timeout_ms", "speculative",
+)  # fmt: skip
+"""What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors; null is as good as absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted; there is none."""
+
+
+class GenerateRequest(Strict):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: Int32 = 1
+    max_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Int64 | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | Strings | None = None
+    # Not OpenAI's:
+    text: str | None = None
+    """The prompt, as PaddleNLP's clients call it: text as it is, with no chat template."""
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int32 | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: Strings | None = None
+    include_stop: bool | None = None
+    priority: Int32 | None = None
+    timeout_ms: Int64 | None = None
+    speculative: dict[str, Any] | None = None
+    return_tokens: bool = False
+    """Each choice also lists its tokens: ids, text and who proposed them."""
+    # Of no effect on the answer:
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        """The decode model's inputs, without the prompt."""
+        values = {name: getattr(self, name) for name in _SAME_NAME}
+        return {**values, "max_tokens": self.max_tokens}
+
+
+class CompletionRequest(GenerateRequest):
+    """POST /v1/completions."""
+
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
+    logprobs: Int32 | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> CompletionRequest:
+        if (self.prompt is None) == (self.text is None):
+            raise ValueError("give prompt, or text, and not both")
+        if (count := len(self.prompts())) > MAX_PROMPTS:
+            raise ValueError(f"prompt has {count} prompts; the limit is {MAX_PROMPTS}")
+        return self
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """Each prompt as decode's input."""
+        prompt: Any = self.text if self.prompt is None else self.prompt
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            prompt = [prompt]
+        return [{"text_input" if isinstance(p, str) else "input_ids": p} for p in prompt]
+
+    def parameters(self) -> dict[str, Any]:
+        return {**super().parameters(), "logprobs": self.logprobs, "echo": self.echo}
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """Other keys than these two are the chat template's business."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Text
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    def flat(self) -> dict[str, Any]:
+        """With its content as one text."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": content, **(self.model_extra or {})}
+
+
+class ChatRequest(GenerateRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool = False
+    top_logprobs: Int32 | None = None
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> ChatRequest:
+        if (self.messages is None) == (self.text is None):
+            raise ValueError("give messages, or text, and not both")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs true")
+        return self
+
+    def prompts(self) -> list[dict[str, Any]]:
+        return [{"text_input": self.text}] if self.messages is None else [{"messages": [m.flat() for m in self.messages]}]
+
+    def parameters(self) -> dict[str, Any]:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.text is None):
+            raise ValueError("give prompt, or text, and not both")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

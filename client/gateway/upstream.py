@@ -1,0 +1,82 @@
+"""The server behind the gateway: generation, the tokenizer, and whether it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from client.aio import AsyncClient
+from client.messages import Chunk, GenerateError
+
+PROBE_SECONDS = 3.0
+"""How long a health probe waits for its one token."""
+FRESH_SECONDS = 1.0
+"""An answer this recent is as good as a probe."""
+
+
+class Upstream:
+    """One connection to a server, shared by all requests. It mends itself when the server comes back."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url = url
+        self._client = AsyncClient(url, model=model)
+        self._tokens: dict[int, bytes] = {}
+        self._answered = -FRESH_SECONDS
+        self._probe: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
+        await self._client.close()
+
+    async def stream(self, request_id: str, parameters: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """As AsyncClient.stream."""
+        chunks = self._client.stream(request_id=request_id, **parameters)
+        try:
+            async for chunk in chunks:
+                self._answered = time.monotonic()
+                yield chunk
+        except GenerateError as error:
+            if error.code != "INVALID_ARG":
+                self._answered = -FRESH_SECONDS
+                self._tokens.clear()  # what comes back may have another vocabulary
+            raise
+        finally:
+            await chunks.aclose()
+
+    async def tokenize(self, text: str) -> list[int]:
+        """A prompt's token ids. Raises GenerateError."""
+        return (await self._client.infer("tokenizer", text_input=text))["input_ids"]
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text that tokens make together, special ones included. Raises GenerateError."""
+        return (await self._client.infer("tokenizer", input_ids=token_ids))["text_output"][0].decode("utf-8", "replace")
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What each token writes; asked of the server once for each. Raises GenerateError."""
+        if unknown := sorted({i for i in token_ids if i not in self._tokens}):
+            self._tokens.update(zip(unknown, (await self._client.infer("tokenizer", input_ids=unknown))["tokens"]))
+        return [self._tokens[i] for i in token_ids]
+
+    async def check(self) -> None:
+        """Raises GenerateError unless the decode model has generated within the last second, or does now. Callers share one probe."""
+        if time.monotonic() - self._answered < FRESH_SECONDS:
+            return
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._generate_one())
+        await asyncio.shield(self._probe)
+
+    async def _generate_one(self) -> None:
+        """One token, ahead of the queue. An end by the deadline is an answer too: the engine lives, and has its hands full."""
+        limit = {"priority": -(2**31), "timeout_ms": int(500 * PROBE_SECONDS)}
+
+        async def probe() -> None:
+            async for _ in self.stream("health", {"input_ids": [0], "max_tokens": 1, "speculative": {"num_speculative_tokens": 0}, **limit}):
+                pass
+
+        try:
+            await asyncio.wait_for(probe(), PROBE_SECONDS)
+        except asyncio.TimeoutError:
+            raise GenerateError(f"{self.url}: no token within {PROBE_SECONDS:g} s", "TIMEOUT") from None

@@ -1,0 +1,567 @@
+"""The gateway on a real server, through OpenAI's own client, and through sockets where a client would be too polite."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+import uvicorn
+
+from backend.config import BUNDLED_MODEL
+from client import AsyncClient, Client, GenerateError
+from client.gateway import answers
+from client.gateway.app import Settings, create_app
+from deploy.demo import free_ports, running_gateway
+from tests.servers import serve
+from tests.test_server import wait_until
+
+PROMPT = "import os\n\n\ndef read_lines(path):"
+LOOPS = "for i in range(3):\n    print(i)\n\nfor i in range(3):\n    print(i)\n\nfor i"
+HEAD = "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+LONG = {"max_tokens": 1900, "temperature": 0, "ignore_eos": True, "speculative": {"num_speculative_tokens": 0}}
+WORDY = {**LONG, "prompt": PROMPT, "stream": True, "n": 8, "max_tokens": 600, "return_tokens": True, "logprobs": 20}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serve(tmp_path_factory.mktemp("server") / "log", "--drain-seconds=5") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    return tmp_path_factory.mktemp("gateway") / "log"
+
+
+@pytest.fixture(scope="module")
+def running(server, log):
+    with running_gateway(log, server.grpc) as (address, process):
+        yield address, process
+
+
+@pytest.fixture(scope="module")
+def address(running):
+    return running[0]
+
+
+def open_client(address: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def api(address):
+    with open_client(address) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def direct(server):
+    with Client(server.grpc) as client:
+        yield client
+
+
+def complete(api: openai.OpenAI, prompt=PROMPT, **parameters):
+    return api.completions.create(**{"model": "foretoken", "prompt": prompt, "max_tokens": 12, "temperature": 0, **parameters})
+
+
+def converse(api: openai.OpenAI, content="read a file", **parameters):
+    messages = [{"role": "user", "content": content}]
+    return api.chat.completions.create(**{"model": "foretoken", "messages": messages, "max_tokens": 12, "temperature": 0, **parameters})
+
+
+def ask(address: str, path: str, body: object = None, headers: dict[str, str] | None = None, method: str | None = None):
+    """(status, headers, body) of one HTTP request."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{address}{path}", data, {"content-type": "application/json", **(headers or {})}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.headers, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def read_metric(address: str, name: str, **labels: str) -> float:
+    text = ask(address, "/metrics")[2].decode()
+    found = [line.rpartition(" ") for line in text.splitlines() if re.match(rf"foretoken_gateway_{name}(_total)?[{{ ]", line)]
+    return sum(float(value) for series, _, value in found if all(f'{k}="{v}"' in series for k, v in labels.items()))
+
+
+def send_request(address: str, body: dict, path: str = "/v1/completions", receive_buffer: int = 0) -> socket.socket:
+    """Sends a request and reads nothing of the answer."""
+    host, _, port = address.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
+    data = json.dumps(body).encode()
+    connection.sendall(HEAD.format(path=path, length=len(data)).encode() + data)
+    return connection
+
+
+def read_events(raw: bytes) -> list[str]:
+    """The data of server-sent events."""
+    return [event.removeprefix("data: ") for event in raw.decode().split("\n\n") if event.startswith("data: ")]
+
+
+class TestCompletions:
+    def test_the_same_tokens_as_without_the_gateway(self, api, direct):
+        expected = direct.generate(PROMPT, max_tokens=40, temperature=0.0)[0]
+        whole = complete(api, max_tokens=40)
+        assert whole.object == "text_completion" and whole.model == "foretoken" and whole.id.startswith("cmpl-")
+        assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected.text, expected.finish_reason)
+        assert whole.usage.completion_tokens == len(expected.token_ids) == 40
+        assert whole.usage.prompt_tokens == expected.usage["prompt_tokens"] and whole.usage.total_tokens == whole.usage.prompt_tokens + 40
+        parts = list(complete(api, max_tokens=40, stream=True))
+        assert len(parts) > 5, "tokens must come step by step"
+        assert "".join(p.choices[0].text for p in parts) == expected.text
+        assert [p.choices[0].finish_reason for p in parts] == [None] * (len(parts) - 1) + ["length"]
+        assert len({p.id for p in parts}) == 1 and all(p.usage is None for p in parts)
+
+    def test_usage_in_a_stream(self, api):
+        *parts, last = complete(api, stream=True, n=2, temperature=1, seed=3, stream_options={"include_usage": True})
+        assert all(p.usage is None and len(p.choices) == 1 for p in parts)
+        assert last.choices == [] and last.usage.completion_tokens == 24 and last.usage.prompt_tokens == complete(api).usage.prompt_tokens
+
+    def test_n_seed_and_several_prompts(self, api, direct):
+        expected = direct.generate(PROMPT, max_tokens=12, temperature=1.0, seed=5, n=3)
+        whole = complete(api, temperature=1, seed=5, n=3)
+        assert [c.text for c in whole.choices] == [c.text for c in expected] and [c.index for c in whole.choices] == [0, 1, 2]
+        texts = ["", "", "", ""]
+        for part in complete(api, [PROMPT, LOOPS], temperature=1, seed=5, n=2, stream=True):
+            texts[part.choices[0].index] += part.choices[0].text
+        assert texts == [c.text for p in (PROMPT, LOOPS) for c in direct.generate(p, max_tokens=12, temperature=1.0, seed=5, n=2)]
+        both = complete(api, [PROMPT, LOOPS])
+        assert both.usage.prompt_tokens == sum(complete(api, p).usage.prompt_tokens for p in (PROMPT, LOOPS)) and both.usage.completion_tokens == 24
+
+    def test_token_ids_as_prompt(self, api, address):
+        ids = json.loads(ask(address, "/tokenize", {"prompt": PROMPT})[2])["tokens"]
+        assert complete(api, ids).choices[0].text == complete(api, [ids]).choices[0].text == complete(api).choices[0].text
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_logprobs_and_echo(self, api, direct, stream):
+        prompt = "x = 'é€🙂'\ny = "
+        expected = direct.generate(prompt, max_tokens=12, temperature=0.0, logprobs=3)[0]
+        answer = complete(api, prompt, logprobs=3, echo=True, stream=stream)
+        choices = [p.choices[0] for p in answer] if stream else answer.choices
+        text = "".join(c.text for c in choices)
+        tokens, scores, tops, offsets = (
+            [v for c in choices for v in getattr(c.logprobs, k)] for k in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        )
+        assert text == prompt + expected.text
+        num_prompt = len(tokens) - 12
+        assert scores[:num_prompt] == tops[:num_prompt] == [None] * num_prompt
+        assert scores[num_prompt:] == pytest.approx([e["logprob"] for e in expected.logprobs], abs=1e-4)
+        assert [len(t) for t in tops[num_prompt:]] == [3] * 12 and all(t in top for t, top in zip(tokens[num_prompt:], tops[num_prompt:]))
+        assert tokens[0] == "<|endoftext|>" and any(t.startswith("bytes:\\xf0") or t.startswith("bytes:\\x") for t in tokens), "part of a character"
+        for token, offset in list(zip(tokens, offsets))[1:]:
+            assert token.startswith("bytes:") or text[offset : offset + len(token)] == token
+
+    def test_parameters_reach_the_engine(self, api, direct):
+        values = {"top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.25, "seed": 77, "stop": ["\n\n\n"], "temperature": 0.75, "n": 2}
+        extra = {
+            "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.25, "min_tokens": 4, "ignore_eos": True, "stop_token_ids": [441],
+            "bad_words": ["import"], "include_stop": True, "priority": 3, "timeout_ms": 60000,
+        }  # fmt: skip
+        expected = direct.generate(PROMPT, max_tokens=30, logit_bias={300: 1.5}, **values, **extra)
+        whole = complete(api, max_tokens=30, logit_bias={"300": 1.5}, extra_body=extra, **values)
+        assert [(c.text, c.finish_reason) for c in whole.choices] == [(c.text, c.finish_reason) for c in expected]
+
+    def test_stop_and_logit_bias(self, api):
+        assert complete(api, stop="return", max_tokens=40).choices[0].text == complete(api, max_tokens=40).choices[0].text.partition("return")[0]
+        assert complete(api, logit_bias={"300": 100}, extra_body={"return_tokens": True}).choices[0].token_ids == [300] * 12
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_speculation_and_sources(self, api, stream):
+        def run(**extra):
+            answer = complete(api, LOOPS, max_tokens=40, stream=stream, extra_body={"return_tokens": True, "ignore_eos": True, **extra})
+            choices = [p.choices[0] for p in answer] if stream else answer.choices
+            joined = {k: [v for c in choices for v in getattr(c, k)] for k in ("token_ids", "tokens", "token_sources")}
+            return "".join(c.text for c in choices), joined, choices[-1].speculation
+
+        text, joined, statistics = run()
+        plain_text, plain, plain_statistics = run(speculative={"num_speculative_tokens": 0})
+        assert text == plain_text == "".join(joined["tokens"]) and joined["token_ids"] == plain["token_ids"]
+        assert statistics["accepted"] == 40 - joined["token_sources"].count("target") > 0 and statistics["emitted"] == 40
+        assert plain["token_sources"] == ["target"] * 40 and plain_statistics["drafted"] == 0
+        assert not hasattr(complete(api).choices[0], "tokens")
+
+    def test_text_is_the_prompt_of_paddlenlp(self, address, api):
+        body = {"text": PROMPT, "model": "default", "max_tokens": 12, "temperature": 0}
+        wanted = complete(api).choices[0].text
+        assert json.loads(ask(address, "/v1/completions", body)[2])["choices"][0]["text"] == wanted
+        assert json.loads(ask(address, "/v1/chat/completions", body)[2])["choices"][0]["message"]["content"] == wanted
+
+
+class TestChat:
+    def test_whole_and_streamed(self, api, direct):
+        expected = direct.generate(messages=[{"role": "user", "content": "read a file"}], max_tokens=12, temperature=0.0)[0]
+        whole = converse(api)
+        assert whole.object == "chat.completion" and whole.id.startswith("chatcmpl-")
+        assert whole.choices[0].message.role == "assistant" and whole.choices[0].message.content == expected.text
+        assert whole.choices[0].finish_reason == expected.finish_reason and whole.usage.completion_tokens == 12
+        *parts, last = converse(api, stream=True, stream_options={"include_usage": True})
+        assert "".join(p.choices[0].delta.content for p in parts) == expected.text and last.usage == whole.usage
+        assert [p.choices[0].delta.role for p in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert {p.object for p in [*parts, last]} == {"chat.completion.chunk"}
+        in_parts = converse(api, [{"type": "text", "text": "read "}, {"type": "text", "text": "a file"}], max_tokens=None, max_completion_tokens=5)
+        assert expected.text.startswith(in_parts.choices[0].message.content) and in_parts.usage.completion_tokens == 5
+
+    def test_logprobs(self, api, direct):
+        expected = direct.generate(messages=[{"role": "user", "content": "é🙂"}], max_tokens=12, temperature=0.0, logprobs=2)[0]
+        content = converse(api, "é🙂", logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        assert [e.logprob for e in content] == pytest.approx([e["logprob"] for e in expected.logprobs], abs=1e-4)
+        assert b"".join(bytes(e.bytes) for e in content).decode() == expected.text
+        assert all(len(e.top_logprobs) == 2 and e.top_logprobs[0].token == e.token for e in content), "greedy: the likeliest is the one"
+        assert converse(api, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+        assert converse(api).choices[0].logprobs is None
+
+
+class TestOtherRoutes:
+    def test_models(self, api):
+        assert [m.id for m in api.models.list()] == ["foretoken"] and api.models.retrieve("foretoken").object == "model"
+        with pytest.raises(openai.NotFoundError):
+            api.models.retrieve("gpt")
+
+    def test_tokenize_and_detokenize(self, address):
+        text = "def f(é):\n    return '🙂'"
+        answer = json.loads(ask(address, "/tokenize", {"prompt": text})[2])
+        assert answer["count"] == len(answer["tokens"]) > 5 and json.loads(ask(address, "/tokenize", {"text": text})[2]) == answer
+        assert json.loads(ask(address, "/detokenize", {"tokens": answer["tokens"]})[2])["prompt"] == "<|endoftext|>" + text
+        status, _, body = ask(address, "/detokenize", {"tokens": [1, 99999]})
+        assert status == 400 and "token 99999 is not in the vocabulary of 4096 tokens" in json.loads(body)["error"]["message"]
+
+    def test_the_tokenizer_model_takes_one_input(self, server):
+        async def ask_tokenizer(**values):
+            async with AsyncClient(server.grpc) as client:
+                return await client.infer("tokenizer", **values)
+
+        for values, seen in (({"text_input": "x", "input_ids": [1]}, "text_input and input_ids"), ({}, "none")):
+            with pytest.raises(GenerateError, match=f"give one of text_input, input_ids; got {seen}"):
+                asyncio.run(ask_tokenizer(**values))
+        answer = asyncio.run(ask_tokenizer(input_ids=[318, 297]))
+        assert answer == {"text_output": [b"def f"], "tokens": [b"def", b" f"]}
+
+    def test_metrics(self, address, api):
+        names = ("time_to_first_token_seconds_count", "time_per_output_token_seconds_count", "completion_tokens", "prompt_tokens")
+        before = [read_metric(address, n) for n in names]
+        requests = read_metric(address, "requests", path="/v1/completions", status="200")
+        usage = complete(api).usage
+        assert [read_metric(address, n) - b for n, b in zip(names, before)] == [1, 1, 12, usage.prompt_tokens]
+        assert wait_until(lambda: read_metric(address, "requests", path="/v1/completions", status="200") == requests + 1)
+        assert wait_until(lambda: read_metric(address, "requests_in_flight") == 1), "the one that asks"
+        errors = read_metric(address, "errors", code="model_not_found")
+        with pytest.raises(openai.NotFoundError):
+            complete(api, model="gpt")
+        assert wait_until(lambda: read_metric(address, "errors", code="model_not_found") == errors + 1)
+
+    def test_server_timing(self, api):
+        with api.completions.with_streaming_response.create(model="foretoken", prompt="x", max_tokens=1, stream=True) as response:
+            assert 0 < float(re.fullmatch(r"first-token;dur=(\d+\.\d\d)", response.headers["server-timing"])[1]) < 60_000
+
+    def test_request_ids(self, address, log):
+        _, headers, body = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1}, {"x-request-id": "mine-1"})
+        assert headers["x-request-id"] == "mine-1" and json.loads(body)["id"] == "cmpl-mine-1"
+        assert wait_until(lambda: re.search(r"mine-1 POST /v1/completions 200", log.read_text()))
+        _, headers, body = ask(address, "/v1/completions", {"prompt": "x", "top_p": 0}, {"x-request-id": "bad\tid" * 50})
+        assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"]) and headers["x-request-id"] in json.loads(body)["error"]["message"]
+
+
+BAD = [
+    ({"prompt": "x", "n": 1000}, "n must be an integer from 1 to 64", "n"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens must be an integer >= 1, got 0", "max_tokens"),
+    ({"prompt": "x", "max_tokens": 10**12}, "max_tokens: Input should be less than or equal to 2147483647, got 1000000000000", "max_tokens"),
+    ({"prompt": "x", "max_tokens": "5"}, "max_tokens: Input should be a valid integer, got '5'", "max_tokens"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature: Input should be a valid number", "temperature"),
+    ({"prompt": "x", "temperature": float("nan")}, "temperature must be a finite number", "temperature"),
+    ({"prompt": "x", "logprobs": 99}, "logprobs must be an integer from 0 to 20", "logprobs"),
+    ({"prompt": "x", "logit_bias": {"70000": 1}}, "logit_bias names token 70000", "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias's keys must be token ids", "logit_bias"),
+    ({"prompt": "x", "speculative": {"methud": "ngram"}}, "did you mean", "speculative"),
+    ({"prompt": "x", "stream": "yes"}, "stream: Input should be a valid boolean", "stream"),
+    ({"prompt": "x", "suffix": "y"}, "unknown or unsupported parameter 'suffix'", "suffix"),
+    ({"prompt": 5}, "prompt: Input should be a valid string; or Input should be a valid list, got 5", "prompt"),
+    ({"prompt": ""}, "the prompt is empty", None),
+    ({"prompt": []}, "the prompt is empty", None),
+    ({"prompt": [1, -1]}, "prompt: Input should be", "prompt"),
+    ({"prompt": [1, 99999]}, "input_ids[1] is 99999", "prompt"),
+    ({"prompt": ["x"] * 1000}, "prompt has 1000 prompts; the limit is 256", None),
+    ({"prompt": [[[]]] * 100_000}, "prompt: Input should be", "prompt"),
+    ({"prompt": "x", "text": "y"}, "give prompt, or text, and not both", None),
+    ({}, "give prompt, or text", None),
+    ([], "the body must be a JSON object", None),
+    (b"{", "the body is not valid JSON", None),
+    (b'{"prompt": "\\ud800"}', "text_input is not valid Unicode: '\\ud800' at 0", None),
+    (b"[" * 100_000, "", None),
+    (b"\xff\xfe", "", None),
+    (b"", "", None),
+    ({"prompt": "x" * 200_000}, "the prompt has 200000 characters", None),
+]  # fmt: skip
+BAD_CHATS = [
+    ({"messages": []}, "messages: List should have at least 1 item", "messages"),
+    ({"messages": [{"role": "user"}]}, "messages: Field required", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages: Input should be", "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs true", None),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "unknown or unsupported parameter 'tools'", "tools"),
+    ({"text": "x", "prompt": "y"}, "unknown or unsupported parameter 'prompt'", "prompt"),
+]  # fmt: skip
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("path", "body", "message", "param"),
+        [("/v1/completions", *case) for case in BAD] + [("/v1/chat/completions", *case) for case in BAD_CHATS],
+        ids=lambda v: v[:30] if isinstance(v, str) else "",
+    )
+    def test_bad_requests(self, address, path, body, message, param):
+        status, headers, answer = ask(address, path, body)
+        error = json.loads(answer)["error"]
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+        assert message in error["message"] and len(error["message"]) < 1000 and error["code"]
+        assert set(error) == {"message", "type", "param", "code"} and headers["x-request-id"]
+
+    def test_what_the_openai_client_raises(self, api):
+        with pytest.raises(openai.BadRequestError, match="top_p must be a number above 0") as caught:
+            complete(api, top_p=0, stream=True)  # the first part is awaited: a stream has a status too
+        assert caught.value.code == "invalid_value" and caught.value.param == "top_p"
+        with pytest.raises(openai.NotFoundError, match="the model 'gpt' does not exist; there is 'foretoken'"):
+            complete(api, model="gpt")
+        with pytest.raises(openai.APIStatusError, match="its timeout_ms passed") as late:
+            complete(api, max_tokens=1900, extra_body={"timeout_ms": 200, "ignore_eos": True})
+        assert late.value.status_code == 504
+
+    def test_an_error_in_the_middle_of_a_stream(self, api, address):
+        body = {**LONG, "prompt": PROMPT, "timeout_ms": 500, "stream": True}
+        status, _, raw = ask(address, "/v1/completions", body)
+        *parts, error, done = read_events(raw)
+        assert status == 200 and done == "[DONE]" and len(parts) > 3
+        assert json.loads(error)["error"]["code"] == "timeout"
+        with pytest.raises(openai.APIError, match="its timeout_ms passed"):
+            list(complete(api, stream=True, max_tokens=1900, extra_body={"timeout_ms": 500, "ignore_eos": True}))
+
+    def test_routes_that_are_not_there(self, address):
+        for path, method, wanted in (
+            ("/v1/nothing", "GET", 404),
+            ("/v1/completions", "GET", 405),
+            ("/v1/embeddings", "POST", 404),
+            ("/", "DELETE", 405),
+        ):
+            status, _, answer = ask(address, path, b"{}" if method == "POST" else None, method=method)
+            assert status == wanted and json.loads(answer)["error"]["type"] == "invalid_request_error"
+
+    def test_no_other_content_type(self, address):
+        """A web page of somebody else may send text/plain with no preflight: CORS would not hold it back."""
+        status, _, answer = ask(address, "/v1/completions", {"prompt": "x"}, {"content-type": "text/plain"})
+        assert status == 400 and "application/json" in json.loads(answer)["error"]["message"]
+
+    @pytest.mark.parametrize(
+        "path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page//etc/passwd", "/page/%2fetc%2fpasswd", "/../app.py"]
+    )
+    def test_path_traversal(self, address, path):
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+        connection.request("GET", path)
+        response = connection.getresponse()
+        assert response.status == 404 and b"import" not in response.read()
+
+    def test_huge_bodies(self, address):
+        status, _, answer = ask(address, "/v1/completions", b'{"prompt": "' + b"x" * (5 << 20) + b'"}')
+        assert status == 413 and "the limit is 4194304" in json.loads(answer)["error"]["message"]
+        host = address.removeprefix("http://")
+        connection = http.client.HTTPConnection(host, timeout=30)
+        connection.request("POST", "/v1/completions", iter([b"x" * 65536] * 65), {"content-type": "application/json"}, encode_chunked=True)
+        assert connection.getresponse().status == 413
+
+    @pytest.mark.parametrize("start", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n"], ids=["address", "header", "headers"])
+    def test_a_head_without_end(self, running, start):
+        """It is not kept, however long it gets."""
+        address, process = running
+        host, _, port = address.removeprefix("http://").partition(":")
+        before = resident_megabytes(process.pid)
+        more = b"y" * 10_000 if start[-1:] != b"\n" else b"y: %s\r\n" % (b"y" * 10_000)
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(start)
+            with pytest.raises(OSError):
+                for _ in range(5000):
+                    connection.sendall(more)
+        assert resident_megabytes(process.pid) - before < 20
+
+    def test_half_a_request(self, address, api):
+        """Neither half a head nor half a body holds anyone back."""
+        host, _, port = address.removeprefix("http://").partition(":")
+        halves = [socket.create_connection((host, int(port))) for _ in range(2)]
+        halves[0].sendall(b"POST /v1/compl")
+        halves[1].sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"prompt"')
+        assert complete(api, max_tokens=2).usage.completion_tokens == 2
+        for half in halves:
+            half.close()
+        assert wait_until(lambda: read_metric(address, "requests_in_flight") == 1)
+
+
+class TestHangingUp:
+    @pytest.mark.parametrize("stream", [True, False])
+    @pytest.mark.parametrize("prompts", [PROMPT, [PROMPT, LOOPS]], ids=["one", "several"])
+    def test_pages_are_freed(self, server, address, stream, prompts):
+        abandoned = read_metric(address, "requests", status="499")
+        emitted = server.metric("foretoken_spec_decode_num_emitted_tokens_total")
+        connection = send_request(address, {**LONG, "prompt": prompts, "stream": stream})
+        count = 2 if isinstance(prompts, list) else 1
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == count and server.metric("foretoken_kv_pages_held") > 0)
+        connection.close()
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
+        assert server.metric("foretoken_spec_decode_num_emitted_tokens_total") - emitted < 1000, "it did not run to its end"
+        assert wait_until(lambda: read_metric(address, "requests", status="499") == abandoned + 1)
+
+    def test_leaving_the_loop_of_the_openai_client(self, server, api):
+        with complete(api, stream=True, max_tokens=1900, extra_body={"ignore_eos": True}) as parts:
+            next(iter(parts))
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
+
+
+def resident_megabytes(pid: int) -> float:
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
+
+
+class TestManyClients:
+    def test_a_stalled_reader_holds_nobody_back(self, server, running, api):
+        address, process = running
+        complete(api)
+        before = resident_megabytes(process.pid)
+        with send_request(address, WORDY, receive_buffer=4096) as stalled:
+            for _ in range(4):
+                assert complete(api, max_tokens=4).usage.completion_tokens == 4
+            assert resident_megabytes(process.pid) - before < 40
+            assert b"200 OK" in stalled.recv(4096)
+
+    def test_500_connections(self, address, api):
+        host, _, port = address.removeprefix("http://").partition(":")
+
+        async def one(i: int) -> list[str]:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            data = json.dumps({"prompt": f"x{i} =", "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
+            writer.write(HEAD.format(path="/v1/completions", length=len(data)).encode() + data)
+            raw = await asyncio.wait_for(reader.read(), 120)
+            writer.close()
+            return [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
+
+        async def all_at_once():
+            return await asyncio.gather(*(one(i) for i in range(500)))
+
+        for events in asyncio.run(all_at_once()):
+            assert events[-1] == "[DONE]" and json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert wait_until(lambda: read_metric(address, "requests_in_flight") == 1)
+        assert complete(api).usage.completion_tokens == 12
+
+
+class TestKeysAndOrigins:
+    @pytest.fixture(scope="class")
+    def guarded(self, server, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("guarded")
+        keys = folder / "keys"
+        keys.write_text("# who may come in\nfirst-key\n\n  second-key  \n")
+        options = (f"--api-keys={keys}", "--cors-origin=http://127.0.0.1:5000", "--max-body-bytes=1000", "--served-model-name=tiny")
+        with running_gateway(folder / "log", server.grpc, *options) as (address, _):
+            yield address
+
+    def test_keys(self, guarded):
+        for key in ("first-key", "second-key"):
+            with open_client(guarded, key) as api:
+                assert complete(api, model="tiny").usage.completion_tokens == 12
+        for key in ("third-key", "first-ke", "# who may come in", "first-key second-key"):
+            with open_client(guarded, key) as api, pytest.raises(openai.AuthenticationError) as caught:
+                complete(api, model="tiny")
+            assert caught.value.code == "invalid_api_key" and "first-key" not in str(caught.value)
+        for path in ("/tokenize", "/v1/models", "/v1/nothing", "/openapi.json"):
+            status, headers, _ = ask(guarded, path, {"prompt": "x"} if path == "/tokenize" else None)
+            assert status == 401 and headers["www-authenticate"] == "Bearer"
+        assert ask(guarded, "/v1/models", headers={"authorization": "Basic first-key"})[0] == 401
+        assert ask(guarded, "/v1/completions", b"x" * 10_000)[0] == 401, "before the body is looked at"
+        for path in ("/health", "/metrics", "/", "/page/page.js"):
+            assert ask(guarded, path)[0] == 200
+
+    def test_body_limit(self, guarded):
+        assert ask(guarded, "/v1/completions", {"prompt": "x" * 2000}, {"authorization": "Bearer first-key"})[0] == 413
+
+    def test_origins(self, guarded, address):
+        question = {"origin": "http://127.0.0.1:5000", "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        status, headers, _ = ask(guarded, "/v1/completions", headers=question, method="OPTIONS")
+        assert status == 200 and headers["access-control-allow-origin"] == "http://127.0.0.1:5000"
+        assert ask(guarded, "/v1/models", headers={"origin": "http://127.0.0.1:5000"})[1]["access-control-allow-origin"], "errors too"
+        assert ask(guarded, "/health", headers={"origin": "http://127.0.0.1:5001"})[1]["access-control-allow-origin"] is None
+        status, headers, _ = ask(address, "/v1/completions", headers=question, method="OPTIONS")
+        assert status == 405 and headers["access-control-allow-origin"] is None
+
+    def test_a_key_file_without_keys(self, tmp_path, capsys):
+        from deploy.cli import main
+
+        (tmp_path / "keys").write_text("# nobody\n")
+        assert main(["gateway", f"--api-keys={tmp_path / 'keys'}"]) == 2 and "has no key" in capsys.readouterr().err
+        assert main(["gateway", f"--api-keys={tmp_path / 'none'}"]) == 2
+
+
+def test_a_reader_that_stays_stalled_is_dropped(server, monkeypatch):
+    """With the limit shortened and small buffers, which takes the application in this process."""
+    monkeypatch.setattr(answers, "STALL_SECONDS", 2.0)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # for the connections too
+    listener.bind(("127.0.0.1", 0))
+    gateway = uvicorn.Server(uvicorn.Config(create_app(Settings(server.grpc)), log_config=None, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=gateway.run, args=([listener],))
+    thread.start()
+    try:
+        assert wait_until(lambda: gateway.started)
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with send_request(address, WORDY, receive_buffer=4096), open_client(address) as api:
+            while read_metric(address, "stalled_clients") == 0:
+                assert complete(api, max_tokens=2).usage.completion_tokens == 2
+            assert wait_until(lambda: server.metric("foretoken_requests_running") == 0, 5)
+    finally:
+        gateway.should_exit = True
+        thread.join(20)
+
+
+def test_the_server_restarts_under_the_gateway(tmp_path):
+    """Requests in flight get an error, /health tells, and all is well again when the server is back: here with a model that does not converse."""
+    ports = free_ports(3)
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns("model.py", "__pycache__"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with contextlib.ExitStack() as stack:
+        address, _ = stack.enter_context(running_gateway(tmp_path / "gateway", f"127.0.0.1:{ports[1]}"))
+        health = lambda: ask(address, "/health")[0]  # noqa: E731
+        api = stack.enter_context(open_client(address))
+        assert health() == 503
+        with pytest.raises(openai.InternalServerError, match="failed to connect") as caught:
+            complete(api)
+        assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "1"
+        with serve(tmp_path / "log", ports=ports) as server:
+            assert wait_until(lambda: health() == 200)
+            streams = [send_request(address, {**LONG, "prompt": f"x{i} = ", "stream": i < 4}) for i in range(6)]
+            assert wait_until(lambda: server.metric("foretoken_requests_running") == 6)
+            os.killpg(server.process.pid, signal.SIGKILL)
+            for i, stream in enumerate(streams):
+                raw = b"".join(iter(lambda s=stream: s.recv(65536), b""))
+                if i < 4 and b"200 OK" in raw:
+                    assert b'"code":"unavailable"' in raw and b"data: [DONE]" in raw
+                else:
+                    assert b" 503 " in raw.split(b"\r\n")[0] and b'"code":"unavailable"' in raw
+            assert health() == 503
+        with serve(tmp_path / "log2", f"--model={folder}", ports=ports):
+            assert wait_until(lambda: health() == 200)
+            assert complete(api).usage.completion_tokens == 12
+            with pytest.raises(openai.BadRequestError, match="this model has no chat template"):
+                converse(api)
