@@ -40,7 +40,7 @@ examples:
     ),
     "chat": (
         "talk to a running server",
-        "A conversation with a model that has a chat template (the bundled one has none). An empty line, or the end of input, leaves it.",
+        "A conversation with a model that has a chat template (the bundled one completes code only). An empty line, or the end of input, leaves it.",
         'examples:\n  foretoken chat\n  foretoken chat --url 127.0.0.1:8001 --temperature 0.7 "Who are you?"\n',
     ),
     "gateway": (

@@ -33,7 +33,8 @@ def expected(hf_model, prompts) -> list[list[int]]:
 @pytest.mark.parametrize("batch", [1, 7, 32])
 @pytest.mark.parametrize("method", ["none", "naive", "ngram"])
 def test_greedy_equals_transformers(llm_ngram, prompts, expected, method, batch):
-    assert run_in_batches(llm_ngram, prompts, greedy(NEW_TOKENS), batch, method) == expected
+    count = 40 if batch == 1 else len(prompts)  # one by one takes long
+    assert run_in_batches(llm_ngram, prompts[:count], greedy(NEW_TOKENS), batch, method) == expected[:count]
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])

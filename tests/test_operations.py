@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -17,7 +16,7 @@ import pytest
 import yaml
 
 from deploy.demo import free_ports, stop_server
-from deploy.launcher import DEFAULT_SPECULATION, SERVE_KEYS
+from deploy.launcher import DEFAULT_SPECULATION
 from deploy.load.answers import Answer, Answers, WrongAnswer
 from tests.conftest import ROOT
 from tests.servers import serve
@@ -26,10 +25,6 @@ DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/foretoken.json").read_
 ALERTS = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())
 TOOLS = Path(sys.prefix) / "prometheus/usr/bin"
 """Where deploy/setup.sh unpacks Debian's Prometheus."""
-HAS_GATEWAY = importlib.util.find_spec("client.gateway") is not None
-HAS_SUPERVISOR = "status_port" in SERVE_KEYS
-ABSENT = (*(() if HAS_GATEWAY else ("foretoken_gateway_", "foretoken-gateway")), *(() if HAS_SUPERVISOR else ("_restarts_total", "_model_up")))
-"""In expressions about parts that this version does not have."""
 
 
 def find_tool(name: str) -> str:
@@ -51,7 +46,7 @@ def status_port():
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, status_port):
     """Not paced: how much is drafted must not depend on the clock."""
-    options = [f"--status-port={status_port}"] if HAS_SUPERVISOR else []
+    options = [f"--status-port={status_port}"]
     speculation = f"--speculative-config={json.dumps({**DEFAULT_SPECULATION, 'adaptive': False})}"
     with serve(tmp_path_factory.mktemp("server") / "log", "--num-threads=1", "--drain-seconds=5", speculation, *options) as running:
         yield running
@@ -60,9 +55,6 @@ def server(tmp_path_factory, status_port):
 @pytest.fixture(scope="module")
 def gateway(server, tmp_path_factory):
     """`foretoken gateway` before the server; its address."""
-    if not HAS_GATEWAY:
-        yield None
-        return
     port = free_ports(1)[0]
     log = tmp_path_factory.mktemp("gateway") / "log"
     command = [sys.executable, "-m", "deploy.cli", "gateway", f"--url={server.grpc}", "--host=127.0.0.1", f"--port={port}"]
@@ -186,7 +178,6 @@ class TestBench:
         assert result.returncode == 1 and not found
         assert "the warm-up failed" in result.stderr and "Traceback" not in result.stderr
 
-    @pytest.mark.skipif(not HAS_GATEWAY, reason="this version has no gateway")
     @pytest.mark.parametrize("options", [[], ["--endpoint=/v1/chat/completions"]])
     def test_openais_protocol(self, gateway, bench, options):
         result, found = bench("--backend=openai", f"--url=http://{gateway}", "--num-prompts=3", "--output-len=8", "--ignore-eos", *options)
@@ -264,7 +255,6 @@ class TestLocust:
         count, failures = statistics_of(third)["request"]
         assert count == failures > 0
 
-    @pytest.mark.skipif(not HAS_GATEWAY, reason="this version has no gateway")
     def test_both_protocols_give_the_same_answers(self, server, gateway):
         result = locust("GrpcUser", "OpenAIUser", f"--grpc-url={server.grpc}", f"--openai-url=http://{gateway}", "--run-time=2s")
         assert result.returncode == 0, result.stderr
@@ -288,10 +278,6 @@ def alert_expressions() -> list[tuple[str, str]]:
     return [(rule["alert"], rule["expr"]) for group in ALERTS["groups"] for rule in group["rules"]]
 
 
-def is_absent(expression: str) -> bool:
-    return any(name in expression for name in ABSENT)
-
-
 class TestPrometheus:
     @pytest.fixture(scope="class")
     def observed(self, server, gateway, prometheus, bench):
@@ -304,7 +290,7 @@ class TestPrometheus:
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
 
-        protocols = [[], ["--backend=openai", f"--url=http://{gateway}"]] if HAS_GATEWAY else [[]]
+        protocols = [[], ["--backend=openai", f"--url=http://{gateway}"]]
         for backend in protocols:  # an error of each part, which counts none before its first
             bench("--num-prompts=1", "--output-len=1000000", "--num-warmups=0", *backend)
         wait_for_scrape()
@@ -317,24 +303,20 @@ class TestPrometheus:
     @pytest.mark.parametrize(("panel", "expression"), dashboard_expressions())
     def test_panels_have_data(self, observed, panel, expression):
         series = query(observed, expression)
-        if not is_absent(expression):
-            assert series, f"{panel}: {expression} gives nothing"
-            assert any(s["value"][1] != "NaN" for s in series), f"{panel}: {expression} gives no number"
+        assert series, f"{panel}: {expression} gives nothing"
+        assert any(s["value"][1] != "NaN" for s in series), f"{panel}: {expression} gives no number"
 
     @pytest.mark.parametrize(("alert", "expression"), alert_expressions())
     def test_alerts_look_at_something(self, observed, alert, expression):
         """Nothing fires here; without its thresholds each expression has a value."""
-        assert query(observed, expression) == [] or (alert in ("ForetokenDown", "ForetokenGatewayDown") and ABSENT)
+        assert query(observed, expression) == []
         unbounded, count = re.subn(r"\s(?:==|<|>) [\d.]+", "", expression)
         assert count
-        if not is_absent(expression):
-            assert query(observed, unbounded), f"{alert}: {unbounded} gives nothing"
+        assert query(observed, unbounded), f"{alert}: {unbounded} gives nothing"
 
     def test_every_metric_is_exported(self, server, gateway, status_port):
         """Those that dashboard and alerts use, and those that docs/metrics.md explains, are the exported ones, by name."""
-        urls = [f"http://{server.metrics}/metrics"]
-        urls += [f"http://127.0.0.1:{status_port}/metrics"] if HAS_SUPERVISOR else []
-        urls += [f"http://{gateway}/metrics"] if HAS_GATEWAY else []
+        urls = [f"http://{address}/metrics" for address in (server.metrics, f"127.0.0.1:{status_port}", gateway)]
         exported: set[str] = set()
         for url in urls:
             with urllib.request.urlopen(url, timeout=10) as response:
@@ -343,10 +325,10 @@ class TestPrometheus:
         families = {re.sub("_(bucket|sum|count)$", "", n) if re.sub("_(bucket|sum|count)$", "", n) in parts else n for n in exported}
         families = {n for n in families if not n.endswith("_created")}
         used = {n for _, text in dashboard_expressions() + alert_expressions() for n in re.findall(r"\bforetoken_\w+", text)}
-        used = {n for n in {re.sub("_(bucket|sum|count)$", "", n) for n in used} if not is_absent(n)}
+        used = {re.sub("_(bucket|sum|count)$", "", n) for n in used}
         assert len(used) > 20 and used <= families, used - families
         page = (ROOT / "docs/metrics.md").read_text().partition("## Asking")[0]
-        documented = {n for n in re.findall(r"`(foretoken_\w+)`", page) if not is_absent(n)}
+        documented = set(re.findall(r"`(foretoken_\w+)`", page))
         assert documented == families, documented ^ families
 
     def test_configuration_and_alerts_as_promtool_reads_them(self):
