@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 import threading
@@ -116,7 +115,7 @@ class Engine:
         self.scheduler = Scheduler(
             num_pages=self.runner.num_pages,
             page_size=config.page_size,
-            num_tokens_after_step=(config.speculative_config.num_model_steps or 1) if self._service is not None else 0,
+            num_tokens_after_step=(config.speculative_config.num_model_steps or 1) if self._runs_ahead and self._service is not None else 0,
             max_batch_size=config.max_batch_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.runner.max_model_len,
@@ -125,16 +124,15 @@ class Engine:
         )
         self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
         self.device_steps = self._load_device_steps()
-        # What is alive now stays: without this, a full collection in the midst of a step goes over all of it.
-        gc.collect()
-        gc.freeze()
+
+    @property
+    def _runs_ahead(self) -> bool:
+        is_wanted = self.config.async_scheduling
+        return self.runner.device.type == "cuda" if is_wanted is None else is_wanted
 
     def _load_device_steps(self) -> DeviceSteps | None:
         """What runs decoding steps on the device's own state, ahead of the host; None: every step is computed before the next is prepared."""
-        is_wanted = self.config.async_scheduling
-        if is_wanted is None:
-            is_wanted = self.runner.device.type == "cuda"
-        if not is_wanted:
+        if not self._runs_ahead:
             return None
         from backend.device.steps import DeviceSteps
 
