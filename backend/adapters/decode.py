@@ -10,7 +10,6 @@ TRITONBACKEND_ResponseFactoryIsCancelled, release 24.10) when `is_cancelled` ran
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import logging
 import math
@@ -84,9 +83,6 @@ class TritonPythonModel:
             drafter = str((model_folder(args) / (speculative.model or DRAFTER_FOLDER)).resolve())
             config = dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
         self._engine = Engine(config, draft_service=service)
-        # What is loaded stays: without this, a full collection in the midst of a step goes over all of it.
-        gc.collect()
-        gc.freeze()
         self._keys = itertools.count()
         self._exchanges: dict[str, _Exchange] = {}
         self._lock = threading.Lock()
