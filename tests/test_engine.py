@@ -33,7 +33,7 @@ def expected(hf_model, prompts) -> list[list[int]]:
 @pytest.mark.parametrize("batch", [1, 7, 32])
 @pytest.mark.parametrize("method", ["none", "naive", "ngram"])
 def test_greedy_equals_transformers(llm_ngram, prompts, expected, method, batch):
-    count = 40 if batch == 1 else len(prompts)  # one by one takes long
+    count = 40 if (method, batch) == ("naive", 1) else len(prompts)  # one by one takes long, and naive is none by another name
     assert run_in_batches(llm_ngram, prompts[:count], greedy(NEW_TOKENS), batch, method) == expected[:count]
 
 

@@ -103,7 +103,7 @@ def test_bad_words_never_appear(llm_ngram, prompts):
 
 # -- distributions --------------------------------------------------------------------------------------------------------
 
-SAMPLES = 4096
+SAMPLES = 3072
 
 
 def draw(llm, ids: list[int], params: dict, choice, count: int = SAMPLES) -> Counter:

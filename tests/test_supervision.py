@@ -29,6 +29,8 @@ from tests.conftest import greedy
 from tests.servers import RunningServer, serve
 
 PROMISE_SECONDS = 5.0
+STUCK_SECONDS = 15.0
+"""backend/adapters/stub.py, which only the server's stub can import."""
 SLACK_SECONDS = 1.0
 """For two cores that others use too."""
 MODELS = ("decode", "tokenizer", "mtp_drafter")
@@ -392,7 +394,7 @@ def test_nothing_outlives_the_supervisor(tmp_path):
         streams, pids = open_streams(supervised.server), [supervised.pid, *(s.pid for s in find_stubs(supervised.pid))]
         supervised.server.process.kill()
         assert_told(streams, time.monotonic())
-        wait_for(lambda: not any(map(is_running, pids)), "the end of all its processes", 5)
+        wait_for(lambda: not any(map(is_running, pids)), "the end of all its processes", STUCK_SECONDS + 10)
 
 
 def test_a_second_signal_ends_it_at_once(supervised):

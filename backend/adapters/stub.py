@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -17,6 +18,8 @@ import triton_python_backend_utils as pb_utils
 from backend.errors import ConfigError
 
 SERVER_LOOK_SECONDS = 0.5
+STUCK_SECONDS = 15.0
+"""Nothing that lives keeps Python's lock for so long."""
 
 
 def check_interpreter() -> None:
@@ -29,11 +32,16 @@ def check_interpreter() -> None:
 
 
 def end_with_server() -> None:
-    """Ends this process when its server has died: a stub with requests in hand stays and computes for ever (measured)."""
+    """Ends this process when its server has died: a stub with requests in hand stays and computes for ever (measured).
+
+    A call to a dead server, such as one that creates a metric, never returns and keeps Python's lock (measured): then no thread of Python
+    runs, and a timer of faulthandler's, which needs none, says where each one stands and ends the process.
+    """
     server = os.getppid()
 
     def watch() -> None:
         while os.getppid() == server:
+            faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
             time.sleep(SERVER_LOOK_SECONDS)
         os._exit(1)
 
