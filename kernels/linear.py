@@ -9,8 +9,6 @@ Weights and norm weights are read before the kernel ahead in the stream has ende
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable
 
 import torch
 
@@ -43,12 +41,6 @@ def _choose(dtype: torch.dtype, num_tokens: int, out_size: int, in_size: int, ha
     tokens = -(-num_tokens // 8) * 8
     norm = in_size if has_norm else 0
     return {"ELEMENT": ELEMENTS[dtype], "TOKENS": tokens, "TILES": tiles, "SHARED": SHARED[tokens], "NORM": norm, "GATED": int(is_gated)}
-
-
-def variants(dtype: torch.dtype, products: Iterable[tuple[int, int, bool, bool]], device: torch.device) -> list[tuple[str, Defines]]:
-    """What `_load.compile_all` may compile beforehand, for products (N, K, has_norm, is_gated)."""
-    sizes = itertools.product(SHARED, products)
-    return [("linear", _choose(dtype, tokens, *product, _num_multiprocessors(device.index or 0))) for tokens, product in sizes]
 
 
 def _check(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.norm import rms_norm
 from kernels.reference import DRAFT_STREAM, apply_penalties, gumbel_noise, probabilities, verify_top_p
 from kernels.sampling import choose, process_logits, sample
 from kernels.state import commit
@@ -22,7 +22,6 @@ __all__ = [
     "DRAFT_STREAM",
     "Plan",
     "add_linear",
-    "add_rms_norm",
     "append_attention",
     "append_draft",
     "append_kv",

@@ -45,11 +45,6 @@ def _cluster_size(device: torch.device, num_rows: int) -> int:
     return max(c for c in CLUSTERS if c == 1 or (c <= most and num_rows * c <= num_blocks))
 
 
-def variants(dtype: torch.dtype, vocab_size: int) -> list[tuple[str, dict[str, int | str]]]:
-    """What `kernels._load.compile_all` compiles ahead for logits of this type on sm_90 and later; sm_80 needs the first."""
-    return [("sampling", _defines(dtype, vocab_size, cluster)) for cluster in CLUSTERS]
-
-
 def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor) -> None:
     """Applies penalties, then biases, then bans of early stops to logits [R, V], in place.
 

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 RESULT_WIDTH = RESULT_HEAD + MAX_DRAFTS + 1
 NUM_BUFFERS = 3
 """Host buffers in turn: one is written while another's copy may be under way."""
-MAX_QUERIES = MAX_DRAFTS + 1
 
 
 @dataclass(frozen=True, slots=True)

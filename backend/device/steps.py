@@ -8,7 +8,7 @@ depends on (seed, position, token) alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backend.config import MAX_SPECULATIVE_TOKENS, EngineConfig
@@ -34,12 +34,12 @@ class Flight:
     """A step that was launched."""
 
     entries: list[Scheduled]
-    draft_sources: list[list[str]] = field(default_factory=list)
+    draft_sources: list[list[str]]
     """[B]: of the most drafts that each entry verifies."""
-    read: Callable[[], tuple[list[list[int]], float]] = tuple  # type: ignore[assignment]
+    drafted: list[Request]
+    """Requests that the model drafter follows to their newest token."""
+    read: Callable[[], tuple[list[list[int]], float]]
     """Waits for the step: rows of results, and the device's seconds."""
-    drafted: list[Request] = field(default_factory=list)
-    """Requests that the model drafter has followed to their newest token."""
 
 
 class DeviceSteps:
@@ -103,16 +103,17 @@ class DeviceSteps:
         updates = Updates(shape_rows, self._graphs.dummy_slot)
         if joining:
             self._join([entries[b] for b in joining], [slots[b] for b in joining], drafters, updates)
-        flight = Flight(entries)
+        sources = [slot.draft_sources[: entry.max_drafts] for entry, slot in zip(entries, slots)]
+        drafted = []
         for b, (entry, slot) in enumerate(zip(entries, slots)):
-            flight.draft_sources.append(slot.draft_sources[: entry.max_drafts])
-            self._describe(b, entry, slot, updates, flight)
-        num_queries = 1 + max(len(sources) for sources in flight.draft_sources)
+            updates.fields[VERIFY_LIMIT, b] = len(sources[b])
+            if self._describe(b, entry, slot, updates):
+                drafted.append(entry.request)
+        num_queries = 1 + max(map(len, sources))
         num_model = int(updates.fields[MODEL_LIMIT].max())
         has_prefixes = self._is_cascade and updates.put_prefixes([e.request for e in entries], self._graphs.page_size)
         shape = self._graphs.shape_for(shape_rows, num_queries, num_model, bool((updates.fields[LOOKUP_LIMIT] > 0).any()), has_prefixes)
-        flight.read = self._graphs.launch(shape, updates)
-        return flight
+        return Flight(entries, sources, drafted, self._graphs.launch(shape, updates))
 
     def _join(self, entries: list[Scheduled], slots: list[Slot], drafters: Drafters, updates: Updates) -> None:
         """Tells the device what it does not know of these requests, and which drafts to verify first."""
@@ -149,8 +150,8 @@ class DeviceSteps:
     def _end_of(self, request: Request) -> int:
         return min(len(request.prompt_token_ids) + request.params.max_tokens, self._max_model_len)
 
-    def _describe(self, b: int, entry: Scheduled, slot: Slot, updates: Updates, flight: Flight) -> None:
-        """One row's fields, and what the device will have drafted for the request at the step's end."""
+    def _describe(self, b: int, entry: Scheduled, slot: Slot, updates: Updates) -> bool:
+        """One row's fields, and what the device will have drafted for the request at the step's end; whether the model drafts for it."""
         request, fields = entry.request, updates.fields
         speculation = request.speculation
         updates.put_pages(slot, request.page_ids, self._graphs.table_width)
@@ -159,15 +160,14 @@ class DeviceSteps:
         num_model = min(wanted, speculation.num_model_steps) if is_model else 0
         is_lookup = wanted > num_model and (speculation.method == "ngram" or speculation.mtp_strategy == "with_ngram")
         fields[SLOT, b], fields[NUM_PAGES, b], fields[END, b] = slot.number, len(request.page_ids), self._end_of(request)
-        fields[VERIFY_LIMIT, b], fields[MODEL_LIMIT, b] = len(flight.draft_sources[b]), num_model
-        fields[LOOKUP_LIMIT, b] = wanted if is_lookup else -1
+        fields[MODEL_LIMIT, b], fields[LOOKUP_LIMIT, b] = num_model, wanted if is_lookup else -1
         slot.draft_sources = ["mtp"] * num_model + ["ngram"] * (wanted - num_model if is_lookup else 0)
         if speculation.method == "mtp":
             slot.is_followed = is_model
-            if is_model:
-                assert self._mtp is not None
-                self._mtp.hand_over(request)
-                flight.drafted.append(request)
+        if is_model:
+            assert self._mtp is not None
+            self._mtp.hand_over(request)
+        return is_model
 
     def land(self, flight: Flight) -> tuple[Draft, Verdict, float]:
         """Waits for a step and reads what it decided; seconds are the device's."""
