@@ -325,7 +325,7 @@ class EngineConfig(Section):
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     cascade_attention: bool = False
-    """GPU: read the keys of a beginning that several requests share once a step. Not measured in the engine yet, so off."""
+    """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
     load_format: str = "safetensors"
     """safetensors, or for benchmarks dummy: random weights of config.json's shapes."""
     single_thread_tokens: int = 8

@@ -48,7 +48,7 @@ class SamplingParams:
     """
 
     max_tokens: int = 128
-    """Tokens to emit at most; the context's end may come first."""
+    """Tokens to emit at most; the context's end may come first. 0 with `echo`: the prompt alone is answered."""
     min_tokens: int = 0
     """End-of-text, stop ids and stop strings are held off until this many tokens are out."""
     temperature: float = 1.0
@@ -73,7 +73,8 @@ class SamplingParams:
     """Keep the stop string in the text."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Log-probabilities of the emitted token and of this many likeliest ones, before any parameter acts."""
+    """Log-probabilities of the emitted token and of this many likeliest ones, before any parameter acts. With `echo`, of the prompt's tokens
+    too, from the second on."""
     echo: bool = False
     """Repeat the prompt's text and ids in the first answer."""
     n: int = 1
@@ -87,7 +88,8 @@ class SamplingParams:
             _check(key, value, (list, tuple), True, "a list")
             object.__setattr__(self, key, tuple(value))
         number = (int, float)
-        _check("max_tokens", self.max_tokens, int, isinstance(self.max_tokens, int) and self.max_tokens >= 1, "an integer >= 1")
+        least, rule = (0, "an integer >= 0") if self.echo is True else (1, "an integer >= 1")
+        _check("max_tokens", self.max_tokens, int, isinstance(self.max_tokens, int) and self.max_tokens >= least, rule)
         good = isinstance(self.min_tokens, int) and 0 <= self.min_tokens <= self.max_tokens
         _check("min_tokens", self.min_tokens, int, good, f"an integer from 0 to max_tokens ({self.max_tokens})")
         _check("temperature", self.temperature, number, _is_number(self.temperature) and self.temperature >= 0, "a finite number >= 0")
@@ -245,6 +247,11 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
+    def scores_prompt(self) -> bool:
+        """The log-probabilities of its prompt are wanted, and not sent yet: all of it has to be computed."""
+        return self.params.echo and self.params.logprobs is not None and self.num_output_tokens == 0
+
+    @property
     def is_decoding(self) -> bool:
         """Only its last token is not computed yet."""
         return len(self.token_ids) - self.num_computed_tokens == 1
@@ -332,6 +339,8 @@ class Verdict:
     logprobs: list[list[TokenLogprobs] | None]
     is_broken: list[bool]
     """[B]: the model's scores are not all finite, and there is no answer."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By entry that scores its prompt: those of the prompt's tokens after each one computed in this step."""
 
 
 @dataclass(slots=True)
@@ -344,6 +353,7 @@ class Delta:
     text: str = ""
     sources: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    """Of token_ids; with `echo` the first delta has those of the prompt's tokens before them, from the second on."""
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     num_prompt_tokens: int = 0

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backend.config import BUNDLED_DRAFTER, EngineConfig
-from backend.core import Batch, Delta, Draft, FinishReason, Request, SamplingParams, Scheduled, TokenLogprobs, Verdict
+from backend.core import Batch, Delta, Draft, Request, SamplingParams, Scheduled, TokenLogprobs, Verdict
 from backend.drafters import load_drafters
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.metrics import Metrics
+from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
 from backend.pacing import Pacer
 from backend.parallel.ranks import Ranks
 from backend.runner import Runner, cpu_threads, make_plane, on_stream, pick_device
 from backend.sampling import Sampler
 from backend.scheduler import Scheduler, cut_at_end
 from backend.speculate import StepTimes, speculate
-from backend.text import TextStream, Tokenizer
+from backend.text import Tokenizer
 
 if TYPE_CHECKING:
     from backend.device.steps import DeviceSteps, Flight
@@ -34,23 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DeltaSink = Callable[[Delta], None]
-
 
 def do_nothing() -> None:
     pass
-
-
-@dataclass(slots=True)
-class _Open:
-    """What the engine keeps of an open request beside the scheduler."""
-
-    request: Request
-    sink: DeltaSink
-    stream: TextStream
-    submitted: float
-    first_token: float = 0.0
-    is_echoed: bool = False
 
 
 class Engine:
@@ -74,10 +61,7 @@ class Engine:
         self.times = StepTimes()
         self._pacer = Pacer() if config.speculative_config.adaptive else None
         self.after_deltas: Callable[[], None] = do_nothing
-        self._open: dict[str, _Open] = {}
-        self._groups: dict[str, list[str]] = {}
-        self._ids: set[str] = set()  # of every request between submit and its end
-        self._has_deadlines = False
+        self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
@@ -86,6 +70,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._flights: deque[Flight] = deque()
         self._is_short = False
+        # What loading made is seen through now; else the first full collection comes between steps and takes 100 ms.
+        gc.collect()
         logger.info(
             "engine ready: %d KV pages of %d tokens (%.0f MB), %s on %s, context %d, configuration %s",
             self.runner.num_pages,
@@ -210,20 +196,17 @@ class Engine:
             self._check_healthy()
             if self._is_refusing:
                 raise EngineError("the server is shutting down: send the request to another, or again later")
-            self.scheduler.check_room(params.n, len(self._ids))
-            if request_id in self._groups or any(r.request_id in self._ids for r in requests):
-                raise RequestError(f"request id {request_id!r:.100} is in use")
-            self._ids.update(r.request_id for r in requests)
-            self._groups[request_id] = [r.request_id for r in requests]
+            self.scheduler.check_room(params.n, self._open.count)
+            self._open.reserve(requests)
             self._inbox.append(lambda: self._admit(requests, on_delta, now))
             self._wake.notify()
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request with finish_reason `cancelled` before the next step. False when no such request is open."""
         with self._wake:
-            if request_id not in self._groups:
+            if not self._open.has(request_id):
                 return False
-            self._inbox.append(lambda: self._cancel(request_id))
+            self._inbox.append(lambda: self._open.end_group(request_id, "cancelled"))
             self._wake.notify()
         return True
 
@@ -278,27 +261,17 @@ class Engine:
 
     def _admit(self, requests: list[Request], sink: DeltaSink, submitted: float) -> None:
         for request in requests:
-            params = request.params
-            self._open[request.request_id] = _Open(request, sink, TextStream(self.tokenizer, params.stop, params.include_stop), submitted)
-            self._has_deadlines |= request.deadline is not None
+            self._open.begin(request, sink, submitted)
             self.scheduler.add(request)
             self.drafters.start(request)
 
-    def _cancel(self, request_id: str) -> None:
-        for own_id in list(self._groups.get(request_id, ())):
-            if own_id in self._open:
-                self._end(self._open[own_id], "cancelled")
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        late = [o for o in self._open.values() if o.request.deadline is not None and now >= o.request.deadline]
-        for open_request in late:
-            self._end(open_request, "timeout")
-        self._has_deadlines = any(o.request.deadline is not None for o in self._open.values())
-
-    def _end(self, open_request: _Open, reason: FinishReason) -> None:
-        """Ends a request between two steps."""
-        self._send(open_request, Delta(open_request.request.group_id, open_request.request.index, finish_reason=reason))
+    def _release(self, request: Request) -> None:
+        """Frees what is held of a request that ends."""
+        self.scheduler.finish(request)
+        self.drafters.stop(request)
+        self.sampler.stop(request)
+        if self.device_steps is not None:
+            self.device_steps.stop(request)
 
     def step(self) -> bool:
         """One step on the stream that the device's work shares."""
@@ -312,8 +285,8 @@ class Engine:
         """
         while self._inbox:
             self._inbox.popleft()()
-        if self._has_deadlines:
-            self._expire()
+        if self._open.has_deadlines:
+            self._open.end_late()
         started = time.perf_counter()
         if self._pacer is not None:
             self._pacer.choose([r for r in self.scheduler.running if r.is_decoding])
@@ -349,12 +322,10 @@ class Engine:
         if self.device_steps is None:
             return [], batch
         ahead = [e for e in batch.entries if self.device_steps.takes(e)]
+        if len(ahead) == len(batch.entries):
+            return ahead, Batch()
         taken = {id(e) for e in ahead}
         return ahead, Batch([e for e in batch.entries if id(e) not in taken])
-
-    def _is_open(self, request: Request) -> bool:
-        open_request = self._open.get(request.request_id)
-        return open_request is not None and open_request.request is request
 
     def _must_land(self) -> bool:
         """Whether what steps under way emit has to be known before the next step."""
@@ -376,7 +347,7 @@ class Engine:
         flight = self._flights.popleft()
         draft, verdict, self.times.forward = self.device_steps.land(flight)
         self._book(flight.entries, draft, verdict, 0.0, self.times.forward)
-        self.device_steps.follow(flight, self._is_open)
+        self.device_steps.follow(flight, self._open.is_open)
 
     def _land_all(self) -> None:
         while self._flights:
@@ -386,39 +357,40 @@ class Engine:
         if self._pacer is not None:
             self._pacer.observe(entries, draft, verdict, propose_seconds, rest_seconds)
         for b, entry in enumerate(entries):
-            if not self._is_open(entry.request):
+            own = self._open.get(entry.request)
+            if own is None:
                 continue  # it ended while this step was under way
+            if b in verdict.prompt_logprobs:
+                own.score_prompt(entry.request.num_computed_tokens, verdict.prompt_logprobs[b])
             if verdict.is_broken[b]:
-                self._break(entry.request)
+                self._break(own)
             elif entry.emits:
-                self._commit(entry, verdict.token_ids[b], len(draft.token_ids[b]), draft.sources[b], verdict.num_accepted[b], verdict.logprobs[b])
+                num_drafts, num_accepted = len(draft.token_ids[b]), verdict.num_accepted[b]
+                self._commit(own, entry, verdict.token_ids[b], num_drafts, draft.sources[b], num_accepted, verdict.logprobs[b])
             else:
                 self.scheduler.commit(entry, ())
 
-    def _break(self, request: Request) -> None:
+    def _break(self, own: OpenRequest) -> None:
         """Ends a request whose scores are not finite; the others of the batch go on."""
-        place = len(request.token_ids)
-        error = EngineError(
-            f"the model's scores after token {place} are not finite: the weights may be damaged, or too large for {self.runner.dtype}"
-        )
-        logger.error("request %r: %s", request.group_id, error)
-        self._send(self._open[request.request_id], Delta(request.group_id, request.index, error=error))
+        place, dtype = len(own.request.token_ids), self.runner.dtype
+        error = EngineError(f"the model's scores after token {place} are not finite: the weights may be damaged, or too large for {dtype}")
+        logger.error("request %r: %s", own.request.group_id, error)
+        self._open.fail(own, error)
 
     def _commit(
-        self, entry: Scheduled, token_ids: list[int], num_drafts: int, drafters: list[str], num_accepted: int, logprobs: list[TokenLogprobs] | None
+        self,
+        own: OpenRequest,
+        entry: Scheduled,
+        token_ids: list[int],
+        num_drafts: int,
+        drafters: list[str],
+        num_accepted: int,
+        logprobs: list[TokenLogprobs] | None,
     ) -> None:
         """Cuts an emitted span at what ends the request, books it, and sends the delta."""
         request = entry.request
-        open_request = self._open[request.request_id]
-        first = request.num_output_tokens
         token_ids, reason = cut_at_end(request, token_ids, self.scheduler.max_model_len)
-        text = ""
-        for count, token_id in enumerate(token_ids, 1):
-            piece, is_stopped = open_request.stream.append(token_id, first + count > request.params.min_tokens)
-            text += piece
-            if is_stopped:
-                token_ids, reason = token_ids[:count], "stop"
-                break
+        token_ids, text, is_stopped = own.read(token_ids)
         num_accepted = min(num_accepted, len(token_ids))
         self.scheduler.commit(entry, token_ids)
         request.stats.add(num_drafts, num_accepted, len(token_ids))
@@ -430,46 +402,9 @@ class Engine:
             text=text,
             sources=drafters[:num_accepted] + ["target"] * (len(token_ids) - num_accepted),
             logprobs=logprobs[: len(token_ids)] if logprobs is not None else None,
-            finish_reason=reason,
+            finish_reason="stop" if is_stopped else reason,
         )
-        self._send(open_request, delta)
-
-    def _send(self, open_request: _Open, delta: Delta) -> None:
-        request, now = open_request.request, time.monotonic()
-        if delta.token_ids and not open_request.first_token:
-            open_request.first_token = now
-            self.metrics.time_to_first_token.observe(now - open_request.submitted)
-        if request.params.echo and not open_request.is_echoed and delta.error is None:
-            open_request.is_echoed = True
-            delta.prompt_token_ids = request.prompt_token_ids
-            delta.prompt_text = self.tokenizer.decode(request.prompt_token_ids)
-        if delta.is_final:
-            if delta.error is None:
-                delta.text += open_request.stream.flush()
-                self.metrics.finished_requests[delta.finish_reason or ""] += 1
-            delta.stats = request.stats
-            self._close(open_request, now)
-        delta.num_prompt_tokens = len(request.prompt_token_ids)
-        delta.num_cached_tokens = request.num_cached_tokens
-        delta.num_output_tokens = request.num_output_tokens
-        open_request.sink(delta)
-
-    def _close(self, open_request: _Open, now: float) -> None:
-        request = open_request.request
-        self.scheduler.finish(request)
-        self.drafters.stop(request)
-        self.sampler.stop(request)
-        if self.device_steps is not None:
-            self.device_steps.stop(request)
-        with self._wake:
-            del self._open[request.request_id]
-            self._ids.remove(request.request_id)
-            siblings = self._groups[request.group_id]
-            siblings.remove(request.request_id)
-            if not siblings:
-                del self._groups[request.group_id]
-        if request.num_output_tokens > 1:
-            self.metrics.time_per_output_token.observe((now - open_request.first_token) / (request.num_output_tokens - 1))
+        self._open.send(own, delta)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -495,8 +430,8 @@ class Engine:
 
     def _sleep(self) -> float | None:
         """Seconds until the next deadline; None: until woken."""
-        deadlines = [o.request.deadline for o in self._open.values() if o.request.deadline is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        deadline = self._open.next_deadline
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _fail(self, error: Exception) -> None:
         with self._wake:
@@ -508,9 +443,7 @@ class Engine:
 
     def end_all(self, error: Exception) -> None:
         """Ends every open request with an error. On the engine's thread, between two steps."""
-        for open_request in list(self._open.values()):
-            request = open_request.request
-            self._send(open_request, Delta(request.group_id, request.index, error=error))
+        self._open.end_all(error)
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Ends the loop; requests that are still open get an EngineError."""

@@ -11,8 +11,9 @@ from tqdm import tqdm
 
 from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.core import Delta, SamplingParams, SpeculationStats, TokenLogprobs
-from backend.engine import DeltaSink, Engine
+from backend.engine import Engine
 from backend.errors import RequestError
+from backend.open_requests import DeltaSink
 
 
 @dataclass(slots=True)

@@ -25,8 +25,11 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE = 4 * 2**30
 CACHE_SHARE_OF_FREE_MEMORY = 0.5
+REHEARSED_TOKENS = 256
 ACTIVATIONS_PER_STATE = 24
 """Values that a forward holds at its widest for each value of a token's state: gate and up take 7, with what they are made of and into."""
+CAPTURED_STEPS_BYTES = 2**28
+"""That the driver and the kernels take for captured steps, about."""
 
 
 @dataclass(slots=True)
@@ -36,6 +39,8 @@ class Forward:
     logits: torch.Tensor
     """[R, V] float32"""
     row_starts: list[int]
+    prompt_states: dict[int, torch.Tensor]
+    """By entry that scores its prompt: the states [chunk, hidden] of tokens that another one of the prompt follows."""
 
 
 @dataclass(slots=True)
@@ -52,14 +57,19 @@ class Packed:
     rows: list[int] = field(default_factory=list)
     """Which of the T tokens need logits."""
     row_starts: list[int] = field(default_factory=lambda: [0])
+    prompt_spans: dict[int, slice] = field(default_factory=dict)
+    """By entry that scores its prompt: those of the T tokens that another one of the prompt follows."""
 
 
 def pack(batch: Batch, draft: Draft, page_size: int) -> Packed:
     """Lays out every entry's known tokens and drafts."""
     packed = Packed()
-    for entry, drafts in zip(batch.entries, draft.token_ids, strict=True):
+    for b, (entry, drafts) in enumerate(zip(batch.entries, draft.token_ids, strict=True)):
         request, begin = entry.request, entry.request.num_computed_tokens
         end = begin + entry.num_tokens + len(drafts)
+        if request.scores_prompt and begin < len(request.prompt_token_ids) - 1:
+            start = len(packed.token_ids)
+            packed.prompt_spans[b] = slice(start, start + min(end, len(request.prompt_token_ids) - 1) - begin)
         packed.token_ids += request.token_ids[begin : begin + entry.num_tokens]
         packed.token_ids += drafts
         packed.positions += range(begin, end)
@@ -225,7 +235,7 @@ class Runner:
         model, size = self.model, self.dtype.itemsize
         num_rows = config.max_batch_size * (1 + (config.speculative_config.num_speculative_tokens or 0))
         activations = max(config.max_num_batched_tokens, num_rows) * model.hidden_size * ACTIVATIONS_PER_STATE * size
-        state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * self.max_model_len)
+        state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * self.max_model_len) + CAPTURED_STEPS_BYTES
         return activations + num_rows * model.vocab_size * (size + 4) + state
 
     def threads_for(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
@@ -255,7 +265,19 @@ class Runner:
         hidden = self.compute(token_ids, positions, slots, plan)
         is_all = len(packed.rows) == len(packed.token_ids)
         scored = hidden if is_all else hidden[torch.tensor(packed.rows, dtype=torch.long, device=device)]
-        return Forward(self.model.logits(scored).float(), packed.row_starts)
+        return Forward(self.logits(scored), packed.row_starts, {b: hidden[span] for b, span in packed.prompt_spans.items()})
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The scores [N, V], float32, of states [N, hidden]."""
+        return self.model.logits(hidden).float()
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Computes a prompt that nobody sent, on the page that nobody has: what prompts need is loaded before the first one comes."""
+        count = min(REHEARSED_TOKENS, self.max_model_len)
+        slots = [self.num_pages * self.page_size + i % self.page_size for i in range(count)]
+        page_ids = [[self.num_pages] * -(-count // self.page_size)]
+        self._compute_packed(Packed([0] * count, list(range(count)), slots, [count], [count], page_ids, [count - 1], [0, 1]))
 
     def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: ops.Plan) -> torch.Tensor:
         """The target's states [T, hidden] of packed tokens; what is kept of them goes to their slots."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from backend.core import Request, Scheduled, TokenLogprobs
 from kernels import ops
+
+PROMPT_ROWS = 128
+"""Tokens of a prompt that are scored at a time: each takes a row as wide as the vocabulary."""
 
 
 class _History:
@@ -103,6 +106,16 @@ class Sampler:
                 history_ids = [*request.token_ids[-len(before) :], *drafts[:place]] if before else []
                 if not before or history_ids[-len(before) :] == before:
                     rows[place, banned] = float("-inf")
+
+
+@torch.inference_mode()
+def score_prompt(request: Request, states: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]) -> list[TokenLogprobs]:
+    """Log-probabilities of the prompt's tokens that follow those of states [chunk, hidden], the next ones to be computed."""
+    scored: list[TokenLogprobs] = []
+    following = request.prompt_token_ids[request.num_computed_tokens + 1 :]
+    for part in states.split(PROMPT_ROWS):
+        scored += pick_logprobs(logits(part), following[len(scored) : len(scored) + len(part)], request.params.logprobs or 0)
+    return scored
 
 
 def pick_logprobs(rows: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:

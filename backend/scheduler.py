@@ -21,10 +21,12 @@ def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -
 
     The first end-of-text or stop id ends it, and nothing after it is emitted; then max_tokens and the context's end.
     """
-    room = min(request.params.max_tokens - request.num_output_tokens, max_model_len - len(request.token_ids))
-    for count, token_id in enumerate(token_ids[:room], 1):
-        if token_id in request.stop_ids and request.num_output_tokens + count > request.params.min_tokens:
-            return list(token_ids[:count]), "stop"
+    params, num_known, num_before = request.params, len(request.token_ids), request.num_output_tokens
+    room = min(params.max_tokens - num_before, max_model_len - num_known)
+    if request.stop_ids:
+        for count, token_id in enumerate(token_ids[:room], 1):
+            if token_id in request.stop_ids and num_before + count > params.min_tokens:
+                return list(token_ids[:count]), "stop"
     return list(token_ids[:room]), "length" if len(token_ids) >= room else None
 
 
@@ -119,15 +121,16 @@ class Scheduler:
         batch = Batch()
         scheduled: set[str] = set()
         budget = self.max_num_batched_tokens
-        decoding = [r for r in self.running if r.is_decoding and self._room(r) > 0]
+        decoding = [(r, room) for r in self.running if r.is_decoding and (room := self._room(r)) > 0]
         budget -= len(decoding)
         # Prompts go before drafts: a request that runs brings more than one more draft of a request that runs already. Of what
         # is left everybody gets the same share, so that early requests do not starve late ones of drafts.
         share = max(0, budget - self._prompt_tokens()) // len(decoding) if decoding else 0
-        for request in decoding:
-            if request in batch.preempted:
+        for request, room in decoding:
+            if batch.preempted and request in batch.preempted:
                 continue
-            drafts = min(share, self._drafts_wanted(request))
+            # The step's own token comes on top of the drafts. A prompt's step verifies none.
+            drafts = min(share, request.speculation.num_speculative_tokens, room - 1) if request.num_output_tokens else 0
             if draft_limit is not None and drafts:
                 drafts = min(drafts, draft_limit(request))
             if not self._reserve(request, 1 + drafts + self._num_tokens_after_step, scheduled, batch, may_preempt=False):
@@ -162,16 +165,10 @@ class Scheduler:
             return count + 1  # it may fit all the same, if it shares its beginning: leave it the chance to be looked at
         return count + sum(len(r.token_ids) for r in queue)
 
-    def _drafts_wanted(self, request: Request) -> int:
-        """Drafts that could still be emitted: the step's own token comes on top of them. A prompt's step verifies none."""
-        if request.num_output_tokens == 0:
-            return 0
-        return max(0, min(request.speculation.num_speculative_tokens, self._room(request) - 1))
-
     def _room(self, request: Request) -> int:
-        """Tokens that a request may still emit, when each step under way emits but one."""
-        room = min(request.params.max_tokens - request.num_output_tokens, self.max_model_len - len(request.token_ids))
-        return room - request.num_steps_ahead
+        """Tokens that a request may still emit, when each step under way emits but one. The prompt's end is a step even where nothing follows it."""
+        end = min(max(1, request.params.max_tokens) + len(request.prompt_token_ids), self.max_model_len)
+        return end - len(request.token_ids) - request.num_steps_ahead
 
     def _reserve(self, request: Request, num_tokens: int, scheduled: set[str], batch: Batch, *, may_preempt: bool) -> bool:
         """Holds pages for `num_tokens` more than steps under way may compute; may take them from younger requests not in this step yet."""
@@ -216,7 +213,7 @@ class Scheduler:
     def _start(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""
         match = None
-        if self.prefix_cache is not None:
+        if self.prefix_cache is not None and not request.scores_prompt:
             match = self.prefix_cache.match(request.token_ids, len(request.token_ids) - 1)
             for page in match.page_ids:
                 self.pool.share(page)
@@ -264,9 +261,10 @@ class Scheduler:
             request.num_computed_tokens = len(request.token_ids) - 1
             ahead = request.num_tokens_ahead + self._num_tokens_after_step if request.num_steps_ahead else 0
             keep = self.pool.pages_for(request.num_computed_tokens + ahead)
-            for page in reversed(request.page_ids[keep:]):
-                self.pool.release(page)
-            del request.page_ids[keep:]
+            if keep < len(request.page_ids):
+                for page in reversed(request.page_ids[keep:]):
+                    self.pool.release(page)
+                del request.page_ids[keep:]
         else:
             was_prompt = False
             request.num_computed_tokens += entry.num_tokens

@@ -9,7 +9,7 @@ from backend.config import SpeculativeConfig
 from backend.core import Batch, Draft, Verdict
 from backend.drafters import Drafters
 from backend.runner import Runner
-from backend.sampling import Sampler
+from backend.sampling import Sampler, score_prompt
 from backend.verify import verify
 
 
@@ -32,5 +32,8 @@ def speculate(
     forward = runner.forward(batch, draft)
     computed = time.perf_counter()
     verdict = verify(batch, draft, forward, sampler, config)
+    for b, states in forward.prompt_states.items():
+        with runner.threads_for(len(states)):
+            verdict.prompt_logprobs[b] = score_prompt(batch.entries[b].request, states, runner.logits)
     times.propose, times.forward, times.verify = proposed - started, computed - proposed, time.perf_counter() - computed
     return draft, verdict

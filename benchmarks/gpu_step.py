@@ -1,6 +1,6 @@
 """Step times and tokens per second on one GPU, of a model with random weights in the shape of a real one.
 
-    python -m benchmarks.gpu_step [--batches 1 8 32 128] [--methods none ngram mtp] [--outputs 256]
+    python -m benchmarks.gpu_step [--batches 1 8 32 128] [--methods none ngram mtp] [--outputs 256] [--shared 2048]
 
 Prompts are real code; with random weights no draft would stand, so acceptance is simulated: each draft stands with a given
 probability, by its place. The limit is what the memory gives: bytes of weights and of keys and values over the bandwidth that a copy
@@ -24,6 +24,7 @@ import torch
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.device.graphs import StepShape, _Step
+from backend.runner import Runner
 from benchmarks.workloads import completion_prompts
 from training.heldout import read_heldout
 
@@ -90,10 +91,9 @@ def make_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
     return [ids[i * length : (i + 1) * length] for i in range(count)]
 
 
-def run(llm: LLM, batch: int, length: int, outputs: int) -> dict[str, float]:
-    """Decodes `batch` requests together -> seconds of the device's steps, and tokens a second once all of them decode."""
-    engine = llm.engine
-    steps = engine.device_steps
+def run(llm: LLM, prompts: list[list[int]], outputs: int) -> dict[str, float]:
+    """Decodes requests together -> seconds of the device's steps, and tokens a second once all of them decode."""
+    steps, batch = llm.engine.device_steps, len(prompts)
     assert steps is not None
     seconds: list[float] = []
     emitted: list[int] = []
@@ -109,8 +109,8 @@ def run(llm: LLM, batch: int, length: int, outputs: int) -> dict[str, float]:
 
     ends: list[float] = []
     steps.land = note  # type: ignore[method-assign]
-    prompts = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, length)]
-    llm.generate(prompts, SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    requests = [{"prompt_token_ids": ids} for ids in prompts]
+    llm.generate(requests, SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True), use_tqdm=False)
     steps.land = land  # type: ignore[method-assign]
     skip = min(8, len(seconds) // 4)
     wall = ends[-1] - ends[skip - 1]
@@ -178,6 +178,38 @@ def compare_bundled(outputs: int, repeats: int = 3) -> None:
     print(f"bundled model, batch 1, real code: mtp {mtp:.0f} / none {none:.0f} tokens/s = {mtp / none:.2f}, {length:.2f} tokens a step")
 
 
+def compare_cascade(target: Path, shared: int, batches: list[int], outputs: int = 64) -> None:
+    """Steps of requests whose first `shared` tokens are the same: their keys read once (cascade attention) against once each."""
+    print(f"| {shared} shared tokens, 64 more | batch | each by itself, ms | once, ms | ratio |")
+    print("|---|---|---|---|---|")
+    for method in ("none", "ngram"):
+        speculation = {**METHODS[method], "adaptive": False, "accept_policy": "simulated"}
+        llm = LLM(
+            model=str(target),
+            load_format="dummy",
+            device="cuda",
+            max_batch_size=max(batches),
+            max_num_batched_tokens=8192,
+            max_model_len=shared + outputs + 128,
+            cascade_attention=True,
+            speculative_config=speculation,
+        )
+        beginning, *ends = make_prompts(llm, 1, shared) + make_prompts(llm, max(batches), 64)
+        one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        llm.generate({"prompt_token_ids": beginning}, one, use_tqdm=False)
+        steps = llm.engine.device_steps
+        assert steps is not None
+        for batch in batches:
+            times = []
+            for is_cascade in (False, True):
+                steps._is_cascade = is_cascade
+                times.append(run(llm, [beginning + end for end in ends[:batch]], outputs)["step_ms"])
+            print(f"| {method} | {batch} | {times[0]:.3f} | {times[1]:.3f} | {times[0] / times[1]:.2f} |", flush=True)
+        del llm, steps
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
@@ -186,11 +218,24 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--outputs", type=int, default=256)
     parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--shared", type=int, metavar="TOKENS", help="compares cascade attention for requests that begin alike, and nothing else")
     arguments = parser.parse_args()
     copy, read = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")
     with tempfile.TemporaryDirectory() as folder:
         target, drafter = write_folders(arguments.shape, Path(folder))
+        if arguments.shared:
+            compare_cascade(target, arguments.shared, arguments.batches)
+            return
+        free_before: list[int] = []
+        allocate = Runner.allocate_cache
+
+        def allocate_cache(self: Runner, *arguments: Any) -> None:
+            torch.cuda.empty_cache()
+            free_before.append(torch.cuda.mem_get_info()[0])
+            allocate(self, *arguments)
+
+        Runner.allocate_cache = allocate_cache  # type: ignore[method-assign]
         print("| method | batch | step ms | target alone | wall ms | tokens a step | tokens/s | device idle |")
         print("|---|---|---|---|---|---|---|---|")
         for method in arguments.methods:
@@ -213,13 +258,15 @@ def main() -> None:
             )
             loaded = time.perf_counter() - started
             for batch in arguments.batches:
-                row = run(llm, batch, arguments.prompt, arguments.outputs)
+                row = run(llm, make_prompts(llm, batch, arguments.prompt), arguments.outputs)
                 num_queries = 1 + METHODS[method].get("num_speculative_tokens", 0)
                 forward = time_forward(llm, batch, num_queries, arguments.prompt + arguments.outputs // 2)
                 times = " | ".join(f"{t:.3f}" for t in (row["step_ms"], forward, row["wall_ms"]))
                 speed = f"{row['tokens_per_step']:.2f} | {row['tokens_per_s']:.0f} | {row['idle']:.1%}"
                 print(f"| {method} | {batch} | {times} | {speed} |", flush=True)
-            print(f"({method}: ready after {loaded:.1f} s)")
+            runner, used = llm.engine.runner, free_before.pop() - torch.cuda.mem_get_info()[0]
+            counted = runner.num_pages * runner.page_bytes + runner._count_working_memory(llm.engine.config)
+            print(f"({method}: ready after {loaded:.1f} s; beside the weights {used / 2**30:.2f} GiB, {counted / 2**30:.2f} as counted in advance)")
             del llm
             gc.collect()
             torch.cuda.empty_cache()

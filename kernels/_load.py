@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -20,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -88,14 +89,37 @@ def compile_source(name: str, architecture: str, defines: Defines | None = None)
 
 
 def compile_all(jobs: Sequence[tuple[str, Defines]], architecture: str) -> None:
-    """Compiles several (source, defines) at once, with a line that says so when it takes time."""
-    nvcc_jobs = os.cpu_count() or 1
-    with ThreadPoolExecutor(min(nvcc_jobs, max(1, len(jobs)))) as pool:
-        futures = [pool.submit(compile_source, name, architecture, defines) for name, defines in jobs]
-        for number, future in enumerate(futures, 1):
-            if not future.done():
-                logger.info("compiling CUDA kernels for %s: %d of %d", architecture, number, len(futures))
+    """Compiles several (source, defines) at once, on all processors that this process may use."""
+    unique = {(name, tuple(sorted(defines.items()))) for name, defines in jobs}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        futures = [pool.submit(compile_source, name, architecture, dict(defines)) for name, defines in sorted(unique, key=str)]
+        for future in futures:
             future.result()
+
+
+class _Rehearsal:
+    """In the place of every kernel inside `rehearsing`: does nothing."""
+
+    num_registers = num_local_bytes = 0
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        pass
+
+
+_rehearsed: list[tuple[str, Defines]] | None = None
+
+
+@contextlib.contextmanager
+def rehearsing(device: torch.device) -> Iterator[None]:
+    """Kernels do nothing inside, but those that are missing on disk are compiled at its end, all at once. For one thread, before others run."""
+    global _rehearsed
+    _rehearsed = []
+    try:
+        yield
+        jobs = _rehearsed
+    finally:
+        _rehearsed = None
+    compile_all(jobs, device_of(device).architecture)
 
 
 def check_device(device: torch.device) -> None:
@@ -207,7 +231,6 @@ class _ProgrammaticLaunch:
 
     PROGRAMMATIC_STREAM_SERIALIZATION = 6
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-    PARAM_END, PARAM_BUFFER, PARAM_BUFFER_SIZE = 0, 1, 2
 
     def __init__(self, device: _Device, path: Path, name: str, types: str, shared: int) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -219,11 +242,13 @@ class _ProgrammaticLaunch:
             self._check(self._driver.cuFuncSetAttribute(self._function, self.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared))
         self._types = struct.Struct(types)
         self._arguments = ctypes.create_string_buffer(self._types.size)
-        self._size = ctypes.c_size_t(self._types.size)
+        # One by one: a kernel's parameters of larger alignment, such as tensor maps, lie elsewhere than in a struct.
+        kinds = re.findall(r"\d*\w", types)
+        start = ctypes.addressof(self._arguments)
+        places = [start + struct.calcsize("".join(kinds[: i + 1])) - struct.calcsize(kind) for i, kind in enumerate(kinds)]
+        self._parameters = (ctypes.c_void_p * len(places))(*places)
         attribute = _Attribute(id=self.PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         self._config = _LaunchConfig(stream=device.stream.handle, attributes=ctypes.pointer(attribute), num_attributes=1)
-        places = (self.PARAM_BUFFER, ctypes.addressof(self._arguments), self.PARAM_BUFFER_SIZE, ctypes.addressof(self._size), self.PARAM_END)
-        self._extra = (ctypes.c_void_p * len(places))(*places)
         self._lock = threading.Lock()
 
     def _check(self, code: int) -> None:
@@ -237,7 +262,7 @@ class _ProgrammaticLaunch:
             config = self._config
             config.grid[:], config.block[:], config.shared = (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_size
             self._types.pack_into(self._arguments, 0, *values)
-            self._check(self._driver.cuLaunchKernelEx(ctypes.addressof(config), self._function, None, self._extra))
+            self._check(self._driver.cuLaunchKernelEx(ctypes.addressof(config), self._function, self._parameters, None))
 
 
 @functools.cache
@@ -254,10 +279,13 @@ def load(
 ) -> Kernel:
     """The function `name` (extern "C") of kernels/<source>.cu, compiled with `defines`.
 
-    types: one character per argument as in Python's `struct`: P pointer, i int32, q int64, f float32. shared: most bytes of
+    types: the arguments as in Python's `struct`: P pointer, i int32, q int64, f float32, 128s a tensor map. shared: most bytes of
     dynamic shared memory that a launch asks for. programmatic: from sm_90 on a launch may begin before the kernel ahead of it
     on the stream has ended; the function must execute griddepcontrol.wait before it touches what any earlier kernel writes,
     reads or frees, in at least one thread of the grid whatever the arguments are. Raises KernelError.
     """
+    if _rehearsed is not None:
+        _rehearsed.append((source, defines or {}))
+        return cast(Kernel, _Rehearsal())
     index = device.index if device.index is not None else torch.cuda.current_device()
     return _kernel(index, source, name, types, tuple(sorted((defines or {}).items())), shared, programmatic)

@@ -12,8 +12,9 @@ from kernels._load import Kernel, load
 MAX_ITEM_ROWS = {64: 80, 128: 80, 256: 48}
 """Most rows (queries x heads that share a KV head) of one work item by head size, so that the sums stay in registers."""
 PREFIX_ROWS = {64: 64, 128: 24, 256: 32}
-"""The same where requests of at most 16 rows share prefixes: what leaves room for two CTAs per SM. With more rows, reading a prefix
+"""The same where requests of at most MAX_PREFIX_ROWS rows share prefixes: what leaves room for two CTAs per SM. With more rows, reading a prefix
 again for every few of them from the L2 cache costs more than that brings."""
+MAX_PREFIX_ROWS = 16
 TILE, THREADS, PLAN_THREADS, PLAN_CTAS = 64, 128, 256, 32
 MIN_TILES = 4
 """A request's keys are split in no smaller parts than this many tiles per CTA."""
@@ -59,7 +60,7 @@ def choose_shape(
         rows = -(-max_query_len * group // blocks)
         rows = rows if blocks == 1 else -(-rows // 16) * 16
         if has_prefixes:
-            rows = (PREFIX_ROWS if max_query_len * group <= 16 else MAX_ITEM_ROWS)[head_dim] // blocks
+            rows = (PREFIX_ROWS if max_query_len * group <= MAX_PREFIX_ROWS else MAX_ITEM_ROWS)[head_dim] // blocks
         if rows > MAX_ITEM_ROWS[head_dim]:
             continue
         if dtype == torch.float32:
@@ -163,7 +164,7 @@ class AttentionPlan:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         self._starts, self._items = make(self._num_workers * cluster, 32), make(self._num_items * 16 + self.num_tokens)
-        self._sums, self._stats = make(slots, rows, head_dim, dtype=torch.float32), make(slots, cluster, rows, 2, dtype=torch.float32)
+        self._partial_shapes = (slots, rows, head_dim), (slots, cluster, rows, 2)
         self._counters = torch.zeros(segments * cluster, dtype=torch.int32, device=self.device)
         self._places, self._pieces = make(self.num_tokens, 4), make(segments, 2)  # with prefixes
         planned = 4 * ((10 if self.has_prefixes else 3) * batch + 2 + self._num_workers + 1)
@@ -227,6 +228,8 @@ def append_attention(
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    # Partial results can be large: taken for the call alone, all layers and captured steps share the memory.
+    sums, stats = (torch.empty(shape, dtype=torch.float32, device=query.device) for shape in plan._partial_shapes)
     plan._attend(
         plan._grid,
         (THREADS, 1, 1),
@@ -237,12 +240,12 @@ def append_attention(
         plan.page_table,
         plan._starts,
         plan._items,
-        plan._sums,
-        plan._stats,
+        sums,
+        stats,
         plan._counters,
         query.stride(0),
         plan.page_table.stride(0),
     )
     if plan.has_prefixes:
-        plan._merge((plan.num_tokens, plan.num_kv_heads), (THREADS, 1, 1), out, plan._sums, plan._stats, plan._places, plan._pieces)
+        plan._merge((plan.num_tokens, plan.num_kv_heads), (THREADS, 1, 1), out, sums, stats, plan._places, plan._pieces)
     return out

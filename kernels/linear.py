@@ -1,7 +1,8 @@
 """Projections of few tokens at the speed of the memory, with what comes right before and after them.
 
 A row of a result does not depend on how many rows there are, as long as `linear.cu` computes it: a drafted token is verified with
-the sums that plain decoding would have made. Longer products, float32 and odd shapes go to torch.
+the sums that plain decoding would have made. From 17 to 32 tokens it is `wide_linear.cu` on Hopper GPUs; longer products, float32 and odd
+shapes go to torch.
 
 Weights and norm weights are read before the kernel ahead in the stream has ended: they must not be what that one writes.
 """
@@ -12,7 +13,7 @@ import functools
 
 import torch
 
-from kernels import reference
+from kernels import reference, wide_linear
 from kernels._load import ELEMENTS, load
 from kernels.activation import silu_mul
 from kernels.norm import rms_norm
@@ -89,7 +90,9 @@ def _launch(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N] -> [M, N]."""
     _check("linear", x, weight)
-    return _launch(x, weight, bias) if is_skinny(x, weight) else reference.linear(x, weight, bias)
+    if is_skinny(x, weight):
+        return _launch(x, weight, bias)
+    return wide_linear.launch(x, weight, bias) if wide_linear.is_wide(x, weight) else reference.linear(x, weight, bias)
 
 
 def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,6 +102,8 @@ def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
         raise ValueError(f"add_linear: residual {tuple(residual.shape)} {residual.dtype} must be [{len(x)}, {len(weight)}] {x.dtype}, contiguous")
     if is_skinny(x, weight):
         return _launch(x, weight, bias, residual)
+    if wide_linear.is_wide(x, weight):
+        return wide_linear.launch(x, weight, bias, residual)
     if x.is_cuda and bias is None:
         return residual.addmm_(x, weight.t())  # cuBLAS adds in float32
     return reference.add_linear(residual, x, weight, bias)
@@ -122,4 +127,8 @@ def norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, we
     if _can_fuse_norm(x, weight):
         return _launch(x, weight, None, None, norm_weight, eps, is_gated=True)
     x = rms_norm(x, norm_weight, eps)
-    return _launch(x, weight, is_gated=True) if is_skinny(x, weight) else silu_mul(reference.linear(x, weight))
+    if is_skinny(x, weight):
+        return _launch(x, weight, is_gated=True)
+    if wide_linear.is_wide(x, weight, is_gated=True):
+        return wide_linear.launch(x, weight, is_gated=True)
+    return silu_mul(reference.linear(x, weight))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference_slots
 from kernels._load import load
+from kernels.reference import slots as reference_slots
 from kernels.state import SLOTS, SlotTable
 
 THREADS = 512

@@ -13,7 +13,7 @@ from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
 from kernels.reference import DRAFT_STREAM, apply_penalties, gumbel_noise, probabilities, verify_top_p
-from kernels.sampling import choose, process_logits, sample
+from kernels.sampling import choose, process_and_choose, sample
 from kernels.state import commit
 from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
 from kernels.verify import top_p_candidates, verify, verify_drafts, verify_rejection
@@ -38,7 +38,7 @@ __all__ = [
     "prepare_drafter",
     "prepare_step",
     "probabilities",
-    "process_logits",
+    "process_and_choose",
     "rms_norm",
     "sample",
     "silu_mul",

@@ -1,4 +1,4 @@
-// Counter-based random numbers, by the formulas of kernels/reference.py: equal inputs give equal ids on every device.
+// Counter-based random numbers, by the formulas of kernels/reference/sampling.py: equal inputs give equal ids on every device.
 #pragma once
 #include <cstdint>
 
@@ -14,6 +14,22 @@ __device__ __forceinline__ uint4 philox(unsigned block, unsigned position, unsig
     k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
   }
   return make_uint4(c0, c1, c2, c3);
+}
+
+// Token 8 * chunk + k has half k of block 2 * chunk's words as its number's leading 16 bits, and half k of block 2 * chunk + 1's behind
+// them: one block says of eight tokens whether the rest of their numbers matters.
+__device__ __forceinline__ unsigned half_of(const uint4& words, int k) {
+  const unsigned word = k < 4 ? (k < 2 ? words.x : words.y) : (k < 6 ? words.z : words.w);
+  return k & 1 ? word >> 16 : word & 0xffff;
+}
+
+__device__ __forceinline__ unsigned least_half(const uint4& words) {
+  const unsigned least = __vminu2(__vminu2(words.x, words.y), __vminu2(words.z, words.w));
+  return min(least & 0xffff, least >> 16);
+}
+
+__device__ __forceinline__ unsigned token_number(const uint4& leading, const uint4& rest, int k) {
+  return half_of(leading, k) << 16 | half_of(rest, k);
 }
 
 // log and log1p without fused steps or flags that would change them.
@@ -46,5 +62,5 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// A number's leading 23 bits as a float in [1, 2): never above 1 + u.
-__device__ __forceinline__ float unit_floor(unsigned number) { return __uint_as_float((number >> 9) | 0x3f800000u); }
+// A number's leading 16 bits as a float in [1, 2): never above 1 + u.
+__device__ __forceinline__ float unit_floor(unsigned half) { return __uint_as_float(half << 7 | 0x3f800000u); }

@@ -9,7 +9,7 @@
 // which says whether it is kept. If not, nothing behind it is, and the next best among the likelier ones is asked.
 //
 // Noise is -log(E), E = -log1p(-u) >= u. A token of logit t reaches a score s only if u <= E <= exp(t - s): a product and a
-// comparison with u, the leading bits of the token's random number, spare all but a few tokens the exact noise.
+// comparison with the leading bits of the token's random number spare all but a few tokens the rest of it and the exact noise.
 
 #include <climits>
 #include "logits.cuh"
@@ -105,6 +105,18 @@ __device__ __forceinline__ T shuffle(const T& value, int lane_mask, bool is_broa
   for (int i = 0; i < int(sizeof(T) / 4); ++i)
     to[i] = is_broadcast ? __shfl_sync(~0u, from[i], 0) : __shfl_xor_sync(~0u, from[i], lane_mask);
   return other;
+}
+
+// What a block writes to its peers' shared memory has to wait until they have begun.
+__device__ __forceinline__ void say_begun() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_peers() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
 }
 
 // The row's value out of every thread's, the same bits in every thread. `turn` alternates between two sets of cells, so that one
@@ -326,12 +338,11 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
   {  // a first bound from a few tokens, with E <= u / (1 - u)
     float x[8];
     row.unpack_values(raw, x);
-    const uint4 r = philox(2 * row.first, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
-    const unsigned numbers[4] = {r.x, r.y, r.z, r.w};
+    const uint4 leading = philox(2 * row.first, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     float reached = NONE;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float u = (float(numbers[k]) + 0.5f) * 0x1p-32f;
+    for (int k = 0; k < 8; ++k) {
+      const float u = float(half_of(leading, k) + 1) * 0x1p-16f;
       if (row.first < row.num_chunks && x[k] > -INF && (IS_ALL || x[k] > limit))
         reached = fmaxf(reached, x[k] * row.to_base2 + __log2f(__fdividef(1.0001f - u, u)) - 1e-3f - margin * LOG2E);
     }
@@ -360,9 +371,7 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
         greatest = fmaxf(greatest, x[k]);
       }
     }
-    const uint4 low = philox(2 * chunk, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
-    const uint4 high = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
-    const unsigned numbers[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const uint4 leading = philox(2 * chunk, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     if (MODE != AMONG)
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
@@ -370,25 +379,25 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
         if (IS_ALL) found.sum += weight;
         else if (x[k] >= mark) found.top += weight;
       }
-    // First the least number against the greatest logit, then each against its own.
+    // First the least half against the greatest logit, then each against its own.
     const float bound = unorder(*static_cast<volatile int*>(&shared.bound));
-    const unsigned least = __vimin3_u32(__vimin3_u32(numbers[0], numbers[1], numbers[2]), __vimin3_u32(numbers[3], numbers[4], numbers[5]),
-                                        min(numbers[6], numbers[7]));
-    const auto is_close = [&](unsigned number, float value) {
-      return unit_floor(number) <= exp2_fast(fmaf(value, row.to_base2, -bound)) + (1 + 0x1p-22f);
+    const auto is_close = [&](unsigned half, float value) {
+      return unit_floor(half) <= exp2_fast(fmaf(value, row.to_base2, -bound)) + (1 + 0x1p-22f);
     };
-    if (!is_close(least, greatest)) return;
+    if (!is_close(least_half(leading), greatest)) return;
     unsigned hits = 0;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) hits |= unsigned(is_close(numbers[k], x[k])) << k;
+    for (int k = 0; k < 8; ++k) hits |= unsigned(is_close(half_of(leading, k), x[k])) << k;
+    if (!hits) return;
+    const uint4 rest = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
     while (hits) {
       const int k = __ffs(hits) - 1;
       hits &= hits - 1;
       float value = x[0];
-      unsigned number = numbers[0];
+      unsigned number = token_number(leading, rest, 0);
 #pragma unroll
       for (int i = 1; i < 8; ++i)
-        if (k == i) value = x[i], number = numbers[i];
+        if (k == i) value = x[i], number = token_number(leading, rest, i);
       if (value == -INF) continue;
       const float score = __fadd_rn(row.scaled(value), gumbel(number));
       const unsigned long long key = score_key(score, chunk * 8 + k);
@@ -541,13 +550,17 @@ __device__ int draw(const Row& row, const SlotParams& params, int& is_broken, Sh
   const float top_p = params.top_p, min_p = params.min_p;
   const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
   if (top_k <= 0 && top_p >= 1 && min_p <= 0) {
-    const Best best = reduce(find_best<ALL>(row, 0, 0, 0, 0, shared), no_best(), shared, turn);
+    const Best own = find_best<ALL>(row, 0, 0, 0, 0, shared);
+    await_peers();
+    const Best best = reduce(own, no_best(), shared, turn);
     is_broken = !(best.greatest < INF);
     return best.key ? key_token(best.key) : -1;
   }
   // Where few rows leave the chip idle, the first reading finds a token, too, which is mostly kept.
   const bool is_tried = CLUSTER > 1 && top_k <= 0;
-  const Best all = reduce(is_tried ? find_best<MEASURE>(row, 0, 0, 0, 0, shared) : measure(row), no_best(), shared, turn);
+  const Best measured = is_tried ? find_best<MEASURE>(row, 0, 0, 0, 0, shared) : measure(row);
+  await_peers();
+  const Best all = reduce(measured, no_best(), shared, turn);
   is_broken = !(all.greatest < INF);
   if (is_broken || all.greatest == -INF) return -1;
   // Tokens that are surely not kept are left out: those ordered behind (limit, limit_id).
@@ -663,6 +676,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
     if (block == 0 && threadIdx.x == 0) token_ids[index] = 0, is_broken[index] = false;
     return;
   }
+  say_begun();
   const SlotParams& params = slots.params[owner.slot];
   const int flags = params.flags, num_tokens = slots.num_tokens[owner.slot];
   Row row;
@@ -673,7 +687,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
   if (!is_processed && flags & RULES) process(logits + size_t(index) * vocab_size, slots, owner, block);
   int turn = 0, token_id, broken = 0;
   if (flags & GREEDY) {
-    const Best best = reduce(find_greatest(row), no_best(), shared, turn);
+    const Best own = find_greatest(row);
+    await_peers();
+    const Best best = reduce(own, no_best(), shared, turn);
     token_id = best.key ? key_token(best.key) : -1;
     broken = !(best.greatest < INF);
   } else {

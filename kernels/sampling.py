@@ -6,8 +6,9 @@ import functools
 
 import torch
 
-from kernels import reference, reference_slots
+from kernels import reference
 from kernels._load import load
+from kernels.reference import slots as reference_slots
 from kernels.state import GREEDY, SLOTS, SlotTable
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -23,26 +24,30 @@ def check_logits(logits: torch.Tensor, vocab_size: int | None = None) -> None:
 MAX_SHARED = 144 * 1024
 
 
-THREADS = 512
-"""Of a block; two blocks run on a multiprocessor."""
 CLUSTERS = (1, 2, 4, 8)
+"""Blocks that share a row."""
 
 
-def _defines(dtype: torch.dtype, vocab_size: int, cluster: int) -> dict[str, int | str]:
-    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": THREADS}
+def _threads(num_rows: int) -> int:
+    """Of a block. Where some tens of rows fill the chip, less of them wait for one another."""
+    return 256 if 16 < num_rows <= 32 else 512
+
+
+def _defines(dtype: torch.dtype, vocab_size: int, cluster: int, threads: int) -> dict[str, int | str]:
+    return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": threads}
 
 
 @functools.cache
 def _limits(index: int) -> tuple[int, int]:
-    """Most blocks that share a row, and blocks that run at a time."""
+    """Most blocks that share a row, and multiprocessors, each of which runs 1024 threads."""
     most = 8 if torch.cuda.get_device_capability(index)[0] >= 9 else 1
-    return most, 2 * torch.cuda.get_device_properties(index).multi_processor_count
+    return most, torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _cluster_size(device: torch.device, num_rows: int) -> int:
+def _cluster_size(device: torch.device, num_rows: int, threads: int) -> int:
     """As many blocks for each row as keep all rows on the chip at once."""
-    most, num_blocks = _limits(device.index if device.index is not None else torch.cuda.current_device())
-    return max(c for c in CLUSTERS if c == 1 or (c <= most and num_rows * c <= num_blocks))
+    most, num_multiprocessors = _limits(device.index if device.index is not None else torch.cuda.current_device())
+    return max(c for c in CLUSTERS if c == 1 or (c <= most and num_rows * c * threads <= num_multiprocessors * 1024))
 
 
 def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor) -> None:
@@ -54,8 +59,9 @@ def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tens
     check_logits(logits, table.vocab_size)
     if not logits.is_cuda:
         return reference_slots.process_logits(logits, table, row_slots, cu_query_lens)
-    kernel = load(logits.device, "sampling", "process_logits", "P" + SLOTS + "PPi", _defines(logits.dtype, logits.shape[1], 1))
-    kernel((len(logits), 1), (THREADS, 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
+    threads = _threads(len(logits))
+    kernel = load(logits.device, "sampling", "process_logits", "P" + SLOTS + "PPi", _defines(logits.dtype, logits.shape[1], 1, threads))
+    kernel((len(logits), 1), (threads, 1, 1), logits, *table.arguments, row_slots, cu_query_lens, len(row_slots))
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -95,14 +101,15 @@ def _choose(
 ) -> Outputs:
     rows, vocab_size = logits.shape
     token_ids, is_broken = outputs or (logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.bool))
-    cluster = _cluster_size(logits.device, rows)
+    threads = _threads(rows)
+    cluster = _cluster_size(logits.device, rows, threads)
     ring = 4 if vocab_size % 8 == 0 else 1
-    shared = THREADS * logits.element_size() * (8 * ring + -(-vocab_size // (8 * THREADS * cluster)))
-    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, cluster), MAX_SHARED)
+    shared = threads * logits.element_size() * (8 * ring + -(-vocab_size // (8 * threads * cluster)))
+    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, cluster, threads), MAX_SHARED)
     sizes = (len(row_slots), vocab_size, int(is_processed))
     if shared > MAX_SHARED:
         raise ValueError(f"logits have V = {vocab_size} of {logits.dtype}: {shared} bytes of shared memory; the limit is {MAX_SHARED}")
-    kernel((rows * cluster, 1), (THREADS, 1, 1), token_ids, is_broken, logits, *slots, row_slots, cu_query_lens, *sizes, shared=shared)
+    kernel((rows * cluster, 1), (threads, 1, 1), token_ids, is_broken, logits, *slots, row_slots, cu_query_lens, *sizes, shared=shared)
     return token_ids, is_broken
 
 

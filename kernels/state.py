@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels import reference_slots
 from kernels._load import load
+from kernels.reference import slots as reference_slots
 
 MAX_BIASES, MAX_BANNED = 1024, 512
 MAX_DRAFTS = 31

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import reference_step as reference
 from kernels._load import Kernel, load
+from kernels.reference import step as reference
 
 NUM_FIELDS = 8
 SLOT, NUM_PAGES, END, VERIFY_LIMIT, MODEL_LIMIT, LOOKUP_LIMIT, PREFIX_GROUP, PREFIX_LEN = range(NUM_FIELDS)

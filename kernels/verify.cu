@@ -85,24 +85,26 @@ extern "C" __global__ void __launch_bounds__(THREADS_REJECTION)
   // Where p <= q everywhere up to rounding, nothing is left of the first try: then p is as good as q.
   for (bool is_recovered = accepted < count;; is_recovered = false) {
     const float* less = is_recovered && q ? q + size_t(accepted) * vocab_size : nullptr;
-    for (int block = threadIdx.x; block < (vocab_size + 3) / 4; block += THREADS_REJECTION) {
-      float weights[4];
+    for (int chunk = threadIdx.x; chunk < (vocab_size + 7) / 8; chunk += THREADS_REJECTION) {
+      float weights[8], greatest = 0;
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int id = 4 * block + k;
+      for (int k = 0; k < 8; ++k) {
+        const int id = 8 * chunk + k;
         weights[k] = id < vocab_size ? p[id] : 0;
         if (is_recovered) weights[k] = fmaxf(weights[k] - (less ? (id < vocab_size ? less[id] : 0) : id == rejected_id ? 1.0f : 0.0f), 0.0f);
+        greatest = fmaxf(greatest, weights[k]);
       }
-      if (fmaxf(fmaxf(weights[0], weights[1]), fmaxf(weights[2], weights[3])) <= 0) continue;
-      const uint4 four = philox(block, position + accepted, RECOVER_STREAM, seed_low, seed_high);
-      const unsigned numbers[4] = {four.x, four.y, four.z, four.w};
+      if (greatest <= 0) continue;
+      const uint4 leading = philox(2 * chunk, position + accepted, RECOVER_STREAM, seed_low, seed_high);
       // A token of weight w beats a score s only if u < w / exp(s).
       const float factor = fminf(exp2_fast(-1.442695f * unorder(*static_cast<volatile int*>(&bound)) + 1e-3f), 1e38f);
+      if (unit_floor(least_half(leading)) > fmaf(greatest, factor, 1 + 0x1p-22f)) continue;
+      const uint4 rest = philox(2 * chunk + 1, position + accepted, RECOVER_STREAM, seed_low, seed_high);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (weights[k] > 0 && unit_floor(numbers[k]) <= fmaf(weights[k], factor, 1 + 0x1p-22f)) {
-          const float score = __fadd_rn(logf(weights[k]), gumbel(numbers[k]));
-          const unsigned long long key = score_key(score, 4 * block + k);
+      for (int k = 0; k < 8; ++k) {
+        if (weights[k] > 0 && unit_floor(half_of(leading, k)) <= fmaf(weights[k], factor, 1 + 0x1p-22f)) {
+          const float score = __fadd_rn(logf(weights[k]), gumbel(token_number(leading, rest, k)));
+          const unsigned long long key = score_key(score, 8 * chunk + k);
           if (key > best) best = key, atomicMax(&bound, order(score - 1e-3f - fabsf(score) * 1e-5f));
         }
       }
@@ -164,8 +166,9 @@ extern "C" __global__ void __launch_bounds__(32) sample_candidates(int* token_id
   unsigned long long best = 0;
   for (int i = threadIdx.x; i < num_candidates[row]; i += 32) {
     const int id = candidate_ids[row * most + i];
-    const uint4 four = philox(id / 4, positions[row], SAMPLE_STREAM, seed_low, seed_high);
-    const unsigned number = id % 4 == 0 ? four.x : id % 4 == 1 ? four.y : id % 4 == 2 ? four.z : four.w;
+    const uint4 leading = philox(id / 8 * 2, positions[row], SAMPLE_STREAM, seed_low, seed_high);
+    const uint4 rest = philox(id / 8 * 2 + 1, positions[row], SAMPLE_STREAM, seed_low, seed_high);
+    const unsigned number = token_number(leading, rest, id % 8);
     const unsigned long long key = score_key(__fadd_rn(logf(probs[row * most + i]), gumbel(number)), i);  // of equals, the likeliest
     if (key > best) best = key;
   }

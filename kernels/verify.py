@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference, reference_slots
+from kernels import reference
 from kernels._load import load
+from kernels.reference import slots as reference_slots
 from kernels.state import MAX_DRAFTS, SLOTS, SlotTable
 
 POLICIES = {"normal": 0, "accept_all": 1, "reject_all": 2}

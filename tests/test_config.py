@@ -682,6 +682,13 @@ def test_too_many_biases() -> None:
         SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 0.0))
 
 
+def test_no_tokens_are_an_answer_with_the_prompt_only() -> None:
+    assert SamplingParams(max_tokens=0, echo=True).max_tokens == 0
+    for values in ({"max_tokens": 0}, {"max_tokens": -1, "echo": True}):
+        with pytest.raises(ValueError, match="max_tokens must be an integer >= "):
+            SamplingParams(**values)
+
+
 def test_min_tokens_is_bounded_by_max_tokens() -> None:
     SamplingParams(max_tokens=5, min_tokens=5)
     with pytest.raises(ValueError, match=r"min_tokens must be an integer from 0 to max_tokens \(5\), got 6"):

@@ -9,7 +9,7 @@ import pytest
 
 from backend import LLM, SamplingParams
 from backend.core import Request
-from backend.device.slots import Updates
+from backend.device.slots import MANY_SHARED_TOKENS, MIN_SHARED_TOKENS, Updates
 from kernels.step import PREFIX_GROUP, PREFIX_LEN
 from tests.conftest import code_prompts, greedy
 from tests.histories import run_histories
@@ -79,13 +79,13 @@ def test_requests_that_share_a_prefix_are_grouped():
     requests += [Request("5", [0] * 3000, SamplingParams(), num_computed_tokens=2999, page_ids=[500, *range(1, 188)])]
     requests[2].page_ids[170] = 700
     updates = Updates(8, 8)
-    assert updates.put_prefixes(requests, page)
+    assert updates.put_prefixes(requests, page, MIN_SHARED_TOKENS)
     assert updates.fields[PREFIX_GROUP].tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
     assert updates.fields[PREFIX_LEN].tolist() == [170 * page] * 4 + [0] * 4
-    assert not Updates(8, 8).put_prefixes(requests[:3], page), "too few"
-    assert not Updates(8, 8).put_prefixes(
-        [Request(str(b), [0] * 60, SamplingParams(), num_computed_tokens=50, page_ids=[1, 2, 3, 4 + b]) for b in range(8)], page
-    )
+    assert not Updates(8, 8).put_prefixes(requests[:3], page, MIN_SHARED_TOKENS), "too few"
+    assert not Updates(8, 8).put_prefixes(requests, page, MANY_SHARED_TOKENS), "too little for wide steps"
+    short = [Request(str(b), [0] * 60, SamplingParams(), num_computed_tokens=50, page_ids=[1, 2, 3, 4 + b]) for b in range(8)]
+    assert not Updates(8, 8).put_prefixes(short, page, MIN_SHARED_TOKENS)
 
 
 def test_random_histories_leave_no_page_behind():

@@ -22,19 +22,24 @@ def prompts(llm_ngram) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(hf_model, prompts) -> list[list[int]]:
-    outputs = []
-    for ids in prompts:
+    """By transformers, ten prompts of nearly one length at a time."""
+    outputs: dict[int, list[int]] = {}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), 10):
+        group = order[start : start + 10]
+        width = max(len(prompts[i]) for i in group)
+        ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in group])
+        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in group])
         with torch.inference_mode():
-            out = hf_model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1)
-        outputs.append(out[0, len(ids) :].tolist())
-    return outputs
+            out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1)
+        outputs.update(zip(group, out[:, width:].tolist()))
+    return [outputs[i] for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize("batch", [1, 7, 32])
 @pytest.mark.parametrize("method", ["none", "naive", "ngram"])
 def test_greedy_equals_transformers(llm_ngram, prompts, expected, method, batch):
-    count = 40 if (method, batch) == ("naive", 1) else len(prompts)  # one by one takes long, and naive is none by another name
-    assert run_in_batches(llm_ngram, prompts[:count], greedy(NEW_TOKENS), batch, method) == expected[:count]
+    assert run_in_batches(llm_ngram, prompts, greedy(NEW_TOKENS), batch, method) == expected
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
@@ -51,7 +56,7 @@ def test_greedy_equals_transformers(llm_ngram, prompts, expected, method, batch)
 )
 def test_chunks_and_cache_do_not_change_the_answer(prompts, expected, options, method):
     llm = LLM(speculative_config=UNPACED, **options)
-    assert run_in_batches(llm, prompts, greedy(NEW_TOKENS), 32, method) == expected
+    assert run_in_batches(llm, prompts, greedy(NEW_TOKENS), 100, method) == expected
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
@@ -183,6 +188,74 @@ class TestEnds:
         out = llm_ngram.generate("x = 1", greedy(4, echo=True), use_tqdm=False)[0].outputs[0]
         plain = llm_ngram.generate("x = 1", greedy(4), use_tqdm=False)[0].outputs[0]
         assert out.text == "x = 1" + plain.text
+
+
+def assert_scored(hf_model, ids: list[int], result, max_tokens: int) -> None:
+    """Every token of the prompt but the first, and every one after it, has the model's log-probabilities."""
+    (out,) = result.outputs
+    assert out.token_ids[: len(ids)] == ids and len(out.token_ids) == len(ids) + max_tokens and out.finish_reason == "length"
+    assert [p.token_id for p in out.logprobs] == out.token_ids[1:] and result.num_cached_tokens == 0
+    if out.logprobs:
+        with torch.inference_mode():
+            scores = hf_model(torch.tensor([out.token_ids])).logits[0, :-1].log_softmax(-1)
+        assert [p.logprob for p in out.logprobs] == pytest.approx([s[i].item() for s, i in zip(scores, out.token_ids[1:])], abs=1e-3)
+        assert [v for p in out.logprobs for _, v in p.top] == pytest.approx(scores.topk(2).values.flatten().tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 12])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24, "max_batch_size": 16}], ids=["whole", "chunks"])
+def test_logprobs_of_the_prompt_are_the_models(hf_model, prompts, options, max_tokens):
+    """Also of what the prefix cache knows."""
+    llm = LLM(speculative_config=UNPACED, **options)
+    asked = [*prompts[:12], prompts[0][: 24 * 2 + 1], prompts[0][:1]]  # the last token of a prompt alone in its chunk, and alone
+    inputs = [{"prompt_token_ids": ids} for ids in asked]
+    llm.generate(inputs, greedy(4), use_tqdm=False)
+    for ids, result in zip(asked, llm.generate(inputs, greedy(max_tokens, echo=True, logprobs=2), use_tqdm=False)):
+        assert_scored(hf_model, ids, result, max_tokens)
+    assert llm.generate(inputs[1], greedy(4), use_tqdm=False)[0].num_cached_tokens > 0, "what it computed is there for others"
+
+
+def test_logprobs_of_a_prompt_that_is_begun_twice(hf_model, prompts):
+    """The first request's growth takes the pages of the second, which has computed half of its prompt."""
+    llm = LLM(speculative_config=UNPACED, kv_cache_memory=20 * 1024 * 16 * 15, max_num_batched_tokens=4, max_batch_size=2)
+    asked = [prompts[0][:17], [i for p in prompts[1:] for i in p][:190]]
+    results = llm.generate([{"prompt_token_ids": ids} for ids in asked], greedy(40, echo=True, logprobs=2), use_tqdm=False)
+    assert llm.engine.metrics.preemptions == 1
+    for ids, result in zip(asked, results):
+        assert_scored(hf_model, ids, result, 40)
+
+
+def test_what_is_cancelled_is_gone_before_the_next_step(llm_ngram, prompts):
+    """Its pages are free, and not one token more is made of it."""
+    engine, metrics = llm_ngram.engine, llm_ngram.engine.metrics
+    deltas: dict[str, list] = {"stays": [], "goes": []}
+    for name, received in deltas.items():
+        engine.submit(prompts[0], greedy(50), received.append, request_id=name, speculative={"method": "none"})
+    while not all(len(received) > 3 for received in deltas.values()):
+        engine.step()
+    counts = {name: len(received) for name, received in deltas.items()}
+    engine.cancel("goes")
+    emitted = metrics.emitted_tokens["none"]
+    engine.step()
+    assert metrics.emitted_tokens["none"] == emitted + 1 and len(deltas["stays"]) == counts["stays"] + 1
+    (end,) = deltas["goes"][counts["goes"] :]
+    assert end.finish_reason == "cancelled" and not end.token_ids
+    (stays,) = engine.scheduler.running
+    assert engine.scheduler.pool.num_held == len(stays.page_ids)
+    engine.cancel("stays")
+    steps = metrics.steps
+    engine.step()
+    assert metrics.steps == steps and engine.scheduler.pool.num_held == 0
+
+
+def test_the_end_before_a_prompts_end_has_no_logprobs(llm_ngram, prompts):
+    engine, deltas = llm_ngram.engine, []
+    ids = [i for p in prompts[:8] for i in p][:1200]
+    engine.submit(ids, greedy(4, echo=True, logprobs=1), deltas.append, request_id="late")
+    engine.step()
+    engine.cancel("late")
+    engine.step()
+    assert deltas[-1].finish_reason == "cancelled" and deltas[-1].prompt_token_ids == ids and deltas[-1].logprobs is None
 
 
 def test_logprobs_are_the_models_and_the_same_with_drafts(llm_ngram, hf_model, prompts):

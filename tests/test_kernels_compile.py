@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels._load import SOURCES, KernelError, compile_source, find_nvcc
+from kernels._load import ARCHITECTURES, SOURCES, KernelError, compile_source, find_nvcc
 from kernels.attention import choose_shape
 
 H200, A100 = (132, 233472, True), (108, 167936, False)
@@ -19,6 +19,7 @@ DEFINES = {
     "linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 8, "TILES": 2, "SHARED": 136 * 1024, "NORM": 4096, "GATED": 0},
     "ngram": {"THREADS": 512},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
+    "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 32, "SPLIT": 4, "GATED": 0, "STAGES": 5},
     "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512},
 }
 
@@ -31,7 +32,7 @@ def nvcc() -> str:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("*.cu")))
 def test_compiles(nvcc: str, source: str, architecture: str) -> None:
     if source == "attention":

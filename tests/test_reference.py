@@ -101,7 +101,11 @@ def test_gumbel_noise_has_its_moments() -> None:
 
 def test_gumbel_noise_by_its_formula() -> None:
     """A kernel computes the same one: another formula of the same distribution would draw other tokens."""
-    numbers = ops.philox(torch.tensor([5]), torch.tensor([9]), 500)[0].tolist()
+    words = ops.philox(torch.tensor([5]), torch.tensor([9]), 504)[0].tolist()
+    numbers = []
+    for token_id in range(500):
+        place, half = token_id // 8 * 8 + token_id % 8 // 2, token_id % 2 * 16
+        numbers.append((words[place] >> half & 0xFFFF) << 16 | words[place + 4] >> half & 0xFFFF)
     noise = ops.gumbel_noise(torch.tensor([5]), torch.tensor([9]), 500)[0].tolist()
     for number, got in zip(numbers, noise):
         assert got == pytest.approx(-math.log(-math.log1p(-(number + 0.5) / 2**32)), abs=1e-4)
@@ -116,15 +120,15 @@ def test_gumbel_noise_is_of_the_number_alone() -> None:
     assert not torch.equal(wide[0], wide[1]) and not torch.equal(wide[0], wide[2])
 
 
-NEARLY_ALL_ONES = (0, 5043, 2766)
-"""Seed, position and token id whose 32-bit number is 0xffffffd0, which float32 rounds up to 2^32."""
+NEARLY_ALL_ONES = (0, 9977, 835)
+"""Seed, position and token id whose 32-bit number is 0xffffffd4, which float32 rounds up to 2^32."""
 
 
 def test_gumbel_noise_is_finite_at_the_largest_numbers() -> None:
     """Found by search: -log(-log1p(-1)) would be -inf, and a token that is the only one allowed could not be drawn."""
     seed, position, token_id = NEARLY_ALL_ONES
-    number = ops.philox(torch.tensor([seed]), torch.tensor([position]), token_id + 1)[0, token_id].item()
-    assert number == 0xFFFFFFD0
+    number = ops.token_numbers(torch.tensor([seed]), torch.tensor([position]), token_id + 1, ops.SAMPLE_STREAM)[0, token_id].item()
+    assert number == 0xFFFFFFD4
     assert ops.gumbel_noise(torch.tensor([seed]), torch.tensor([position]), token_id + 1)[0, token_id].isfinite()
 
 

@@ -63,14 +63,14 @@ def test_the_parameters_above_are_tried_with_drafts(llm_ngram, prompts):
 
 
 def test_each_parameter_changes_something(llm_ngram, prompts):
-    def tokens(**parameters):
-        params = [SamplingParams(**{"max_tokens": 32, "seed": 100 + i, **parameters}) for i in range(len(prompts))]
-        return [o.token_ids for o in outputs(llm_ngram, prompts, params, None)]
-
-    base = tokens()
-    for parameters in PARAMETERS[1:]:
+    """All of them in one batch, where none may have another's."""
+    count = len(prompts)
+    params = [SamplingParams(**{"max_tokens": 32, "seed": 100 + i, **p}) for p in PARAMETERS for i in range(count)]
+    tokens = [o.token_ids for o in outputs(llm_ngram, prompts * len(PARAMETERS), params, None)]
+    base, *others = (tokens[i : i + count] for i in range(0, len(tokens), count))
+    for parameters, found in zip(PARAMETERS[1:], others, strict=True):
         if "stop" not in parameters:
-            assert tokens(**parameters) != base, parameters
+            assert found != base, parameters
 
 
 def test_seeds_and_positions_differ(llm_ngram):

@@ -121,7 +121,7 @@ def test_drafts_of_mixed_origin_keep_the_distribution(known):
         if kind:
             draft.probs[i] = torch.tensor([drafter[history[:place]] for place in range(min(kind, len(history)))])
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=DRAFTS)
-    forward = Forward(torch.tensor(rows).log(), starts)
+    forward = Forward(torch.tensor(rows).log(), starts, {})
     verdict = verify(Batch(entries), draft, forward, Sampler(VOCABULARY, torch.device("cpu")), config)
     spans: Counter[tuple[int, ...]] = Counter()
     accepted: Counter[int] = Counter()

@@ -10,6 +10,7 @@ TRITONBACKEND_ResponseFactoryIsCancelled, release 24.10) when `is_cancelled` ran
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import logging
 import math
@@ -40,9 +41,11 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
 DRAIN_FILE = "drain"
-"""In the version folder. Whoever stops the server writes it: the seconds for which open requests may go on. New ones are refused, and
-when none is open the file is removed. A file, since the server itself refuses nobody until it stops, and does not wait for streams."""
+"""In the version folder. Whoever stops the server writes it: the seconds for which open requests may go on. New ones are refused; when
+none is open the engine ends, what it keeps is saved, and the file is removed. A file, since the server itself refuses nobody until it stops,
+does not wait for streams, and may never come to `finalize`: a stream that its client left at a bad moment holds the model (see finalize)."""
 WATCH_SECONDS = 0.1
+JOIN_SECONDS = 10.0
 MAX_CHECKS_PER_WATCH = 64
 """Quiet requests whose cancellation is looked at each time, in turn; each look is a round trip."""
 
@@ -93,10 +96,13 @@ class TritonPythonModel:
         self._drain_end: float | None = None
         self._publisher = MetricsPublisher(self._engine, args["model_name"])
         self._publisher.publish()
-        self._threads = [threading.Thread(target=f, name=n, daemon=True) for n, f in (("sender", self._send_all), ("watcher", self._watch))]
-        for thread in self._threads:
-            thread.start()
+        self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        self._sender.start()
+        self._watcher.start()
         self._engine.after_deltas = self._hand_over
+        # Full collections look at what came since alone: they come while requests run, and no step begins meanwhile (100 ms, measured).
+        gc.freeze()
         self._engine.start()
 
     def _hand_over(self) -> None:
@@ -262,16 +268,26 @@ class TritonPythonModel:
             self._engine.refuse()
             logger.info("shutting down: no new requests; %d open ones have %g s", len(self._exchanges), seconds)
         elif not self._exchanges:
+            self._shut_down()
             self._drain_file.unlink()
         elif now >= self._drain_end:
             error = EngineError("the server is shutting down, and the time for open requests is over")
             self._engine.call(lambda: self._engine.end_all(error))
             self._drain_end = math.inf
 
-    def finalize(self) -> None:
-        """Ends the engine; requests that are still open get an error."""
+    def _shut_down(self) -> None:
+        """Ends the engine, which saves what it keeps, and sends what it made last: requests that are still open get an error."""
+        gc.unfreeze()  # the interpreter's end hung one time in five without (measured)
         self._engine.shutdown()
-        self._is_stopping.set()
         self._outbox.put(None)
-        for thread in self._threads:
-            thread.join(10)
+        self._sender.join(JOIN_SECONDS)
+        self._is_stopping.set()
+
+    def finalize(self) -> None:
+        """Nothing calls the server after this.
+
+        Not called while the server's gRPC front end holds a request whose stream was cancelled just as its answer ended (release 24.10:
+        the front end then waits for an answer that it has had).
+        """
+        self._shut_down()
+        self._watcher.join(JOIN_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,8 @@ from backend.metrics import Histogram
 PREFIX = "foretoken_"
 FINISH_REASONS = ("stop", "length", "cancelled", "timeout")
 ERROR_CODES = ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")
+PAUSE_SECONDS = 1e-4
+"""After each call into the server, which keeps Python's lock: some tens in a row would hold up the engine's next step."""
 
 
 class MetricsPublisher:
@@ -110,12 +113,14 @@ class MetricsPublisher:
         if (more := value - self._published.get(key, 0.0)) > 0:
             metric.increment(more)
             self._published[key] = value
+            time.sleep(PAUSE_SECONDS)
 
     def _gauge(self, name: str, text: str, value: float) -> None:
         metric, key = self._metric(name, text, pb_utils.MetricFamily.GAUGE, {})
         if self._published.get(key) != value:
             metric.set(value)
             self._published[key] = value
+            time.sleep(PAUSE_SECONDS)
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> None:
         """As counters: this server's Python API has no histogram, and Prometheus computes quantiles from the buckets."""

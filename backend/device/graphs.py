@@ -15,10 +15,11 @@ import torch
 
 from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import EngineConfig
-from backend.device.slots import Updates
+from backend.device.slots import MIN_SHARERS, Updates
 from backend.drafters.mtp_service import MtpService, Rows
 from backend.runner import Runner
 from kernels import ops
+from kernels._load import rehearsing
 from kernels.attention import AttentionPlan
 from kernels.state import Admission, SlotTable
 from kernels.step import LOOKUP_LIMIT, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN, RESULT_HEAD, SLOT, StepSizes
@@ -98,6 +99,7 @@ class StepGraphs:
         if service is not None:
             service.open(runner.num_pages, runner.page_size)
         self._config = config.speculative_config
+        self._is_cascade = config.cascade_attention
         self.device, self.page_size = runner.device, runner.page_size
         self.heads = runner.model.heads
         self.dummy_slot, self.scratch_page = config.max_batch_size, runner.num_pages
@@ -211,7 +213,19 @@ class StepGraphs:
         if self.device.type != "cuda":
             return
         started = time.perf_counter()
-        shapes = list(dict.fromkeys(StepShape(batch, *kind) for batch in reversed(self._batch_sizes) for kind in kinds))
+        cascade = [False, True] if self._is_cascade else [False]
+        shapes = [
+            StepShape(batch, *kind, has_prefixes)
+            for batch in reversed(self._batch_sizes)
+            for kind in kinds
+            for has_prefixes in cascade
+            if batch >= MIN_SHARERS or not has_prefixes
+        ]
+        with rehearsing(self.device):
+            for shape in shapes:
+                self._compute(_Step(shape, self))
+            self._runner.rehearse()
+        self._runner.rehearse()
         for number, shape in enumerate(shapes, 1):
             self._make(shape)
             if number % 32 == 0 or number == len(shapes):
@@ -228,8 +242,7 @@ class StepGraphs:
         packed = step.packed
         hidden = self._runner.compute(packed[0], packed[1], packed[2], step.plan)
         logits = self._runner.model.logits(hidden)
-        ops.process_logits(logits, table, slots, cu)
-        chosen, is_broken = ops.choose(logits, table, slots, cu)
+        chosen, is_broken = ops.process_and_choose(logits, table, slots, cu)
         if self._config.accept_policy == "simulated":
             rate = self._config.simulated_acceptance_rate
             ops.simulate_acceptance(chosen, step.fields, cu, table.drafts, table.num_tokens, step.sizes, step.sizes_on_device, rate)

@@ -26,8 +26,9 @@ class Slot:
     """The device has the drafts to verify next, and its drafter has seen all tokens before them."""
 
 
-MIN_SHARERS, MIN_SHARED_TOKENS = 4, 8192
-"""Below these many requests, and tokens that they read in all, it costs more than it brings to read a prefix that requests share once."""
+MIN_SHARERS, MIN_SHARED_TOKENS, MANY_SHARED_TOKENS = 4, 8192, 200_000
+"""Below these many requests, and tokens that they read in all, it costs more than it brings to read a prefix that requests share once. MANY: with
+so many queries that a prefix is read again for every few of their rows (kernels.attention.PREFIX_ROWS)."""
 
 
 class Slots:
@@ -64,8 +65,12 @@ class Updates:
         self.drafts: list[int] = []
         self.num_drafts: list[int] = []
 
-    def put_prefixes(self, requests: Sequence[Request], page_size: int) -> bool:
-        """Which requests begin with the same pages; whether enough of them share enough for their keys to be read once."""
+    def put_rows(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Fields SLOT to LOOKUP_LIMIT of the first rows."""
+        self.fields[: LOOKUP_LIMIT + 1, : len(rows)] = np.array(rows, dtype=np.int32).T
+
+    def put_prefixes(self, requests: Sequence[Request], page_size: int, min_tokens: int) -> bool:
+        """Which requests begin with the same pages; whether enough of them share enough, min_tokens in all, for their keys to be read once."""
         by_page: dict[int, list[int]] = {}
         for b, request in enumerate(requests):
             by_page.setdefault(request.page_ids[0], []).append(b)
@@ -77,7 +82,7 @@ class Updates:
             most = min(requests[b].num_computed_tokens for b in members) // page_size
             first = pages[0]
             common = next((i for i in range(most) if any(own[i] != first[i] for own in pages)), most)
-            if len(members) * common * page_size >= MIN_SHARED_TOKENS:
+            if len(members) * common * page_size >= min_tokens:
                 self.fields[PREFIX_GROUP, members] = members[0]
                 self.fields[PREFIX_LEN, members] = common * page_size
                 has_any = True
@@ -85,9 +90,10 @@ class Updates:
 
     def put_pages(self, slot: Slot, page_ids: Sequence[int], table_width: int) -> None:
         """The pages that the device's table lacks."""
-        begin = slot.number * table_width
-        for number in range(slot.num_pages, len(page_ids)):
-            self.pages += (begin + number, page_ids[number])
+        if len(page_ids) > slot.num_pages:
+            begin = slot.number * table_width
+            for number in range(slot.num_pages, len(page_ids)):
+                self.pages += (begin + number, page_ids[number])
         slot.num_pages = len(page_ids)
 
     def put_drafts(self, slot: Slot, token_ids: Sequence[int], max_drafts: int) -> None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from backend.config import MAX_SPECULATIVE_TOKENS, EngineConfig
 from backend.core import Draft, Request, Scheduled, Verdict
 from backend.device.graphs import StepGraphs
-from backend.device.slots import Slot, Slots, Updates
+from backend.device.slots import MANY_SHARED_TOKENS, MIN_SHARED_TOKENS, Slot, Slots, Updates
 from backend.drafters import Drafters
 from backend.sampling import is_deterministic
+from kernels.attention import MAX_PREFIX_ROWS
 from kernels.state import Admission
-from kernels.step import END, LOOKUP_LIMIT, MODEL_LIMIT, NUM_PAGES, SLOT, VERIFY_LIMIT
+from kernels.step import LOOKUP_LIMIT, MODEL_LIMIT, RESULT_HEAD
 
 if TYPE_CHECKING:
     from backend.drafters.mtp import MtpDrafter
@@ -73,7 +74,9 @@ class DeviceSteps:
     def takes(self, entry: Scheduled) -> bool:
         """Whether an entry decodes in these steps: not prompts, and not what needs all the logits on the host."""
         request = entry.request
-        return entry.num_tokens == 1 and entry.emits and request.num_output_tokens > 0 and self._is_plain(request)
+        if entry.num_tokens != 1:
+            return False
+        return self._slots.get(request) is not None or (entry.emits and request.num_output_tokens > 0 and self._is_plain(request))
 
     def _is_plain(self, request: Request) -> bool:
         params = request.params
@@ -104,16 +107,18 @@ class DeviceSteps:
         if joining:
             self._join([entries[b] for b in joining], [slots[b] for b in joining], drafters, updates)
         sources = [slot.draft_sources[: entry.max_drafts] for entry, slot in zip(entries, slots)]
-        drafted = []
-        for b, (entry, slot) in enumerate(zip(entries, slots)):
-            updates.fields[VERIFY_LIMIT, b] = len(sources[b])
-            if self._describe(b, entry, slot, updates):
-                drafted.append(entry.request)
-        num_queries = 1 + max(map(len, sources))
-        num_model = int(updates.fields[MODEL_LIMIT].max())
-        has_prefixes = self._is_cascade and updates.put_prefixes([e.request for e in entries], self._graphs.page_size)
-        shape = self._graphs.shape_for(shape_rows, num_queries, num_model, bool((updates.fields[LOOKUP_LIMIT] > 0).any()), has_prefixes)
+        rows = [self._describe(entry, slot, len(own), updates) for entry, slot, own in zip(entries, slots, sources)]
+        updates.put_rows(rows)
+        drafted = [entry.request for entry, row in zip(entries, rows) if row[MODEL_LIMIT] > 0]
+        num_queries, num_model = 1 + max(map(len, sources)), max(row[MODEL_LIMIT] for row in rows)
+        has_prefixes = self._is_cascade and self._put_prefixes(entries, num_queries, updates)
+        shape = self._graphs.shape_for(shape_rows, num_queries, num_model, any(row[LOOKUP_LIMIT] > 0 for row in rows), has_prefixes)
         return Flight(entries, sources, drafted, self._graphs.launch(shape, updates))
+
+    def _put_prefixes(self, entries: list[Scheduled], num_queries: int, updates: Updates) -> bool:
+        num_query_heads, num_kv_heads, _ = self._graphs.heads
+        has_few_rows = num_queries * num_query_heads // num_kv_heads <= MAX_PREFIX_ROWS
+        return updates.put_prefixes([e.request for e in entries], self._graphs.page_size, MIN_SHARED_TOKENS if has_few_rows else MANY_SHARED_TOKENS)
 
     def _join(self, entries: list[Scheduled], slots: list[Slot], drafters: Drafters, updates: Updates) -> None:
         """Tells the device what it does not know of these requests, and which drafts to verify first."""
@@ -150,35 +155,36 @@ class DeviceSteps:
     def _end_of(self, request: Request) -> int:
         return min(len(request.prompt_token_ids) + request.params.max_tokens, self._max_model_len)
 
-    def _describe(self, b: int, entry: Scheduled, slot: Slot, updates: Updates) -> bool:
-        """One row's fields, and what the device will have drafted for the request at the step's end; whether the model drafts for it."""
-        request, fields = entry.request, updates.fields
-        speculation = request.speculation
-        updates.put_pages(slot, request.page_ids, self._graphs.table_width)
-        wanted = entry.max_drafts if self._drafts_itself(request) else 0
-        is_model = wanted > 0 and speculation.method == "mtp" and slot.is_followed
-        num_model = min(wanted, speculation.num_model_steps) if is_model else 0
-        is_lookup = wanted > num_model and (speculation.method == "ngram" or speculation.mtp_strategy == "with_ngram")
-        fields[SLOT, b], fields[NUM_PAGES, b], fields[END, b] = slot.number, len(request.page_ids), self._end_of(request)
-        fields[MODEL_LIMIT, b], fields[LOOKUP_LIMIT, b] = num_model, wanted if is_lookup else -1
-        slot.draft_sources = ["mtp"] * num_model + ["ngram"] * (wanted - num_model if is_lookup else 0)
+    def _describe(self, entry: Scheduled, slot: Slot, num_verified: int, updates: Updates) -> tuple[int, ...]:
+        """One row's fields SLOT to LOOKUP_LIMIT. Notes what the device will have drafted for the request at the step's end."""
+        request = entry.request
+        speculation, page_ids = request.speculation, request.page_ids
+        updates.put_pages(slot, page_ids, self._graphs.table_width)
+        num_model, lookup_limit = 0, -1
+        if entry.max_drafts and self._drafts_itself(request):
+            if speculation.method == "mtp" and slot.is_followed:
+                num_model = min(entry.max_drafts, speculation.num_model_steps)
+            if entry.max_drafts > num_model and (speculation.method == "ngram" or speculation.mtp_strategy == "with_ngram"):
+                lookup_limit = entry.max_drafts
+        slot.draft_sources = ["mtp"] * num_model + ["ngram"] * (lookup_limit - num_model)
         if speculation.method == "mtp":
-            slot.is_followed = is_model
-        if is_model:
+            slot.is_followed = num_model > 0
+        if num_model:
             assert self._mtp is not None
             self._mtp.hand_over(request)
-        return is_model
+        return slot.number, len(page_ids), self._end_of(request), num_verified, num_model, lookup_limit
 
     def land(self, flight: Flight) -> tuple[Draft, Verdict, float]:
         """Waits for a step and reads what it decided; seconds are the device's."""
         rows, seconds = flight.read()
         draft = Draft([], [])
         verdict = Verdict([], [], [None] * len(flight.entries), [])
-        for (num_emitted, num_accepted, num_drafts, is_broken, *token_ids), sources in zip(rows, flight.draft_sources):
+        for row, sources in zip(rows, flight.draft_sources):
+            num_emitted, num_accepted, num_drafts, is_broken = row[:RESULT_HEAD]
             # What was drafted and not accepted is known to the device alone, and nobody asks for it.
-            draft.token_ids.append(token_ids[:num_accepted] + [-1] * (num_drafts - num_accepted))
+            draft.token_ids.append(row[RESULT_HEAD : RESULT_HEAD + num_accepted] + [-1] * (num_drafts - num_accepted))
             draft.sources.append(sources[:num_drafts])
-            verdict.token_ids.append(token_ids[:num_emitted])
+            verdict.token_ids.append(row[RESULT_HEAD : RESULT_HEAD + num_emitted])
             verdict.num_accepted.append(num_accepted)
             verdict.is_broken.append(bool(is_broken))
         return draft, verdict, seconds

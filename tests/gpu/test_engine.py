@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
-from tests.conftest import code_prompts
+from backend.device.graphs import StepShape
+from tests.conftest import code_prompts, greedy
 from tests.histories import run_histories
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -55,33 +56,68 @@ def test_tokens_are_the_cpus(engines, prompts, sampling):
         assert engines["cuda"].engine.scheduler.pool.num_held == 0
 
 
-def test_in_bfloat16_only_ties_differ(prompts, engines):
-    """Where speculation changes a token, the two are as likely as bfloat16 can tell: float32 puts them no further apart than bfloat16's scores are
-    from float32's."""
-    llm = LLM(device="cuda", dtype="bfloat16", speculative_config=SPECULATION, max_batch_size=64, max_num_batched_tokens=2048)
-    encoded = [llm.engine.tokenizer.encode(p) for p in prompts]
-    requests = [{"prompt_token_ids": ids} for ids in encoded]
-    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-    plain = [r.outputs[0].token_ids for r in llm.generate(requests, params, speculative={"method": "none"}, use_tqdm=False)]
+def check_only_ties_differ(llm: LLM, exact_llm: LLM, prompts: list[list[int]], plain: list[list[int]], answers: list[list[list[int]]]) -> None:
+    """Where an answer of `llm` leaves its plain one, the two tokens are as likely as bfloat16 can tell: float32 puts them no further apart than
+    bfloat16's scores are from float32's."""
     contexts, pairs = [], []
-    for choice in CHOICES.values():
-        for ids, expected, result in zip(encoded, plain, llm.generate(requests, params, speculative=choice, use_tqdm=False)):
-            tokens = result.outputs[0].token_ids
-            place = next((i for i, (a, b) in enumerate(zip(expected, tokens)) if a != b), None)
+    for own in answers:
+        for ids, expected, tokens in zip(prompts, plain, own, strict=True):
+            place = next((i for i, (a, b) in enumerate(zip(expected, tokens, strict=True)) if a != b), None)
             if place is not None:
                 contexts.append({"prompt_token_ids": ids + tokens[:place]})
                 pairs.append((expected[place], tokens[place]))
+    if not pairs:
+        return
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=20)
     scores = [
         [dict(r.outputs[0].logprobs[0].top) for r in engine.generate(contexts, one, speculative={"method": "none"}, use_tqdm=False)]
-        for engine in (llm, engines["cuda"])
+        for engine in (llm, exact_llm)
     ]
     rounding = max(abs(rough[t] - exact[t]) for rough, exact in zip(*scores) for t in list(exact)[:2] if t in rough)
     gaps = [abs(exact[a] - exact[b]) for (a, b), exact in zip(pairs, scores[1])]
-    print(
-        f"bfloat16: {len(gaps)} of {len(CHOICES) * len(prompts)} answers differ, at gaps of at most {max(gaps):.3f}; rounding is up to {rounding:.3f}"
-    )
+    count = len(answers) * len(prompts)
+    print(f"bfloat16: {len(gaps)} of {count} answers differ, at gaps of at most {max(gaps):.3f}; rounding is up to {rounding:.3f}")
     assert max(gaps) <= 2 * rounding
+
+
+def test_in_bfloat16_only_ties_differ(prompts, engines):
+    llm = LLM(device="cuda", dtype="bfloat16", speculative_config=SPECULATION, max_batch_size=64, max_num_batched_tokens=2048)
+    encoded = [llm.engine.tokenizer.encode(p) for p in prompts]
+    requests = [{"prompt_token_ids": ids} for ids in encoded]
+    plain, *answers = (
+        [r.outputs[0].token_ids for r in llm.generate(requests, greedy(64), speculative=choice, use_tqdm=False)]
+        for choice in (CHOICES["none"], *CHOICES.values())
+    )
+    check_only_ties_differ(llm, engines["cuda"], encoded, plain, answers)
+
+
+def note_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[StepShape]:
+    """The shapes of the steps that are launched from now on."""
+    graphs, used = llm.engine.device_steps._graphs, set()
+    launch = graphs.launch
+    monkeypatch.setattr(graphs, "launch", lambda shape, updates: used.add(shape) or launch(shape, updates))
+    return used
+
+
+def test_a_shared_beginning_is_read_once(prompts, engines, monkeypatch):
+    """With cascade attention captured steps read the pages that requests share once; tokens differ in ties at most."""
+    options: dict[str, Any] = {"speculative_config": SPECULATION, "max_batch_size": 64, "max_num_batched_tokens": 2048, "dtype": "bfloat16"}
+    apart, together = (LLM(device="cuda", cascade_attention=is_on, **options) for is_on in (False, True))
+    encode = apart.engine.tokenizer.encode
+    beginning = encode("\n".join(prompts))[:640]
+    encoded = [beginning + encode(p)[:40] for p in prompts[:48]]
+    results = []
+    for llm in (apart, together):
+        used = note_shapes(llm, monkeypatch)
+        llm.generate({"prompt_token_ids": beginning}, greedy(1), use_tqdm=False)  # its pages are found by those that follow
+        for method in ("none", "mtp"):
+            answers = llm.generate([{"prompt_token_ids": ids} for ids in encoded], greedy(48), speculative={"method": method}, use_tqdm=False)
+            assert all(r.num_cached_tokens >= 624 for r in answers)
+            results.append([r.outputs[0].token_ids for r in answers])
+        assert any(shape.has_prefixes for shape in used) == (llm is together)
+        llm.engine.scheduler.check()
+        assert llm.engine.scheduler.pool.num_held == 0
+    check_only_ties_differ(together, engines["cuda"], encoded, results[0], results[1:])
 
 
 def test_many_random_histories():

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from kernels.activation import silu_mul
 from kernels.linear import MAX_TOKENS, add_linear, is_skinny, linear, norm_gated_linear, norm_linear
 from kernels.norm import rms_norm
+from kernels.wide_linear import is_wide
+from kernels.wide_linear import launch as wide_linear
 
 EPS = 1e-5
 DTYPES = (torch.bfloat16, torch.float16)
@@ -67,12 +69,45 @@ def test_rows_do_not_depend_on_their_number(out_size: int, in_size: int, device:
         assert torch.equal(norm_gated_linear(x[start:stop], norm_weight, EPS, weight), gated[start:stop])
 
 
-def test_chain_in_graph(device: torch.device) -> None:
+WIDE = [(17, 6144, 4096), (32, 4096, 4096), (24, 28672, 4096), (27, 4096, 14336), (20, 2048, 2048)]
+WIDE_CORNER = [(17, 32, 64), (32, 96, 128), (30, 576, 192), (23, 4256, 320), (32, 12832, 64), (24, 128256, 256), (31, 33824, 512)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), WIDE + WIDE_CORNER)
+def test_wide(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, bias, norm_weight, residual = make(num_tokens, out_size, in_size, dtype, device)
+    assert is_wide(x, weight)
+    exact = F.linear(x.double(), weight.double())
+    allowed = 2 * relative_error(F.linear(x, weight), exact) + 1e-6
+    out, with_bias = linear(x, weight), linear(x, weight, bias)
+    assert relative_error(out, exact) <= allowed
+    assert relative_error(with_bias, exact + bias.double()) <= allowed
+    expected = residual + with_bias
+    assert add_linear(residual, x, weight, bias) is residual
+    assert torch.equal(residual, expected)
+    if is_wide(x, weight, is_gated=True):
+        gated = wide_linear(x, weight, is_gated=True)
+        torch.testing.assert_close(gated, silu_mul(out), rtol=0, atol=0)
+        normed = norm_gated_linear(x.contiguous(), norm_weight, EPS, weight)
+        torch.testing.assert_close(normed, silu_mul(linear(rms_norm(x.contiguous(), norm_weight, EPS), weight)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 192), (33824, 256)])
+def test_wide_rows_do_not_depend_on_their_number(out_size: int, in_size: int, device: torch.device) -> None:
+    x, weight, bias, _, _ = make(32, out_size, in_size, torch.bfloat16, device)
+    whole = linear(x, weight, bias)
+    for start, stop in ((0, 17), (10, 32), (3, 22)):
+        assert torch.equal(linear(x[start:stop], weight, bias), whole[start:stop])
+
+
+@pytest.mark.parametrize("num_tokens", [6, 24])
+def test_chain_in_graph(num_tokens: int, device: torch.device) -> None:
     """Kernels that begin before the one ahead has ended still see all that it wrote, replay after replay."""
-    x, qkv, _, norm_weight, _ = make(6, 6144, 4096, torch.bfloat16, device)
-    _, o, _, _, _ = make(6, 4096, 4096, torch.bfloat16, device)
-    _, gate_up, _, _, _ = make(6, 28672, 4096, torch.bfloat16, device)
-    _, down, _, _, _ = make(6, 4096, 14336, torch.bfloat16, device)
+    x, qkv, _, norm_weight, _ = make(num_tokens, 6144, 4096, torch.bfloat16, device)
+    _, o, _, _, _ = make(num_tokens, 4096, 4096, torch.bfloat16, device)
+    _, gate_up, _, _, _ = make(num_tokens, 28672, 4096, torch.bfloat16, device)
+    _, down, _, _, _ = make(num_tokens, 4096, 14336, torch.bfloat16, device)
     start = x.contiguous()
 
     def run(stream: torch.Tensor, is_fused: bool) -> torch.Tensor:
@@ -106,14 +141,15 @@ def test_chain_in_graph(device: torch.device) -> None:
 
 def test_goes_to_torch(device: torch.device) -> None:
     for num_tokens, out_size, in_size, dtype in (
-        (17, 64, 64, torch.bfloat16),
+        (33, 64, 64, torch.bfloat16),
+        (17, 64, 96, torch.bfloat16),
         (0, 64, 64, torch.bfloat16),
         (2, 64, 64, torch.float32),
         (2, 48, 64, torch.half),
     ):
         x, weight, bias, norm_weight, residual = make(num_tokens, out_size, in_size, dtype, device)
         x = x.contiguous()
-        assert not is_skinny(x, weight)
+        assert not is_skinny(x, weight) and not is_wide(x, weight)
         assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
         assert add_linear(residual, x, weight) is residual
         assert norm_linear(x, norm_weight, EPS, weight).shape == (num_tokens, out_size)

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from kernels import reference, reference_slots
+from kernels import reference
+from kernels.reference import slots as reference_slots
 from kernels.sampling import choose, process_and_choose, process_logits, sample
 from kernels.state import Admission, SlotTable
 

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from kernels import reference, reference_slots
+from kernels import reference
 from kernels import verify as ops
+from kernels.reference import slots as reference_slots
 from kernels.state import SlotTable
 
 CORRECTNESS = [(1, 1, 50), (5, 3, 500), (20, 5, 1001)]

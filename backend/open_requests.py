@@ -1,0 +1,159 @@
+"""Requests between `submit` and their end: which there are, and what each one is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from backend.core import Delta, FinishReason, Request, TokenLogprobs
+from backend.errors import RequestError
+from backend.metrics import Metrics
+from backend.text import TextStream, Tokenizer
+
+DeltaSink = Callable[[Delta], None]
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """What is kept of a request beside the scheduler."""
+
+    request: Request
+    sink: DeltaSink
+    stream: TextStream
+    submitted: float
+    first_token: float = 0.0
+    is_echoed: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def read(self, token_ids: list[int]) -> tuple[list[int], str, bool]:
+        """The tokens up to a stop string, their text, and whether there is one."""
+        first, min_tokens = self.request.num_output_tokens, self.request.params.min_tokens
+        text = ""
+        for count, token_id in enumerate(token_ids, 1):
+            piece, is_stopped = self.stream.append(token_id, first + count > min_tokens)
+            text += piece
+            if is_stopped:
+                return token_ids[:count], text, True
+        return token_ids, text, False
+
+    def score_prompt(self, place: int, logprobs: list[TokenLogprobs]) -> None:
+        """Those of a chunk from `place` on: they take the place of what came after it, for a request that was set back computes its prompt again."""
+        self.prompt_logprobs[place:] = logprobs
+
+
+class OpenRequests:
+    """By id. `reserve`, `count` and `has` are safe from any thread, the others are the engine thread's."""
+
+    def __init__(self, tokenizer: Tokenizer, metrics: Metrics, release: Callable[[Request], None]) -> None:
+        """release: frees what the engine holds of a request that ends."""
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._release = release
+        self._open: dict[str, OpenRequest] = {}
+        self._groups: dict[str, list[str]] = {}
+        self._ids: set[str] = set()  # of every request between submit and its end
+        self._lock = threading.Lock()
+        self.has_deadlines = False
+
+    # -- any thread -------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Of requests that were reserved and have not ended."""
+        return len(self._ids)
+
+    def has(self, group_id: str) -> bool:
+        return group_id in self._groups
+
+    def reserve(self, requests: list[Request]) -> None:
+        """Takes the ids of a group's requests. Raises RequestError when one is in use."""
+        group_id, ids = requests[0].group_id, [r.request_id for r in requests]
+        with self._lock:
+            if group_id in self._groups or not self._ids.isdisjoint(ids):
+                raise RequestError(f"request id {group_id!r:.100} is in use")
+            self._ids.update(ids)
+            self._groups[group_id] = ids
+
+    # -- engine thread ----------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(list(self._open.values()))
+
+    def begin(self, request: Request, sink: DeltaSink, submitted: float) -> None:
+        params = request.params
+        self._open[request.request_id] = OpenRequest(request, sink, TextStream(self._tokenizer, params.stop, params.include_stop), submitted)
+        self.has_deadlines |= request.deadline is not None
+
+    def get(self, request: Request) -> OpenRequest | None:
+        """None: it has ended, and another one may have its id."""
+        found = self._open.get(request.request_id)
+        return found if found is not None and found.request is request else None
+
+    def is_open(self, request: Request) -> bool:
+        return self.get(request) is not None
+
+    def end_group(self, group_id: str, reason: FinishReason) -> None:
+        for own_id in list(self._groups.get(group_id, ())):
+            if own_id in self._open:
+                self._end(self._open[own_id], reason)
+
+    def end_late(self) -> None:
+        """Ends the requests whose deadline is over."""
+        now = time.monotonic()
+        for own in self:
+            if own.request.deadline is not None and now >= own.request.deadline:
+                self._end(own, "timeout")
+        self.has_deadlines = any(own.request.deadline is not None for own in self._open.values())
+
+    def end_all(self, error: Exception) -> None:
+        for own in self:
+            self.fail(own, error)
+
+    @property
+    def next_deadline(self) -> float | None:
+        return min((own.request.deadline for own in self._open.values() if own.request.deadline is not None), default=None)
+
+    def fail(self, own: OpenRequest, error: Exception) -> None:
+        self.send(own, Delta(own.request.group_id, own.request.index, error=error))
+
+    def _end(self, own: OpenRequest, reason: FinishReason) -> None:
+        self.send(own, Delta(own.request.group_id, own.request.index, finish_reason=reason))
+
+    def send(self, own: OpenRequest, delta: Delta) -> None:
+        """Gives a delta to the request's sink, with what every delta, the first and the last one carry."""
+        request, now = own.request, time.monotonic()
+        if delta.token_ids and not own.first_token:
+            own.first_token = now
+            self._metrics.time_to_first_token.observe(now - own.submitted)
+        if request.params.echo and not own.is_echoed and delta.error is None:
+            own.is_echoed = True
+            delta.prompt_token_ids = request.prompt_token_ids
+            delta.prompt_text = self._tokenizer.decode(request.prompt_token_ids)
+            if request.params.logprobs is not None and len(own.prompt_logprobs) == len(request.prompt_token_ids) - 1:
+                delta.logprobs = own.prompt_logprobs + (delta.logprobs or [])
+                own.prompt_logprobs = []
+        if delta.is_final:
+            if delta.error is None:
+                delta.text += own.stream.flush()
+                self._metrics.finished_requests[delta.finish_reason or ""] += 1
+            delta.stats = request.stats
+            self._close(own, now)
+        delta.num_prompt_tokens = len(request.prompt_token_ids)
+        delta.num_cached_tokens = request.num_cached_tokens
+        delta.num_output_tokens = request.num_output_tokens
+        own.sink(delta)
+
+    def _close(self, own: OpenRequest, now: float) -> None:
+        request = own.request
+        self._release(request)
+        with self._lock:
+            del self._open[request.request_id]
+            self._ids.remove(request.request_id)
+            siblings = self._groups[request.group_id]
+            siblings.remove(request.request_id)
+            if not siblings:
+                del self._groups[request.group_id]
+        if request.num_output_tokens > 1:
+            self._metrics.time_per_output_token.observe((now - own.first_token) / (request.num_output_tokens - 1))

@@ -1,0 +1,52 @@
+"""The operations of a step in pure torch: what runs on CPU, and what every CUDA kernel is tested against.
+
+Shape letters: T packed tokens, B requests, R logits rows, V vocabulary, H query heads, Hkv key/value heads, D head size, P pages.
+Keys and values of one layer are two tensors [P, page, Hkv, D]. `slots` and `step` have the operations on the state of captured steps.
+"""
+
+from kernels.reference.attention import MAX_GROUPED_QUERIES, AttentionPlan, append_attention, append_kv, plan_attention
+from kernels.reference.dense import add_linear, add_rms_norm, linear, norm_gated_linear, norm_linear, rms_norm, silu_mul
+from kernels.reference.sampling import (
+    ACCEPT_STREAM,
+    DRAFT_STREAM,
+    RECOVER_STREAM,
+    SAMPLE_STREAM,
+    apply_penalties,
+    filter_logits,
+    gumbel_noise,
+    philox,
+    probabilities,
+    sample,
+    token_numbers,
+)
+from kernels.reference.verification import top_p_candidates, verify, verify_rejection, verify_top_p
+
+__all__ = [
+    "ACCEPT_STREAM",
+    "DRAFT_STREAM",
+    "MAX_GROUPED_QUERIES",
+    "RECOVER_STREAM",
+    "SAMPLE_STREAM",
+    "AttentionPlan",
+    "add_linear",
+    "add_rms_norm",
+    "append_attention",
+    "append_kv",
+    "apply_penalties",
+    "filter_logits",
+    "gumbel_noise",
+    "linear",
+    "norm_gated_linear",
+    "norm_linear",
+    "philox",
+    "plan_attention",
+    "probabilities",
+    "rms_norm",
+    "sample",
+    "silu_mul",
+    "token_numbers",
+    "top_p_candidates",
+    "verify",
+    "verify_rejection",
+    "verify_top_p",
+]
