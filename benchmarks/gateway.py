@@ -34,6 +34,8 @@ from deploy.demo import free_ports, running_gateway, running_server
 CONCURRENCY = 16
 NUM_REQUESTS = 48
 NUM_STREAMS = 500
+IDLE_SECONDS = 15.0
+"""Long enough for the gateway's keep-alives."""
 SPECULATION: dict[str, dict | None] = {"plain": {"num_speculative_tokens": 0}, "speculating": None}
 
 Arrivals = AsyncIterator[float]
@@ -174,7 +176,9 @@ async def compare(address: Address, grpc: str, repeats: int, are_together: bool,
             print(f"gateway's CPU time {spread(cpu, '{:.0f}')} us per token", flush=True)
 
 
-async def hold_streams(address: Address, max_tokens: int, is_read: Callable[[asyncio.StreamReader], Awaitable[object]] | None) -> float:
+async def hold_streams(
+    address: Address, max_tokens: int, seconds: float, is_read: Callable[[asyncio.StreamReader], Awaitable[object]] | None = None
+) -> float:
     """The gateway's resident MB at its largest, while NUM_STREAMS streams are open."""
     prompt = completion_requests(1)[0][0]
     connections = await asyncio.gather(*(asyncio.open_connection(address.host, address.port) for _ in range(NUM_STREAMS)))
@@ -182,7 +186,7 @@ async def hold_streams(address: Address, max_tokens: int, is_read: Callable[[asy
         post(connection, body_of(f"# {i}\n{prompt}", max_tokens, None))
     reading = [asyncio.ensure_future(is_read(reader)) for reader, _ in connections] if is_read else []
     largest = 0.0
-    for _ in range(20):
+    for _ in range(round(4 * seconds)):
         await asyncio.sleep(0.25)
         largest = max(largest, address.resident_megabytes())
     for task in reading:
@@ -209,14 +213,14 @@ def measure_cost(repeats: int, results: dict) -> None:
     with serving("--num-threads=1") as (address, grpc):
         for are_together in (True, False):
             asyncio.run(compare(address, grpc, repeats, are_together, results))
-        results["running_mb"] = asyncio.run(hold_streams(address, 64, lambda reader: reader.read()))
+        results["running_mb"] = asyncio.run(hold_streams(address, 64, 5.0, lambda reader: reader.read()))
         print(f"{NUM_STREAMS} streams that receive tokens: {results['running_mb']:.0f} MB resident", flush=True)
 
 
 def measure_idle(repeats: int, results: dict) -> None:
     with serving("--max-batch-size=1") as (address, _):  # all but one wait
         empty = address.resident_megabytes()
-        results["idle_mb"] = asyncio.run(hold_streams(address, 1900, None))
+        results["idle_mb"] = asyncio.run(hold_streams(address, 1900, IDLE_SECONDS))
         print(f"{NUM_STREAMS} idle streams: {results['idle_mb']:.0f} MB resident (none: {empty:.0f} MB)", flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+END_SECONDS = 1.0
+"""For streams whose answer is whole to end before `close` cuts them off."""
 LATE_SECONDS = 0.5
 """A timer that fires this late tells of a busy event loop, not of a silent server."""
 
@@ -44,6 +47,7 @@ class AsyncClient:
         self.model = model
         self.inactivity_timeout = inactivity_timeout
         self._connection = triton_aio.InferenceServerClient(url, channel_args=CHANNEL_OPTIONS)
+        self._endings: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -52,6 +56,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=END_SECONDS)
         await self._connection.close()
 
     async def generate(self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", **parameters: Any) -> list[Completion]:
@@ -59,14 +65,23 @@ class AsyncClient:
         return collect([chunk async for chunk in self.stream(prompt, request_id=request_id, **parameters)])
 
     def stream(
-        self, prompt: str | Sequence[int] | None = None, *, request_id: str = "", model: str | None = None, **parameters: Any
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        request_id: str = "",
+        model: str | None = None,
+        keep_alives: bool = False,
+        **parameters: Any,
     ) -> AsyncGenerator[Chunk, None]:
-        """As `Client.stream`. Cancelling the task, or closing the iterator, cancels the request on the server."""
+        """As `Client.stream`. Cancelling the task, or closing the iterator, cancels the request on the server.
+
+        keep_alives: also yields the empty chunks with which a server that lives breaks a silence, every 1.5 seconds.
+        """
         values = prompt_values(prompt, parameters)
         inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
-        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit)
+        return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit, keep_alives)
 
-    async def _stream(self, inputs: list[Any], request_id: str, model: str, limit: float) -> AsyncGenerator[Chunk, None]:
+    async def _stream(self, inputs: list[Any], request_id: str, model: str, limit: float, keep_alives: bool = False) -> AsyncGenerator[Chunk, None]:
         is_done = asyncio.Event()
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -88,18 +103,23 @@ class AsyncClient:
                         raise
                     raise GenerateError(say_silent(request_id, limit), "TIMEOUT") from None
                 if error is not None:
+                    is_done.set()
                     raise read_error(request_id, error)
                 chunk, is_last = read_result(result)
                 if is_last:
                     is_done.set()
-                if chunk.token_ids or chunk.text or chunk.finish_reason:
+                if keep_alives or not chunk.is_empty:
                     yield chunk
         except (InferenceServerException, grpc.RpcError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             raise GenerateError(name_request(request_id, reason), "UNAVAILABLE") from None
         finally:
             watch.stop()
-            if not is_done.is_set():
+            if is_done.is_set():
+                ending = asyncio.create_task(_read_to_end(responses))
+                self._endings.add(ending)
+                ending.add_done_callback(self._endings.discard)
+            else:
                 responses.cancel()
                 is_done.set()
                 if model != "decode":
@@ -123,6 +143,13 @@ class AsyncClient:
             return [c.finish_reason async for c in chunks] == ["cancelled"]
         except GenerateError:
             return False
+
+
+async def _read_to_end(responses: AsyncIterator[Any]) -> None:
+    """Of a stream whose answer is whole. Dropping it would cancel it, and then the server (release 24.10) may hold the request for ever."""
+    with contextlib.suppress(InferenceServerException, grpc.RpcError, asyncio.CancelledError):
+        async for _ in responses:
+            pass
 
 
 _CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVAILABLE": "UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED": "TIMEOUT"}

@@ -93,7 +93,7 @@ class HttpClient:
                 if "error" in event:
                     raise read_error(request_id, event["error"])
                 chunk = read_event(event)
-                if chunk.token_ids or chunk.text or chunk.finish_reason:
+                if not chunk.is_empty:
                     is_finished = is_finished or chunk.finish_reason is not None
                     yield chunk
             if not is_finished:

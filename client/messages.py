@@ -73,9 +73,14 @@ class Chunk:
     """Who proposed each token: target, or the drafter whose proposal was accepted."""
     finish_reason: str | None = None
     logprobs: list[dict[str, Any]] | None = None
+    """Of the last of token_ids: all, or with echo all but the prompt's first."""
     usage: dict[str, int] | None = None
     speculation: dict[str, Any] | None = None
     index: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.token_ids or self.text or self.finish_reason)
 
 
 @dataclass(slots=True)
@@ -150,12 +155,16 @@ def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:
 
 def read_result(result: triton_grpc.InferResult) -> tuple[Chunk, bool]:
     """A gRPC response as a chunk, and whether it is the request's last."""
-    final = result.get_response().parameters.get("triton_final_response")
+    response = result.get_response()
+    final = response.parameters.get("triton_final_response")
     is_last = final is not None and final.bool_param
     # Straight from the message: as_numpy searches all outputs for every name, and this is done for every step of every request.
-    response = result.get_response()
-    values = {o.name: _decode(o.datatype, raw) for o, raw in zip(response.outputs, response.raw_output_contents)}
-    return (_chunk(values) if values else Chunk()), is_last
+    values = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents):
+        kind = output.datatype
+        if raw != _NO_TEXT or kind != "BYTES":  # half of what comes is empty
+            values[output.name] = _decode(kind, raw)
+    return _chunk(values), is_last
 
 
 def _decode(datatype: str, raw: bytes) -> list[Any]:
@@ -163,8 +172,6 @@ def _decode(datatype: str, raw: bytes) -> list[Any]:
     if datatype != "BYTES":  # not through NumPy: most have one element, and an array costs more than that
         view: Any = memoryview(raw)
         return view.cast(_FORMATS[datatype]).tolist()
-    if raw == _NO_TEXT:
-        return [""]
     texts, at = [], 0
     while at < len(raw):
         end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
@@ -180,8 +187,8 @@ def read_event(event: dict[str, Any]) -> Chunk:
 
 def _chunk(values: dict[str, list[Any]]) -> Chunk:
     def parsed(name: str) -> Any:
-        text = (values.get(name) or [""])[0]
-        return json.loads(text) if text else None
+        texts = values.get(name)
+        return json.loads(texts[0]) if texts and texts[0] else None
 
     return Chunk(
         text="".join(values.get("text_output", [])),

@@ -114,7 +114,7 @@ class Client:
                 is_answered = is_answered or chunk.finish_reason is not None
                 if is_done and not is_answered:
                     raise GenerateError(f"request {request_id!r}: the server ended the stream without an answer")
-                if chunk.token_ids or chunk.text or chunk.finish_reason:
+                if not chunk.is_empty:
                     yield chunk
         except InferenceServerException as error:
             with contextlib.suppress(queue.Empty):  # which tells why the stream is closed

@@ -25,6 +25,9 @@ logger = logging.getLogger("foretoken.gateway")
 
 STALL_SECONDS = 30.0
 """A reader that takes nothing for this long is dropped. Until then the server's answer waits in flow-controlled buffers."""
+KEEP_ALIVE_SECONDS = 10.0
+"""A stream that had nothing to say for this long gets a comment, about: proxies cut connections that are silent."""
+_KEEP_ALIVE = b": keep-alive\n\n"
 _EVENT = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 _JSON = [(b"content-type", b"application/json")]
 
@@ -35,18 +38,24 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def run_while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Cancels the work when the client hangs up."""
-    job = asyncio.create_task(work)
-    gone = asyncio.create_task(wait_for_disconnect(receive))
+    """Cancels the work when the client hangs up, and ends in peace then: nobody wants its outcome."""
+    task, is_gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal is_gone
+        await wait_for_disconnect(receive)
+        is_gone = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
-        if job.done() and not job.cancelled():
-            job.result()
+        await work
+    except (asyncio.CancelledError, Exception):
+        if not is_gone:
+            raise
     finally:
-        gone.cancel()
-        job.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):  # whoever wanted its outcome has it by now
-            await job
+        watching.cancel()
 
 
 async def merge(streams: list[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[tuple[int, Chunk], None]:
@@ -101,7 +110,7 @@ class Answer(Response):
     # -- from the server ----------------------------------------------------------------------------------------------
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """(choice, chunk) of every prompt's completions. Raises ApiError."""
+        """(choice, chunk) of every prompt's completions, and empty chunks while a server that lives has none. Raises ApiError."""
         several = len(self._prompts) > 1
         ids = [f"{self._request_id}-{i}" if several else self._request_id for i in range(len(self._prompts))]
         streams = [self._upstream.stream(i, {**prompt, **self._parameters}) for i, prompt in zip(ids, self._prompts)]
@@ -158,50 +167,60 @@ class Answer(Response):
         chunks = []
         async with contextlib.aclosing(self._chunks()) as source:
             async for choice, chunk in source:
-                chunk.index = choice
-                chunks.append(chunk)
+                if not chunk.is_empty:
+                    chunk.index = choice
+                    chunks.append(chunk)
         choices = [await self._write(c.index, c, is_streamed=False) for c in collect(chunks)]
         body = orjson.dumps({**self._head, "choices": choices, "usage": self._usage_body()})
         await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, (b"content-length", str(len(body)).encode())]})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        """Starts with the first part: what fails before it has a status of its own."""
+        """Starts with the first part, or the first keep-alive: what fails before it has a status of its own."""
         task = asyncio.current_task()
         assert task is not None
         watch = Watch(STALL_SECONDS, task.cancel)
         try:
             await self._send_events(send, watch)
         except asyncio.CancelledError:
-            if watch.has_fired:
-                self._metrics.stalled.inc()
-                logger.warning("%s the client has read nothing for %g s: dropped", self._request_id, STALL_SECONDS)
-            raise
+            if not watch.has_fired:
+                raise
+            self._metrics.stalled.inc()
+            logger.warning("%s the client has read nothing for %g s: dropped", self._request_id, STALL_SECONDS)
         finally:
             watch.stop()
 
     async def _send_events(self, send: Send, watch: Watch) -> None:
+        is_started, written = False, time.monotonic()
+
         async def write(data: bytes, more: bool = True) -> None:
+            nonlocal written
             watch.resume()
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+            await send({"type": "http.response.body", "body": data, "more_body": more})
             watch.pause()
+            written = time.monotonic()
+
+        def event(data: bytes) -> bytes:
+            return b"data: " + data + b"\n\n"
 
         head: dict[str, Any] = {**self._head, "object": self._form.chunk_object}
         has_usage = self._request.stream_options.include_usage
         if has_usage:
             head["usage"] = None
-        is_started = False
         try:
             async with contextlib.aclosing(self._chunks()) as source:
                 async for choice, chunk in source:
-                    part = await self._write(choice, chunk, is_streamed=True)
+                    if chunk.is_empty and time.monotonic() - written < KEEP_ALIVE_SECONDS:
+                        continue
+                    part = None if chunk.is_empty else await self._write(choice, chunk, is_streamed=True)
                     if not is_started:
                         is_started = True
                         waited = f"first-token;dur={1e3 * (time.perf_counter() - self._started):.2f}"
-                        await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT, (b"server-timing", waited.encode())]})
-                    await write(orjson.dumps({**head, "choices": [part]}))
+                        timing = [(b"server-timing", waited.encode())] if part else []
+                        await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT, *timing]})
+                    await write(event(orjson.dumps({**head, "choices": [part]})) if part else _KEEP_ALIVE)
             if has_usage:
-                await write(orjson.dumps({**head, "choices": [], "usage": self._usage_body()}))
+                await write(event(orjson.dumps({**head, "choices": [], "usage": self._usage_body()})))
         except Exception as error:
             if not is_started:
                 raise
@@ -209,8 +228,8 @@ class Answer(Response):
                 logger.exception("%s failed", self._request_id)
                 error = ApiError(500, "the gateway failed; its log says how", "internal_error")
             self._metrics.errors.labels(error.code).inc()
-            await write(orjson.dumps(error.body()))
-        await write(b"[DONE]", more=False)
+            await write(event(orjson.dumps(error.body())))
+        await write(event(b"[DONE]"), more=False)
 
 
 async def _numbered(stream: AsyncGenerator[Chunk, None]) -> AsyncGenerator[tuple[int, Chunk], None]:

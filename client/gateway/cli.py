@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import resource
+import signal
 import sys
 
 from client.messages import DEFAULT_GRPC_URL
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM; then running requests may finish."""
+    """Serves until SIGINT or SIGTERM; then running requests may finish. Returns the exit status."""
     try:
         import uvicorn
 
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     # A connection is a file, and the usual soft limit is 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
+    # uvicorn raises the signal again once it has ended in order: by default that would be a death by it, with a status that tells of a failure.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     app = create_app(Settings(args.url, "decode", args.served_model_name, tuple(keys), tuple(args.cors_origin), args.max_body_bytes))
     uvicorn.run(
         app,

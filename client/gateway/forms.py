@@ -84,13 +84,13 @@ class CompletionForm(Form):
         return {"text": text}
 
     def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
-        """The prompt's tokens, with echo, have none."""
+        """With echo, the prompt's first token has none."""
         entries = chunk.logprobs or []
         unscored = [None] * (len(chunk.token_ids) - len(entries))
         offsets = []
         for place, piece in enumerate(pieces):
             offsets.append(written.num_characters)
-            if place >= len(unscored) or chunk.text.startswith(piece, written.num_characters):  # the prompt's special tokens are not in the text
+            if chunk.sources[place] != "prompt" or chunk.text.startswith(piece, written.num_characters):  # its special tokens are not in the text
                 written.num_characters += len(piece)
         return {
             "tokens": [show(tokens[i]) for i in chunk.token_ids],

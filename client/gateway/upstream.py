@@ -32,11 +32,12 @@ class Upstream:
         await self._client.close()
 
     async def stream(self, request_id: str, parameters: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
-        """As AsyncClient.stream."""
-        chunks = self._client.stream(request_id=request_id, **parameters)
+        """As AsyncClient.stream, with its keep-alives."""
+        chunks = self._client.stream(request_id=request_id, keep_alives=True, **parameters)
         try:
             async for chunk in chunks:
-                self._answered = time.monotonic()
+                if not chunk.is_empty:  # the others come from a server whose engine may do nothing
+                    self._answered = time.monotonic()
                 yield chunk
         except GenerateError as error:
             if error.code != "INVALID_ARG":
