@@ -22,7 +22,9 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineCon
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from deploy.server import LaunchError, Server, check_gpu, check_ports, check_shared_memory, find_server, state_directory
-from deploy.supervisor import KEY_HEADER, SAVE_SECONDS, ServerApi, Supervisor, serve_status
+from deploy.supervision.probe import KEY_HEADER, ServerApi
+from deploy.supervision.status import serve_status
+from deploy.supervision.supervisor import END_SECONDS, Supervisor
 
 DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
 """Of the bundled model."""
@@ -53,7 +55,7 @@ class ServeConfig(Section):
     log_verbose: int = 0
     """Triton's own log level; above 0 it says what every request does."""
     supervise: bool = True
-    """Watch the models and bring back what dies (deploy/supervisor.py); else this process becomes the server."""
+    """Watch the models and bring back what dies (deploy/supervision/); else this process becomes the server."""
     status_port: int = 8003
     """Of the supervisor's /health, /live and /metrics; 0: none."""
     hang_seconds: float = 30.0
@@ -154,7 +156,7 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
         f"--metrics-address={config.host}",
         f"--metrics-port={config.metrics_port}",
         f"--log-verbose={config.log_verbose}",
-        f"--exit-timeout-secs={SAVE_SECONDS if config.supervise else config.drain_seconds}",
+        f"--exit-timeout-secs={END_SECONDS if config.supervise else config.drain_seconds}",
     ]
     if config.supervise or config.model_control_mode == "explicit":
         command += ["--model-control-mode=explicit", "--load-model=*"]

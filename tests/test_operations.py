@@ -242,7 +242,7 @@ class TestLocust:
         """Answers of a run without speculation, then the same under load with it; then one that is known to be other."""
         path = tmp_path / "answers.json"
         common = ("GrpcUser", f"--grpc-url={server.grpc}", f"--answers={path}")
-        first = locust(*common, "--run-time=3s", "--speculative", '{"method": "none"}')
+        first = locust(*common, "--run-time=3s", "--load-shape=ramp", "--speculative", '{"method": "none"}')
         assert first.returncode == 0, first.stderr
         found = statistics_of(first)
         assert set(found) == {"request", "first token", "time per token"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -21,10 +22,12 @@ import pytest
 from backend import LLM
 from backend.core import Delta
 from backend.errors import EngineError
-from client import AsyncClient, Client, GenerateError, HttpClient
-from deploy import supervisor
-from deploy.demo import free_ports
-from deploy.supervisor import Backoff, ModelState, Stub, find_stubs, is_running, parse_stub, progress_pattern, read_state
+from client import AsyncClient, Chunk, Client, GenerateError, HttpClient
+from deploy.demo import free_ports, running_gateway
+from deploy.supervision import watch
+from deploy.supervision.probe import progress_pattern
+from deploy.supervision.processes import Stub, find_stubs, is_running, parse_stub, read_state
+from deploy.supervision.watch import Backoff, ModelState
 from tests.conftest import greedy
 from tests.servers import RunningServer, serve
 
@@ -45,10 +48,10 @@ SHORT = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 def test_attempts_are_spaced_and_end() -> None:
     backoff = Backoff(limit=4)
     assert [backoff.next(0.0) for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
-    assert backoff.next(supervisor.STABLE_SECONDS) == 0.0, "what was up for long starts afresh"
+    assert backoff.next(watch.STABLE_SECONDS) == 0.0, "what was up for long starts afresh"
     assert Backoff(limit=0).next(1e9) is None
     patient = Backoff(limit=100)
-    assert max(filter(None, (patient.next(1.0) for _ in range(99)))) == supervisor.MAX_DELAY
+    assert max(filter(None, (patient.next(1.0) for _ in range(99)))) == watch.MAX_DELAY
 
 
 def test_a_models_process_is_known_by_its_command_line() -> None:
@@ -192,11 +195,42 @@ def supervised(tmp_path_factory) -> Iterator[Supervised]:
         yield running
 
 
+@dataclass(frozen=True)
+class Gateway:
+    """A gateway before the server, as its clients see it."""
+
+    address: str
+
+    def health(self) -> int:
+        try:
+            return urllib.request.urlopen(f"{self.address}/health", timeout=30).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def stream(self, prompt: str, **values) -> Iterator[Chunk]:
+        body = json.dumps({"prompt": prompt, "stream": True, "return_tokens": True, **values}).encode()
+        request = urllib.request.Request(f"{self.address}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise GenerateError(event["error"]["message"], event["error"]["code"])
+                    yield Chunk(token_ids=event["choices"][0]["token_ids"])
+        assert line == b"data: [DONE]\n"
+
+
+@pytest.fixture(scope="module")
+def gateway(supervised, tmp_path_factory) -> Iterator[Gateway]:
+    with running_gateway(tmp_path_factory.mktemp("gateway") / "log", supervised.server.grpc) as (address, _):
+        yield Gateway(address)
+
+
 @dataclass
 class Stream:
     """One client's stream, in a thread."""
 
-    client: Client | HttpClient
+    client: Client | HttpClient | Gateway
     values: dict
     num_tokens: int = 0
     error: GenerateError | None = None
@@ -218,9 +252,9 @@ class Stream:
         self.has_begun.set()
 
 
-def open_streams(server: RunningServer, **values) -> list[Stream]:
-    """Two of gRPC, two of HTTP, to decode and to the ensemble; all have begun."""
-    clients: list[Client | HttpClient] = []
+def open_streams(server: RunningServer, gateway: Gateway | None = None, **values) -> list[Stream]:
+    """Two of gRPC, two of HTTP, to decode and to the ensemble, and one through the gateway; all have begun."""
+    clients: list[Client | HttpClient | Gateway] = [gateway] if gateway is not None else []
     for model in ("decode", "generate"):
         clients += [Client(server.grpc, model=model), HttpClient(server.http, model=model)]
     streams = [Stream(client, {**LONG, **values}) for client in clients]
@@ -281,17 +315,80 @@ def test_the_repository_api_is_closed_to_others(supervised):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_decode_goes_under_load(supervised, how):
+def test_decode_goes_under_load(supervised, gateway, how):
     """Its streams end in time with an error, whatever the client; the server is started anew and answers as before."""
-    streams, before = open_streams(supervised.server), supervised.counts()
+    streams, before = open_streams(supervised.server, gateway), supervised.counts()
     os.kill(supervised.stub("decode"), how)
     since = time.monotonic()
     assert_told(streams, since)
-    wait_for(lambda: supervised.health()[0] == 503, "the news of it", 10)
+    wait_for(lambda: supervised.health()[0] == gateway.health() == 503, "the news of it", 10)
     assert supervised.health()[1]["models"]["decode"]["state"] != "up"
     assert "died" in supervised.health()[1]["models"]["decode"]["detail"] or how is signal.SIGSTOP
     supervised.await_ready()
     assert_serves(supervised.server)
+    wait_for(lambda: gateway.health() == 200, "the good news at the gateway", 10)
+    assert supervised.counts() == {**before, "decode": before["decode"] + 1, "server": before["server"] + 1}
+
+
+_ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+_ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+PTRACE_CONT, PTRACE_SEIZE, PTRACE_INTERRUPT = 7, 0x4206, 0x4207
+WAIT_FOR_THREADS = 0x40000000
+
+
+def trace(what: int, thread: int) -> None:
+    """Raises OSError, such as where a container forbids it."""
+    if _ptrace(what, thread, None, None) == -1:
+        raise OSError(ctypes.get_errno(), f"ptrace {what:#x}")
+
+
+def busiest_thread(pid: int) -> int:
+    def ticks() -> dict[int, int]:
+        stats = {int(t.name): (t / "stat").read_text().rpartition(")")[2].split() for t in Path(f"/proc/{pid}/task").iterdir()}
+        return {thread: int(fields[11]) + int(fields[12]) for thread, fields in stats.items()}
+
+    before = ticks()
+    time.sleep(1.0)
+    return max((count - before.get(thread, 0), thread) for thread, count in ticks().items())[1]
+
+
+@contextlib.contextmanager
+def engine_stopped(server: RunningServer, pid: int) -> Iterator[None]:
+    """Stops the thread of a decode process that steps, and no other, as a device that never answers would: Python's lock is not in its hands."""
+    thread = busiest_thread(pid)
+    try:
+        trace(PTRACE_SEIZE, thread)
+    except OSError as error:
+        pytest.skip(f"a thread cannot be stopped here: {error}")
+    for _ in range(100):
+        trace(PTRACE_INTERRUPT, thread)
+        os.waitpid(thread, WAIT_FOR_THREADS)
+        with pytest.raises(GenerateError) as refused:  # by the thread that takes requests
+            Client(server.grpc, inactivity_timeout=0.5).generate("x", max_tokens=-1)
+        if refused.value.code == "INVALID_ARG":
+            break
+        trace(PTRACE_CONT, thread)
+        time.sleep(0.01)
+    else:
+        raise AssertionError("whenever the thread was stopped, it had Python's lock")
+    yield
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(thread, WAIT_FOR_THREADS)
+
+
+def test_the_engine_hangs_in_a_process_that_lives(supervised, gateway):
+    """The process goes on taking requests and telling clients that it lives. The engine's silence is noticed, by the gateway's /health first."""
+    server, before = supervised.server, supervised.counts()
+    assert gateway.health() == 200
+    streams = open_streams(server, gateway)
+    with engine_stopped(server, supervised.stub("decode")):
+        wait_for(lambda: gateway.health() == 503, "the news of it at the gateway", 10)
+        wait_for(lambda: supervised.counts()["decode"] == before["decode"] + 1, "the news of it", 30)
+        assert "it has answered nothing for 3 s" in supervised.health()[1]["models"]["decode"]["detail"]
+        assert_told(streams, time.monotonic())
+    supervised.await_ready()
+    assert_serves(server)
+    wait_for(lambda: gateway.health() == 200, "the good news at the gateway", 10)
     assert supervised.counts() == {**before, "decode": before["decode"] + 1, "server": before["server"] + 1}
 
 
@@ -375,6 +472,26 @@ def test_sigterm_drains(tmp_path):
         assert server.process.wait(30) == 0
         assert path.is_file()
         assert not any(Path("/dev/shm", region).exists() for region in regions)
+
+
+def test_a_stream_that_was_left_at_its_end_does_not_keep_the_server(tmp_path, monkeypatch):
+    """The server's gRPC front end holds the model for ever once a stream is cancelled while the answer's end is written, here for long."""
+    monkeypatch.setenv("TRITONSERVER_DELAY_GRPC_RESPONSE", "500")
+    path = tmp_path / "suffix.npz"
+    speculative = {"method": "suffix", "suffix_decoding_cache_path": str(path)}
+
+    async def leave(address: str) -> None:
+        async with AsyncClient(address) as client:
+            task = asyncio.create_task(client.generate([5, 6, 7], max_tokens=1))
+            await asyncio.sleep(0.25)
+            task.cancel()
+
+    with serve(tmp_path / "log", f"--speculative-config={json.dumps(speculative)}") as server:
+        Client(server.grpc).generate("x = ", max_tokens=2)
+        asyncio.run(leave(server.grpc))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0, server.log.read_text("utf-8", "replace")[-3000:]
+        assert path.is_file()
 
 
 def test_giving_up_ends_with_an_error_and_leaves_nothing(tmp_path):

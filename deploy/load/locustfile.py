@@ -33,6 +33,7 @@ grpc_gevent.init_gevent()  # before any channel, or the first call blocks every 
 
 SHAPES = {
     "steady": lambda x: 1.0,
+    "ramp": lambda x: x,
     "stairs": lambda x: (1 + math.floor(5 * x)) / 5,
     "spike": lambda x: 1.0 if 0.4 <= x < 0.6 else 0.2,
     "waves": lambda x: 0.6 - 0.4 * math.cos(6 * math.pi * x),

@@ -1,0 +1,131 @@
+"""Asks a model a real question: the way to the server, what to ask, and the wait for the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import select
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+DECODE = "decode"
+KEY_HEADER = "foretoken-key"
+LOOK_SECONDS = 0.1
+CONNECT_SECONDS = 1.0
+
+
+def _tensor(name: str, datatype: str, shape: list[int], data: list[int]) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+
+
+_DRAFTER_CALL = {
+    "inputs": [
+        _tensor("session", "INT64", [4], [0, 0, 0, 1]),
+        _tensor("tokens", "INT32", [1], [0]),
+        _tensor("hidden", "FP32", [1, 1], [0]),
+        _tensor("requests", "INT64", [1, 7], [1, 1, 1, 1, 0, 0, 0]),
+        _tensor("filters", "FP32", [1, 3], [0, 0, 0]),
+        _tensor("pages", "INT32", [1], [0]),
+        _tensor("fresh_pages", "INT32", [0], []),
+    ]
+}
+
+
+def probe_request(model: str) -> tuple[str, dict[str, Any], str]:
+    """The cheapest request that needs all of a model's process to be answered: verb, body, and what the answer of a living one holds."""
+    if model == DECODE:  # answered by the engine's thread, between two steps; counted in none of its metrics
+        return "generate", {"cancel": uuid.uuid4().hex}, '"finish_reason"'
+    if model == "tokenizer":
+        return "generate", {"text_input": "a"}, '"input_ids"'
+    return "infer", _DRAFTER_CALL, "ValueError: pages"  # refused when it is read, so that the decode model's session goes on
+
+
+def progress_pattern(model: str) -> str:
+    """The line of the server's metrics that grows while a model works, though it may be too busy to come to a probe."""
+    return r"^foretoken_steps_total\{.*?\} (\S+)$" if model == DECODE else rf'^nv_inference_exec_count\{{model="{model}".*?\}} (\S+)$'
+
+
+@dataclass(frozen=True)
+class ServerApi:
+    """The way to the server."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    key: str
+
+    def ask(self, port: int, path: str, body: object = None) -> http.client.HTTPConnection:
+        """Sends a request; its answer can be read from the connection. Raises OSError."""
+        connection = http.client.HTTPConnection(self.host, port, timeout=CONNECT_SECONDS)
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+    def load(self, model: str) -> str:
+        """Loads a model, in the place of one that is loaded. Returns why it failed, or "".
+
+        Over gRPC: the HTTP thread that loads a model says nothing to its other clients meanwhile.
+        """
+        import tritonclient.grpc as triton_grpc
+        from tritonclient.utils import InferenceServerException
+
+        try:
+            with triton_grpc.InferenceServerClient(f"{self.host}:{self.grpc_port}") as client:
+                client.load_model(model, headers={f"triton-grpc-protocol-{KEY_HEADER}": self.key})
+        except InferenceServerException as error:
+            return str(error)
+        return ""
+
+    def read_progress(self, model: str) -> str | None:
+        try:
+            with contextlib.closing(self.ask(self.metrics_port, "/metrics")) as connection:
+                found = re.search(progress_pattern(model), connection.getresponse().read().decode("utf-8", "replace"), re.MULTILINE)
+        except (OSError, http.client.HTTPException):
+            return None
+        return found[1] if found else None
+
+
+class Probe:
+    """One question to a model, and the wait for its answer."""
+
+    def __init__(self, api: ServerApi, model: str) -> None:
+        self._api = api
+        self._model = model
+        self._connection: http.client.HTTPConnection | None = None
+        self._sign = ""
+        self.since = self._sampled = time.monotonic()
+        self._progress: str | None = None
+
+    def poll(self) -> str | None:
+        """None: no answer yet; "": the model lives; else what it answered."""
+        try:
+            if self._connection is None:
+                verb, body, self._sign = probe_request(self._model)
+                self._connection = self._api.ask(self._api.http_port, f"/v2/models/{self._model}/{verb}", body)
+            if not select.select([self._connection.sock], [], [], LOOK_SECONDS)[0]:
+                return None
+            text = self._connection.getresponse().read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException):  # asked again at the next call
+            self.close()
+            return None
+        self.close()
+        return "" if self._sign in text else text[:300] or "nothing"
+
+    def wait_longer(self, seconds: float) -> bool:
+        """False when there has been neither an answer nor any progress for so long."""
+        now = time.monotonic()
+        if now - self._sampled > seconds / 4:
+            progress = self._api.read_progress(self._model)
+            if progress is not None and self._progress is not None and progress != self._progress:
+                self.since = now
+            self._progress, self._sampled = progress, now
+        return now - self.since < seconds
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

@@ -1,0 +1,55 @@
+"""The server's model processes, as /proc shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """The process of one instance of a model."""
+
+    pid: int
+    model: str
+    region: str
+    """Of shared memory."""
+
+
+def parse_stub(command: bytes, pid: int) -> Stub | None:
+    """From a process's command line: stub, model.py, region, two sizes, the server's pid, folder, offset, instance, runtime.
+
+    None for other processes, and for the one that only completes a configuration before the load: its instance has no numbers.
+    """
+    words = command.decode("utf-8", "replace").split("\0")
+    if len(words) < 9 or not words[0].endswith("triton_python_backend_stub"):
+        return None
+    instance = re.fullmatch(r"(.+)_\d+_\d+", words[8])
+    return Stub(pid, instance[1], words[2]) if instance else None
+
+
+def read_state(pid: int) -> tuple[str, int]:
+    """State letter and parent of a process; ("X", 0): there is none."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return words[0], int(words[1])
+
+
+def is_running(pid: int) -> bool:
+    return read_state(pid)[0] not in "XZ"
+
+
+def find_stubs(server_pid: int) -> list[Stub]:
+    """The running model processes of a server."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stub = parse_stub((entry / "cmdline").read_bytes(), int(entry.name))
+                if stub is not None and read_state(stub.pid)[1] == server_pid and is_running(stub.pid):
+                    found.append(stub)
+    return found

@@ -1,0 +1,68 @@
+"""What others are told of the supervisor: `/health`, `/live` and `/metrics`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import prometheus_client
+
+from deploy.supervision.supervisor import Supervisor
+
+
+def make_metrics(supervisor: Supervisor) -> prometheus_client.CollectorRegistry:
+    """Per model: whether it is up and how often it went down; how often the server was started anew."""
+    registry = prometheus_client.CollectorRegistry()
+
+    class Collector:
+        def collect(self) -> Iterator[prometheus_client.Metric]:
+            families = prometheus_client.metrics_core
+            up = families.GaugeMetricFamily("foretoken_model_up", "1: the model answers; 0: it is loading or down", labels=["model"])
+            restarts = families.CounterMetricFamily("foretoken_model_restarts", "Times a model that was up went down", labels=["model"])
+            for state in supervisor.states:
+                up.add_metric([state.name], float(state.state == "up"))
+                restarts.add_metric([state.name], state.num_restarts)
+            yield up
+            yield restarts
+            yield families.CounterMetricFamily("foretoken_server_restarts", "Times the server was started anew", value=supervisor.num_server_restarts)
+
+    registry.register(Collector())  # type: ignore[arg-type]
+    return registry
+
+
+def serve_status(supervisor: Supervisor, host: str, port: int) -> None:
+    """`/health` (200 while requests are answered, else 503; JSON), `/live` (200 while this process runs) and `/metrics`, in threads."""
+    registry = make_metrics(supervisor)
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0
+
+        def do_GET(self) -> None:
+            kind, status = "application/json", 200
+            if self.path == "/health":
+                body = json.dumps(supervisor.describe()).encode()
+                status = 200 if supervisor.status == "ready" else 503
+            elif self.path == "/live":
+                body = b"{}"
+            elif self.path == "/metrics":
+                kind, body = prometheus_client.CONTENT_TYPE_LATEST, prometheus_client.generate_latest(registry)
+            else:
+                status, body = 404, json.dumps({"error": "known paths: /health, /live, /metrics"}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class StatusServer(ThreadingHTTPServer):
+        daemon_threads = True
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    server = StatusServer((host, port), Handler)
+    threading.Thread(target=server.serve_forever, name="status", daemon=True).start()

@@ -1,0 +1,225 @@
+"""The life of a tritonserver: start, start anew, drain, end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.supervision.probe import DECODE, LOOK_SECONDS, ServerApi
+from deploy.supervision.processes import find_stubs
+from deploy.supervision.watch import Backoff, ModelState, ModelWatch
+
+logger = logging.getLogger(__name__)
+
+NEEDED = (DECODE, "tokenizer")
+"""Without a drafter answers only take longer."""
+DRAIN_FILE = "drain"
+"""What backend/adapters/decode.py looks for in its version folder."""
+JOIN_SECONDS = 5.0
+DRAIN_SLACK_SECONDS = 5.0
+SAVE_SECONDS = 60
+"""For decode to save the suffix cache after the last request."""
+END_SECONDS = 5
+"""For the server to end after that, when nothing is left to lose. It waits, for as long as it may, for models whose processes died, and for
+those that a request holds whose gRPC stream was cancelled just as its answer ended (release 24.10)."""
+SHARED_MEMORY = "triton_python_backend_shm_region_"
+
+_libc = ctypes.CDLL(None)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+class Supervisor:
+    """Runs a server until it is told to stop by SIGTERM or SIGINT; the second one ends it at once."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        repository: Path,
+        models: Sequence[str],
+        api: ServerApi,
+        *,
+        drain_seconds: float,
+        hang_seconds: float,
+        max_restarts: int,
+    ) -> None:
+        """models: those with a process."""
+        self.states = [ModelState(name) for name in models]
+        self.is_draining = False
+        self.num_server_restarts = 0
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._repository = repository
+        self._drain_file = repository / DECODE / "1" / DRAIN_FILE
+        self._api = api
+        self._drain_seconds = drain_seconds
+        self._hang_seconds = hang_seconds
+        self._max_restarts = max_restarts
+        self._backoff = Backoff(max_restarts)
+        self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._watches: list[ModelWatch] = []
+        self._num_signals = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # -- what others are told ---------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> str:
+        """ready, loading, draining or down."""
+        needed = [s.state for s in self.states if s.name in NEEDED]
+        if self.is_draining:
+            return "draining"
+        return "ready" if all(s == "up" for s in needed) else "down" if "down" in needed else "loading"
+
+    def describe(self) -> dict[str, Any]:
+        models = {s.name: {"state": s.state, "seconds": round(s.seconds, 1), "restarts": s.num_restarts, "detail": s.detail} for s in self.states}
+        return {"status": self.status, "server_restarts": self.num_server_restarts, "models": models}
+
+    # -- the server's life ------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Returns the exit status: 0 after a signal and an orderly end."""
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            return self._keep_running()
+        finally:
+            self._end()
+
+    def _keep_running(self) -> int:
+        was_up = False
+        while True:
+            self._start()
+            failure = self._attend()
+            if failure is None:
+                return self._drain()
+            was_up = was_up or any(s.state != "loading" for s in self.states)
+            up_seconds = min(s.up_seconds for s in self.states)
+            exit_status = self._end()
+            for state in self.states:
+                state.set("loading")
+            if not was_up:
+                logger.error("%s before it could answer", failure)
+                return exit_status
+            delay = self._backoff.next(up_seconds)
+            if delay is None:
+                logger.error("%s; not started again: %d attempts have failed (max_restarts)", failure, self._max_restarts)
+                return 1
+            logger.error("%s; the server is started again%s", failure, f" in {delay:g} s" if delay else "")
+            self.num_server_restarts += 1
+            ending = time.monotonic() + delay
+            while time.monotonic() < ending:
+                if self._num_signals:
+                    return 0
+                time.sleep(LOOK_SECONDS)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            os._exit(128 + number)
+
+    def _start(self) -> None:
+        self._failures = queue.SimpleQueue()
+        # Of its own session: Ctrl-C in a terminal is for this process to pass on.
+        self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True, preexec_fn=_die_with_parent)
+        self._watches = [
+            ModelWatch(s, self._api, self._repository, self._process.pid, self._hang_seconds, self._max_restarts, self._failures.put)
+            for s in self.states
+        ]
+        for watch in self._watches:
+            watch.start()
+
+    @property
+    def _exit_status(self) -> int | None:
+        """Of the server; None while it runs. Orphans of it that became this process's children are reaped by the way."""
+        assert self._process is not None
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == self._process.pid:
+                    code = os.waitstatus_to_exitcode(found[1])
+                    self._process.returncode = code if code >= 0 else 128 - code
+        return self._process.returncode
+
+    def _attend(self) -> str | None:
+        """Returns why the server must be started anew, or None after a signal."""
+        while not self._num_signals:
+            if (status := self._exit_status) is not None:
+                return f"the server ended (exit status {status})"
+            with contextlib.suppress(queue.Empty):
+                return self._failures.get_nowait()
+            time.sleep(LOOK_SECONDS)  # a signal during a SimpleQueue's timed get can make it wait for ever (CPython 3.11)
+        return None
+
+    def _wait(self, seconds: float) -> Iterator[None]:
+        """Looks until the server has ended, or for so long."""
+        ending = time.monotonic() + seconds
+        while self._exit_status is None and time.monotonic() < ending:
+            yield
+            time.sleep(LOOK_SECONDS)
+
+    def _drain(self) -> int:
+        """Lets open requests end, then the decode model, then the server."""
+        assert self._process is not None
+        self.is_draining = True
+        is_up = any(s.name == DECODE and s.state == "up" for s in self.states)
+        for watch in self._watches:
+            watch.stop()
+        if not is_up:  # nothing is open, and a server that loads its models does not listen to signals
+            return 0
+        logger.info("shutting down: open requests have %g s; a second signal ends them at once", self._drain_seconds)
+        fresh = self._drain_file.with_suffix(".new")
+        fresh.write_text(str(self._drain_seconds))
+        fresh.replace(self._drain_file)
+        for _ in self._wait(self._drain_seconds + DRAIN_SLACK_SECONDS + SAVE_SECONDS):
+            if not self._drain_file.exists() or not self._has_decode():
+                break
+        is_saved = not self._drain_file.exists()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGTERM)
+        for _ in self._wait(END_SECONDS):
+            pass
+        if not is_saved and self._has_decode():
+            logger.error("%s has not shut down within %g s and is killed", DECODE, self._drain_seconds + DRAIN_SLACK_SECONDS + SAVE_SECONDS)
+            return 1
+        logger.info("shut down")
+        return 0
+
+    def _has_decode(self) -> bool:
+        assert self._process is not None
+        return any(s.model == DECODE for s in find_stubs(self._process.pid))
+
+    def _end(self) -> int:
+        """Kills whatever is left of the server. Returns its exit status."""
+        if self._process is None:
+            return 1
+        for watch in self._watches:
+            watch.stop()
+        regions = {r for w in self._watches for r in w.regions}
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        while (status := self._exit_status) is None:
+            time.sleep(LOOK_SECONDS)
+        for region in regions:  # which a killed server leaves
+            if region.startswith(SHARED_MEMORY):
+                Path("/dev/shm", region).unlink(missing_ok=True)
+        for watch in self._watches:  # their calls end with the server
+            watch.join(JOIN_SECONDS)
+        self._process = None
+        return status or 1
