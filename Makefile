@@ -11,7 +11,8 @@ serve:
 
 test:
 	@deploy/setup.sh test
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder; beside=$$?; \
+	.venv/bin/python -m pytest -m alone && exit $$beside
 
 lint:
 	@deploy/setup.sh test

@@ -10,12 +10,20 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
+from tests.servers import serve
 from training.heldout import read_heldout
 
 ROOT = Path(__file__).parent.parent
 
 # One thread each for this process and the servers that tests start: two that share a core stall each other at every operation.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that start servers or use a GPU: each has the machine for itself, while others run beside one another (see the Makefile)."""
+    for item in items:
+        if getattr(getattr(item, "module", None), "serve", None) is serve or item.path.parent.name == "gpu":
+            item.add_marker("alone")
 
 
 @pytest.fixture(scope="session")

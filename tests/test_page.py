@@ -9,9 +9,10 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from client import Client
+from client.gateway import answers
 from deploy.demo import running_gateway
 from tests.servers import serve
-from tests.test_gateway import LOOPS, PROMPT
+from tests.test_gateway import LOOPS, PROMPT, gateway_in_this_process
 from tests.test_server import wait_until
 
 WIDE, NARROW = {"width": 1280, "height": 1500}, {"width": 360, "height": 740}
@@ -172,6 +173,35 @@ def luminance(colour: str) -> float:
     parts = [int(v) / 255 for v in re.findall(r"\d+", colour)[:3]]
     linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+# Chromium may drop the bodies of responses before it is asked for them, so the page keeps a copy of each.
+KEEP_BODIES = """
+    const ask = fetch;
+    window.bodies = [];
+    window.fetch = async (...request) => {
+        const response = await ask(...request);
+        if (response.url.includes("completions")) response.clone().text().then((body) => bodies.push(body));
+        return response;
+    };
+"""
+
+
+def test_one_pane_waits_for_the_other(browser, tmp_path, monkeypatch):
+    """The comments that keep its connection do not show."""
+    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.1)
+    with serve(tmp_path / "log", "--max-batch-size=1") as server, gateway_in_this_process(server.grpc) as address:
+        page = browser.new_page(viewport=WIDE)
+        page.add_init_script(KEEP_BODIES)
+        page.goto(address)
+        fill(page, PROMPT, 300)
+        page.get_by_role("button", name="Run").click()
+        expect(page.locator("#verdict")).to_have_text(re.compile("same text"), timeout=60_000)
+        page.wait_for_function("bodies.length == 2")
+        assert any(": keep-alive\n\n" in body for body in page.evaluate("bodies"))
+        texts = {page.locator(f"#{pane} .output").text_content() for pane in ("on", "off")}
+        assert len(texts) == 1 and "keep-alive" not in texts.pop()
+        page.close()
 
 
 def test_a_key_is_asked_for_and_used(browser, server, tmp_path):
