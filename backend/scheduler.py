@@ -259,7 +259,8 @@ class Scheduler:
             was_prompt = request.num_output_tokens == 0
             request.token_ids.extend(emitted)
             request.num_computed_tokens = len(request.token_ids) - 1
-            ahead = request.num_tokens_ahead + self._num_tokens_after_step if request.num_steps_ahead else 0
+            # The newest token is not computed, but the drafter of a step on the device has seen it: what it keeps of it is in its page.
+            ahead = request.num_tokens_ahead + self._num_tokens_after_step if request.num_steps_ahead else int(entry.is_ahead)
             keep = self.pool.pages_for(request.num_computed_tokens + ahead)
             if keep < len(request.page_ids):
                 for page in reversed(request.page_ids[keep:]):

@@ -101,15 +101,26 @@ def _reject(own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sa
 def _top_p(own: Sequence[int], batch: Batch, draft: Draft, forward: Forward, sampler: Sampler, config: SpeculativeConfig, verdict: Verdict) -> Spans:
     """FastDeploy's rule: accepts what is likely enough. Not exact in distribution."""
     probs, (_, _, top_p, _, seeds, positions) = _distributions(own, batch, draft, forward, sampler, use_top_p=False)
-    count, rows, vocab_size = probs.shape
-    ids, weights, num_candidates = ops.top_p_candidates(probs.view(count * rows, vocab_size), top_p, config.max_candidate_len)
-    is_candidate = torch.arange(ids.shape[1], device=ids.device) < num_candidates[:, None]
-    ids = ids.long()
-    noise = ops.gumbel_noise(seeds, positions, vocab_size).gather(1, ids)
-    best = (weights.log() + noise).masked_fill(~is_candidate, float("-inf")).argmax(dim=-1, keepdim=True)
-    corrections = ids.gather(1, best).view(count, rows)
+    drafts = [draft.token_ids[b] for b in own]
+    ids, lengths = _padded(drafts, probs.shape[1] - 1), torch.tensor([len(d) for d in drafts])
+    return _cut(*accept_likely(probs, ids.to(probs.device), lengths.to(probs.device), top_p, seeds, positions, config))
+
+
+def accept_likely(
+    probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    config: SpeculativeConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.verify_top_p` of distributions [B, K + 1, V]; top_p, seeds and positions [B * (K + 1)]."""
+    batch, width, vocab_size = probs.shape
+    ids, weights, num_candidates = ops.top_p_candidates(probs.view(batch * width, vocab_size), top_p, config.max_candidate_len)
+    corrections = ops.sample_candidates(ids, weights, num_candidates, seeds, positions).view(batch, width)
     return ops.verify_top_p(
-        [draft.token_ids[b] for b in own], ids.view(count, rows, -1), num_candidates.view(count, rows), corrections, config.verify_window
+        draft_token_ids, num_drafts, ids.view(batch, width, -1), num_candidates.view(batch, width), corrections, config.verify_window
     )
 
 

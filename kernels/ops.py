@@ -12,11 +12,11 @@ from kernels.append_kv import append_kv
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
-from kernels.reference import DRAFT_STREAM, apply_penalties, gumbel_noise, probabilities, verify_top_p
+from kernels.reference import DRAFT_STREAM, apply_penalties, gumbel_noise, probabilities
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.state import commit
 from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
-from kernels.verify import top_p_candidates, verify, verify_drafts, verify_rejection
+from kernels.verify import sample_candidates, top_p_candidates, verify, verify_drafts, verify_rejection, verify_top_p
 
 __all__ = [
     "DRAFT_STREAM",
@@ -41,6 +41,7 @@ __all__ = [
     "process_and_choose",
     "rms_norm",
     "sample",
+    "sample_candidates",
     "silu_mul",
     "simulate_acceptance",
     "top_p_candidates",

@@ -17,7 +17,7 @@ from kernels.reference import slots as reference_slots
 MAX_BIASES, MAX_BANNED = 1024, 512
 MAX_DRAFTS = 31
 """One warp verifies a request."""
-GREEDY, HAS_PENALTIES, HAS_BIAS, HAS_BANS = 1, 2, 4, 8
+GREEDY, HAS_PENALTIES, HAS_BIAS, HAS_BANS, IS_REJECTION, IS_TOP_P = 1, 2, 4, 8, 16, 32
 IN_PROMPT = 1 << 30
 
 SLOTS = "PPPPPPPPPPPiiii"
@@ -59,12 +59,17 @@ class Admission:
     banned_ids: Sequence[int] = ()
     """Ids that rows may not choose while fewer than min_known tokens are known."""
     min_known: int = 0
+    is_rejection: bool = False
+    """Its drafts are verified by rejection."""
+    is_top_p: bool = False
+    """Its drafts are verified by topp."""
 
     @property
     def flags(self) -> int:
         penalties = (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
         bans = len(self.banned_ids) > 0 and self.min_known > len(self.token_ids)
-        return GREEDY * self.is_greedy | HAS_PENALTIES * penalties | HAS_BIAS * bool(self.logit_bias) | HAS_BANS * bans
+        strategy = IS_REJECTION * self.is_rejection | IS_TOP_P * self.is_top_p
+        return GREEDY * self.is_greedy | HAS_PENALTIES * penalties | HAS_BIAS * bool(self.logit_bias) | HAS_BANS * bans | strategy
 
 
 class SlotTable:

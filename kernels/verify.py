@@ -118,16 +118,11 @@ def verify_top_p(
     correction_ids: torch.Tensor,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.verify_top_p` on tensors -> (emitted [B, K + 1] padded with -1, num_accepted [B]).
-
-    draft_token_ids [B, K], num_drafts [B], candidate_ids [B, K + 1, C], num_candidates and correction_ids [B, K + 1]. int32 on a GPU.
-    """
+    """`reference.verify_top_p`; int32 on a GPU."""
     batch, width, most = candidate_ids.shape
     _check_width(width)
     if not candidate_ids.is_cuda:
-        drafts = [row[:count] for row, count in zip(draft_token_ids.tolist(), num_drafts.tolist())]
-        spans, accepted = reference.verify_top_p(drafts, candidate_ids, num_candidates, correction_ids, window)
-        return torch.tensor([[*span, *[-1] * (width - len(span))] for span in spans]), torch.tensor(accepted)
+        return reference.verify_top_p(draft_token_ids, num_drafts, candidate_ids, num_candidates, correction_ids, window)
     inputs = _ints(draft_token_ids, num_drafts, candidate_ids, num_candidates, correction_ids)
     emitted, num_accepted = inputs[0].new_empty(batch, width), torch.empty_like(inputs[1])
     kernel = load(candidate_ids.device, "verify", "verify_top_p", "PPPPPPPiii")

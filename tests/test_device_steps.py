@@ -3,12 +3,16 @@ of the kernels."""
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from backend import LLM, SamplingParams
-from backend.core import Request
+from backend.core import Request, Scheduled
+from backend.device.extras import Extras
 from backend.device.slots import MANY_SHARED_TOKENS, MIN_SHARED_TOKENS, Updates
 from kernels.step import PREFIX_GROUP, PREFIX_LEN
 from tests.conftest import code_prompts, greedy
@@ -28,16 +32,32 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"logit_bias": {7: 2.0}},
     ),
     "bad words: outside the captured step": ({"method": "mtp"}, {"temperature": 0.0, "bad_words": ["self"]}),
-    "log-probabilities: outside the captured step": ({"method": "mtp"}, {"temperature": 0.0, "logprobs": 2}),
-    "rejection: outside the captured step": ({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.8, "seed": 5}),
+    "log-probabilities": ({"method": "mtp"}, {"temperature": 0.9, "seed": 6, "logprobs": 3, "repetition_penalty": 1.3}),
+    "rejection of what the model drew": ({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.8, "seed": 5, "logprobs": 0}),
+    "rejection, filtered": (
+        {"method": "mtp", "verify_strategy": "rejection"},
+        {"temperature": 1.1, "seed": 5, "top_p": 0.9, "top_k": 30, "min_p": 0.01, "presence_penalty": 0.4},
+    ),
+    "rejection of certain drafts": (
+        {"method": "ngram", "num_speculative_tokens": 5, "verify_strategy": "rejection"},
+        {"temperature": 0.7, "seed": 1},
+    ),
+    "rejection, drafted on the host": ({"method": "suffix", "verify_strategy": "rejection"}, {"temperature": 0.7, "seed": 1}),
+    "rejection, greedy": ({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.0}),
+    "topp": ({"method": "mtp", "verify_strategy": "topp"}, {"temperature": 0.8, "seed": 9, "top_p": 0.8}),
+    "topp, filtered": (
+        {"method": "ngram", "num_speculative_tokens": 5, "verify_strategy": "topp"},
+        {"temperature": 1.2, "seed": 9, "top_p": 0.7, "top_k": 4, "min_p": 0.05, "logprobs": 20},
+    ),
 }  # fmt: skip
+
+
+SPECULATION = {"method": "mtp", "num_speculative_tokens": 3, "request_methods": ["suffix"], "adaptive": False}
 
 
 @pytest.fixture(scope="module")
 def llm_ahead() -> LLM:
-    return LLM(
-        speculative_config={"method": "mtp", "num_speculative_tokens": 3, "request_methods": ["suffix"], "adaptive": False}, async_scheduling=True
-    )
+    return LLM(speculative_config=SPECULATION, async_scheduling=True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -49,9 +69,46 @@ def test_same_as_waiting_for_each_step(llm_all, llm_ahead, case):
         one, other = one.outputs[0], other.outputs[0]
         assert (other.token_ids, other.text, other.finish_reason) == (one.token_ids, one.text, one.finish_reason)
         assert (other.stats.drafted, other.stats.accepted) == (one.stats.drafted, one.stats.accepted)
-        assert [t.token_id for t in other.logprobs or []] == [t.token_id for t in one.logprobs or []]
+        assert other.logprobs == one.logprobs
     llm_ahead.engine.scheduler.check()
     assert llm_ahead.engine.scheduler.pool.num_held == 0
+
+
+def test_all_kinds_in_one_batch(monkeypatch):
+    """Each request's drafts and tokens are those of the engine that waits, though others are drafted for by the host, which has all steps read
+    before the next one. What runs outside the device's steps is bad words alone."""
+    # Room for all prompts and drafts at once: nobody goes without drafts.
+    waiting, ahead = (
+        LLM(speculative_config=SPECULATION, max_num_batched_tokens=16384, max_batch_size=32, async_scheduling=is_ahead) for is_ahead in (False, True)
+    )
+    graphs, used = ahead.engine.device_steps._graphs, set()
+    launch = graphs.launch
+    monkeypatch.setattr(graphs, "launch", lambda shape, updates: used.add(shape) or launch(shape, updates))
+    outside = set()
+    monkeypatch.setattr(ahead.engine.sampler, "choose", watch(ahead.engine.sampler.choose, outside))
+    answers = []
+    for llm in (waiting, ahead):
+        results: dict[str, list[Any]] = {}
+        for i, (name, (choice, sampling)) in enumerate(CASES.items()):
+            params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
+            llm.engine.submit(PROMPTS[i % len(PROMPTS)], params, results.setdefault(name, []).append, request_id=name, speculative=choice)
+        while llm.engine.step():
+            pass
+        answers.append({name: [(d.error, d.token_ids, d.sources, d.logprobs) for d in deltas] for name, deltas in results.items()})
+    for name, deltas in answers[0].items():
+        assert answers[1][name] == deltas, name
+    assert functools.reduce(operator.or_, (shape.extras for shape in used)) == ~Extras.NONE
+    assert {name for name in outside if "outside" not in name} == set()
+
+
+def watch(choose: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
+    """`choose` that notes requests which decode."""
+
+    def watched(entries: Sequence[Scheduled], *arguments: Any) -> Any:
+        seen.update(e.request.request_id for e in entries if e.request.num_output_tokens)
+        return choose(entries, *arguments)
+
+    return watched
 
 
 def test_a_model_and_a_lookup_draft_together(llm_all, llm_ahead):

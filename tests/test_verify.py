@@ -184,8 +184,9 @@ def test_top_p_rule_against_its_plain_statement():
         probs = torch.tensor(rows, dtype=torch.float64)
         ids, weights, num = ops.top_p_candidates(probs, torch.full((count + 1,), top_p, dtype=torch.float64), most)
         corrections = ids[:, :1].T  # the likeliest: any of the candidates would do
-        spans, accepted = ops.verify_top_p([drafts], ids[None], num[None], corrections, window)
-        assert accepted == [place] and spans[0][:-1] == drafts[:place], trial
+        token_ids, accepted = ops.verify_top_p(torch.tensor([drafts]), torch.tensor([count]), ids[None], num[None], corrections, window)
+        assert accepted.tolist() == [place], trial
+        assert token_ids[0].tolist() == [*drafts[:place], corrections[0, place], *[-1] * (count - place)], trial
         assert set(ids[place, : num[place]].tolist()) == set(allowed)
         seen["all" if place == count else "some" if place else "none"] += 1
         seen["window"] += any(drafts[i] not in plain_top_p([drafts[i]], rows[i:], top_p, most, 9)[1] for i in range(place))

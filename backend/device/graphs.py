@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import EngineConfig
+from backend.device.extras import Distributions, Extras, score_emitted, score_width
 from backend.device.slots import MIN_SHARERS, Updates
 from backend.drafters.mtp_service import MtpService, Rows
 from backend.runner import Runner
@@ -42,6 +44,19 @@ class StepShape:
     has_lookup: bool
     has_prefixes: bool = False
     """Some rows share the beginning of their context, whose keys are read once."""
+    extras: Extras = Extras.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What the host reads of a step."""
+
+    rows: list[list[int]]
+    """[B] of results: see `kernels.step.pack_results`."""
+    scores: np.ndarray | None
+    """[B, W, 1 + 2 N] int32: see `backend.device.extras.score_emitted`; None when the step was made without."""
+    seconds: float
+    """Of the device."""
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
@@ -76,6 +91,12 @@ class _Step:
         self.packed = make(3, rows, dtype=torch.long)
         self.cu_query_lens, self.seq_lens, self.num_verified = make(batch + 1), make(batch), make(batch)
         self.results = make(batch, RESULT_WIDTH)
+        self.scores: torch.Tensor | None = None
+        if Extras.LOGPROBS in shape.extras:
+            self.scores = make(batch, shape.num_queries, score_width(owner.table.vocab_size))
+            self.pinned_scores = [torch.zeros_like(self.scores, device="cpu", pin_memory=device.type == "cuda") for _ in range(NUM_BUFFERS)]
+        if Extras.REJECTION in shape.extras:
+            owner.distributions.reserve(max(shape.num_queries - 1, shape.num_model_drafts))
         prefixes = (self.fields[PREFIX_GROUP], self.fields[PREFIX_LEN]) if shape.has_prefixes else (None, None)
         self.plan = owner.plan(self.cu_query_lens, self.seq_lens, self.slots, shape.num_queries, owner.heads, prefixes)
         if shape.num_model_drafts:
@@ -106,6 +127,7 @@ class StepGraphs:
         self.table_width = -(-runner.max_model_len // self.page_size)
         self._batch_sizes = batch_sizes(config.max_batch_size)
         self.table = SlotTable(config.max_batch_size, runner.max_model_len, MAX_DRAFTS, runner.model.vocab_size, self.device)
+        self.distributions = Distributions(self.table, config.speculative_config)
         self.page_table = torch.full((self.dummy_slot + 1, self.table_width), self.scratch_page, dtype=torch.int32, device=self.device)
         # Fields of the widest step, and per request a full table of pages and all drafts: what one launch can bring at most.
         most = config.max_batch_size * (NUM_FIELDS + 2 * (self.table_width + MAX_DRAFTS + 1))
@@ -121,11 +143,11 @@ class StepGraphs:
     def rows_for(self, num_requests: int) -> int:
         return next(size for size in self._batch_sizes if size >= num_requests)
 
-    def shape_for(self, batch: int, num_queries: int, num_model_drafts: int, has_lookup: bool, has_prefixes: bool) -> StepShape:
-        """The least of the shapes made in advance that such a step fits in, or one of its own; shared prefixes have shapes of their own."""
-        wanted = StepShape(batch, num_queries, num_model_drafts, has_lookup, has_prefixes)
-        fitting = [kind for kind in self._kinds if kind[0] >= num_queries and kind[1] >= num_model_drafts and kind[2] >= has_lookup]
-        return StepShape(batch, *min(fitting), has_prefixes) if fitting else wanted
+    def shape_for(self, wanted: StepShape) -> StepShape:
+        """The least of the kinds made in advance that such a step fits in, or its own; shared prefixes and extras have shapes of their own."""
+        least = (wanted.num_queries, wanted.num_model_drafts, wanted.has_lookup)
+        fitting = [kind for kind in self._kinds if all(own >= needed for own, needed in zip(kind, least, strict=True))]
+        return StepShape(wanted.batch, *min(fitting), wanted.has_prefixes, wanted.extras) if fitting else wanted
 
     def plan(
         self,
@@ -161,8 +183,8 @@ class StepGraphs:
         self.table.admit(admissions, self._turn)
 
     @torch.inference_mode()
-    def launch(self, shape: StepShape, updates: Updates) -> Callable[[], tuple[list[list[int]], float]]:
-        """Starts a step; the result waits for it -> (rows of results, the device's seconds)."""
+    def launch(self, shape: StepShape, updates: Updates) -> Callable[[], Landed]:
+        """Starts a step; the result waits for it."""
         step = self._steps.get(shape) or self._make(shape)
         turn, self._turn = self._turn, (self._turn + 1) % NUM_BUFFERS
         words = torch.from_numpy(updates.as_array())
@@ -176,19 +198,23 @@ class StepGraphs:
         if step.graph is None:
             started = time.perf_counter()
             self._compute(step)
-            seconds, rows = time.perf_counter() - started, step.results.tolist()
-            return lambda: (rows, seconds)
+            landed = Landed(step.results.tolist(), None if step.scores is None else step.scores.numpy().copy(), time.perf_counter() - started)
+            return lambda: landed
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         step.graph.replay()
         end.record()
         results.copy_(step.results, non_blocking=True)
+        scores = None
+        if step.scores is not None:
+            scores = step.pinned_scores[turn]
+            scores.copy_(step.scores, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
 
-        def read() -> tuple[list[list[int]], float]:
+        def read() -> Landed:
             copied.synchronize()
-            return results.tolist(), start.elapsed_time(end) / 1000
+            return Landed(results.tolist(), None if scores is None else scores.numpy(), start.elapsed_time(end) / 1000)
 
         return read
 
@@ -224,6 +250,8 @@ class StepGraphs:
         with rehearsing(self.device):
             for shape in shapes:
                 self._compute(_Step(shape, self))
+            # Steps with extras are captured when requests ask for them; their kernels are there by then.
+            self._compute(_Step(StepShape(1, *max(kinds), extras=~Extras.NONE), self))
             self._runner.rehearse()
         self._runner.rehearse()
         for number, shape in enumerate(shapes, 1):
@@ -241,14 +269,20 @@ class StepGraphs:
         step.plan.refresh()
         packed = step.packed
         hidden = self._runner.compute(packed[0], packed[1], packed[2], step.plan)
-        logits = self._runner.model.logits(hidden)
+        logits, extras = self._runner.model.logits(hidden), step.shape.extras
+        raw = logits.clone() if Extras.LOGPROBS in extras else logits
         chosen, is_broken = ops.process_and_choose(logits, table, slots, cu)
         if self._config.accept_policy == "simulated":
             rate = self._config.simulated_acceptance_rate
             ops.simulate_acceptance(chosen, step.fields, cu, table.drafts, table.num_tokens, step.sizes, step.sizes_on_device, rate)
         emitted, num_emitted, num_accepted = ops.verify_drafts(chosen, table, slots, cu)
+        if extras & (Extras.REJECTION | Extras.TOP_P):
+            outcome = (emitted, num_emitted, num_accepted)
+            self.distributions.verify(logits, slots, cu, step.num_verified, step.shape.num_queries, extras, outcome)
         ops.commit(emitted, num_emitted, table, slots)
         ops.pack_results(step.results, emitted, num_emitted, num_accepted, step.num_verified, is_broken, cu)
+        if step.scores is not None:
+            score_emitted(step.scores, raw, emitted, cu)
         if step.shape.num_model_drafts:
             self._draft(step, hidden, emitted, num_emitted)
         if step.shape.has_lookup:
@@ -275,9 +309,13 @@ class StepGraphs:
                 later = copy.copy(table)
                 later.num_tokens = known + number
                 chosen, _ = ops.choose(logits, later, step.slots, step.ones)
+            if step.shape.extras & (Extras.REJECTION | Extras.TOP_P):
+                chosen = self.distributions.draw(logits, step.slots, chosen, number, step.shape.extras)
             ops.append_draft(
                 table.drafts, table.num_drafts, rows, step.draft_lens, step.fields, chosen, known, self.page_table, sizes, on_device, number
             )
             if number + 1 < step.shape.num_model_drafts:
                 step.draft_plan.refresh()
                 states = service.extend(Rows(rows[0], rows[1], rows[2], rows[2], step.draft_plan), states, number + 1)
+        if Extras.REJECTION in step.shape.extras:
+            self.distributions.note_drawn(step.slots)

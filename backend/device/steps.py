@@ -7,13 +7,16 @@ depends on (seed, position, token) alone.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backend.config import MAX_SPECULATIVE_TOKENS, EngineConfig
 from backend.core import Draft, Request, Scheduled, Verdict
-from backend.device.graphs import StepGraphs
+from backend.device.extras import Extras, extras_of, read_scores
+from backend.device.graphs import Landed, StepGraphs, StepShape
 from backend.device.slots import MANY_SHARED_TOKENS, MIN_SHARED_TOKENS, Slot, Slots, Updates
 from backend.drafters import Drafters
 from backend.sampling import is_deterministic
@@ -26,9 +29,6 @@ if TYPE_CHECKING:
     from backend.drafters.mtp_service import MtpService
     from backend.runner import Runner
 
-STRATEGIES = ("target_match", "greedy")
-"""What the captured step verifies by; requests with other strategies run outside it."""
-
 
 @dataclass(slots=True)
 class Flight:
@@ -39,8 +39,8 @@ class Flight:
     """[B]: of the most drafts that each entry verifies."""
     drafted: list[Request]
     """Requests that the model drafter follows to their newest token."""
-    read: Callable[[], tuple[list[list[int]], float]]
-    """Waits for the step: rows of results, and the device's seconds."""
+    read: Callable[[], Landed]
+    """Waits for the step."""
 
 
 class DeviceSteps:
@@ -51,7 +51,7 @@ class DeviceSteps:
         self._graphs = StepGraphs(config, runner, service)
         self._mtp = mtp if service is not None else None
         self._speculation = config.speculative_config.resolve(None)
-        self._is_captured = config.speculative_config.accept_policy in ("normal", "simulated")
+        self._policy = config.speculative_config.accept_policy
         self._is_cascade = config.cascade_attention
         self._max_model_len = runner.max_model_len
         self._slots = Slots(config.max_batch_size)
@@ -72,15 +72,14 @@ class DeviceSteps:
     # -- which requests -------------------------------------------------------------------------------------------------
 
     def takes(self, entry: Scheduled) -> bool:
-        """Whether an entry decodes in these steps: not prompts, and not what needs all the logits on the host."""
+        """Whether an entry decodes in these steps: not prompts, and not what the device cannot do."""
         request = entry.request
         if entry.num_tokens != 1:
             return False
-        return self._slots.get(request) is not None or (entry.emits and request.num_output_tokens > 0 and self._is_plain(request))
+        return self._slots.get(request) is not None or (entry.emits and request.num_output_tokens > 0 and self._is_able(request))
 
-    def _is_plain(self, request: Request) -> bool:
-        params = request.params
-        return self._is_captured and params.logprobs is None and not request.bad_word_ids and request.speculation.verify_strategy in STRATEGIES
+    def _is_able(self, request: Request) -> bool:
+        return self._policy in ("normal", "simulated") and not request.bad_word_ids
 
     def is_ready(self, request: Request, wants_drafts: bool) -> bool:
         """Whether the next step can be launched before the one under way is read."""
@@ -112,7 +111,9 @@ class DeviceSteps:
         drafted = [entry.request for entry, row in zip(entries, rows) if row[MODEL_LIMIT] > 0]
         num_queries, num_model = 1 + max(map(len, sources)), max(row[MODEL_LIMIT] for row in rows)
         has_prefixes = self._is_cascade and self._put_prefixes(entries, num_queries, updates)
-        shape = self._graphs.shape_for(shape_rows, num_queries, num_model, any(row[LOOKUP_LIMIT] > 0 for row in rows), has_prefixes)
+        extras = functools.reduce(operator.or_, (slot.extras for slot in slots), Extras.NONE)
+        has_lookup = any(row[LOOKUP_LIMIT] > 0 for row in rows)
+        shape = self._graphs.shape_for(StepShape(shape_rows, num_queries, num_model, has_lookup, has_prefixes, extras))
         return Flight(entries, sources, drafted, self._graphs.launch(shape, updates))
 
     def _put_prefixes(self, entries: list[Scheduled], num_queries: int, updates: Updates) -> bool:
@@ -123,16 +124,20 @@ class DeviceSteps:
     def _join(self, entries: list[Scheduled], slots: list[Slot], drafters: Drafters, updates: Updates) -> None:
         """Tells the device what it does not know of these requests, and which drafts to verify first."""
         assert all(e.request.num_steps_ahead == 0 for e in entries), "a request joins while a step of it is under way"
+        for entry, slot in zip(entries, slots):
+            slot.extras = extras_of(entry.request, self._policy)
         self._graphs.admit([self._admission(e.request, slot) for e, slot in zip(entries, slots) if not slot.has_tokens])
         draft = drafters.propose(entries)
-        for entry, slot, token_ids, sources in zip(entries, slots, draft.token_ids, draft.sources, strict=True):
+        for b, (entry, slot, token_ids, sources) in enumerate(zip(entries, slots, draft.token_ids, draft.sources, strict=True)):
+            if Extras.REJECTION in slot.extras:
+                self._graphs.distributions.put(slot.number, draft.probs.get(b))
             updates.put_drafts(slot, token_ids, MAX_SPECULATIVE_TOKENS)
             slot.draft_sources = list(sources)
             slot.has_tokens = True
             slot.is_followed = self._mtp is None or entry.request.speculation.method != "mtp" or not self._mtp.is_behind(entry.request)
 
     def _admission(self, request: Request, slot: Slot) -> Admission:
-        params = request.params
+        params, extras = request.params, slot.extras
         return Admission(
             slot=slot.number,
             token_ids=request.token_ids,
@@ -150,6 +155,8 @@ class DeviceSteps:
             logit_bias=params.logit_bias,
             banned_ids=sorted(request.stop_ids),
             min_known=len(request.prompt_token_ids) + params.min_tokens,
+            is_rejection=Extras.REJECTION in extras,
+            is_top_p=Extras.TOP_P in extras,
         )
 
     def _end_of(self, request: Request) -> int:
@@ -176,10 +183,10 @@ class DeviceSteps:
 
     def land(self, flight: Flight) -> tuple[Draft, Verdict, float]:
         """Waits for a step and reads what it decided; seconds are the device's."""
-        rows, seconds = flight.read()
+        landed = flight.read()
         draft = Draft([], [])
         verdict = Verdict([], [], [None] * len(flight.entries), [])
-        for row, sources in zip(rows, flight.draft_sources):
+        for b, (row, sources) in enumerate(zip(landed.rows, flight.draft_sources)):
             num_emitted, num_accepted, num_drafts, is_broken = row[:RESULT_HEAD]
             # What was drafted and not accepted is known to the device alone, and nobody asks for it.
             draft.token_ids.append(row[RESULT_HEAD : RESULT_HEAD + num_accepted] + [-1] * (num_drafts - num_accepted))
@@ -187,7 +194,11 @@ class DeviceSteps:
             verdict.token_ids.append(row[RESULT_HEAD : RESULT_HEAD + num_emitted])
             verdict.num_accepted.append(num_accepted)
             verdict.is_broken.append(bool(is_broken))
-        return draft, verdict, seconds
+            num_top = flight.entries[b].request.params.logprobs
+            if num_top is not None:
+                assert landed.scores is not None
+                verdict.logprobs[b] = read_scores(landed.scores[b], verdict.token_ids[b], num_top)
+        return draft, verdict, landed.seconds
 
     def follow(self, flight: Flight, is_open: Callable[[Request], bool]) -> None:
         """After a landed step's tokens are booked: what pages the requests kept, and what their drafter has seen."""

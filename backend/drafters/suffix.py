@@ -140,12 +140,14 @@ class SuffixLookup:
     @property
     def num_cached_requests(self) -> int:
         """Answers in the shared tree, those of open requests too."""
-        return len(self._answers)
+        with self._wake:  # between an answer that comes and the oldest one that goes for it, there is one too many
+            return len(self._answers)
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens of those answers."""
-        return self._num_cached_tokens
+        with self._wake:
+            return self._num_cached_tokens
 
     @property
     def is_idle(self) -> bool:

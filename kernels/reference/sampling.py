@@ -83,16 +83,28 @@ def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     return torch.empty_like(logits).scatter_(-1, order, values)
 
 
-def probabilities(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The distribution [R, V] float32 that `sample` draws from. The parameters are [R]; temperature > 0."""
-    return _scaled(logits, temperature, top_k, top_p, min_p).softmax(dim=-1)
+def probabilities(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    is_filtered: bool | None = None,
+) -> torch.Tensor:
+    """The distribution [R, V] float32 that `sample` draws from. The parameters are [R]; temperature > 0.
+
+    is_filtered: whether some row's top_k, top_p or min_p is on. None: they are looked at, which waits for a GPU.
+    """
+    return _scaled(logits, temperature, top_k, top_p, min_p, is_filtered).softmax(dim=-1)
 
 
-def _scaled(logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def _scaled(
+    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, is_filtered: bool | None = None
+) -> torch.Tensor:
     logits = logits.float() / temperature[:, None]
-    if ((top_k > 0) | (top_p < 1) | (min_p > 0)).any():
-        logits = filter_logits(logits, top_k, top_p, min_p)
-    return logits
+    if is_filtered is None:
+        is_filtered = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
+    return filter_logits(logits, top_k, top_p, min_p) if is_filtered else logits
 
 
 def sample(

@@ -37,6 +37,7 @@ def verify_rejection(
     min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(p - q, 0); after the last a bonus is drawn.
     """
     batch, width = draft_token_ids.shape
+    draft_token_ids = draft_token_ids.long()
     places = positions[:, None] + torch.arange(width + 1, device=probs.device)
     keys = seeds[:, None].expand(-1, width + 1)
     drafts = draft_token_ids.clamp(min=0)
@@ -75,23 +76,24 @@ def top_p_candidates(probs: torch.Tensor, top_p: torch.Tensor, max_candidates: i
 
 
 def verify_top_p(
-    draft_token_ids: list[list[int]],
+    draft_token_ids: torch.Tensor,
+    num_drafts: torch.Tensor,
     candidate_ids: torch.Tensor,
     num_candidates: torch.Tensor,
     correction_ids: torch.Tensor,
     window: int,
-) -> tuple[list[list[int]], list[int]]:
-    """FastDeploy's rule, which favours speed over the exact distribution -> (token ids and number accepted of each request).
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FastDeploy's rule, which favours speed over the exact distribution -> (token_ids [B, K + 1] padded with -1, num_accepted [B]).
 
-    draft_token_ids [B][<= K]; candidate_ids [B, K + 1, C]; num_candidates [B, K + 1]; correction_ids [B, K + 1]: what each row
-    would emit, drawn from its candidates. A draft among its row's candidates is accepted. One that is not, but is the row's second
+    draft_token_ids [B, K]; num_drafts [B]; candidate_ids [B, K + 1, C]; num_candidates [B, K + 1]; correction_ids [B, K + 1]: what each
+    row would emit, drawn from its candidates. A draft among its row's candidates is accepted. One that is not, but is the row's second
     likeliest token, is accepted together with the `window` drafts after it when each of those is the likeliest of its row. Else
     the row's correction ends the span; after the last draft it is the bonus.
     """
     best, counts, corrections = candidate_ids.tolist(), num_candidates.tolist(), correction_ids.tolist()
-    spans, accepted = [], []
-    for b, drafts in enumerate(draft_token_ids):
-        place = 0
+    token_ids, accepted = torch.full_like(correction_ids, -1), []
+    for b, (row, count) in enumerate(zip(draft_token_ids.tolist(), num_drafts.tolist(), strict=True)):
+        drafts, place = row[:count], 0
         while place < len(drafts):
             if drafts[place] in best[b][place][: counts[b][place]]:
                 place += 1
@@ -101,6 +103,6 @@ def verify_top_p(
             if not is_second or ahead.stop > len(drafts) or any(drafts[i] != best[b][i][0] for i in ahead):
                 break
             place = ahead.stop
-        spans.append([*drafts[:place], corrections[b][place]])
+        token_ids[b, : place + 1] = torch.tensor([*drafts[:place], corrections[b][place]])
         accepted.append(place)
-    return spans, accepted
+    return token_ids, torch.tensor(accepted)
