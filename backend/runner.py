@@ -28,6 +28,8 @@ CACHE_SHARE_OF_FREE_MEMORY = 0.5
 REHEARSED_TOKENS = 256
 ACTIVATIONS_PER_STATE = 24
 """Values that a forward holds at its widest for each value of a token's state: gate and up take 7, with what they are made of and into."""
+BYTES_PER_PROBABILITY = 40
+"""That whole distributions take for each score: sorted with their places, summed up, and what drafts were drawn from."""
 CAPTURED_STEPS_BYTES = 2**28
 """That the driver and the kernels take for captured steps, about."""
 
@@ -236,7 +238,10 @@ class Runner:
         num_rows = config.max_batch_size * (1 + (config.speculative_config.num_speculative_tokens or 0))
         activations = max(config.max_num_batched_tokens, num_rows) * model.hidden_size * ACTIVATIONS_PER_STATE * size
         state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * self.max_model_len) + CAPTURED_STEPS_BYTES
-        return activations + num_rows * model.vocab_size * (size + 4) + state
+        logits = num_rows * model.vocab_size * (size + 4)
+        if config.speculative_config.verify_strategy in ("rejection", "topp"):
+            logits += num_rows * model.vocab_size * BYTES_PER_PROBABILITY
+        return activations + logits + state
 
     def threads_for(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
         """CPU threads for a forward of that many tokens: waking the others for a few costs more than it brings."""

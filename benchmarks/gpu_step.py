@@ -1,6 +1,6 @@
 """Step times and tokens per second on one GPU, of a model with random weights in the shape of a real one.
 
-    python -m benchmarks.gpu_step [--batches 1 8 32 128] [--methods none ngram mtp] [--outputs 256] [--shared 2048]
+    python -m benchmarks.gpu_step [--batches 1 8 32 128] [--methods none ngram mtp] [--outputs 256] [--shared 2048] [--extras]
 
 Prompts are real code; with random weights no draft would stand, so acceptance is simulated: each draft stands with a given
 probability, by its place. The limit is what the memory gives: bytes of weights and of keys and values over the bandwidth that a copy
@@ -82,6 +82,10 @@ def measure_bandwidth(num_bytes: int = 4 * 2**30) -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
+def greedy(outputs: int) -> SamplingParams:
+    return SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
+
+
 def make_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
     """Stretches of real code, each other than the others."""
     text = "\n".join(read_heldout().values())
@@ -91,9 +95,9 @@ def make_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
     return [ids[i * length : (i + 1) * length] for i in range(count)]
 
 
-def run(llm: LLM, prompts: list[list[int]], outputs: int) -> dict[str, float]:
+def run(llm: LLM, requests: list[dict[str, list[int]]], params: SamplingParams, strategy: str = "target_match") -> dict[str, float]:
     """Decodes requests together -> seconds of the device's steps, and tokens a second once all of them decode."""
-    steps, batch = llm.engine.device_steps, len(prompts)
+    steps, batch = llm.engine.device_steps, len(requests)
     assert steps is not None
     seconds: list[float] = []
     emitted: list[int] = []
@@ -109,8 +113,7 @@ def run(llm: LLM, prompts: list[list[int]], outputs: int) -> dict[str, float]:
 
     ends: list[float] = []
     steps.land = note  # type: ignore[method-assign]
-    requests = [{"prompt_token_ids": ids} for ids in prompts]
-    llm.generate(requests, SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    llm.generate(requests, params, speculative={"verify_strategy": strategy}, use_tqdm=False)
     steps.land = land  # type: ignore[method-assign]
     skip = min(8, len(seconds) // 4)
     wall = ends[-1] - ends[skip - 1]
@@ -164,7 +167,7 @@ def time_forward(llm: LLM, batch: int, num_queries: int, length: int) -> float:
 def compare_bundled(outputs: int, repeats: int = 3) -> None:
     """The bundled model on the GPU, batch 1, prompts of real code, wall-clock: speculation against none."""
     prompts = completion_prompts(16)
-    params = SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
+    params = greedy(outputs)
     llm = LLM(device="cuda", speculative_config={"method": "mtp", "num_model_steps": 3, "num_speculative_tokens": 3, "adaptive": False})
     speeds: dict[str, list[float]] = {"none": [], "mtp": []}
     for repeat in range(repeats + 1):
@@ -195,19 +198,61 @@ def compare_cascade(target: Path, shared: int, batches: list[int], outputs: int 
             speculative_config=speculation,
         )
         beginning, *ends = make_prompts(llm, 1, shared) + make_prompts(llm, max(batches), 64)
-        one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        llm.generate({"prompt_token_ids": beginning}, one, use_tqdm=False)
+        llm.generate({"prompt_token_ids": beginning}, greedy(1), use_tqdm=False)
         steps = llm.engine.device_steps
         assert steps is not None
         for batch in batches:
             times = []
             for is_cascade in (False, True):
                 steps._is_cascade = is_cascade
-                times.append(run(llm, [beginning + end for end in ends[:batch]], outputs)["step_ms"])
+                requests = [{"prompt_token_ids": beginning + end} for end in ends[:batch]]
+                times.append(run(llm, requests, greedy(outputs))["step_ms"])
             print(f"| {method} | {batch} | {times[0]:.3f} | {times[1]:.3f} | {times[0] / times[1]:.2f} |", flush=True)
         del llm, steps
         gc.collect()
         torch.cuda.empty_cache()
+
+
+EXTRAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "target_match": ("target_match", {}),
+    "target_match, logprobs 5": ("target_match", {"logprobs": 5}),
+    "rejection": ("rejection", {}),
+    "rejection, top_p 0.9": ("rejection", {"top_p": 0.9}),
+    "topp": ("topp", {"top_p": 0.9}),
+}
+
+
+def compare_extras(target: Path, batches: list[int], prompt: int, outputs: int) -> None:
+    """Steps that verify 3 lookup drafts by each strategy, and with log-probabilities: captured, and by the engine that waits for each step."""
+    llm = LLM(
+        model=str(target),
+        load_format="dummy",
+        device="cuda",
+        max_batch_size=max(batches),
+        max_num_batched_tokens=8192,
+        max_model_len=prompt + outputs + 32,
+        enable_prefix_caching=False,
+        speculative_config={**METHODS["ngram3"], "adaptive": False},
+    )
+    steps = llm.engine.device_steps
+    assert steps is not None
+    print("| temperature 0.8 | batch | captured, ms | of target_match | tokens a step | waiting, ms a step | captured is |")
+    print("|---|---|---|---|---|---|---|")
+    for batch in batches:
+        requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, prompt)]
+        base = 0.0
+        for name, (strategy, sampling) in EXTRAS.items():
+            params = SamplingParams(max_tokens=outputs, temperature=0.8, seed=1, ignore_eos=True, **sampling)
+            run(llm, requests, params, strategy)  # captures
+            row = run(llm, requests, params, strategy)
+            base = base or row["step_ms"]
+            is_able, steps._is_able = steps._is_able, lambda request: False  # type: ignore[method-assign]
+            started = time.perf_counter()
+            results = llm.generate(requests, params, speculative={"verify_strategy": strategy}, use_tqdm=False)
+            waiting = 1000 * (time.perf_counter() - started) / max(r.outputs[0].stats.steps for r in results)
+            steps._is_able = is_able  # type: ignore[method-assign]
+            figures = f"{row['step_ms']:.3f} | {row['step_ms'] / base:.2f} | {row['tokens_per_step']:.2f} | {waiting:.1f}"
+            print(f"| {name} | {batch} | {figures} | {waiting / row['wall_ms']:.1f} x |", flush=True)
 
 
 def main() -> None:
@@ -219,6 +264,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=256)
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--shared", type=int, metavar="TOKENS", help="compares cascade attention for requests that begin alike, and nothing else")
+    parser.add_argument("--extras", action="store_true", help="compares strategies of verification, and log-probabilities, and nothing else")
     arguments = parser.parse_args()
     copy, read = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")
@@ -226,6 +272,9 @@ def main() -> None:
         target, drafter = write_folders(arguments.shape, Path(folder))
         if arguments.shared:
             compare_cascade(target, arguments.shared, arguments.batches)
+            return
+        if arguments.extras:
+            compare_extras(target, arguments.batches, arguments.prompt, arguments.outputs)
             return
         free_before: list[int] = []
         allocate = Runner.allocate_cache
@@ -258,7 +307,8 @@ def main() -> None:
             )
             loaded = time.perf_counter() - started
             for batch in arguments.batches:
-                row = run(llm, make_prompts(llm, batch, arguments.prompt), arguments.outputs)
+                requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, arguments.prompt)]
+                row = run(llm, requests, greedy(arguments.outputs))
                 num_queries = 1 + METHODS[method].get("num_speculative_tokens", 0)
                 forward = time_forward(llm, batch, num_queries, arguments.prompt + arguments.outputs // 2)
                 times = " | ".join(f"{t:.3f}" for t in (row["step_ms"], forward, row["wall_ms"]))

@@ -103,8 +103,9 @@ def test_how_long_a_model_was_up() -> None:
 
 
 def test_progress_is_read_from_the_servers_metrics() -> None:
-    page = 'nv_inference_exec_count{model="tokenizer",version="1"} 12\nforetoken_steps_total{model="decode"} 345\n'
-    assert [m[1] for model in MODELS if (m := re.search(progress_pattern(model), page, re.MULTILINE))] == ["345", "12"]
+    lines = ('nv_inference_exec_count{model="tokenizer",version="1"} 12', 'foretoken_steps_total{model="decode"} 345')
+    page = "\n".join((*lines, 'foretoken_responses_total{model="decode"} 6', ""))
+    assert [re.findall(progress_pattern(model), page, re.MULTILINE) for model in MODELS] == [["345", "6"], ["12"], []]
 
 
 def test_the_engine_refuses_ends_and_answers() -> None:

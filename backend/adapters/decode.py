@@ -62,6 +62,8 @@ class _Exchange:
     answer: Answer = field(default_factory=Answer)
     last_sent: float = 0.0
     is_cancelled: bool = False
+    is_due: bool = False
+    """The sender is to look at it, and has not come to it yet."""
 
 
 _News = tuple[_Exchange, Delta | None]
@@ -187,6 +189,7 @@ class TritonPythonModel:
             return  # its end was sent: the response sender is not to be touched any more
         now = time.monotonic()
         if not answer.deltas:
+            exchange.is_due = False
             self._check_cancelled(exchange)
             if now - exchange.last_sent <= KEEP_ALIVE_SECONDS:
                 return
@@ -194,6 +197,7 @@ class TritonPythonModel:
             if exchange.is_streamed:
                 exchange.sender.send(pb_utils.InferenceResponse(Answer([Delta(exchange.key)]).tensors()))
             return
+        self._publisher.num_responses += 1
         (delta,) = answer.deltas
         if delta.error is not None:
             self._close(exchange)
@@ -245,9 +249,11 @@ class TritonPythonModel:
         while not self._is_stopping.wait(WATCH_SECONDS):
             now = time.monotonic()
             with self._lock:
-                quiet = [e for e in self._exchanges.values() if now - e.last_sent > WATCH_SECONDS and not e.is_cancelled]
+                quiet = [e for e in self._exchanges.values() if now - e.last_sent > WATCH_SECONDS and not e.is_cancelled and not e.is_due]
             due = [e for e in quiet if now - e.last_sent > KEEP_ALIVE_SECONDS] or quiet[turn : turn + MAX_CHECKS_PER_WATCH]
             if due:
+                for exchange in due:  # once: a sender that is late must not get the same work again and again
+                    exchange.is_due = True
                 self._outbox.put([(e, None) for e in due])
             turn = turn + MAX_CHECKS_PER_WATCH if turn + MAX_CHECKS_PER_WATCH < len(quiet) else 0
             try:

@@ -28,6 +28,8 @@ class MetricsPublisher:
         self._families: dict[str, Any] = {}
         self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._published: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self.num_responses = 0
+        """Sent with news from the engine. Counted by the thread that sends."""
         self._is_on = True
         self._errors = Counter(dict.fromkeys(ERROR_CODES, 0))
         self._errors_lock = threading.Lock()
@@ -84,6 +86,7 @@ class MetricsPublisher:
         for code in ERROR_CODES:
             self._count("request_errors_total", "Requests answered with an error, by its kind", self._errors[code], code=code)
         self._count("steps_total", "Steps run", metrics.steps)
+        self._count("responses_total", "Responses sent with news of a completion", self.num_responses)
         self._count("preemptions_total", "Requests set back for want of KV pages", metrics.preemptions)
         self._count("prompt_tokens_total", "Prompt tokens admitted", scheduler.num_prompt_tokens)
         self._count("prompt_tokens_cached_total", "Prompt tokens that the prefix cache gave", scheduler.num_cached_tokens)

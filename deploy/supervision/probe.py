@@ -45,8 +45,13 @@ def probe_request(model: str) -> tuple[str, dict[str, Any], str]:
 
 
 def progress_pattern(model: str) -> str:
-    """The line of the server's metrics that grows while a model works, though it may be too busy to come to a probe."""
-    return r"^foretoken_steps_total\{.*?\} (\S+)$" if model == DECODE else rf'^nv_inference_exec_count\{{model="{model}".*?\}} (\S+)$'
+    """The lines of the server's metrics that grow while a model works, though it may be too busy to come to a probe.
+
+    decode: its engine's steps, or what is sent of those that are over.
+    """
+    if model == DECODE:
+        return r"^foretoken_(?:steps|responses)_total\{.*?\} (\S+)$"
+    return rf'^nv_inference_exec_count\{{model="{model}".*?\}} (\S+)$'
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,14 @@ class ServerApi:
             return str(error)
         return ""
 
-    def read_progress(self, model: str) -> str | None:
+    def read_progress(self, model: str) -> list[str]:
+        """What those lines say; nothing while they cannot be read."""
         try:
             with contextlib.closing(self.ask(self.metrics_port, "/metrics")) as connection:
-                found = re.search(progress_pattern(model), connection.getresponse().read().decode("utf-8", "replace"), re.MULTILINE)
+                page = connection.getresponse().read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
-            return None
-        return found[1] if found else None
+            return []
+        return re.findall(progress_pattern(model), page, re.MULTILINE)
 
 
 class Probe:
@@ -98,7 +104,7 @@ class Probe:
         self._connection: http.client.HTTPConnection | None = None
         self._sign = ""
         self.since = self._sampled = time.monotonic()
-        self._progress: str | None = None
+        self._progress: list[str] = []
 
     def poll(self) -> str | None:
         """None: no answer yet; "": the model lives; else what it answered."""
@@ -120,7 +126,7 @@ class Probe:
         now = time.monotonic()
         if now - self._sampled > seconds / 4:
             progress = self._api.read_progress(self._model)
-            if progress is not None and self._progress is not None and progress != self._progress:
+            if progress and self._progress and progress != self._progress:
                 self.since = now
             self._progress, self._sampled = progress, now
         return now - self.since < seconds

@@ -56,6 +56,37 @@ def test_tokens_are_the_cpus(engines, prompts, sampling):
         assert engines["cuda"].engine.scheduler.pool.num_held == 0
 
 
+STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rejection of what the model drew": ({"method": "mtp", "verify_strategy": "rejection"}, {"top_p": 0.95}),
+    "rejection of certain drafts": ({"method": "ngram", "num_speculative_tokens": 5, "verify_strategy": "rejection"}, {}),
+    "topp": ({"method": "mtp", "verify_strategy": "topp"}, {"top_p": 0.8}),
+    "topp, filtered": ({"method": "ngram", "num_speculative_tokens": 5, "verify_strategy": "topp"}, {"top_p": 0.8, "top_k": 4, "min_p": 0.02}),
+    "log-probabilities": ({"method": "mtp"}, {"logprobs": 5, "repetition_penalty": 1.2}),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_are_the_cpus(prompts, name, monkeypatch):
+    """Strategies that look at whole distributions, and log-probabilities, in captured steps. There is room for all prompts and drafts at once,
+    since tokens depend on the drafts here."""
+    choice, sampling = STRATEGIES[name]
+    params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=0.8, seed=5, **sampling)
+    answers = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(device=device, dtype="float32", speculative_config=SPECULATION, max_batch_size=32, max_num_batched_tokens=16384)
+        if device == "cuda":
+            used = note_shapes(llm, monkeypatch)
+        results = llm.generate(prompts[:32], params, speculative=choice, use_tqdm=False)
+        answers.append([r.outputs[0] for r in results])
+        assert llm.engine.scheduler.pool.num_held == 0
+    assert any(shape.extras for shape in used)
+    for i, (one, other) in enumerate(zip(*answers, strict=True)):
+        assert (other.token_ids, other.sources) == (one.token_ids, one.sources), f"{name}: prompt {i}"
+        for mine, exact in zip(other.logprobs or [], one.logprobs or [], strict=True):
+            assert mine.token_id == exact.token_id and abs(mine.logprob - exact.logprob) < 1e-3
+            assert max(abs(a - b) for (_, a), (_, b) in zip(mine.top, exact.top, strict=True)) < 1e-3
+
+
 def check_only_ties_differ(llm: LLM, exact_llm: LLM, prompts: list[list[int]], plain: list[list[int]], answers: list[list[list[int]]]) -> None:
     """Where an answer of `llm` leaves its plain one, the two tokens are as likely as bfloat16 can tell: float32 puts them no further apart than
     bfloat16's scores are from float32's."""
