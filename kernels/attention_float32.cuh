@@ -1,0 +1,54 @@
+// Attention in float32, without tensor cores: exact products. A warp takes a row, a lane a key, then a lane some columns.
+#pragma once
+#include "attention_merge.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* out, const Number* query, const Number* key_pages,
+                                                                       const Number* value_pages, const int* page_table, const Start* starts,
+                                                                       const Item* items, float* partial_sums, float2* partial_stats, int* counters,
+                                                                       int query_stride, int page_stride) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const Partials partials{partial_sums, partial_stats};
+    __shared__ int flag;
+    wait_for_writers();
+    Item item = starts[blockIdx.x].item;
+    const int next = item.next, end = item.end;
+    for (int i = next; item.num_rows > 0; ++i) {
+        for (int row = warp; row < item.num_rows; row += WARPS) {
+            const int r = item.row_start + row, visible = min(item.token_end, item.first_visible + r / GROUP + 1);
+            const float4* q = (const float4*)(query + (int64_t)(item.query_start + r / GROUP) * query_stride + (item.kv_head * GROUP + r % GROUP) * HEAD_DIM);
+            float peak = -INFINITY, total = 0, sums[HEAD_DIM / 32] = {};
+            for (int token = item.token_begin; token < visible; token += 32) {
+                const int key = min(token + lane, visible - 1);
+                const int64_t page = page_table[(int64_t)item.table_row * page_stride + (key >> PAGE_SHIFT)];
+                const int64_t offset = ((page * PAGE_SIZE + (key & (PAGE_SIZE - 1))) * NUM_KV_HEADS + item.kv_head) * HEAD_DIM;
+                float score = 0;
+#pragma unroll 4
+                for (int d = 0; d < HEAD_DIM / 4; ++d) {
+                    const float4 a = q[d], b = ((const float4*)(key_pages + offset))[d];
+                    score = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score))));
+                }
+                score = token + lane < visible ? score * (LOG2E * rsqrtf(HEAD_DIM)) : -INFINITY;
+                float larger = fmaxf(peak, score);
+                for (int d = 16; d; d /= 2) larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, d));
+                const float old = exp2f(peak - larger), weight = exp2f(score - larger);
+                total = total * old + weight;
+                for (int c = 0; c < HEAD_DIM / 32; ++c) sums[c] *= old;
+                for (int k = 0; k < min(32, visible - token); ++k) {
+                    const float w = __shfl_sync(~0u, weight, k);
+                    const Number* value = value_pages + __shfl_sync(~0u, offset, k);
+#pragma unroll
+                    for (int c = 0; c < HEAD_DIM / 32; ++c) sums[c] = fmaf(w, value[c * 32 + lane], sums[c]);
+                }
+                peak = larger;
+            }
+            for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+            const float inverse = item.num_pieces == 1 ? 1 / total : 1;
+            Number* target = item.num_pieces == 1 ? out + output_offset(item, row) : partials.sum(item.slot, row);
+            for (int c = 0; c < HEAD_DIM / 32; ++c) target[c * 32 + lane] = sums[c] * inverse;
+            if (item.num_pieces != 1 && lane == 0) *partials.stat(item.slot, 0, row) = make_float2(peak, total);
+        }
+        if (item.num_pieces > 1) merge_last(out, item, partials, counters, 0, &flag);
+        if (i >= end) break;
+        item = items[i];
+    }
+}

@@ -1,0 +1,48 @@
+// What a step of attention is cut into: the plan writes items, the workers read them. Constants: see attention.cu.
+#pragma once
+#include <stdint.h>
+
+constexpr int TILE = 64;  // keys of one pipeline stage; also what the plan counts in
+constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr float LOG2E = 1.4426950408889634f;
+
+// One piece of work: some rows of one request and KV head against a range of its keys. A row is a query head of a query.
+struct Item {
+    int query_start;    // packed index of the request's first query; of a prefix, where its list of packed indices begins
+    int row_start;      // first row of the item among the request's rows (query * GROUP + head)
+    int num_rows;       // 0: the end of a worker's list
+    int kv_head;
+    int token_begin, token_end;
+    int first_visible;  // query j sees the keys 0 .. first_visible + j
+    int table_row;      // row of the page table
+    int segment;        // which rows and head: what the pieces of one split have in common
+    int num_pieces;     // 1: not split; 0: merge_attention merges; else the last piece to finish merges them
+    int first_slot;     // slot of partial results of the first piece
+    int slot;
+    int next, end;      // in a Start: the worker's further items
+    int is_prefix;      // rows are queries of many requests
+    int padding;
+};
+constexpr int ITEM_WORDS = 16, START_WORDS = 32;
+static_assert(sizeof(Item) == 4 * ITEM_WORDS, "items are read as words");
+
+// What a CTA begins with, in one read: its worker's first item and the first pages of its own part of it.
+constexpr int START_PAGES = START_WORDS - ITEM_WORDS;
+struct Start {
+    Item item;
+    int page_ids[START_PAGES];
+};
+
+constexpr int PAGE_SHIFT = __builtin_ctz(PAGE_SIZE);
+constexpr int PAGES_PER_TILE = (PAGE_SIZE - 16 + TILE - 1) / PAGE_SIZE + 1;  // ranges start at multiples of 16
+
+// The part of an item's keys that one CTA of the cluster takes.
+__device__ __forceinline__ void split_range(int begin, int end, int rank, int& first, int& last) {
+    if (CLUSTER == 1) {
+        first = begin, last = end;
+        return;
+    }
+    const int share = (end - begin + CLUSTER * 16 - 1) / (CLUSTER * 16) * 16;
+    first = begin + rank * share;
+    last = min(end, first + share);
+}

@@ -1,0 +1,114 @@
+// Whether top_k and top_p keep a token: how it stands among all, and the top_k as a whole.
+#pragma once
+#include "sampling_rows.cuh"
+
+// How a token stands among all. Without HAS_RANK the rank is 1 for all but the likeliest.
+template <bool HAS_RANK>
+__device__ __forceinline__ Standing find_standing(const Row& row, float value, int token_id, float base) {
+  Standing standing = {0, 0};
+  const int own = token_id / 8;
+  const float above = nextafterf(value, INF);
+  constexpr int DEPTH = LOGIT == 0 ? 4 : 8;  // a row that comes here may be the last on its multiprocessor
+  row.visit<DEPTH, true>(value, [&](int chunk, const Raw& raw) {
+    float x[8];
+    row.unpack_values(raw, x);
+    const float least = chunk < own ? value : above;  // equal ones count before the token's own place
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const float weight = exp2_fast(fmaf(x[k], row.to_base2, -base));
+      if (x[k] >= least) {
+        standing.mass += weight;
+        if (HAS_RANK) ++standing.rank;
+      }
+    }
+    if (chunk == own)
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        if (k < token_id % 8 && x[k] == value) standing.mass += exp2_fast(fmaf(value, row.to_base2, -base)), ++standing.rank;
+  });
+  if (!HAS_RANK) standing.rank = standing.mass > 0;
+  return standing;
+}
+
+constexpr int VALUE_SHIFT = LOGIT == 0 ? 0 : LOGIT == 1 ? 16 : 13;  // the values' step among the integers of `order`
+
+__device__ __forceinline__ float value_at(long long place) {
+  const int bits = int(place) * (1 << VALUE_SHIFT);
+  return unorder(place < 0 ? bits | ((1 << VALUE_SHIFT) - 1) : bits);
+}
+
+// The k-th greatest value, in [low, high], by counting at eight places at a time. count(places, counts) adds up a thread's values.
+template <class Count>
+__device__ float find_kth(const Count& count, int k, float low, float high, Shared& shared, int& turn) {
+  long long below = order(low) >> VALUE_SHIFT, above = (order(high) >> VALUE_SHIFT) + 1;  // at least k reach `below`, fewer `above`
+  while (above - below > 1) {
+    const long long start = below, width = above - below;
+    float places[8];
+    Counts counts = {};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) places[j] = value_at(start + width * (j + 1) / 9);
+    count(places, counts);
+    counts = reduce(counts, Counts{}, shared, turn);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const long long place = start + width * (j + 1) / 9;
+      if (counts.at_least[j] >= k) below = place;
+      else if (place < above) above = place;
+    }
+  }
+  return value_at(below);
+}
+
+__device__ __forceinline__ void count_value(float x, const float (&places)[8], Counts& counts) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) counts.at_least[j] += x >= places[j];
+}
+
+// Notes the values that reach `least`; their number.
+__device__ int gather(const Row& row, float least, Shared& shared, int& turn) {
+  if (threadIdx.x == 0) shared.num_noted = 0;
+  __syncthreads();
+  row.visit<DEPTH, true>(least, [&](int, const Raw& raw) {
+    float x[8];
+    row.unpack_values(raw, x);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (!(x[k] >= least)) continue;
+      const int place = atomicAdd(&shared.num_noted, 1);
+      if (place < THREADS) shared.noted[place].value = x[k];
+    }
+  });
+  __syncthreads();
+  const bool is_full = shared.num_noted > THREADS;
+  const Standing all = reduce(Standing{threadIdx.x ? 0 : shared.num_noted, float(is_full)}, Standing{0, 0}, shared, turn);
+  return all.mass > 0 ? INT_MAX : all.rank;
+}
+
+struct Kth {
+  float value, sum;  // of the top_k: the least value; their probabilities, as Best::sum
+};
+
+// The top_k as a whole.
+__device__ Kth find_top_k(const Row& row, int k, const Best& all, Shared& shared, int& turn) {
+  const float low = find_floor(row, all, float(k), true, shared, turn);
+  if (gather(row, low, shared, turn) < INT_MAX) {
+    const float own = int(threadIdx.x) < shared.num_noted ? shared.noted[threadIdx.x].value : -INF;
+    const auto count_own = [&](const float (&places)[8], Counts& counts) { count_value(own, places, counts); };
+    const float value = find_kth(count_own, k, low, all.greatest, shared, turn);
+    const bool is_above = own > value;
+    const float weight = exp2_fast(fmaf(own, row.to_base2, -all.base));
+    const Standing above = reduce(Standing{is_above, is_above ? weight : 0}, Standing{0, 0}, shared, turn);
+    return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -all.base))};
+  }
+  const auto count_all = [&](const float (&places)[8], Counts& counts) {
+    row.visit<2, true>(places[0], [&](int, const Raw& raw) {
+      float x[8];
+      row.unpack_values(raw, x);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) count_value(x[e], places, counts);
+    });
+  };
+  const float value = find_kth(count_all, k, low, all.greatest, shared, turn);
+  const Standing above = reduce(find_standing<true>(row, value, 0, all.base), Standing{0, 0}, shared, turn);
+  return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -all.base))};
+}

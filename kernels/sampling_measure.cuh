@@ -1,0 +1,102 @@
+// First readings of a row: its greatest logit, its softmax, and about where top_p ends.
+#pragma once
+#include "sampling_rows.cuh"
+
+// The likeliest token, the lowest id of equals.
+__device__ Best find_greatest(const Row& row) {
+  Best found = no_best();
+  float best = -INF;
+  int best_chunk = -1;
+  row.visit<DEPTH, false>(0, [&](int chunk, const Raw& raw) {
+    const float greatest = chunk_max(raw);
+    found.greatest = max_nan(found.greatest, greatest);
+    if (greatest > best) best = greatest, best_chunk = chunk;
+  });
+  if (best_chunk >= 0) {
+    float x[8];
+    unpack(row.load(best_chunk), x);
+    int place = 7;
+#pragma unroll
+    for (int k = 6; k >= 0; --k)
+      if (x[k] == best) place = k;
+    found.key = score_key(best, best_chunk * 8 + place);
+  }
+  return found;
+}
+
+// The softmax's sum, and the part of it from the greatest of each chunk. Fills tops().
+__device__ __forceinline__ Best measure(const Row& row) {
+  Best found = no_best();
+  Logit* top = row.tops();
+  int turn = 0;
+  row.begin_stream();
+  for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, ++turn, top += THREADS) {
+    const Raw raw = row.next(chunk, turn);
+    float x[8];
+    row.unpack_values(raw, x);
+    float greatest = chunk_max(raw);
+    *top = from_float(greatest);
+    greatest = row.value(greatest);
+    found.greatest = max_nan(found.greatest, greatest);
+    const float t = greatest * row.to_base2;
+    if (t > found.base + 40) {
+      const float scale = exp2_fast(found.base - t);
+      found.sum *= scale, found.top *= scale, found.base = t;
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) found.sum += exp2_fast(fmaf(x[k], row.to_base2, -found.base));
+    found.top += exp2_fast(t - found.base);
+  }
+  return found;
+}
+
+// A value that the greatest of so many chunks reach that they count, or weigh, `wanted` together: the greatest such of a few; -INF if
+// none is. Tokens below it have at least as many, or as much, before them.
+__device__ float find_floor(const Row& row, const Best& all, float wanted, bool is_count, Shared& shared, int& turn) {
+#pragma unroll 1
+  for (float window = 4; window < 1000; window *= 4) {  // base 2
+    Masses masses = {};
+    const float step = window / 8 / row.to_base2, least = all.greatest - step * 8;
+    const Logit* top = row.tops();
+    for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, top += THREADS) {
+      const float value = row.value(to_float(*top));
+      if (value < least) continue;
+      const float weight = is_count ? 1 : exp2_fast(fmaf(value, row.to_base2, -all.base));
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (value >= all.greatest - step * (j + 1)) masses.above[j] += weight;
+    }
+    masses = reduce(masses, Masses{}, shared, turn);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (masses.above[j] >= wanted) return all.greatest - step * (j + 1);
+  }
+  return -INF;
+}
+
+// A value at which a little less than top_p is reached, more or less, from a sample of four values a thread.
+__device__ float guess_cut(const Row& row, const Best& all, float top_p, Shared& shared, int& turn) {
+  constexpr float STEP = 2;  // base 2
+  float x[8], start = all.greatest * row.to_base2, cut = INF;
+  row.unpack_values(row.load(row.first), x);
+#pragma unroll 1
+  for (float step = STEP; step > STEP / 64; step /= 8) {
+    Masses masses = {};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float t = x[k] * row.to_base2, weight = row.first < row.num_chunks ? exp2_fast(t - all.base) : 0;
+      masses.all += weight;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (t >= start - step * (j + 1)) masses.above[j] += weight;
+    }
+    masses = reduce(masses, Masses{}, shared, turn);
+    int place = 0;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (masses.above[j] <= (top_p - 0.04f) * masses.all) place = j + 1;
+    start -= step * place;
+    if (place) cut = start / row.to_base2;
+  }
+  return cut;
+}
