@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -18,7 +17,8 @@ from backend.config import BUNDLED_DRAFTER, EngineConfig
 from backend.core import Batch, Delta, Draft, Request, SamplingParams, Scheduled, TokenLogprobs, Verdict
 from backend.drafters import load_drafters
 from backend.drafters.calls import DraftService
-from backend.errors import ConfigError, EngineError, ModelError, RequestError
+from backend.errors import ConfigError, EngineError, ModelError
+from backend.intake import Intake
 from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
 from backend.pacing import Pacer
@@ -57,6 +57,8 @@ class Engine:
                 self._load(ranks or Ranks(), draft_service)
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{config.model} does not fit the memory of {device}: {str(error).splitlines()[0]}") from None
+        model = self.runner.model
+        self._intake = Intake(config, self.tokenizer, self.runner.max_model_len, model.vocab_size, model.eos_token_ids)
         self.metrics = Metrics()
         self.times = StepTimes()
         self._pacer = Pacer() if config.speculative_config.adaptive else None
@@ -163,34 +165,8 @@ class Engine:
         timeout: seconds from now after which it ends with finish_reason `timeout`. Raises RequestError, ConfigError (both
         the request's fault), CapacityError or EngineError; then no delta follows.
         """
-        speculation = self.config.speculative_config.resolve(speculative)
-        token_ids = self._check_prompt(prompt)
-        self._check_vocabulary(params)
-        self.scheduler.check_fits(len(token_ids), params.max_tokens)
-        if timeout is not None and not 0 < timeout < 1e9:
-            raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}")
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.runner.model.eos_token_ids
-        bad_words = tuple(ids for word in params.bad_words for ids in self.tokenizer.encode_bad_word(word))
-        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        requests = [
-            Request(
-                request_id=request_id if params.n == 1 else f"{request_id}/{i}",
-                prompt_token_ids=token_ids,
-                params=params,
-                speculation=speculation,
-                seed=seed + i,
-                index=i,
-                group_id=request_id,
-                priority=priority,
-                deadline=deadline,
-                stop_ids=stop_ids,
-                bad_word_ids=bad_words,
-            )
-            for i in range(params.n)
-        ]
+        requests = self._intake.make(prompt, params, request_id, speculative, priority, timeout)
+        self.scheduler.check_fits(len(requests[0].prompt_token_ids), params.max_tokens)
         now = time.monotonic()
         with self._wake:
             self._check_healthy()
@@ -226,36 +202,6 @@ class Engine:
         """Takes no more requests; those that are open go on."""
         with self._wake:
             self._is_refusing = True
-
-    def _check_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            # No real text this long fits: say so before tokenizing megabytes.
-            limit = self.runner.max_model_len * 64
-            if len(prompt) > limit:
-                raise RequestError(
-                    f"the prompt has {len(prompt)} characters; at most {limit} are looked at for a context of {self.runner.max_model_len} tokens"
-                )
-            if not prompt:
-                raise RequestError("the prompt is empty")
-            token_ids = self.tokenizer.encode(prompt)
-        else:
-            token_ids = list(prompt)
-        if not token_ids:
-            raise RequestError("the prompt is empty: it has no tokens")
-        vocab_size = self.runner.model.vocab_size
-        if isinstance(prompt, str):
-            return token_ids
-        for place, token_id in enumerate(token_ids):
-            if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise RequestError(f"input_ids[{place}] is {token_id!r:.50}; the vocabulary has ids 0 to {vocab_size - 1}")
-        return token_ids
-
-    def _check_vocabulary(self, params: SamplingParams) -> None:
-        vocab_size = self.runner.model.vocab_size
-        for key in ("logit_bias", "stop_token_ids"):
-            for token_id in getattr(params, key):
-                if not 0 <= token_id < vocab_size:
-                    raise RequestError(f"{key} names token {token_id}; the vocabulary has ids 0 to {vocab_size - 1}")
 
     # -- engine thread ----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -165,8 +165,33 @@ def _device(index: int) -> _Device:
     return _Device(index)
 
 
+def _index_of(device: torch.device | None) -> int:
+    return device.index if device is not None and device.index is not None else torch.cuda.current_device()
+
+
 def device_of(device: torch.device) -> _Device:
-    return _device(device.index if device.index is not None else torch.cuda.current_device())
+    return _device(_index_of(device))
+
+
+class Gpu(NamedTuple):
+    """What the shapes of kernels depend on."""
+
+    num_multiprocessors: int
+    shared_memory: int
+    """Bytes of one multiprocessor."""
+    generation: int
+    """Major compute capability: 8 Ampere, 9 Hopper (clusters of blocks, wgmma), 10 Blackwell (clusters)."""
+
+
+@functools.cache
+def _gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, properties.major)
+
+
+def gpu_of(device: torch.device | None = None) -> Gpu:
+    """device: the current one when not given."""
+    return _gpu(_index_of(device))
 
 
 @contextlib.contextmanager
@@ -269,7 +294,7 @@ class _ProgrammaticLaunch:
 def _kernel(index: int, source: str, name: str, types: str, defines: tuple[tuple[str, int | str], ...], shared: int, programmatic: bool) -> Kernel:
     device = _device(index)
     launch = None
-    if programmatic and torch.cuda.get_device_capability(index) >= (9, 0):
+    if programmatic and _gpu(index).generation >= 9:
         launch = _ProgrammaticLaunch(device, compile_source(source, device.architecture, dict(defines)), name, types, shared)
     return Kernel(device, device.module(source, dict(defines)).get_function(name), types, shared, launch)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from kernels import reference
-from kernels._load import Kernel, load
+from kernels._load import Gpu, Kernel, gpu_of, load
 
 MAX_ITEM_ROWS = {64: 80, 128: 80, 256: 48}
 """Most rows (queries x heads that share a KV head) of one work item by head size, so that the sums stay in registers."""
@@ -28,13 +26,6 @@ def _shared_bytes(rows: int, size: int, cluster: int, stages: int) -> int:
     return stages * 4 * TILE * size + query_slots * rows * 2 * size + m_tiles * 16 * TILE * 2 + 4 * m_tiles * 16 * 4 + stages * 64 + peers
 
 
-@functools.cache
-def _limits(index: int) -> tuple[int, int, bool]:
-    """SMs, bytes of shared memory of an SM, and whether CTAs come in clusters."""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor, properties.major >= 9
-
-
 def _num_workers(sms: int, ctas: int, cluster: int) -> int:
     """Clusters that run at a time. One of more than two CTAs lies within a GPC, and GPCs have SMs to spare."""
     return sms * ctas // cluster if cluster <= 2 else sms * ctas * 7 // (8 * cluster)
@@ -49,10 +40,10 @@ def choose_shape(
     head_dim: int,
     dtype: torch.dtype,
     has_prefixes: bool = False,
-    limits: tuple[int, int, bool] | None = None,
+    gpu: Gpu | None = None,
 ) -> dict[str, int]:
-    """What attention.cu is compiled with for a batch size and its bounds. limits: those of the current GPU when not given."""
-    sms, shared, has_clusters = limits or _limits(torch.cuda.current_device())
+    """What attention.cu is compiled with for a batch size and its bounds. gpu: the current one when not given."""
+    sms, shared, generation = gpu or gpu_of()
     group = num_query_heads // num_kv_heads
     has_prefixes &= dtype != torch.float32  # whose kernel is for tests, and reads a prefix once per request
     cluster, ctas, stages = 1, 4, 0  # float32
@@ -66,7 +57,7 @@ def choose_shape(
         if dtype == torch.float32:
             break
         # As many CTAs share an item as still leave a cluster for each; two CTAs per SM where three stages fit, else as many stages as fit.
-        clusters = (8, 4, 2, 1) if has_clusters and not has_prefixes else (1,)
+        clusters = (8, 4, 2, 1) if generation >= 9 and not has_prefixes else (1,)
         fits = [(c, n, s) for c in clusters for n, s in ((2, 3), (1, 5), (1, 4), (1, 3), (1, 2))]
         fits = [(c, n, s) for c, n, s in fits if _shared_bytes(rows, head_dim, c, s) <= shared // n - 1024]
         if fits:
@@ -149,7 +140,7 @@ class AttentionPlan:
         cluster, rows, stages = defines["CLUSTER"], defines["MAX_ROWS"], defines["STAGES"]
         self.has_prefixes = bool(defines["CASCADE"])
         self._prefixes: tuple[torch.Tensor | None, ...] = (prefix_group, prefix_len) if self.has_prefixes else (None, None)
-        self._num_workers = _num_workers(_limits(torch.cuda.current_device())[0], defines["MIN_CTAS"], cluster)
+        self._num_workers = _num_workers(gpu_of().num_multiprocessors, defines["MIN_CTAS"], cluster)
         self._grid = (self._num_workers * cluster, 1)
         self.num_tokens = batch * max_query_len
         rows_per_request = max_query_len * defines["GROUP"]

@@ -9,12 +9,10 @@ Weights and norm weights are read before the kernel ahead in the stream has ende
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from kernels import reference, wide_linear
-from kernels._load import ELEMENTS, load
+from kernels._load import ELEMENTS, gpu_of, load
 from kernels.activation import silu_mul
 from kernels.norm import rms_norm
 
@@ -28,11 +26,6 @@ MAX_NORM = 16384
 """Elements of a norm's weight for which shared memory has room."""
 
 Defines = dict[str, "int | str"]
-
-
-@functools.cache
-def _num_multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _choose(dtype: torch.dtype, num_tokens: int, out_size: int, in_size: int, has_norm: bool, is_gated: bool, num_blocks: int) -> Defines:
@@ -79,7 +72,7 @@ def _launch(
 ) -> torch.Tensor:
     (num_tokens, in_size), out_size = x.shape, weight.shape[0]
     out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
-    num_blocks = _num_multiprocessors(x.device.index)
+    num_blocks = gpu_of(x.device).num_multiprocessors
     defines = _choose(x.dtype, num_tokens, out_size, in_size, norm_weight is not None, is_gated, num_blocks)
     kernel = load(x.device, "linear", "linear", "PPPPPPiiiif", defines, shared=int(defines["SHARED"]), programmatic=True)
     pointers = (0 if t is None else t for t in (bias, residual, norm_weight))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from kernels import reference
-from kernels._load import load
+from kernels._load import gpu_of, load
 from kernels.reference import slots as reference_slots
 from kernels.state import GREEDY, SLOTS, SlotTable
 
@@ -37,17 +35,12 @@ def _defines(dtype: torch.dtype, vocab_size: int, cluster: int, threads: int) ->
     return {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster, "THREADS": threads}
 
 
-@functools.cache
-def _limits(index: int) -> tuple[int, int]:
-    """Most blocks that share a row, and multiprocessors, each of which runs 1024 threads."""
-    most = 8 if torch.cuda.get_device_capability(index)[0] >= 9 else 1
-    return most, torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def _cluster_size(device: torch.device, num_rows: int, threads: int) -> int:
-    """As many blocks for each row as keep all rows on the chip at once."""
-    most, num_multiprocessors = _limits(device.index if device.index is not None else torch.cuda.current_device())
-    return max(c for c in CLUSTERS if c == 1 or (c <= most and num_rows * c * threads <= num_multiprocessors * 1024))
+    """As many blocks for each row as keep all rows on the chip at once: a multiprocessor runs 1024 threads."""
+    gpu = gpu_of(device)
+    if gpu.generation < 9:
+        return 1
+    return max(c for c in CLUSTERS if c == 1 or num_rows * c * threads <= gpu.num_multiprocessors * 1024)
 
 
 def process_logits(logits: torch.Tensor, table: SlotTable, row_slots: torch.Tensor, cu_query_lens: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from kernels._load import ELEMENTS, KernelError, load
+from kernels._load import ELEMENTS, KernelError, gpu_of, load
 
 MIN_TOKENS, MAX_TOKENS = 17, 32
 STEP, TILE, THREADS = 64, 128, 384
@@ -18,13 +18,6 @@ SHARED = 112 * 1024
 """Bytes of dynamic shared memory: what two blocks of a multiprocessor may have each."""
 
 Defines = dict[str, "int | str"]
-
-
-@functools.cache
-def _properties(index: int) -> tuple[int, bool]:
-    """Multiprocessors, and whether there is wgmma."""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.major == 9
 
 
 def is_wide(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
@@ -40,7 +33,7 @@ def is_wide(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bo
         and x.data_ptr() % 16 == 0
         and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
-        and _properties(x.device.index)[1]
+        and gpu_of(x.device).generation == 9
     )
 
 
@@ -97,7 +90,7 @@ def launch(
     """x [M, K] times weight [N, K] transposed, plus bias [N]; added to residual [M, N] in place; gated: silu(gate) * up [M, N / 2]."""
     (num_tokens, in_size), out_size, size = x.shape, weight.shape[0], x.element_size()
     out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
-    num_multiprocessors, _ = _properties(x.device.index)
+    num_multiprocessors = gpu_of(x.device).num_multiprocessors
     defines = choose_shape(out_size, in_size, x.dtype, is_gated, num_multiprocessors)
     split, row_bytes = int(defines["SPLIT"]), in_size * size
     sizes: tuple[int, ...] = (in_size, out_size)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels._load import ARCHITECTURES, SOURCES, KernelError, compile_source, find_nvcc
+from kernels._load import ARCHITECTURES, SOURCES, Gpu, KernelError, compile_source, find_nvcc
 from kernels.attention import choose_shape
 
-H200, A100 = (132, 233472, True), (108, 167936, False)
-"""SMs, bytes of shared memory of each, and whether blocks come in clusters."""
+H200, A100 = Gpu(132, 233472, 9), Gpu(108, 167936, 8)
 DEFINES = {
     "activation": {"ELEMENT": "__nv_bfloat16"},
     "append_kv": {"DTYPE": 0, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128},
@@ -36,8 +35,8 @@ def nvcc() -> str:
 @pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("*.cu")))
 def test_compiles(nvcc: str, source: str, architecture: str) -> None:
     if source == "attention":
-        limits = A100 if architecture == "sm_80" else H200
-        defines = dict(choose_shape(8, 4, 16, 32, 8, 128, torch.bfloat16, False, limits))
+        gpu = A100 if architecture == "sm_80" else H200
+        defines = dict(choose_shape(8, 4, 16, 32, 8, 128, torch.bfloat16, False, gpu))
     else:
         defines = dict(DEFINES.get(source, {}))
     assert compile_source(source, architecture, defines).stat().st_size > 0
