@@ -1,5 +1,5 @@
-"""What a captured step does for requests that need more of their logits than the chosen token: log-probabilities, and verification by whole
-distributions (`rejection`, `topp`).
+"""What a captured step does for requests that ask for more than the chosen token: log-probabilities, verification by whole distributions
+(`rejection`, `topp`), and bad words (in bad_words.py).
 
 It is all torch and kernels that never wait for the host. A request without any of it pays nothing: steps are captured for each set of extras.
 """
@@ -29,12 +29,15 @@ class Extras(enum.IntFlag):
     FILTERS = 4
     """Of those that `rejection` or `topp` verifies: top_k, top_p (which is no filter for `topp`) or min_p is on."""
     LOGPROBS = 8
+    BAD_WORDS = 16
 
 
 def extras_of(request: Request, policy: str) -> Extras:
     """policy: the server's accept_policy; where it is not `normal`, it decides instead of the requests' strategies."""
     params, strategy = request.params, request.speculation.verify_strategy
     extras = Extras.NONE if params.logprobs is None else Extras.LOGPROBS
+    if request.bad_word_ids:
+        extras |= Extras.BAD_WORDS
     if policy != "normal" or is_deterministic(request) or not request.speculation.num_speculative_tokens:
         return extras
     if strategy not in ("rejection", "topp"):

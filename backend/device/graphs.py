@@ -16,6 +16,7 @@ import torch
 
 from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import EngineConfig
+from backend.device.bad_words import BadWords
 from backend.device.extras import Distributions, Extras, score_emitted, score_width
 from backend.device.slots import MIN_SHARERS, Updates
 from backend.drafters.mtp_service import MtpService, Rows
@@ -95,6 +96,8 @@ class _Step:
         if Extras.LOGPROBS in shape.extras:
             self.scores = make(batch, shape.num_queries, score_width(owner.table.vocab_size))
             self.pinned_scores = [torch.zeros_like(self.scores, device="cpu", pin_memory=device.type == "cuda") for _ in range(NUM_BUFFERS)]
+        if Extras.BAD_WORDS in shape.extras:
+            owner.bad_words.reserve()
         if Extras.REJECTION in shape.extras:
             owner.distributions.reserve(max(shape.num_queries - 1, shape.num_model_drafts))
         prefixes = (self.fields[PREFIX_GROUP], self.fields[PREFIX_LEN]) if shape.has_prefixes else (None, None)
@@ -128,6 +131,7 @@ class StepGraphs:
         self._batch_sizes = batch_sizes(config.max_batch_size)
         self.table = SlotTable(config.max_batch_size, runner.max_model_len, MAX_DRAFTS, runner.model.vocab_size, self.device)
         self.distributions = Distributions(self.table, config.speculative_config)
+        self.bad_words = BadWords(self.table)
         self.page_table = torch.full((self.dummy_slot + 1, self.table_width), self.scratch_page, dtype=torch.int32, device=self.device)
         # Fields of the widest step, and per request a full table of pages and all drafts: what one launch can bring at most.
         most = config.max_batch_size * (NUM_FIELDS + 2 * (self.table_width + MAX_DRAFTS + 1))
@@ -271,6 +275,8 @@ class StepGraphs:
         hidden = self._runner.compute(packed[0], packed[1], packed[2], step.plan)
         logits, extras = self._runner.model.logits(hidden), step.shape.extras
         raw = logits.clone() if Extras.LOGPROBS in extras else logits
+        if Extras.BAD_WORDS in extras:
+            self.bad_words.ban(logits, slots, cu, step.shape.num_queries)
         chosen, is_broken = ops.process_and_choose(logits, table, slots, cu)
         if self._config.accept_policy == "simulated":
             rate = self._config.simulated_acceptance_rate

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from backend.config import MAX_SPECULATIVE_TOKENS, EngineConfig
 from backend.core import Draft, Request, Scheduled, Verdict
+from backend.device.bad_words import BadWords
 from backend.device.extras import Extras, extras_of, read_scores
 from backend.device.graphs import Landed, StepGraphs, StepShape
 from backend.device.slots import MANY_SHARED_TOKENS, MIN_SHARED_TOKENS, Slot, Slots, Updates
@@ -79,7 +80,7 @@ class DeviceSteps:
         return self._slots.get(request) is not None or (entry.emits and request.num_output_tokens > 0 and self._is_able(request))
 
     def _is_able(self, request: Request) -> bool:
-        return self._policy in ("normal", "simulated") and not request.bad_word_ids
+        return self._policy in ("normal", "simulated") and BadWords.fits(request.bad_word_ids)
 
     def is_ready(self, request: Request, wants_drafts: bool) -> bool:
         """Whether the next step can be launched before the one under way is read."""
@@ -126,6 +127,8 @@ class DeviceSteps:
         assert all(e.request.num_steps_ahead == 0 for e in entries), "a request joins while a step of it is under way"
         for entry, slot in zip(entries, slots):
             slot.extras = extras_of(entry.request, self._policy)
+            if not slot.has_tokens:
+                self._graphs.bad_words.put(slot.number, entry.request.bad_word_ids)
         self._graphs.admit([self._admission(e.request, slot) for e, slot in zip(entries, slots) if not slot.has_tokens])
         draft = drafters.propose(entries)
         for b, (entry, slot, token_ids, sources) in enumerate(zip(entries, slots, draft.token_ids, draft.sources, strict=True)):

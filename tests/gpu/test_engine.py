@@ -61,6 +61,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rejection of certain drafts": ({"method": "ngram", "num_speculative_tokens": 5, "verify_strategy": "rejection"}, {}),
     "topp": ({"method": "mtp", "verify_strategy": "topp"}, {"top_p": 0.8}),
     "topp, filtered": ({"method": "ngram", "num_speculative_tokens": 5, "verify_strategy": "topp"}, {"top_p": 0.8, "top_k": 4, "min_p": 0.02}),
+    "bad words": ({"method": "mtp"}, {"bad_words": ["self", "return", "import os"]}),
     "log-probabilities": ({"method": "mtp"}, {"logprobs": 5, "repetition_penalty": 1.2}),
 }
 
