@@ -238,7 +238,10 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up(self, kinds: Sequence[tuple[int, int, bool]]) -> None:
-        """Captures steps before requests need them, of all batch sizes. kinds: queries, model drafts and lookup of a StepShape."""
+        """Captures steps before requests need them, of all batch sizes. kinds: queries, model drafts and lookup of a StepShape.
+
+        Those with extras are captured when requests first ask for them: their kernels are compiled by then, in one source with others.
+        """
         self._kinds = list(kinds)
         if self.device.type != "cuda":
             return
@@ -254,8 +257,6 @@ class StepGraphs:
         with rehearsing(self.device):
             for shape in shapes:
                 self._compute(_Step(shape, self))
-            # Steps with extras are captured when requests ask for them; their kernels are there by then.
-            self._compute(_Step(StepShape(1, *max(kinds), extras=~Extras.NONE), self))
             self._runner.rehearse()
         self._runner.rehearse()
         for number, shape in enumerate(shapes, 1):
