@@ -88,6 +88,14 @@ def test_strategies_are_the_cpus(prompts, name, monkeypatch):
             assert max(abs(a - b) for (_, a), (_, b) in zip(mine.top, exact.top, strict=True)) < 1e-3
 
 
+def test_log_probabilities_of_prompts(engines, prompts):
+    params = SamplingParams(max_tokens=4, temperature=0.0, echo=True, logprobs=2, ignore_eos=True)
+    one, other = ([r.outputs[0] for r in engines[d].generate(prompts[:8], params, use_tqdm=False)] for d in ("cpu", "cuda"))
+    for exact, mine in zip(one, other, strict=True):
+        assert mine.token_ids == exact.token_ids and len(mine.logprobs) == len(exact.logprobs) == len(mine.token_ids) - 1
+        assert max(abs(a.logprob - b.logprob) for a, b in zip(mine.logprobs, exact.logprobs)) < 1e-3
+
+
 def check_only_ties_differ(llm: LLM, exact_llm: LLM, prompts: list[list[int]], plain: list[list[int]], answers: list[list[list[int]]]) -> None:
     """Where an answer of `llm` leaves its plain one, the two tokens are as likely as bfloat16 can tell: float32 puts them no further apart than
     bfloat16's scores are from float32's."""
