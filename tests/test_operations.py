@@ -109,10 +109,8 @@ def prometheus(server, gateway, status_port, tmp_path_factory):
 
 
 def is_up(address: str) -> bool:
-    try:
-        return bool(query(address, 'up{job="foretoken"} == 1'))
-    except OSError:
-        return False
+    # It listens before it can answer queries.
+    return is_answering(f"http://{address}/-/ready") and bool(query(address, 'up{job="foretoken"} == 1'))
 
 
 def query(address: str, expression: str) -> list[dict]:
