@@ -82,6 +82,12 @@ def measure_bandwidth(num_bytes: int = 4 * 2**30) -> tuple[float, float]:
     return speeds[0], speeds[1]
 
 
+def load_target(target: Path, batch: int, length: int, speculation: dict[str, Any], **options: Any) -> LLM:
+    """The target with random weights, for so many requests of so many tokens at most."""
+    common = {"load_format": "dummy", "device": "cuda", "max_num_batched_tokens": 8192}
+    return LLM(model=str(target), max_batch_size=batch, max_model_len=length, speculative_config=speculation, **common, **options)
+
+
 def greedy(outputs: int) -> SamplingParams:
     return SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
 
@@ -187,16 +193,7 @@ def compare_cascade(target: Path, shared: int, batches: list[int], outputs: int 
     print("|---|---|---|---|---|")
     for method in ("none", "ngram"):
         speculation = {**METHODS[method], "adaptive": False, "accept_policy": "simulated"}
-        llm = LLM(
-            model=str(target),
-            load_format="dummy",
-            device="cuda",
-            max_batch_size=max(batches),
-            max_num_batched_tokens=8192,
-            max_model_len=shared + outputs + 128,
-            cascade_attention=True,
-            speculative_config=speculation,
-        )
+        llm = load_target(target, max(batches), shared + outputs + 128, speculation, cascade_attention=True)
         beginning, *ends = make_prompts(llm, 1, shared) + make_prompts(llm, max(batches), 64)
         llm.generate({"prompt_token_ids": beginning}, greedy(1), use_tqdm=False)
         steps = llm.engine.device_steps
@@ -224,16 +221,7 @@ EXTRAS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def compare_extras(target: Path, batches: list[int], prompt: int, outputs: int) -> None:
     """Steps that verify 3 lookup drafts by each strategy, and with log-probabilities: captured, and by the engine that waits for each step."""
-    llm = LLM(
-        model=str(target),
-        load_format="dummy",
-        device="cuda",
-        max_batch_size=max(batches),
-        max_num_batched_tokens=8192,
-        max_model_len=prompt + outputs + 32,
-        enable_prefix_caching=False,
-        speculative_config={**METHODS["ngram3"], "adaptive": False},
-    )
+    llm = load_target(target, max(batches), prompt + outputs + 32, {**METHODS["ngram3"], "adaptive": False}, enable_prefix_caching=False)
     steps = llm.engine.device_steps
     assert steps is not None
     print("| temperature 0.8 | batch | captured, ms | of target_match | tokens a step | waiting, ms a step | captured is |")
@@ -289,22 +277,15 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         for method in arguments.methods:
             started = time.perf_counter()
-            llm = LLM(
-                model=str(target),
-                load_format="dummy",
-                device="cuda",
-                max_batch_size=max(arguments.batches),
-                max_num_batched_tokens=8192,
-                max_model_len=arguments.prompt + arguments.outputs + 32,
-                enable_prefix_caching=False,
-                speculative_config={
-                    **METHODS[method],
-                    **({"model": str(drafter)} if method.startswith("mtp") else {}),
-                    "adaptive": False,
-                    "accept_policy": "simulated",
-                    "simulated_acceptance_rate": arguments.acceptance,
-                },
-            )
+            speculation = {
+                **METHODS[method],
+                **({"model": str(drafter)} if method.startswith("mtp") else {}),
+                "adaptive": False,
+                "accept_policy": "simulated",
+                "simulated_acceptance_rate": arguments.acceptance,
+            }
+            length = arguments.prompt + arguments.outputs + 32
+            llm = load_target(target, max(arguments.batches), length, speculation, enable_prefix_caching=False)
             loaded = time.perf_counter() - started
             for batch in arguments.batches:
                 requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, arguments.prompt)]

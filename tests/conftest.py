@@ -10,6 +10,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
+from backend.device.graphs import StepShape
 from tests.servers import serve
 from training.heldout import read_heldout
 
@@ -66,6 +67,14 @@ def llm_all() -> LLM:
 
 def greedy(max_tokens: int, **options) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **options)
+
+
+def note_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[StepShape]:
+    """The shapes of the device's steps that are launched from now on."""
+    graphs, used = llm.engine.device_steps._graphs, set()
+    launch = graphs.launch
+    monkeypatch.setattr(graphs, "launch", lambda shape, updates: used.add(shape) or launch(shape, updates))
+    return used
 
 
 def run_in_batches(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: int, method: str) -> list[list[int]]:

@@ -15,7 +15,7 @@ from backend.core import Request, Scheduled
 from backend.device.extras import Extras
 from backend.device.slots import MANY_SHARED_TOKENS, MIN_SHARED_TOKENS, Updates
 from kernels.step import PREFIX_GROUP, PREFIX_LEN
-from tests.conftest import code_prompts, greedy
+from tests.conftest import code_prompts, greedy, note_shapes
 from tests.histories import run_histories
 
 PROMPTS = code_prompts(5, seed=21)
@@ -82,10 +82,7 @@ def test_all_kinds_in_one_batch(monkeypatch):
     waiting, ahead = (
         LLM(speculative_config=SPECULATION, max_num_batched_tokens=16384, max_batch_size=32, async_scheduling=is_ahead) for is_ahead in (False, True)
     )
-    graphs, used = ahead.engine.device_steps._graphs, set()
-    launch = graphs.launch
-    monkeypatch.setattr(graphs, "launch", lambda shape, updates: used.add(shape) or launch(shape, updates))
-    outside = set()
+    used, outside = note_shapes(ahead, monkeypatch), set()
     monkeypatch.setattr(ahead.engine.sampler, "choose", watch(ahead.engine.sampler.choose, outside))
     answers = []
     for llm in (waiting, ahead):

@@ -99,6 +99,10 @@ class Distributions:
         logits [R, V]: processed; num_verified [B]: drafts of each request; width: most of them in this step, and one.
         """
         table, slots = self._table, slots.long()
+        num_drawn = self._num_drawn[slots]
+        self._num_drawn.index_fill_(0, slots, 0)  # the drafts are used up, verified or not
+        if width == 1:
+            return
         places = torch.arange(width, device=logits.device)
         drafts, flags = table.drafts[slots, : width - 1], table.flags[slots]
         owners = slots[:, None].expand(-1, width).flatten()
@@ -107,10 +111,9 @@ class Distributions:
         rows = padded_rows(cu_query_lens, width, len(logits)).flatten()
         probs = self._distribution(logits[rows], owners, extras).view(len(slots), width, -1)
         if extras & Extras.REJECTION:
-            drawn_from = self._read_drawn(slots, drafts)
+            drawn_from = self._read_drawn(slots, drafts, num_drawn)
             decided = ops.verify_rejection(probs, drafts, num_verified, drawn_from, table.seeds[slots], first)
             _put_over(outcome, flags & IS_REJECTION, num_verified, *decided)
-            self._num_drawn.index_fill_(0, slots, 0)
         if extras & Extras.TOP_P:
             decided = accept_likely(probs, drafts, num_verified, table.top_p[owners], seeds, positions, self._config)
             _put_over(outcome, flags & IS_TOP_P, num_verified, *decided)
@@ -145,13 +148,13 @@ class Distributions:
         top_p = torch.where(flags & IS_TOP_P != 0, 1.0, table.top_p[slots])
         return ops.probabilities(logits, temperature, table.top_k[slots], top_p, table.min_p[slots], bool(extras & Extras.FILTERS))
 
-    def _read_drawn(self, slots: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor | None:
-        """[B, K, V] that drafts [B, K] were drawn from; None: all are certain."""
-        count = drafts.shape[1]
-        if not self._has_model or not count:
+    def _read_drawn(self, slots: torch.Tensor, drafts: torch.Tensor, num_drawn: torch.Tensor) -> torch.Tensor | None:
+        """[B, K, V] that drafts [B, K] were drawn from, the first num_drawn [B] of them; None: all are certain."""
+        if not self._has_model:
             return None
+        count = drafts.shape[1]
         drawn_from = torch.stack([plane[slots] for plane in self._drawn_from[:count]], dim=1)
-        is_certain = torch.arange(count, device=drafts.device) >= self._num_drawn[slots][:, None]
+        is_certain = torch.arange(count, device=drafts.device) >= num_drawn[:, None]
         drawn_from.masked_fill_(is_certain[:, :, None], 0.0)
         return drawn_from.scatter_add_(2, drafts.long()[:, :, None], is_certain.float()[:, :, None])
 

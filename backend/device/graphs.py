@@ -149,8 +149,8 @@ class StepGraphs:
 
     def shape_for(self, wanted: StepShape) -> StepShape:
         """The least of the kinds made in advance that such a step fits in, or its own; shared prefixes and extras have shapes of their own."""
-        least = (wanted.num_queries, wanted.num_model_drafts, wanted.has_lookup)
-        fitting = [kind for kind in self._kinds if all(own >= needed for own, needed in zip(kind, least, strict=True))]
+        num_queries, num_model_drafts, has_lookup = wanted.num_queries, wanted.num_model_drafts, wanted.has_lookup
+        fitting = [kind for kind in self._kinds if kind[0] >= num_queries and kind[1] >= num_model_drafts and kind[2] >= has_lookup]
         return StepShape(wanted.batch, *min(fitting), wanted.has_prefixes, wanted.extras) if fitting else wanted
 
     def plan(

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backend.core import Request
-from backend.device.extras import Extras
 from kernels.step import LOOKUP_LIMIT, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN, SLOT
 
 
@@ -25,8 +24,8 @@ class Slot:
     """The device has all tokens of the request, and adds those that it emits."""
     is_followed: bool = False
     """The device has the drafts to verify next, and its drafter has seen all tokens before them."""
-    extras: Extras = Extras.NONE
-    """What each of its steps does besides."""
+    extras: int = 0
+    """What each of its steps does besides, as bits of `Extras`: those of all requests are put together in each step, and flags take long to."""
 
 
 MIN_SHARERS, MIN_SHARED_TOKENS, MANY_SHARED_TOKENS = 4, 8192, 200_000

@@ -112,7 +112,7 @@ class DeviceSteps:
         drafted = [entry.request for entry, row in zip(entries, rows) if row[MODEL_LIMIT] > 0]
         num_queries, num_model = 1 + max(map(len, sources)), max(row[MODEL_LIMIT] for row in rows)
         has_prefixes = self._is_cascade and self._put_prefixes(entries, num_queries, updates)
-        extras = functools.reduce(operator.or_, (slot.extras for slot in slots), Extras.NONE)
+        extras = Extras(functools.reduce(operator.or_, [slot.extras for slot in slots]))
         has_lookup = any(row[LOOKUP_LIMIT] > 0 for row in rows)
         shape = self._graphs.shape_for(StepShape(shape_rows, num_queries, num_model, has_lookup, has_prefixes, extras))
         return Flight(entries, sources, drafted, self._graphs.launch(shape, updates))
@@ -126,13 +126,13 @@ class DeviceSteps:
         """Tells the device what it does not know of these requests, and which drafts to verify first."""
         assert all(e.request.num_steps_ahead == 0 for e in entries), "a request joins while a step of it is under way"
         for entry, slot in zip(entries, slots):
-            slot.extras = extras_of(entry.request, self._policy)
+            slot.extras = extras_of(entry.request, self._policy).value
             if not slot.has_tokens:
                 self._graphs.bad_words.put(slot.number, entry.request.bad_word_ids)
         self._graphs.admit([self._admission(e.request, slot) for e, slot in zip(entries, slots) if not slot.has_tokens])
         draft = drafters.propose(entries)
         for b, (entry, slot, token_ids, sources) in enumerate(zip(entries, slots, draft.token_ids, draft.sources, strict=True)):
-            if Extras.REJECTION in slot.extras:
+            if slot.extras & Extras.REJECTION:
                 self._graphs.distributions.put(slot.number, draft.probs.get(b))
             updates.put_drafts(slot, token_ids, MAX_SPECULATIVE_TOKENS)
             slot.draft_sources = list(sources)
@@ -158,8 +158,8 @@ class DeviceSteps:
             logit_bias=params.logit_bias,
             banned_ids=sorted(request.stop_ids),
             min_known=len(request.prompt_token_ids) + params.min_tokens,
-            is_rejection=Extras.REJECTION in extras,
-            is_top_p=Extras.TOP_P in extras,
+            is_rejection=bool(extras & Extras.REJECTION),
+            is_top_p=bool(extras & Extras.TOP_P),
         )
 
     def _end_of(self, request: Request) -> int:
@@ -189,7 +189,7 @@ class DeviceSteps:
         landed = flight.read()
         draft = Draft([], [])
         verdict = Verdict([], [], [None] * len(flight.entries), [])
-        for b, (row, sources) in enumerate(zip(landed.rows, flight.draft_sources)):
+        for row, sources in zip(landed.rows, flight.draft_sources):
             num_emitted, num_accepted, num_drafts, is_broken = row[:RESULT_HEAD]
             # What was drafted and not accepted is known to the device alone, and nobody asks for it.
             draft.token_ids.append(row[RESULT_HEAD : RESULT_HEAD + num_accepted] + [-1] * (num_drafts - num_accepted))
@@ -197,10 +197,10 @@ class DeviceSteps:
             verdict.token_ids.append(row[RESULT_HEAD : RESULT_HEAD + num_emitted])
             verdict.num_accepted.append(num_accepted)
             verdict.is_broken.append(bool(is_broken))
-            num_top = flight.entries[b].request.params.logprobs
-            if num_top is not None:
-                assert landed.scores is not None
-                verdict.logprobs[b] = read_scores(landed.scores[b], verdict.token_ids[b], num_top)
+        if landed.scores is not None:
+            for b, entry in enumerate(flight.entries):
+                if entry.request.params.logprobs is not None:
+                    verdict.logprobs[b] = read_scores(landed.scores[b], verdict.token_ids[b], entry.request.params.logprobs)
         return draft, verdict, landed.seconds
 
     def follow(self, flight: Flight, is_open: Callable[[Request], bool]) -> None:

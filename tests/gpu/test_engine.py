@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
-from backend.device.graphs import StepShape
-from tests.conftest import code_prompts, greedy
+from tests.conftest import code_prompts, greedy, note_shapes
 from tests.histories import run_histories
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -129,14 +128,6 @@ def test_in_bfloat16_only_ties_differ(prompts, engines):
         for choice in (CHOICES["none"], *CHOICES.values())
     )
     check_only_ties_differ(llm, engines["cuda"], encoded, plain, answers)
-
-
-def note_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[StepShape]:
-    """The shapes of the steps that are launched from now on."""
-    graphs, used = llm.engine.device_steps._graphs, set()
-    launch = graphs.launch
-    monkeypatch.setattr(graphs, "launch", lambda shape, updates: used.add(shape) or launch(shape, updates))
-    return used
 
 
 def test_a_shared_beginning_is_read_once(prompts, engines, monkeypatch):
