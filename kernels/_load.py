@@ -312,5 +312,4 @@ def load(
     if _rehearsed is not None:
         _rehearsed.append((source, defines or {}))
         return cast(Kernel, _Rehearsal())
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return _kernel(index, source, name, types, tuple(sorted((defines or {}).items())), shared, programmatic)
+    return _kernel(_index_of(device), source, name, types, tuple(sorted((defines or {}).items())), shared, programmatic)
