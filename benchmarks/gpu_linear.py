@@ -1,6 +1,6 @@
 """Projections of few tokens on a GPU: each shape of Llama-3.1-8B, and the dense part of a whole step, against cuBLAS and the memory.
 
-    python -m benchmarks.gpu_linear [--layers 32] [--tokens 1,2,4,6,8,16]
+    python -m benchmarks.gpu_linear [--layers 32] [--tokens 1,2,4,6,8,16,24,32,48,64]
 
 Every figure is the median of replays of a captured graph over weights that the cache cannot hold.
 """
@@ -107,7 +107,7 @@ def compare_chain(device: torch.device, tokens: list[int], num_layers: int, copy
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--tokens", default="1,2,4,6,8,16,24,32")
+    parser.add_argument("--tokens", default="1,2,4,6,8,16,24,32,48,64")
     arguments = parser.parse_args()
     device, tokens = torch.device("cuda:0"), [int(n) for n in arguments.tokens.split(",")]
     with device_stream(device), torch.inference_mode():

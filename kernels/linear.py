@@ -1,7 +1,7 @@
 """Projections of few tokens at the speed of the memory, with what comes right before and after them.
 
 A row of a result does not depend on how many rows there are, as long as `linear.cu` computes it: a drafted token is verified with
-the sums that plain decoding would have made. From 17 to 32 tokens it is `wide_linear.cu` on Hopper GPUs; longer products, float32 and odd
+the sums that plain decoding would have made. From 17 to 64 tokens it is `wide_linear.cu` on Hopper GPUs; longer products, float32 and odd
 shapes go to torch.
 
 Weights and norm weights are read before the kernel ahead in the stream has ended: they must not be what that one writes.

@@ -1,4 +1,4 @@
-"""Projections of 17 to 32 tokens on Hopper GPUs, where cuBLAS leaves some of the memory's speed: see wide_linear.cu.
+"""Projections of 17 to 64 tokens on Hopper GPUs, where cuBLAS leaves some of the memory's speed: see wide_linear.cu.
 
 A row of a result does not depend on how many rows there are.
 """
@@ -12,7 +12,9 @@ import torch
 
 from kernels._load import ELEMENTS, KernelError, gpu_of, load
 
-MIN_TOKENS, MAX_TOKENS = 17, 32
+MIN_TOKENS, MAX_TOKENS = 17, 64
+SIZES = (32, 48, 64)
+"""Tokens that a kernel has room for."""
 STEP, TILE, THREADS = 64, 128, 384
 SHARED = 112 * 1024
 """Bytes of dynamic shared memory: what two blocks of a multiprocessor may have each."""
@@ -38,14 +40,15 @@ def is_wide(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bo
 
 
 @functools.cache
-def choose_shape(out_size: int, in_size: int, dtype: torch.dtype, is_gated: bool, num_multiprocessors: int) -> Defines:
+def choose_shape(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, is_gated: bool, num_multiprocessors: int) -> Defines:
     """How `wide_linear.cu` is compiled for a product."""
+    tokens = next(size for size in SIZES if num_tokens <= size)
     tiles = -(-out_size // TILE)
-    split = next((s for s in (4, 2) if tiles * s <= num_multiprocessors and in_size // STEP >= 4 * s), 1)
-    stages = (SHARED - 1024) // ((TILE + MAX_TOKENS) * 128)
+    split = next((s for s in (4, 2) if 2 * tiles * s <= 3 * num_multiprocessors and in_size // STEP >= 4 * s), 1)
+    stages = (SHARED - 1024) // ((TILE + tokens) * 128)
     return {
         "ELEMENT": ELEMENTS[dtype],
-        "TOKENS": MAX_TOKENS,
+        "TOKENS": tokens,
         "SPLIT": split,
         "GATED": int(is_gated),
         "STAGES": stages,
@@ -91,8 +94,8 @@ def launch(
     (num_tokens, in_size), out_size, size = x.shape, weight.shape[0], x.element_size()
     out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
     num_multiprocessors = gpu_of(x.device).num_multiprocessors
-    defines = choose_shape(out_size, in_size, x.dtype, is_gated, num_multiprocessors)
-    split, row_bytes = int(defines["SPLIT"]), in_size * size
+    defines = choose_shape(num_tokens, out_size, in_size, x.dtype, is_gated, num_multiprocessors)
+    tokens_box, split, row_bytes = (STEP, int(defines["TOKENS"])), int(defines["SPLIT"]), in_size * size
     sizes: tuple[int, ...] = (in_size, out_size)
     strides: tuple[int, ...] = (row_bytes,)
     box: tuple[int, ...] = (STEP, TILE)
@@ -100,7 +103,7 @@ def launch(
         half = out_size // 2
         sizes, strides, box = (in_size, 8, 2, half // 8), (row_bytes, half * row_bytes, 8 * row_bytes), (STEP, 8, 2, TILE // 16)
     weights = _tensor_map(weight.data_ptr(), x.dtype, sizes, strides, box)
-    tokens = _tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * size,), (STEP, MAX_TOKENS))
+    tokens = _tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * size,), tokens_box)
     kernel = load(x.device, "wide_linear", "wide_linear", "128s128sPPPiiii", defines, shared=SHARED, programmatic=True)
     num_tiles = -(-out_size // TILE)
     grid = num_tiles * split if split > 1 else min(num_tiles, 2 * num_multiprocessors)

@@ -70,7 +70,9 @@ def test_rows_do_not_depend_on_their_number(out_size: int, in_size: int, device:
 
 
 WIDE = [(17, 6144, 4096), (32, 4096, 4096), (24, 28672, 4096), (27, 4096, 14336), (20, 2048, 2048)]
+WIDE += [(48, 6144, 4096), (64, 4096, 4096), (42, 28672, 4096), (57, 28672, 4096), (64, 4096, 14336), (33, 2048, 2048)]
 WIDE_CORNER = [(17, 32, 64), (32, 96, 128), (30, 576, 192), (23, 4256, 320), (32, 12832, 64), (24, 128256, 256), (31, 33824, 512)]
+WIDE_CORNER += [(48, 32, 64), (49, 96, 128), (50, 576, 192), (63, 4256, 320), (40, 12832, 64), (33, 128256, 256), (64, 33824, 512)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,13 +97,13 @@ def test_wide(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 192), (33824, 256)])
 def test_wide_rows_do_not_depend_on_their_number(out_size: int, in_size: int, device: torch.device) -> None:
-    x, weight, bias, _, _ = make(32, out_size, in_size, torch.bfloat16, device)
+    x, weight, bias, _, _ = make(64, out_size, in_size, torch.bfloat16, device)
     whole = linear(x, weight, bias)
-    for start, stop in ((0, 17), (10, 32), (3, 22)):
+    for start, stop in ((0, 17), (10, 42), (3, 22), (30, 64), (1, 49), (5, 64)):
         assert torch.equal(linear(x[start:stop], weight, bias), whole[start:stop])
 
 
-@pytest.mark.parametrize("num_tokens", [6, 24])
+@pytest.mark.parametrize("num_tokens", [6, 24, 40, 64])
 def test_chain_in_graph(num_tokens: int, device: torch.device) -> None:
     """Kernels that begin before the one ahead has ended still see all that it wrote, replay after replay."""
     x, qkv, _, norm_weight, _ = make(num_tokens, 6144, 4096, torch.bfloat16, device)
@@ -141,7 +143,7 @@ def test_chain_in_graph(num_tokens: int, device: torch.device) -> None:
 
 def test_goes_to_torch(device: torch.device) -> None:
     for num_tokens, out_size, in_size, dtype in (
-        (33, 64, 64, torch.bfloat16),
+        (65, 64, 64, torch.bfloat16),
         (17, 64, 96, torch.bfloat16),
         (0, 64, 64, torch.bfloat16),
         (2, 64, 64, torch.float32),
