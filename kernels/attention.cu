@@ -189,6 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
         if (l.num_rows > 0 && l.token >= l.last) {
             ++l.num_items;
             take_item(l, l.next_word, rank);
+            if (l.num_rows == 0) launch_dependents();  // all is on its way: the next kernel's weights may follow
             ++l.next;
             l.next_word = l.next < l.end && lane < ITEM_WORDS ? ((const int*)(items + l.next))[lane] : 0;
             l.window = l.token >> PAGE_SHIFT;

@@ -25,6 +25,13 @@ __device__ __forceinline__ void wait_for_writers() {
 #endif
 }
 
+// Lets the next kernel of the stream start, up to where it waits in the same way.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 constexpr int WIDTH = HEAD_DIM / CLUSTER;  // columns of the output that one CTA of a cluster finishes
 static_assert(WIDTH % 8 == 0, "eight columns are merged at a time");
 
