@@ -86,7 +86,7 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
       const unsigned long long key = score_key(score, chunk * 8 + k);
       if (MODE != ALL) {
         const int free = atomicAdd(&shared.num_noted, 1);
-        if (free < THREADS) shared.noted[free] = {key, value};
+        if (free < THREADS) shared.noted[free] = {key, value, 0};
       }
       if (key > found.key) {
         found.key = key;
@@ -100,6 +100,7 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
       raw = row.load(chunk + STRIDE);
       look(chunk, own);
     }
+    if (MODE == MEASURE) row.end_tops(top);
   } else {
     row.visit<2, true>(limit, look);
   }

@@ -48,7 +48,7 @@ __device__ float find_kth(const Count& count, int k, float low, float high, Shar
 #pragma unroll
     for (int j = 0; j < 8; ++j) places[j] = value_at(start + width * (j + 1) / 9);
     count(places, counts);
-    counts = reduce(counts, Counts{}, shared, turn);
+    counts = reduce(counts, shared, turn);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const long long place = start + width * (j + 1) / 9;
@@ -80,7 +80,7 @@ __device__ int gather(const Row& row, float least, Shared& shared, int& turn) {
   });
   __syncthreads();
   const bool is_full = shared.num_noted > THREADS;
-  const Standing all = reduce(Standing{threadIdx.x ? 0 : shared.num_noted, float(is_full)}, Standing{0, 0}, shared, turn);
+  const Standing all = reduce(Standing{threadIdx.x ? 0 : shared.num_noted, float(is_full)}, shared, turn);
   return all.mass > 0 ? INT_MAX : all.rank;
 }
 
@@ -88,16 +88,15 @@ struct Kth {
   float value, sum;  // of the top_k: the least value; their probabilities, as Best::sum
 };
 
-// The top_k as a whole.
-__device__ Kth find_top_k(const Row& row, int k, const Best& all, Shared& shared, int& turn) {
-  const float low = find_floor(row, all, float(k), true, shared, turn);
-  if (gather(row, low, shared, turn) < INT_MAX) {
+// The top_k as a whole; they reach `low`. Where a block has the row, those that are so few that they can be gathered do not come here.
+__device__ Kth find_top_k(const Row& row, int k, float low, const Best& all, Shared& shared, int& turn) {
+  if (CLUSTER > 1 && gather(row, low, shared, turn) < INT_MAX) {
     const float own = int(threadIdx.x) < shared.num_noted ? shared.noted[threadIdx.x].value : -INF;
     const auto count_own = [&](const float (&places)[8], Counts& counts) { count_value(own, places, counts); };
     const float value = find_kth(count_own, k, low, all.greatest, shared, turn);
     const bool is_above = own > value;
     const float weight = exp2_fast(fmaf(own, row.to_base2, -all.base));
-    const Standing above = reduce(Standing{is_above, is_above ? weight : 0}, Standing{0, 0}, shared, turn);
+    const Standing above = reduce(Standing{is_above, is_above ? weight : 0}, shared, turn);
     return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -all.base))};
   }
   const auto count_all = [&](const float (&places)[8], Counts& counts) {
@@ -109,6 +108,6 @@ __device__ Kth find_top_k(const Row& row, int k, const Best& all, Shared& shared
     });
   };
   const float value = find_kth(count_all, k, low, all.greatest, shared, turn);
-  const Standing above = reduce(find_standing<true>(row, value, 0, all.base), Standing{0, 0}, shared, turn);
+  const Standing above = reduce(find_standing<true>(row, value, 0, all.base), shared, turn);
   return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -all.base))};
 }
