@@ -12,8 +12,8 @@
 // Noise is -log(E), E = -log1p(-u) >= u. A token of logit t reaches a score s only if u <= E <= exp(t - s): a product and a
 // comparison with the leading bits of the token's random number spare all but a few tokens the rest of it and the exact noise.
 
-#include "sampling_best.cuh"
 #include "sampling_list.cuh"
+#include "sampling_many.cuh"
 #include "sampling_rules.cuh"
 
 // Bytes of a row that are sent for while its penalties wait for memory, and of the row that the multiprocessor takes next, once this
@@ -30,75 +30,39 @@ __device__ __forceinline__ void prefetch(const Logit* row, int vocab_size) {
 
 // The token of a row under its parameters, in the first thread; -1 when none has a score. end_reading() once the row has been read.
 template <class EndReading>
-__device__ __forceinline__ int draw(const Row& row, const SlotParams& params, const EndReading& end_reading, int& is_broken, Shared& shared, int& turn) {
+__device__ __forceinline__ int draw(const Row& row, const SlotParams& params, const EndReading& end_reading, int& is_broken) {
   const float top_p = params.top_p, min_p = params.min_p;
   const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
+  int turn = 0;
   if (top_k <= 0 && top_p >= 1 && min_p <= 0) {
-    const Best own = find_best<ALL>(row, 0, 0, 0, 0, shared);
+    const Best own = find_best<ALL>(row, 0, 0, 0, 0);
+    end_reading();
     await_peers();
-    const Best best = reduce(own, shared, turn);
+    const Best best = reduce(own, turn);
     is_broken = !(best.greatest < INF);
     return best.key ? key_token(best.key) : -1;
   }
   // Where few rows leave the chip idle, the first reading finds a token, too, which is mostly kept.
   const bool is_tried = CLUSTER > 1 && top_k <= 0;
-  if (threadIdx.x == 0) shared.num_noted = shared.num_chunks = 0;
-  const Best measured = is_tried ? find_best<MEASURE>(row, 0, 0, 0, 0, shared) : measure(row);
+  if (threadIdx.x == 0) shared.num_chunks = shared.num_listed = 0;
+  const Best measured = is_tried ? find_best<MEASURE>(row, 0, 0, 0, 0) : measure(row);
   end_reading();
   await_peers();
-  const Best all = reduce(measured, shared, turn);
+  const Best all = reduce(measured, turn);
   is_broken = !(all.greatest < INF);
   if (is_broken || all.greatest == -INF) return -1;
-  // Tokens that are surely not kept are left out: those ordered behind (limit, limit_id).
-  float sum = all.sum, limit = -INF, mark = INF;
-  int limit_id = INT_MAX;
-  if (min_p > 0) {  // close to the least logit that it keeps, and below
+  float limit = -INF;  // tokens below it are surely not kept
+  if (min_p > 0) {     // close to the least logit that it keeps, and below
     const float kept = row.scaled(all.greatest) + logf(min_p);
     limit = (kept - 1e-4f - 1e-5f * fabsf(kept)) * (LOGIT == 0 ? 1 : row.temperature);
   }
-  const bool has_floor = !is_tried && top_p < 1;  // where the greatest of the chunks reach top_p
-  if (top_k <= 0 && has_floor && all.top >= top_p * sum) limit = fmaxf(limit, find_floor(row, all, top_p * sum, false, shared, turn));
-  const float low = top_k > 0 ? find_floor(row, all, float(top_k), true, shared, turn) : limit;
-  if (CLUSTER == 1 && low > -INF && list_tokens(row, low, all, shared))
-    return threadIdx.x < 32 ? choose_listed(row, params, top_k, low, all, shared) : -1;
-  if (top_k > 0) {
-    const Kth kth = find_top_k(row, top_k, low, all, shared, turn);
-    sum = kth.sum, limit = fmaxf(limit, kth.value);
-    if (has_floor && all.top >= top_p * sum) limit = fmaxf(limit, find_floor(row, all, top_p * sum, false, shared, turn));
+  if (top_k > 0 || (!is_tried && top_p < 1 && all.top >= top_p * all.sum)) {
+    const float floor = find_floor(row, all, top_k > 0 ? float(top_k) : top_p * all.sum, top_k > 0, turn);
+    limit = top_k > 0 ? floor : fmaxf(limit, floor);  // the top_k have to be listed, whatever min_p says of them
   }
-  Best best = all;
-  if (!is_tried) {
-    if (limit == -INF) {
-      if (top_p < 1) mark = guess_cut(row, all, top_p, shared, turn);
-      best = find_best<AMONG_AND_SUM>(row, limit, limit_id, all.base, mark, shared);
-    } else {
-      best = find_best<AMONG>(row, limit, limit_id, 0, 0, shared);
-    }
-    best = reduce(best, shared, turn);
-  }
-  const bool is_marked = mark < INF && best.top <= top_p * sum;
-  unsigned long long key = best.key;
-  float least = key_score(key) - MARGIN;
-  while (key) {
-    const int token_id = key_token(key);
-    const float value = row.value(to_float(row.logits[token_id]));
-    bool is_kept = !(min_p > 0) || expf(row.scaled(value) - row.scaled(all.greatest)) >= min_p;
-    // Where it is marked, the tokens that reach the mark do not reach top_p together.
-    if (is_kept && (top_k > 0 || top_p < 1) && !(is_marked && value >= mark)) {
-      const Standing own = top_k > 0 ? find_standing<true>(row, value, token_id, all.base) : find_standing<false>(row, value, token_id, all.base);
-      const Standing standing = reduce(own, shared, turn);
-      is_kept = (top_k <= 0 || standing.rank < top_k) && (top_p >= 1 || standing.rank == 0 || standing.mass < top_p * sum);
-    }
-    if (is_kept) return token_id;
-    if (value >= limit) limit = value, limit_id = token_id;
-    const Next next = reduce(find_next(limit, limit_id, key, least, shared), shared, turn);
-    key = next.key;
-    if (next.key == 0 || next.is_incomplete) {
-      best = reduce(find_best<AMONG>(row, limit, limit_id, 0, 0, shared), shared, turn);
-      key = best.key, least = key_score(key) - MARGIN;
-    }
-  }
-  return -1;  // not reached: the likeliest token is always kept
+  if (CLUSTER == 1 && limit > -INF && list_tokens(row, limit, all))
+    return threadIdx.x < 32 ? choose_listed(row, params, top_k, limit, all) : -1;
+  return choose_among_many(row, params, top_k, limit, is_tried, all, turn);
 }
 
 // Grid: rows * CLUSTER, of which `wave` rows are on the chip at once. Row j of a request follows its known tokens and its first j
@@ -106,7 +70,6 @@ __device__ __forceinline__ int draw(const Row& row, const SlotParams& params, co
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREADS)
     choose(int* token_ids, bool* is_broken, Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch, int vocab_size,
            int is_processed, int wave) {
-  __shared__ Shared shared;
   const int index = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER;
   const Owner owner = find_owner(row_slots, cu_query_lens, batch, index, &shared.owner);
   if (owner.request < 0) {
@@ -124,11 +87,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
   row.first = block * THREADS + threadIdx.x;
   row.num_chunks = (vocab_size + 7) / 8;
   if (!is_processed && flags & RULES) process(logits + size_t(index) * vocab_size, slots, owner, block);
-  int turn = 0, token_id, broken = 0;
+  int token_id, broken = 0;
   if (flags & GREEDY) {
     const Best own = find_greatest(row);
     await_peers();
-    const Best best = reduce(own, shared, turn);
+    int turn = 0;
+    const Best best = reduce(own, turn);
     token_id = best.key ? key_token(best.key) : -1;
     broken = !(best.greatest < INF);
   } else {
@@ -140,7 +104,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
       const int next = index + wave;
       if (CLUSTER == 1 && threadIdx.x == 0 && next < num_rows) prefetch<PREFETCH_NEXT>(logits + size_t(next) * vocab_size, vocab_size);
     };
-    token_id = draw(row, params, end_reading, broken, shared, turn);
+    token_id = draw(row, params, end_reading, broken);
   }
   if (block == 0 && threadIdx.x == 0) token_ids[index] = max(token_id, 0), is_broken[index] = broken;
 }

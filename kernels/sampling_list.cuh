@@ -6,7 +6,7 @@ constexpr float LIST_ONE = 0x1p40f;  // the greatest's weight among integers: ad
 
 // Lists the tokens that reach `least`, with their scores and weights; whether there was room. The counts are zero before. Where true,
 // warps that have nothing in it do not wait for it.
-__device__ __forceinline__ bool list_tokens(const Row& row, float least, const Best& all, Shared& shared) {
+__device__ __forceinline__ bool list_tokens(const Row& row, float least, const Best& all) {
   row.visit_tops(least, [&](int chunk, float) {
     const int free = atomicAdd(&shared.num_chunks, 1);
     if (free < THREADS) shared.chunks[free] = chunk;
@@ -32,7 +32,7 @@ __device__ __forceinline__ bool list_tokens(const Row& row, float least, const B
       for (int i = 1; i < 8; ++i)
         if (k == i) value = x[i], number = token_number(leading, rest, i);
       const float weight = exp2_fast(fmaf(value, row.to_base2, -all.base)) * exp2_fast(all.base - all.greatest * row.to_base2);
-      const int free = atomicAdd(&shared.num_noted, 1);
+      const int free = atomicAdd(&shared.num_listed, 1);
       if (free < THREADS) shared.noted[free] = {score_key(__fadd_rn(row.scaled(value), gumbel(number)), chunk * 8 + k), value, weight};
     }
   }
@@ -41,7 +41,7 @@ __device__ __forceinline__ bool list_tokens(const Row& row, float least, const B
     return true;
   }
   __syncthreads();
-  return shared.num_noted <= THREADS;
+  return shared.num_listed <= THREADS;
 }
 
 __device__ __forceinline__ bool is_before(float value, int token_id, float other, int other_id) {
@@ -55,8 +55,9 @@ struct Mass {  // of tokens in the list
 
 // Counts and weighs the listed tokens that `is_in`(value, token id) names.
 template <class IsIn>
-__device__ __forceinline__ Mass weigh_listed(int count, const Shared& shared, const IsIn& is_in) {
+__device__ __forceinline__ Mass weigh_listed(int count, const IsIn& is_in) {
   Mass own = {0, 0};
+#pragma unroll 1
   for (int i = threadIdx.x % 32; i < count; i += 32) {
     const Noted noted = shared.noted[i];
     if (is_in(noted.value, key_token(noted.key))) ++own.rank, own.mass += __float2ull_rn(noted.weight * LIST_ONE);
@@ -67,9 +68,9 @@ __device__ __forceinline__ Mass weigh_listed(int count, const Shared& shared, co
 }
 
 // The token that `draw` wants, of the list alone, by one warp. Every token that may be kept is in it, the top_k where there is one.
-__device__ __forceinline__ int choose_listed(const Row& row, const SlotParams& params, int top_k, float least, const Best& all, const Shared& shared) {
+__device__ __forceinline__ int choose_listed(const Row& row, const SlotParams& params, int top_k, float least, const Best& all) {
   const float top_p = params.top_p, min_p = params.min_p;
-  const int count = shared.num_noted;
+  const int count = shared.num_listed;
   float wanted = top_p * (all.sum * exp2_fast(all.base - all.greatest * row.to_base2)) * LIST_ONE;
   if (top_k > 0 && top_p < 1) {  // of the top_k: those above the k-th greatest value, and as many of its equals as are missing
     long long below = order(least) >> VALUE_SHIFT, above = (order(all.greatest) >> VALUE_SHIFT) + 1;  // at least k reach `below`, fewer `above`
@@ -77,18 +78,20 @@ __device__ __forceinline__ int choose_listed(const Row& row, const SlotParams& p
       const long long middle = below + (above - below) / 2;
       const float value = value_at(middle);
       int reaching = 0;
+#pragma unroll 1
       for (int i = threadIdx.x % 32; i < count; i += 32) reaching += shared.noted[i].value >= value;
       (int(__reduce_add_sync(~0u, reaching)) >= top_k ? below : above) = middle;
     }
     const float value = value_at(below);
-    const Mass before = weigh_listed(count, shared, [&](float x, int) { return x > value; });
-    const Mass equal = weigh_listed(count, shared, [&](float x, int) { return x == value; });
+    const Mass before = weigh_listed(count, [&](float x, int) { return x > value; });
+    const Mass equal = weigh_listed(count, [&](float x, int) { return x == value; });
     wanted = top_p * (float(before.mass) + float(equal.mass) / float(max(equal.rank, 1)) * float(top_k - before.rank));
   }
   float last = -INF;  // only tokens before (last, last_id) may be kept
   int last_id = INT_MAX;
   while (true) {
     Noted best = {0, 0, 0};
+#pragma unroll 1
     for (int i = threadIdx.x % 32; i < count; i += 32) {
       const Noted noted = shared.noted[i];
       if (noted.key > best.key && is_before(noted.value, key_token(noted.key), last, last_id)) best = noted;
@@ -99,7 +102,7 @@ __device__ __forceinline__ int choose_listed(const Row& row, const SlotParams& p
     const float value = __shfl_sync(~0u, best.value, __ffs(__ballot_sync(~0u, best.key == key)) - 1);
     bool is_kept = !(min_p > 0) || expf(row.scaled(value) - row.scaled(all.greatest)) >= min_p;
     if (is_kept && (top_k > 0 || top_p < 1)) {
-      const Mass before = weigh_listed(count, shared, [&](float x, int id) { return is_before(x, id, value, token_id); });
+      const Mass before = weigh_listed(count, [&](float x, int id) { return is_before(x, id, value, token_id); });
       is_kept = (top_k <= 0 || before.rank < top_k) && (top_p >= 1 || before.rank == 0 || float(before.mass) < wanted);
     }
     if (is_kept) return token_id;

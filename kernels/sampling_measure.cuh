@@ -56,7 +56,7 @@ __device__ __forceinline__ Best measure(const Row& row) {
 // none is found. Tokens below it have at least as many, or as much, before them.
 //
 // Weights are added up as integers, rounded down: in any order they give the same. A bin has four cells, so that lanes meet less often.
-__device__ float find_floor(const Row& row, const Best& all, float wanted, bool is_count, Shared& shared, int& turn) {
+__device__ float find_floor(const Row& row, const Best& all, float wanted, bool is_count, int& turn) {
   constexpr float ONE = 65536;  // the weight of the greatest; what weighs less than 1 / ONE of it is left out
   const float highest = all.greatest * row.to_base2;
   if (!is_count) wanted *= exp2_fast(all.base - highest) * ONE;
@@ -101,22 +101,22 @@ __device__ float find_floor(const Row& row, const Best& all, float wanted, bool 
 }
 
 // A value at which a little less than top_p is reached, more or less, from a sample of four values a thread.
-__device__ float guess_cut(const Row& row, const Best& all, float top_p, Shared& shared, int& turn) {
+__device__ __noinline__ float guess_cut(const Row row, float greatest, float base, float top_p, int& turn) {
   constexpr float STEP = 2;  // base 2
-  float x[8], start = all.greatest * row.to_base2, cut = INF;
+  float x[8], start = greatest * row.to_base2, cut = INF;
   row.unpack_values(row.load(row.first), x);
 #pragma unroll 1
   for (float step = STEP; step > STEP / 64; step /= 8) {
     Masses masses = {};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float t = x[k] * row.to_base2, weight = row.first < row.num_chunks ? exp2_fast(t - all.base) : 0;
+      const float t = x[k] * row.to_base2, weight = row.first < row.num_chunks ? exp2_fast(t - base) : 0;
       masses.all += weight;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
         if (t >= start - step * (j + 1)) masses.above[j] += weight;
     }
-    masses = reduce(masses, shared, turn);
+    masses = reduce(masses, turn);
     int place = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j)

@@ -78,11 +78,13 @@ struct Shared {
   uint4 of_block[2][CLUSTER][3];
   uint4 bins[2][32];  // see find_floor
   int bound;  // order() of a score, base 2: tokens that do not reach it need not be looked at
-  int num_noted, num_chunks;
+  int num_noted, num_chunks, num_listed;
   Owner owner;
   Noted noted[THREADS];
   int chunks[THREADS];
 };
+
+__shared__ Shared shared;
 
 template <class T>
 __device__ __forceinline__ T shuffle(const T& value, int lane_mask) {
@@ -135,7 +137,7 @@ __device__ __forceinline__ void await_peers() {
 // The row's value out of every thread's, the same bits in every thread. `turn` alternates between two sets of cells, so that one
 // barrier a call is enough.
 template <class T>
-__device__ T reduce(T value, Shared& shared, int& turn) {
+__device__ T reduce(T value, int& turn) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   value = combine_lanes<32>(value);
   if (lane == 0) *reinterpret_cast<T*>(shared.of_warp[turn][warp]) = value;
