@@ -36,7 +36,8 @@ __device__ __forceinline__ bool list_tokens(const Row& row, float least, const B
       if (free < THREADS) shared.noted[free] = {score_key(__fadd_rn(row.scaled(value), gumbel(number)), chunk * 8 + k), value, weight};
     }
   }
-  if (num_chunks <= 32) {  // all is the first warp's
+  static_assert(THREADS >= 8 * 32);
+  if (num_chunks <= 32) {  // all is the first warp's, and there is room
     __syncwarp();
     return true;
   }
