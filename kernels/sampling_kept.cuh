@@ -7,7 +7,7 @@ __device__ __noinline__ Standing find_standing(const Row row, float value, int t
   Standing standing = {0, 0};
   const int own = token_id / 8;
   const float above = nextafterf(value, INF);
-  constexpr int DEPTH = LOGIT == 0 ? 2 : 4;
+  constexpr int DEPTH = LOGIT == 0 ? 3 : 6;  // a row that comes here may be the last on its multiprocessor
   row.visit<DEPTH, true>(value, [&](int chunk, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);

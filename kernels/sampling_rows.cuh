@@ -61,7 +61,7 @@ struct Row {
   template <class Visit>
   __device__ __forceinline__ void visit_tops(float least, const Visit& visit) const {
     const int count = (num_chunks + STRIDE - 1) / STRIDE * (THREADS / 8);
-#pragma unroll 2
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += THREADS) {
       const Raw raw = all_tops()[i];
       if (!(value(chunk_max(raw)) >= least)) continue;
