@@ -16,27 +16,13 @@
 #include "sampling_many.cuh"
 #include "sampling_rules.cuh"
 
-// Bytes of a row that are sent for while its penalties wait for memory, and of the row that the multiprocessor takes next, once this
-// one has been read: memory would be idle. 0: none.
-constexpr int PREFETCH_OWN = 96 * 1024, PREFETCH_NEXT = 64 * 1024;
-
-template <int BYTES>
-__device__ __forceinline__ void prefetch(const Logit* row, int vocab_size) {
-#if VECTOR && __CUDA_ARCH__ >= 900
-  if (BYTES > 0)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(min(BYTES, vocab_size * int(sizeof(Logit)))) : "memory");
-#endif
-}
-
-// The token of a row under its parameters, in the first thread; -1 when none has a score. end_reading() once the row has been read.
-template <class EndReading>
-__device__ __forceinline__ int draw(const Row& row, const SlotParams& params, const EndReading& end_reading, int& is_broken) {
+// The token of a row under its parameters, in the first thread; -1 when none has a score.
+__device__ __forceinline__ int draw(const Row& row, const SlotParams& params, int& is_broken) {
   const float top_p = params.top_p, min_p = params.min_p;
   const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
   int turn = 0;
   if (top_k <= 0 && top_p >= 1 && min_p <= 0) {
     const Best own = find_best<ALL>(row, 0, 0, 0, 0);
-    end_reading();
     await_peers();
     const Best best = reduce(own, turn);
     is_broken = !(best.greatest < INF);
@@ -46,7 +32,6 @@ __device__ __forceinline__ int draw(const Row& row, const SlotParams& params, co
   const bool is_tried = CLUSTER > 1 && top_k <= 0;
   if (threadIdx.x == 0) shared.num_chunks = shared.num_listed = 0;
   const Best measured = is_tried ? find_best<MEASURE>(row, 0, 0, 0, 0) : measure(row);
-  end_reading();
   await_peers();
   const Best all = reduce(measured, turn);
   is_broken = !(all.greatest < INF);
@@ -65,11 +50,10 @@ __device__ __forceinline__ int draw(const Row& row, const SlotParams& params, co
   return choose_among_many(row, params, top_k, limit, is_tried, all, turn);
 }
 
-// Grid: rows * CLUSTER, of which `wave` rows are on the chip at once. Row j of a request follows its known tokens and its first j
-// drafts. Padding rows get token 0.
+// Grid: rows * CLUSTER. Row j of a request follows its known tokens and its first j drafts. Padding rows get token 0.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREADS)
     choose(int* token_ids, bool* is_broken, Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch, int vocab_size,
-           int is_processed, int wave) {
+           int is_processed) {
   const int index = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER;
   const Owner owner = find_owner(row_slots, cu_query_lens, batch, index, &shared.owner);
   if (owner.request < 0) {
@@ -77,8 +61,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
     return;
   }
   say_begun();
-  const int num_rows = cu_query_lens[batch];
-  if (!is_processed && block == 0 && threadIdx.x == 0) prefetch<PREFETCH_OWN>(logits + size_t(index) * vocab_size, vocab_size);
   const SlotParams& params = slots.params[owner.slot];
   const int flags = params.flags, num_tokens = slots.num_tokens[owner.slot];
   Row row;
@@ -100,11 +82,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
     row.seed_low = params.seed_low, row.seed_high = params.seed_high;
     row.temperature = params.temperature;
     row.to_base2 = LOGIT == 0 ? LOG2E : LOG2E / params.temperature;
-    const auto end_reading = [&] {
-      const int next = index + wave;
-      if (CLUSTER == 1 && threadIdx.x == 0 && next < num_rows) prefetch<PREFETCH_NEXT>(logits + size_t(next) * vocab_size, vocab_size);
-    };
-    token_id = draw(row, params, end_reading, broken);
+    token_id = draw(row, params, broken);
   }
   if (block == 0 && threadIdx.x == 0) token_ids[index] = max(token_id, 0), is_broken[index] = broken;
 }

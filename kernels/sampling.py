@@ -98,9 +98,8 @@ def _choose(
     cluster = _cluster_size(logits.device, rows, threads)
     ring = 4 if vocab_size % 8 == 0 else 1
     shared = threads * logits.element_size() * (8 * ring + -(-vocab_size // (8 * threads * cluster)))
-    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiiii", _defines(logits.dtype, vocab_size, cluster, threads), MAX_SHARED)
-    wave = gpu_of(logits.device).num_multiprocessors * 1024 // (threads * cluster)
-    sizes = (len(row_slots), vocab_size, int(is_processed), wave)
+    kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, cluster, threads), MAX_SHARED)
+    sizes = (len(row_slots), vocab_size, int(is_processed))
     if shared > MAX_SHARED:
         raise ValueError(f"logits have V = {vocab_size} of {logits.dtype}: {shared} bytes of shared memory; the limit is {MAX_SHARED}")
     kernel((rows * cluster, 1), (threads, 1, 1), token_ids, is_broken, logits, *slots, row_slots, cu_query_lens, *sizes, shared=shared)
