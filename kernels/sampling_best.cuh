@@ -12,7 +12,7 @@ __device__ __forceinline__ float lower_bound(float score2) { return score2 - 1e-
 constexpr int ALL = 0, MEASURE = 1, AMONG = 2, AMONG_AND_SUM = 3;
 
 template <int MODE>
-__device__ __forceinline__ Best find_best(const Row& row, float limit, int limit_id, float base, float mark, Shared& shared) {
+__device__ __forceinline__ Best find_best(const Row& row, float limit, int limit_id, float base, float mark) {
   constexpr bool IS_ALL = MODE == ALL || MODE == MEASURE;
   constexpr float margin = MODE == ALL ? 0 : MARGIN;
   if (threadIdx.x == 0) shared.bound = order(NONE), shared.num_noted = 0;
@@ -86,7 +86,7 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
       const unsigned long long key = score_key(score, chunk * 8 + k);
       if (MODE != ALL) {
         const int free = atomicAdd(&shared.num_noted, 1);
-        if (free < THREADS) shared.noted[free] = {key, value};
+        if (free < THREADS) shared.noted[free] = {key, value, 0};
       }
       if (key > found.key) {
         found.key = key;
@@ -100,6 +100,7 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
       raw = row.load(chunk + STRIDE);
       look(chunk, own);
     }
+    if (MODE == MEASURE) row.end_tops(top);
   } else {
     row.visit<2, true>(limit, look);
   }
@@ -107,7 +108,7 @@ __device__ __forceinline__ Best find_best(const Row& row, float limit, int limit
 }
 
 // The best noted token that is ordered before (limit, limit_id) and scores between `least` and `below`.
-__device__ Next find_next(float limit, int limit_id, unsigned long long below, float least, const Shared& shared) {
+__device__ Next find_next(float limit, int limit_id, unsigned long long below, float least) {
   Next next = {0, shared.num_noted > THREADS};
   if (int(threadIdx.x) < min(shared.num_noted, THREADS)) {
     const Noted noted = shared.noted[threadIdx.x];

@@ -2,13 +2,12 @@
 #pragma once
 #include "sampling_rows.cuh"
 
-// How a token stands among all. Without HAS_RANK the rank is 1 for all but the likeliest.
-template <bool HAS_RANK>
-__device__ __forceinline__ Standing find_standing(const Row& row, float value, int token_id, float base) {
+// How a token stands among all.
+__device__ __noinline__ Standing find_standing(const Row row, float value, int token_id, float base) {
   Standing standing = {0, 0};
   const int own = token_id / 8;
   const float above = nextafterf(value, INF);
-  constexpr int DEPTH = LOGIT == 0 ? 4 : 8;  // a row that comes here may be the last on its multiprocessor
+  constexpr int DEPTH = LOGIT == 0 ? 3 : 6;  // a row that comes here may be the last on its multiprocessor
   row.visit<DEPTH, true>(value, [&](int chunk, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);
@@ -16,17 +15,9 @@ __device__ __forceinline__ Standing find_standing(const Row& row, float value, i
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const float weight = exp2_fast(fmaf(x[k], row.to_base2, -base));
-      if (x[k] >= least) {
-        standing.mass += weight;
-        if (HAS_RANK) ++standing.rank;
-      }
+      if (x[k] >= least || (x[k] == value && chunk == own && k < token_id % 8)) standing.mass += weight, ++standing.rank;
     }
-    if (chunk == own)
-#pragma unroll
-      for (int k = 0; k < 8; ++k)
-        if (k < token_id % 8 && x[k] == value) standing.mass += exp2_fast(fmaf(value, row.to_base2, -base)), ++standing.rank;
   });
-  if (!HAS_RANK) standing.rank = standing.mass > 0;
   return standing;
 }
 
@@ -39,7 +30,7 @@ __device__ __forceinline__ float value_at(long long place) {
 
 // The k-th greatest value, in [low, high], by counting at eight places at a time. count(places, counts) adds up a thread's values.
 template <class Count>
-__device__ float find_kth(const Count& count, int k, float low, float high, Shared& shared, int& turn) {
+__device__ float find_kth(const Count& count, int k, float low, float high, int& turn) {
   long long below = order(low) >> VALUE_SHIFT, above = (order(high) >> VALUE_SHIFT) + 1;  // at least k reach `below`, fewer `above`
   while (above - below > 1) {
     const long long start = below, width = above - below;
@@ -48,7 +39,7 @@ __device__ float find_kth(const Count& count, int k, float low, float high, Shar
 #pragma unroll
     for (int j = 0; j < 8; ++j) places[j] = value_at(start + width * (j + 1) / 9);
     count(places, counts);
-    counts = reduce(counts, Counts{}, shared, turn);
+    counts = reduce(counts, turn);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const long long place = start + width * (j + 1) / 9;
@@ -65,7 +56,7 @@ __device__ __forceinline__ void count_value(float x, const float (&places)[8], C
 }
 
 // Notes the values that reach `least`; their number.
-__device__ int gather(const Row& row, float least, Shared& shared, int& turn) {
+__device__ int gather(const Row& row, float least, int& turn) {
   if (threadIdx.x == 0) shared.num_noted = 0;
   __syncthreads();
   row.visit<DEPTH, true>(least, [&](int, const Raw& raw) {
@@ -80,7 +71,7 @@ __device__ int gather(const Row& row, float least, Shared& shared, int& turn) {
   });
   __syncthreads();
   const bool is_full = shared.num_noted > THREADS;
-  const Standing all = reduce(Standing{threadIdx.x ? 0 : shared.num_noted, float(is_full)}, Standing{0, 0}, shared, turn);
+  const Standing all = reduce(Standing{threadIdx.x ? 0 : shared.num_noted, float(is_full)}, turn);
   return all.mass > 0 ? INT_MAX : all.rank;
 }
 
@@ -88,17 +79,16 @@ struct Kth {
   float value, sum;  // of the top_k: the least value; their probabilities, as Best::sum
 };
 
-// The top_k as a whole.
-__device__ Kth find_top_k(const Row& row, int k, const Best& all, Shared& shared, int& turn) {
-  const float low = find_floor(row, all, float(k), true, shared, turn);
-  if (gather(row, low, shared, turn) < INT_MAX) {
+// The top_k as a whole; they reach `low`. Where a block has the row, those that are so few that they can be gathered do not come here.
+__device__ __noinline__ Kth find_top_k(const Row row, int k, float low, float greatest, float base, int& turn) {
+  if (CLUSTER > 1 && gather(row, low, turn) < INT_MAX) {
     const float own = int(threadIdx.x) < shared.num_noted ? shared.noted[threadIdx.x].value : -INF;
     const auto count_own = [&](const float (&places)[8], Counts& counts) { count_value(own, places, counts); };
-    const float value = find_kth(count_own, k, low, all.greatest, shared, turn);
+    const float value = find_kth(count_own, k, low, greatest, turn);
     const bool is_above = own > value;
-    const float weight = exp2_fast(fmaf(own, row.to_base2, -all.base));
-    const Standing above = reduce(Standing{is_above, is_above ? weight : 0}, Standing{0, 0}, shared, turn);
-    return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -all.base))};
+    const float weight = exp2_fast(fmaf(own, row.to_base2, -base));
+    const Standing above = reduce(Standing{is_above, is_above ? weight : 0}, turn);
+    return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -base))};
   }
   const auto count_all = [&](const float (&places)[8], Counts& counts) {
     row.visit<2, true>(places[0], [&](int, const Raw& raw) {
@@ -108,7 +98,7 @@ __device__ Kth find_top_k(const Row& row, int k, const Best& all, Shared& shared
       for (int e = 0; e < 8; ++e) count_value(x[e], places, counts);
     });
   };
-  const float value = find_kth(count_all, k, low, all.greatest, shared, turn);
-  const Standing above = reduce(find_standing<true>(row, value, 0, all.base), Standing{0, 0}, shared, turn);
-  return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -all.base))};
+  const float value = find_kth(count_all, k, low, greatest, turn);
+  const Standing above = reduce(find_standing(row, value, 0, base), turn);
+  return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -base))};
 }

@@ -1,5 +1,6 @@
 // First readings of a row: its greatest logit, its softmax, and about where top_p ends.
 #pragma once
+#include <cfloat>
 #include "sampling_rows.cuh"
 
 // The likeliest token, the lowest id of equals.
@@ -47,50 +48,75 @@ __device__ __forceinline__ Best measure(const Row& row) {
     for (int k = 0; k < 8; ++k) found.sum += exp2_fast(fmaf(x[k], row.to_base2, -found.base));
     found.top += exp2_fast(t - found.base);
   }
+  row.end_tops(top);
   return found;
 }
 
 // A value that the greatest of so many chunks reach that they count, or weigh, `wanted` together: the greatest such of a few; -INF if
-// none is. Tokens below it have at least as many, or as much, before them.
-__device__ float find_floor(const Row& row, const Best& all, float wanted, bool is_count, Shared& shared, int& turn) {
+// none is found. Tokens below it have at least as many, or as much, before them.
+//
+// Weights are added up as integers, rounded down: in any order they give the same. A bin has four cells, so that lanes meet less often.
+__device__ float find_floor(const Row& row, const Best& all, float wanted, bool is_count, int& turn) {
+  constexpr float ONE = 65536;  // the weight of the greatest; what weighs less than 1 / ONE of it is left out
+  const float highest = all.greatest * row.to_base2;
+  if (!is_count) wanted *= exp2_fast(all.base - highest) * ONE;
 #pragma unroll 1
-  for (float window = 4; window < 1000; window *= 4) {  // base 2
-    Masses masses = {};
-    const float step = window / 8 / row.to_base2, least = all.greatest - step * 8;
-    const Logit* top = row.tops();
-    for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, top += THREADS) {
-      const float value = row.value(to_float(*top));
-      if (value < least) continue;
-      const float weight = is_count ? 1 : exp2_fast(fmaf(value, row.to_base2, -all.base));
+  for (float window = 16; window < 5000; window *= 16) {  // base 2
+    uint4* bins = shared.bins[turn];
+    turn ^= 1;
+    if (threadIdx.x < 32) bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+    const float scale = 32 / window * row.to_base2;
+    row.visit_tops(fmaxf(all.greatest - 32 / scale, -FLT_MAX), [&](int, float value) {
+      const float place = (all.greatest - value) * scale;
+      if (!(place < 32)) return;
+      const unsigned weight = is_count ? 1 : unsigned(exp2_fast(fmaf(value, row.to_base2, -highest)) * ONE);
+      atomicAdd(reinterpret_cast<unsigned*>(bins + int(place)) + threadIdx.x % 4, weight);
+    });
+    float mass = 0;
+#if CLUSTER > 1
+    cg::cluster_group cluster = cg::this_cluster();
+    cluster.sync();
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (value >= all.greatest - step * (j + 1)) masses.above[j] += weight;
+    for (int i = 0; i < CLUSTER; ++i) {
+      const uint4 bin = *cluster.map_shared_rank(bins + threadIdx.x % 32, i);
+      mass += float(bin.x + bin.y + bin.z + bin.w);
     }
-    masses = reduce(masses, Masses{}, shared, turn);
+#else
+    __syncthreads();
+    const uint4 bin = bins[threadIdx.x % 32];
+    mass = float(bin.x + bin.y + bin.z + bin.w);
+#endif
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      if (masses.above[j] >= wanted) return all.greatest - step * (j + 1);
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const float before = __shfl_up_sync(~0u, mass, distance);
+      if (int(threadIdx.x % 32) >= distance) mass += before;
+    }
+    const unsigned reached = __ballot_sync(~0u, mass >= wanted);
+    // A little below the bin's end, whatever was rounded.
+    if (reached) return all.greatest - float(__ffs(reached)) * 1.0001f / scale - fabsf(all.greatest) * 1e-6f;
+    if (!is_count) break;  // what a wider window adds weighs nothing here
   }
   return -INF;
 }
 
 // A value at which a little less than top_p is reached, more or less, from a sample of four values a thread.
-__device__ float guess_cut(const Row& row, const Best& all, float top_p, Shared& shared, int& turn) {
+__device__ __noinline__ float guess_cut(const Row row, float greatest, float base, float top_p, int& turn) {
   constexpr float STEP = 2;  // base 2
-  float x[8], start = all.greatest * row.to_base2, cut = INF;
+  float x[8], start = greatest * row.to_base2, cut = INF;
   row.unpack_values(row.load(row.first), x);
 #pragma unroll 1
   for (float step = STEP; step > STEP / 64; step /= 8) {
     Masses masses = {};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float t = x[k] * row.to_base2, weight = row.first < row.num_chunks ? exp2_fast(t - all.base) : 0;
+      const float t = x[k] * row.to_base2, weight = row.first < row.num_chunks ? exp2_fast(t - base) : 0;
       masses.all += weight;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
         if (t >= start - step * (j + 1)) masses.above[j] += weight;
     }
-    masses = reduce(masses, Masses{}, shared, turn);
+    masses = reduce(masses, turn);
     int place = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j)

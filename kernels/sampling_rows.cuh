@@ -1,138 +1,9 @@
-// A row of logits as the threads of its blocks read it, and what they find out together. Constants: see sampling.cu.
+// A row of logits as the threads of its blocks read it. Constants: see sampling.cu.
 #pragma once
 #include <climits>
-#include "logits.cuh"
-#include "random.cuh"
-#include "slots.cuh"
+#include "sampling_reduce.cuh"
 
-#if CLUSTER > 1
-#include <cooperative_groups.h>
-namespace cg = cooperative_groups;
-#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_DIMS
-#endif
-
-constexpr int WARPS = THREADS / 32, STRIDE = CLUSTER * THREADS;
 constexpr int DEPTH = LOGIT == 0 ? 2 : 4;
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float NONE = -1e30f;  // below every logit in base 2, and finite: differences with it are
-
-struct Best {
-  unsigned long long key;  // score_key, 0: none
-  float base, sum, top;    // sum of 2^(t - base), t: logits over temperature in base 2; of all, and of some that the finder names
-  float greatest;  // NaN if one is
-};
-
-struct Next {
-  unsigned long long key;
-  int is_incomplete;  // some of a block's close tokens were not noted
-};
-
-struct Standing {  // of one token: the tokens likelier than it, equal ones by id
-  int rank;
-  float mass;
-};
-
-struct Counts {
-  int at_least[8];
-};
-
-__device__ __forceinline__ Best combine(const Best& a, const Best& b) {
-  const float base = fmaxf(a.base, b.base);
-  return {a.key > b.key ? a.key : b.key, base, a.sum * exp2_fast(a.base - base) + b.sum * exp2_fast(b.base - base),
-          a.top * exp2_fast(a.base - base) + b.top * exp2_fast(b.base - base),
-          max_nan(a.greatest, b.greatest)};
-}
-
-__device__ __forceinline__ Next combine(const Next& a, const Next& b) {
-  return {a.key > b.key ? a.key : b.key, a.is_incomplete | b.is_incomplete};
-}
-
-__device__ __forceinline__ Standing combine(const Standing& a, const Standing& b) { return {a.rank + b.rank, a.mass + b.mass}; }
-
-__device__ __forceinline__ Counts combine(const Counts& a, const Counts& b) {
-  Counts c;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) c.at_least[j] = a.at_least[j] + b.at_least[j];
-  return c;
-}
-
-struct Masses {
-  float above[8], all;
-};
-
-__device__ __forceinline__ Masses combine(const Masses& a, const Masses& b) {
-  Masses c;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) c.above[j] = a.above[j] + b.above[j];
-  c.all = a.all + b.all;
-  return c;
-}
-
-struct Noted {
-  unsigned long long key;
-  float value;
-};
-
-struct Shared {
-  uint4 of_warp[2][WARPS][3];
-  uint4 of_block[2][CLUSTER][3];
-  int bound;  // order() of a score, base 2: tokens that do not reach it need not be looked at
-  int num_noted;
-  Owner owner;
-  Noted noted[THREADS];
-};
-
-template <class T>
-__device__ __forceinline__ T shuffle(const T& value, int lane_mask, bool is_broadcast) {
-  static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 48);
-  T other;
-  const int* from = reinterpret_cast<const int*>(&value);
-  int* to = reinterpret_cast<int*>(&other);
-#pragma unroll
-  for (int i = 0; i < int(sizeof(T) / 4); ++i)
-    to[i] = is_broadcast ? __shfl_sync(~0u, from[i], 0) : __shfl_xor_sync(~0u, from[i], lane_mask);
-  return other;
-}
-
-// What a block writes to its peers' shared memory has to wait until they have begun.
-__device__ __forceinline__ void say_begun() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void await_peers() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-// The row's value out of every thread's, the same bits in every thread. `turn` alternates between two sets of cells, so that one
-// barrier a call is enough.
-template <class T>
-__device__ T reduce(T value, const T& zero, Shared& shared, int& turn) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int mask = 16; mask; mask /= 2) value = combine(value, shuffle(value, mask, false));
-  if (lane == 0) *reinterpret_cast<T*>(shared.of_warp[turn][warp]) = value;
-  __syncthreads();
-  value = lane < WARPS ? *reinterpret_cast<const T*>(shared.of_warp[turn][lane]) : zero;
-#pragma unroll
-  for (int mask = 16; mask; mask /= 2) value = combine(value, shuffle(value, mask, false));
-  value = shuffle(value, 0, true);  // lanes add in different orders: all take lane 0's
-#if CLUSTER > 1
-  cg::cluster_group cluster = cg::this_cluster();
-  if (threadIdx.x < CLUSTER)
-    *reinterpret_cast<T*>(cluster.map_shared_rank(&shared.of_block[turn][cluster.block_rank()][0], threadIdx.x)) = value;
-  cluster.sync();
-  value = *reinterpret_cast<const T*>(shared.of_block[turn][0]);
-#pragma unroll
-  for (int i = 1; i < CLUSTER; ++i) value = combine(value, *reinterpret_cast<const T*>(shared.of_block[turn][i]));
-#endif
-  turn ^= 1;
-  return value;
-}
 
 #if VECTOR
 constexpr int RING = 4;
@@ -178,6 +49,31 @@ struct Row {
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d)
         if (is_wanted[d]) visit(start + d * STRIDE, raws[d]);
+    }
+  }
+  // The greatest of each chunk of the block, eight at a time; -INF follows them. After a barrier any thread may read them.
+  __device__ __forceinline__ const Raw* all_tops() const { return reinterpret_cast<const Raw*>(tops() - threadIdx.x); }
+  // Fills up a thread's tops from the first that it has no chunk for.
+  __device__ __forceinline__ void end_tops(Logit* top) const {
+    if (top - tops() < (num_chunks + STRIDE - 1) / STRIDE * THREADS) *top = from_float(-INF);
+  }
+  // visit(chunk, value) for those that reach `least`, which is above -INF.
+  template <class Visit>
+  __device__ __forceinline__ void visit_tops(float least, const Visit& visit) const {
+    const int count = (num_chunks + STRIDE - 1) / STRIDE * (THREADS / 8);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+      const Raw raw = all_tops()[i];
+      if (!(value(chunk_max(raw)) >= least)) continue;
+      float x[8];
+      unpack_values(raw, x);
+      unsigned hits = 0;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) hits |= unsigned(x[k] >= least) << k;
+      for (; hits; hits &= hits - 1) {
+        const int place = 8 * i + __ffs(hits) - 1;
+        visit(place / THREADS * STRIDE + first - int(threadIdx.x) + place % THREADS, value(to_float(tops()[place - int(threadIdx.x)])));
+      }
     }
   }
   // Chunks come in order, RING - 1 of them under way.

@@ -39,7 +39,8 @@ __device__ __forceinline__ Owner find_owner(const int* row_slots, const int* cu_
   if (threadIdx.x == 0) shared->request = -1;
   __syncthreads();
   for (int b = threadIdx.x; b < batch; b += blockDim.x) {
-    const int start = cu_query_lens[b], end = cu_query_lens[b + 1], slot = row_slots[b];
+    // volatile: on its way together with the others, not once they say that it is needed
+    const int start = cu_query_lens[b], end = cu_query_lens[b + 1], slot = static_cast<const volatile int*>(row_slots)[b];
     if (start <= row && row < end) *shared = {b, slot, row - start};
   }
   __syncthreads();

@@ -13,7 +13,7 @@ from kernels.sampling import choose, process_and_choose, process_logits, sample
 from kernels.state import Admission, SlotTable
 
 CORRECTNESS = [(1, 8), (3, 1001), (7, 4096), (40, 4096), (150, 515)]
-CORNER = [(1, 1), (2, 3), (1, 128256), (5, 151936), (130, 32003)]
+CORNER = [(1, 1), (2, 3), (1, 128256), (5, 151936), (130, 32003), (300, 16384)]
 PERFORMANCE = [(20, 128256), (200, 128256)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,6 +31,11 @@ def make_logits(kind: str, rows: int, vocab_size: int, dtype: torch.dtype, devic
     elif kind == "banned":
         logits.masked_fill_(torch.rand_like(logits) < 0.9, float("-inf"))
         logits[:, -1] = 0
+    elif kind == "few":  # the others cannot be drawn
+        logits.masked_fill_(torch.rand_like(logits) < 1 - 3 / vocab_size, float("-inf"))
+        logits[:, vocab_size // 2] = 0
+    elif kind == "certain":
+        logits[torch.arange(rows), torch.randint(0, vocab_size, (rows,))] += 40
     return logits.to(dtype)
 
 
@@ -79,7 +84,7 @@ def check(logits: torch.Tensor, parameters: list[torch.Tensor], got: torch.Tenso
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "constant", "wide", "banned"])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "constant", "wide", "banned", "few", "certain"])
 @pytest.mark.parametrize(("rows", "vocab_size"), CORRECTNESS + CORNER)
 def test_sample(rows: int, vocab_size: int, kind: str, dtype: torch.dtype, device: torch.device) -> None:
     logits, parameters = make_logits(kind, rows, vocab_size, dtype, device), make_parameters(rows, vocab_size, device)
@@ -91,6 +96,35 @@ def test_sample(rows: int, vocab_size: int, kind: str, dtype: torch.dtype, devic
 def test_sample_large(rows: int, vocab_size: int, kind: str, device: torch.device) -> None:
     logits, parameters = make_logits(kind, rows, vocab_size, torch.bfloat16, device), make_parameters(rows, vocab_size, device)
     check(logits, parameters, sample(logits, *parameters), reference.sample(logits, *parameters))
+
+
+NUM_LIKELY = [1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513, 700]
+"""About where a warp, and a block's list of tokens that may be kept, is full."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("vocab_size", [16384, 16391])
+@pytest.mark.parametrize("rows", [3, 150, 300])
+def test_likely_tokens_fill_a_list(rows: int, vocab_size: int, is_packed: bool, is_tied: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """So many tokens far above the others, all in neighbouring places or eight places apart, equal or close; the same ids in any order."""
+    logits = torch.randn(rows, vocab_size, device=device) - 30
+    for row in range(rows):
+        count = NUM_LIKELY[row % len(NUM_LIKELY)]
+        places = torch.arange(count, device=device) * (1 if is_packed else 8) + row
+        logits[row, places] = torch.zeros(count, device=device) if is_tied else torch.rand(count, device=device)
+    logits = logits.to(dtype)
+    counts = torch.tensor(NUM_LIKELY, device=device).repeat(-(-rows // len(NUM_LIKELY)))[:rows]
+    for top_k, top_p, min_p in ((0, 0.9, 0.0), (0, 0.31, 0.0), (0, 1.0, 0.4), (1, 0.9, 0.0), (-1, 0.93, 0.0), (-1, 1.0, 0.0), (-2, 0.97, 0.5)):
+        # Negative top_k: it is all of the likely tokens, or leaves out some of equal ones.
+        kept = counts.clone() if top_k == -1 else (counts * 2 // 3).clamp(min=1) if top_k == -2 else torch.full_like(counts, top_k)
+        full = [torch.full((rows,), value, device=device) for value in (0.8, top_p, min_p)]
+        seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device=device)
+        parameters = [full[0], kept, full[1], full[2], seeds, torch.arange(rows, device=device)]
+        got = sample(logits, *parameters)
+        check(logits, parameters, got, reference.sample(logits, *parameters))
+        assert torch.equal(got.flip(0), sample(logits.flip(0).contiguous(), *(p.flip(0) for p in parameters)))
 
 
 def test_the_distribution_is_the_reference_s(device: torch.device) -> None:
@@ -167,9 +201,11 @@ def pack(requests: int, max_drafts: int, device: torch.device) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("requests", "vocab_size"), [(1, 3000), (9, 4096), (60, 5001), (3, 128256)])
-def test_process_and_choose(requests: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    here, there = make_tables(requests, vocab_size, 300, 5, device)
+@pytest.mark.parametrize(
+    ("requests", "vocab_size", "max_len"), [(1, 3000, 300), (9, 4096, 300), (9, 4096, 5000), (60, 5001, 300), (120, 4096, 300), (3, 128256, 300)]
+)
+def test_process_and_choose(requests: int, vocab_size: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    here, there = make_tables(requests, vocab_size, max_len, 5, device)
     row_slots, cu = pack(requests, 5, device)
     num_rows = int(cu[-1]) + 3
     logits = (torch.randn(num_rows, vocab_size) * 3).to(dtype)
@@ -199,16 +235,16 @@ def test_process_and_choose(requests: int, vocab_size: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_are_marked(value: float, dtype: torch.dtype, device: torch.device) -> None:
-    table = SlotTable(8, 64, 3, 40000, device)
-    requests = [Admission(s, [1, 2], 2, 60, is_greedy=s % 2 == 0, top_p=[1.0, 0.9][s // 2 % 2], top_k=s // 4 * 9) for s in range(8)]
-    table.admit(requests)
-    cu = torch.arange(9, dtype=torch.int32, device=device) * 4
-    logits = torch.randn(32, 40000, device=device).to(dtype)
-    rows = random.sample(range(32), 9)
+@pytest.mark.parametrize("requests", [8, 40])
+def test_rows_that_are_not_finite_are_marked(requests: int, value: float, dtype: torch.dtype, device: torch.device) -> None:
+    table = SlotTable(requests, 64, 3, 40000, device)
+    table.admit([Admission(s, [1, 2], 2, 60, is_greedy=s % 2 == 0, top_p=[1.0, 0.9][s // 2 % 2], top_k=s // 4 % 2 * 9) for s in range(requests)])
+    cu = torch.arange(requests + 1, dtype=torch.int32, device=device) * 4
+    logits = torch.randn(4 * requests, 40000, device=device).to(dtype)
+    rows = random.sample(range(4 * requests), 9)
     for row in rows:
         logits[row, random.randrange(40000)] = value
     logits[:, 5] = float("-inf")
-    ids, is_broken = choose(logits, table, torch.arange(8, dtype=torch.int32, device=device), cu)
+    ids, is_broken = choose(logits, table, torch.arange(requests, dtype=torch.int32, device=device), cu)
     assert is_broken.nonzero()[:, 0].tolist() == sorted(rows)
     assert ((ids >= 0) & (ids < 40000)).all()
