@@ -9,10 +9,11 @@ import torch
 from kernels import attention, prefill, reference
 from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
+from kernels.distribution import draw_tokens, probabilities
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
-from kernels.reference import DRAFT_STREAM, apply_penalties, gumbel_noise, probabilities
+from kernels.reference import DRAFT_STREAM, SAMPLE_STREAM, apply_penalties
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.state import commit
 from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
@@ -20,6 +21,7 @@ from kernels.verify import sample_candidates, top_p_candidates, verify, verify_d
 
 __all__ = [
     "DRAFT_STREAM",
+    "SAMPLE_STREAM",
     "Plan",
     "add_linear",
     "append_attention",
@@ -29,7 +31,7 @@ __all__ = [
     "choose",
     "commit",
     "draft_ngram",
-    "gumbel_noise",
+    "draw_tokens",
     "linear",
     "norm_gated_linear",
     "norm_linear",

@@ -1,6 +1,6 @@
 // Which drafts stand, by each strategy, without the host.
 
-#include "random.cuh"
+#include "draw.cuh"
 #include "slots.cuh"
 
 constexpr int NORMAL = 0, ACCEPT_ALL = 1;  // any other policy rejects all
@@ -34,33 +34,13 @@ extern "C" __global__ void __launch_bounds__(32)
   if (lane == 0) num_accepted[request] = accepted;
 }
 
-constexpr int THREADS_REJECTION = 1024;
-
-__device__ __forceinline__ unsigned long long block_max(unsigned long long key, unsigned long long* cells) {
-#pragma unroll
-  for (int mask = 16; mask; mask /= 2) {
-    const unsigned long long other = __shfl_xor_sync(~0u, key, mask);
-    if (other > key) key = other;
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) cells[threadIdx.x / 32] = key;
-  __syncthreads();
-  key = threadIdx.x % 32 < blockDim.x / 32 ? cells[threadIdx.x % 32] : 0;
-#pragma unroll
-  for (int mask = 16; mask; mask /= 2) {
-    const unsigned long long other = __shfl_xor_sync(~0u, key, mask);
-    if (other > key) key = other;
-  }
-  return key;
-}
-
 // Speculative sampling: accepts draft x with probability min(1, p(x) / q(x)), and draws the last token from max(p - q, 0), or from p
 // after the last draft. draft_probs 0: certain drafts. Grid: requests.
-extern "C" __global__ void __launch_bounds__(THREADS_REJECTION)
+extern "C" __global__ void __launch_bounds__(DRAW_THREADS)
     verify_rejection(int* emitted, int* num_accepted, const float* probs, const float* draft_probs, const int* draft_ids, const int* num_drafts,
                      const long long* seeds, const int* positions, int width, int vocab_size) {
-  __shared__ unsigned long long cells[32];
-  __shared__ int accepted_cell, bound;
+  __shared__ Drawing shared;
+  __shared__ int accepted_cell;
   const int request = blockIdx.x, num_columns = width - 1, count = min(num_drafts[request], num_columns), position = positions[request];
   const unsigned seed_low = unsigned(seeds[request]), seed_high = unsigned((unsigned long long)(seeds[request]) >> 32);
   const float* p = probs + size_t(request) * width * vocab_size;
@@ -75,48 +55,43 @@ extern "C" __global__ void __launch_bounds__(THREADS_REJECTION)
       is_accepted = (double(number) + 0.5) * 0x1p-32 * double(q ? q[cell] : 1.0f) < double(p[cell]);
     }
     const int accepted = count_leading(is_accepted);
-    if (lane == 0) accepted_cell = accepted, bound = order(-1e30f);
+    if (lane == 0) accepted_cell = accepted;
   }
   __syncthreads();
   const int accepted = accepted_cell;
   p += size_t(accepted) * vocab_size;
   const int rejected_id = accepted < count ? drafts[accepted] : -1;
+  const Noise noise = {unsigned(position + accepted), RECOVER_STREAM, seed_low, seed_high};
   unsigned long long best = 0;
-  // Where p <= q everywhere up to rounding, nothing is left of the first try: then p is as good as q.
-  for (bool is_recovered = accepted < count;; is_recovered = false) {
-    const float* less = is_recovered && q ? q + size_t(accepted) * vocab_size : nullptr;
-    for (int chunk = threadIdx.x; chunk < (vocab_size + 7) / 8; chunk += THREADS_REJECTION) {
-      float weights[8], greatest = 0;
+  if (accepted < count) {
+    const float* less = q ? q + size_t(accepted) * vocab_size : nullptr;
+    best = draw_block(noise, vocab_size, shared, [&](int chunk, float (&weights)[8]) {
+      float others[8] = {};
+      load_weights(p, chunk, vocab_size, weights);
+      if (less) load_weights(less, chunk, vocab_size, others);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int id = 8 * chunk + k;
-        weights[k] = id < vocab_size ? p[id] : 0;
-        if (is_recovered) weights[k] = fmaxf(weights[k] - (less ? (id < vocab_size ? less[id] : 0) : id == rejected_id ? 1.0f : 0.0f), 0.0f);
-        greatest = fmaxf(greatest, weights[k]);
-      }
-      if (greatest <= 0) continue;
-      const uint4 leading = philox(2 * chunk, position + accepted, RECOVER_STREAM, seed_low, seed_high);
-      // A token of weight w beats a score s only if u < w / exp(s).
-      const float factor = fminf(exp2_fast(-1.442695f * unorder(*static_cast<volatile int*>(&bound)) + 1e-3f), 1e38f);
-      if (unit_floor(least_half(leading)) > fmaf(greatest, factor, 1 + 0x1p-22f)) continue;
-      const uint4 rest = philox(2 * chunk + 1, position + accepted, RECOVER_STREAM, seed_low, seed_high);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        if (weights[k] > 0 && unit_floor(half_of(leading, k)) <= fmaf(weights[k], factor, 1 + 0x1p-22f)) {
-          const float score = __fadd_rn(logf(weights[k]), gumbel(token_number(leading, rest, k)));
-          const unsigned long long key = score_key(score, 8 * chunk + k);
-          if (key > best) best = key, atomicMax(&bound, order(score - 1e-3f - fabsf(score) * 1e-5f));
-        }
-      }
-    }
-    best = block_max(best, cells);
-    if (best || !is_recovered) break;
+      for (int k = 0; k < 8; ++k) weights[k] = fmaxf(weights[k] - (less ? others[k] : 8 * chunk + k == rejected_id ? 1.0f : 0.0f), 0.0f);
+    });
   }
+  // Where p <= q everywhere up to rounding, nothing is left: then p is as good as q.
+  if (!best) best = draw_block(noise, vocab_size, shared, [&](int chunk, float (&weights)[8]) { load_weights(p, chunk, vocab_size, weights); });
   if (threadIdx.x < width) {
     const int lane = threadIdx.x, last = best ? key_token(best) : 0;
     emitted[request * width + lane] = lane < accepted ? drafts[lane] : lane == accepted ? last : -1;
   }
   if (threadIdx.x == 0) num_accepted[request] = accepted;
+}
+
+// A token of each row by its probabilities [R, V]. Grid: rows.
+extern "C" __global__ void __launch_bounds__(DRAW_THREADS)
+    draw_tokens(int* token_ids, const float* probs, const long long* seeds, const int* positions, int stream, int vocab_size) {
+  __shared__ Drawing shared;
+  const float* row = probs + size_t(blockIdx.x) * vocab_size;
+  const unsigned long long seed = seeds[blockIdx.x];
+  const Noise noise = {unsigned(positions[blockIdx.x]), unsigned(stream), unsigned(seed), unsigned(seed >> 32)};
+  const unsigned long long best =
+      draw_block(noise, vocab_size, shared, [&](int chunk, float (&weights)[8]) { load_weights(row, chunk, vocab_size, weights); });
+  if (threadIdx.x == 0) token_ids[blockIdx.x] = best ? key_token(best) : 0;
 }
 
 // The `most` likeliest tokens of each row, likeliest first, equal ones by id, and how many of them reach top_p. Grid: rows.

@@ -15,6 +15,7 @@ H200, A100 = Gpu(132, 233472, 9), Gpu(108, 167936, 8)
 DEFINES = {
     "activation": {"ELEMENT": "__nv_bfloat16"},
     "append_kv": {"DTYPE": 0, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128},
+    "distribution": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1},
     "linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 8, "TILES": 2, "SHARED": 136 * 1024, "NORM": 4096, "GATED": 0},
     "ngram": {"THREADS": 512},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},

@@ -273,6 +273,26 @@ def test_sample_does_not_depend_on_the_batch() -> None:
     assert torch.equal(alone, together)
 
 
+def test_draw_tokens_by_its_formula() -> None:
+    """From the distribution that `sample` draws from, and in its stream, the same tokens; in another stream, others of the same distribution."""
+    logits = torch.tensor([2.0, 1.0, 0.5, NEGATIVE, -0.5])
+    count = 20_000
+    seeds, positions = torch.full((count,), 7), torch.arange(count)
+    probs = logits.softmax(dim=-1).expand(count, -1)
+    same = ops.draw_tokens(probs, seeds, positions, ops.SAMPLE_STREAM)
+    assert same.dtype == torch.int32
+    drawn = ops.sample(
+        logits.expand(count, -1), torch.ones(count), torch.zeros(count, dtype=torch.long), torch.ones(count), torch.zeros(count), seeds, positions
+    )
+    assert (same != drawn).sum() <= 2  # log(softmax) is rounded otherwise
+    other = ops.draw_tokens(probs, seeds, positions, ops.DRAFT_STREAM)
+    assert 0.2 < (other == same).double().mean() < 0.8
+    found = torch.bincount(other, minlength=5).tolist()
+    assert found[3] == 0
+    kept = [i for i in range(5) if i != 3]
+    assert scipy.stats.chisquare([found[i] for i in kept], [count * probs[0, i].item() / probs[0].sum().item() for i in kept]).pvalue > 1e-3
+
+
 def test_sample_at_a_low_temperature_is_greedy() -> None:
     logits = torch.tensor([0.0, 1.0, 0.9, -3.0])
     assert draw(logits, 2000, temperature=1e-3).tolist() == [1] * 2000

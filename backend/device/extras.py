@@ -129,8 +129,7 @@ class Distributions:
             chosen = torch.where(flags & IS_TOP_P != 0, logits.argmax(dim=-1).int(), chosen)
         if extras & Extras.REJECTION:
             probs = self._distribution(logits, slots, extras)
-            noise = ops.gumbel_noise(table.seeds[slots], table.num_tokens[slots] + number, logits.shape[-1], ops.DRAFT_STREAM)
-            drawn = (probs.log() + noise).argmax(dim=-1).int()
+            drawn = ops.draw_tokens(probs, table.seeds[slots], table.num_tokens[slots] + number, ops.DRAFT_STREAM)
             self._drawn_from[number].index_copy_(0, slots, probs)
             chosen = torch.where(flags & IS_REJECTION != 0, drawn, chosen)
         return chosen

@@ -146,11 +146,9 @@ class MtpService:
         temperature = torch.where(modes == LIKELIEST, torch.ones_like(temperature), temperature)
         positions = torch.tensor([call.seq_lens[b] + step for b in drafting], device=device)
         scores = ops.probabilities(logits, temperature, top_k, top_p, min_p)
-        noise = ops.gumbel_noise(seeds, positions, logits.shape[-1])
+        drawn = ops.draw_tokens(scores, seeds, positions, ops.SAMPLE_STREAM)
         if (modes == OWN_NOISE).any():
-            own = ops.gumbel_noise(seeds, positions, logits.shape[-1], ops.DRAFT_STREAM)
-            noise = torch.where((modes == OWN_NOISE)[:, None], own, noise)
-        drawn = (scores.log() + noise).argmax(dim=-1)
+            drawn = torch.where(modes == OWN_NOISE, ops.draw_tokens(scores, seeds, positions, ops.DRAFT_STREAM), drawn)
         for i, b in enumerate(drafting):
             if call.choices[b][0] == OWN_NOISE:
                 drawn_from.setdefault(b, []).append(scores[i])

@@ -68,6 +68,11 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, 
     return -torch.log(-torch.log1p(-u))
 
 
+def draw_tokens(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
+    """One token id per row of probs [B, V] -> int32 [B], by the Gumbel-max rule with the noise of (seed [B], position [B], token id) in `stream`."""
+    return (probs.log() + gumbel_noise(seeds, positions, probs.shape[-1], stream)).argmax(dim=-1).int()
+
+
 def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """logits [R, V] (temperature applied) with -inf outside top_k [R] (0: off), then top_p [R], then min_p [R].
 
