@@ -47,7 +47,8 @@ struct Filter {
 };
 
 // Neighbouring threads write neighbouring 16 bytes, so a thread takes half a chunk.
-__device__ __forceinline__ void write(float* probs, const Row& row, const Filter& filter, float scale) {
+__device__ __forceinline__ void write(float* probs, const Filter& filter, float scale) {
+  const Row row = shared.row;
   const int block_first = row.first() - int(threadIdx.x);
   for (int place = threadIdx.x; block_first * 2 + place / (2 * THREADS) * (2 * STRIDE) < row.num_chunks * 2; place += QUADS_DEPTH * THREADS) {
     RawQuad raws[QUADS_DEPTH];
@@ -83,10 +84,10 @@ __device__ __forceinline__ void write(float* probs, const Row& row, const Filter
 }
 
 // What is kept, and its sum.
-__device__ __forceinline__ Filter find_kept(const Row& row, int top_k, float top_p, float min_p, float& sum) {
-  const bool has_top_k = top_k > 0 && top_k < row.vocab_size;
+__device__ __forceinline__ Filter find_kept(int top_k, float top_p, float min_p, float& sum) {
+  const bool has_top_k = top_k > 0 && top_k < shared.row.vocab_size;
   Filter filter = {{-INF, INT_MAX, sum, false}, min_p, -FLT_MAX};
-  if (min_p > 0) filter.least = fmaxf(row.greatest + (log2f(min_p) - 1e-3f) / row.to_base2, -FLT_MAX);  // with room for its rounding
+  if (min_p > 0) filter.least = fmaxf(shared.row.greatest + (log2f(min_p) - 1e-3f) / shared.row.to_base2, -FLT_MAX);  // with room for its rounding
   // Where top_p is on, too, the mass of all the top_k is needed, min_p or not.
   if (has_top_k) filter.cut = find_cut({true, float(top_k), top_p}, top_p < 1 ? -FLT_MAX : filter.least);
   if (top_p < 1 && !filter.cut.has_both) {
@@ -96,6 +97,7 @@ __device__ __forceinline__ Filter find_kept(const Row& row, int top_k, float top
   filter.least = fmaxf(filter.least, filter.cut.value);
   sum = filter.cut.mass;
   if (min_p > 0) {
+    const Row row = shared.row;
     float kept[1] = {};
     row.visit<LOGIT == 0 ? 2 : 4, true>(filter.least, 1, [&](int chunk, const Raw& raw) {
       float x[8];
@@ -127,10 +129,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
   const Measured own = measure(row);
   await_peers();
   measure_all(row, own);
-  row.greatest = shared.all.greatest;
   Filter filter = {{-INF, INT_MAX, 0, false}, 0, -INF};
   float sum = shared.all.sum;
-  if (!(row.greatest < INF) || row.greatest == -INF) sum = __int_as_float(0x7fffffff);
-  else if (is_filtered) filter = find_kept(row, top_k[index], top_p[index], min_p[index], sum);
-  write(probs + size_t(index) * vocab_size, row, filter, 1 / sum);
+  if (!(shared.all.greatest < INF) || shared.all.greatest == -INF) sum = __int_as_float(0x7fffffff);
+  else if (is_filtered) filter = find_kept(top_k[index], top_p[index], min_p[index], sum);
+  write(probs + size_t(index) * vocab_size, filter, 1 / sum);
 }

@@ -67,8 +67,9 @@ def probabilities(
 
 
 def draw_tokens(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> torch.Tensor:
-    """`reference.draw_tokens`: a token [B] int32 of each row of probs [B, V] (float32, contiguous), with noise of seeds [B] (int64) and positions [B].
+    """`reference.draw_tokens`: a token [B] int32 of each row of probs [B, V] (float32, contiguous).
 
+    seeds [B] are int64, positions [B] of any integer type; stream: SAMPLE_STREAM to DRAFT_STREAM.
     Raises ValueError on other shapes, types or devices.
     """
     if probs.ndim != 2 or not probs.is_contiguous() or probs.dtype != torch.float32:

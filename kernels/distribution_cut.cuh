@@ -1,36 +1,26 @@
 // Where a row is cut: the last token that top_k or top_p keeps, without sorting the row.
 #pragma once
-#include "distribution_rows.cuh"
+#include "distribution_list.cuh"
 
-// Tokens above `value` are kept, and of those equal to it the ones up to `id`.
-struct Cut {
-  float value;
-  int id;
-  float mass;     // of the kept tokens
-  bool has_both;  // top_p has been seen to, too
-};
+// What one thread keeps of a search, for all.
+struct Search {
+  Goal goal;
+  Field field;
+  long long below, above;  // places at which the goal is reached, and is not; `below` is a supposition unless is_counted
+  float num_below, num_above, mass_above;
+  bool is_counted, is_over;
+  bool is_short;  // the goal is not reached at `below` either, where mass_above is all that there is
 
-struct Goal {
-  bool is_count;  // keeps `wanted` tokens; else those with a mass below `wanted` before them, and always one
-  float wanted;
-  float top_p;    // of a count: which of these tokens top_p keeps is found, too, where that takes no more readings; 1: off
-};
-
-// What tokens are searched by: their values, or, of those that equal `tied`, their ids. Either is a float, and places among the floats
-// are integers in the same order.
-struct Field {
-  static constexpr int SHIFT = LOGIT == 0 ? 0 : LOGIT == 1 ? 16 : 13;  // the values' step among the integers of `order`
-  bool is_by_id;
-  float tied;
-
-  __device__ __forceinline__ float image(float x, int id) const { return !is_by_id ? x : x == tied ? float(-id) : x > tied ? INF : -INF; }
-  __device__ __forceinline__ long long place_of(float x) const { return is_by_id ? (long long)(x) : order(x) >> SHIFT; }
-  __device__ __forceinline__ float image_at(long long place) const {
-    if (is_by_id) return float(place);
-    const int bits = int(unsigned(place) << SHIFT);
-    return unorder(place < 0 ? bits | ((1 << SHIFT) - 1) : bits);
+  // Whether the tokens between the places are few; if not, and they are all equal, they are searched by id.
+  __device__ void go_on(int vocab_size) {
+    is_over = is_short || (is_counted && num_below - num_above <= CAPACITY) || (field.is_by_id && above - below <= 1);  // one token
+    if (is_over || above - below > 1) return;
+    field = {true, field.image_at(below)};
+    below = -(vocab_size - 1), above = 1;
   }
 };
+
+__shared__ Search search;
 
 // A value that the greatest of so many chunks reach that they count, or weigh, what is wanted together: the greatest such of a few;
 // -FLT_MAX if none is. Tokens below it have at least as many, or as much, before them.
@@ -97,153 +87,63 @@ __device__ void guess(const Goal& goal) {
   __syncthreads();
 }
 
-// Lists the tokens from `low` to below `high` in every block, as keys; their number. More than CAPACITY: none.
-__device__ __noinline__ int gather(Field field, float low, float high) {
-  const Row row = shared.row;
-  if (threadIdx.x == 0) shared.num_own = 0;
-  __syncthreads();
-  row.visit<LOGIT == 0 ? 2 : 4, true>(field.is_by_id ? field.tied : low, 1, [&](int chunk, const Raw& raw) {
-    float x[8];
-    row.unpack_values(raw, x);
-    unsigned hits = 0;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const float image = field.image(x[k], 8 * chunk + k);
-      hits |= unsigned(image >= low && image < high) << k;
-    }
-    if (!hits) return;
-    int place = atomicAdd(&shared.num_own, __popc(hits));
-#pragma unroll
-    for (int k = 0; k < 8; ++k)
-      if ((hits >> k & 1) && place < CAPACITY) shared.own[place++] = score_key(x[k] + 0.0f, 8 * chunk + k);
-  });
-  sync_row();
-  int total = 0;
-#pragma unroll
-  for (int block = 0; block < CLUSTER; ++block) {
-#if CLUSTER > 1
-    const Shared& other = *cg::this_cluster().map_shared_rank(&shared, block);
-#else
-    const Shared& other = shared;
-#endif
-    const int count = other.num_own;
-    for (int i = threadIdx.x; i < min(count, CAPACITY - total); i += THREADS) shared.keys[total + i] = other.own[i];
-    total = min(total + count, CAPACITY + 1);
+// Sets place j of `shared.places`: evenly among the values, or among the integers every other turn, since small values have most of these.
+__device__ __forceinline__ void set_place(int j, int turn, bool is_guessed) {
+  const Field field = search.field;
+  const long long below = search.below, above = search.above;
+  long long place = below + (above - below) * j / 8;
+  if (!field.is_by_id && (is_guessed || (j && turn % 2 == 0))) {
+    const float value = is_guessed ? shared.places[j] : field.image_at(below) * (1 - j / 8.0f) + field.image_at(above - 1) * (j / 8.0f);
+    place = max(below, min(field.place_of(fmaxf(fminf(value, FLT_MAX), -FLT_MAX)), above - 1));
   }
-  for (int i = total + threadIdx.x; i < CAPACITY; i += THREADS) shared.keys[i] = 0;
-  sync_row();
-  return total;
+  shared.places[j] = field.image_at(place);
 }
 
-// The first `count` keys or more, greatest first, by bitonic sort.
-__device__ void sort(unsigned long long* keys, int count) {
-  for (int length = 2; length / 2 < count; length *= 2) {
-    for (int stride = length / 2; stride; stride /= 2) {
-      // A warp has 64 neighbours, so strides below 32 stay within what it wrote itself.
-      if (stride >= 32) __syncthreads();
-      else __syncwarp();
-      const int i = 2 * threadIdx.x - (threadIdx.x & (stride - 1));
-      const unsigned long long a = keys[i], b = keys[i + stride];
-      if ((a < b) == !(i & length)) keys[i] = b, keys[i + stride] = a;
+// Takes the two neighbours among `shared.places` between which the goal is reached.
+__device__ __forceinline__ void narrow() {
+  Search& s = search;
+  const long long first = s.below;
+  for (int j = 0; j < 8; ++j) {
+    const long long place = s.field.place_of(shared.places[j]);
+    if (shared.sums[s.goal.is_count ? j : 8 + j] >= s.goal.wanted) {
+      s.below = place, s.num_below = shared.sums[j], s.is_counted = true;
+    } else if (place < s.above) {
+      s.above = place, s.num_above = shared.sums[j], s.mass_above = shared.sums[8 + j];
+      s.is_short = place <= first;
+      break;
     }
   }
-  __syncthreads();
-}
-
-// The goal's cut in the list of `count` >= 1 tokens, behind num_above others of mass_above.
-__device__ __noinline__ Cut settle(Goal goal, int count, int num_above, float mass_above) {
-  sort(shared.keys, count);
-  const int own = 2 * threadIdx.x, lane = threadIdx.x % 32;  // two neighbours a thread
-  const float first = own < count ? shared.row.weight(key_score(shared.keys[own])) : 0;
-  const float second = own + 1 < count ? shared.row.weight(key_score(shared.keys[own + 1])) : 0;
-  float sum = first + second;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) {
-    const float other = __shfl_up_sync(~0u, sum, i);
-    if (lane >= i) sum += other;
-  }
-  float before = __shfl_up_sync(~0u, sum, 1);
-  if (lane == 0) before = 0;
-  if (lane == 31) shared.totals[threadIdx.x / 32] = sum;
-  __syncthreads();
-  float prior = mass_above;
-  for (int i = 0; i < int(threadIdx.x) / 32; ++i) prior += shared.totals[i];
-  before += prior;
-  // Of the first `limit` listed: those with less than `wanted` before them.
-  const auto keep = [&](float wanted, int limit) {
-    if (threadIdx.x == 0) shared.num_kept = limit;
-    __syncthreads();
-    if (own < limit && own + num_above > 0 && before >= wanted) atomicMin(&shared.num_kept, own);
-    else if (own + 1 < limit && before + first >= wanted) atomicMin(&shared.num_kept, own + 1);
-    __syncthreads();
-    return shared.num_kept;
-  };
-  const auto mass_of = [&](int kept) {
-    if (own == kept - 1) shared.mass = before + first;
-    if (own + 1 == kept - 1) shared.mass = before + first + second;
-    __syncthreads();
-    return shared.mass;
-  };
-  int kept = goal.is_count ? max(min(int(goal.wanted) - num_above, count), 1) : max(keep(goal.wanted, count), 1);
-  float mass = mass_of(kept);
-  const bool has_both = goal.is_count && goal.top_p < 1 && num_above == 0;
-  if (has_both) {
-    kept = keep(goal.top_p * mass, kept);  // its barriers are also between reading `mass` and writing it again
-    mass = mass_of(kept);
-  }
-  const unsigned long long last = shared.keys[kept - 1];
-  return {key_score(last), key_token(last), mass, has_both};
+  s.go_on(shared.row.vocab_size);
 }
 
 // low: tokens below it are surely not kept.
 __device__ __noinline__ Cut find_cut(Goal goal, float low) {
-  Field field = {false, 0};
-  const float floor = find_floor(goal);
-  low = fmaxf(low, floor);
+  low = fmaxf(low, find_floor(goal));
   if (low > -FLT_MAX && !(goal.is_count && goal.wanted > CAPACITY)) {
-    const int count = gather(field, low, INF);
+    const int count = gather({false, 0}, low, INF);
     if (count >= 1 && count <= CAPACITY) return settle(goal, count, 0, 0);
   }
-  // The goal is reached at place `below` and not at `above`. Without `is_counted` the first is a supposition.
-  long long below = field.place_of(low), above = field.place_of(shared.row.greatest) + 1;
-  bool is_counted = false;
-  float num_below = 0, num_above = 0, mass_above = 0;
   const bool has_guess = shared.row.num_chunks / STRIDE >= 4;
-  if (has_guess) guess(goal);
-#pragma unroll 1
-  for (int i = 0; !(is_counted && num_below - num_above <= CAPACITY); ++i) {
-    if (above - below <= 1) {
-      if (field.is_by_id) break;  // one token
-      field = {true, field.image_at(below)};
-      below = -(shared.row.vocab_size - 1), above = 1;
-    }
-    // Places lie evenly among the values, or among the integers: every other time, since small values have most integers.
-    if (threadIdx.x < 8) {
-      const int j = threadIdx.x;
-      const bool is_guessed = has_guess && i == 0;
-      long long place = below + (above - below) * j / 8;
-      if (!field.is_by_id && (is_guessed || (j && i % 2 == 0))) {
-        const float wanted = is_guessed ? shared.places[j] : field.image_at(below) * (1 - j / 8.0f) + field.image_at(above - 1) * (j / 8.0f);
-        place = max(below, min((long long)(field.place_of(fmaxf(fminf(wanted, FLT_MAX), -FLT_MAX))), above - 1));
-      }
-      shared.places[j] = field.image_at(place);
-    }
-    weigh(field, 1);
-    const long long first = below;
-    for (int j = 0; j < 8; ++j) {
-      const long long place = field.place_of(shared.places[j]);
-      if (shared.sums[goal.is_count ? j : 8 + j] >= goal.wanted) {
-        below = place, num_below = shared.sums[j], is_counted = true;
-      } else if (place <= first) {  // all tokens from here on are too few
-        return {field.is_by_id ? field.tied : shared.places[j], INT_MAX, shared.sums[8 + j], false};
-      } else if (place < above) {
-        above = place, num_above = shared.sums[j], mass_above = shared.sums[8 + j];
-      }
-    }
-    __syncthreads();  // before the places change
+  __syncthreads();  // some thread may still read how the row's search before this one has ended
+  if (threadIdx.x == 0) {
+    Field field = {false, 0};
+    search = {goal, field, field.place_of(low), field.place_of(shared.row.greatest) + 1, 0, 0, 0, false, false, false};
+    search.go_on(shared.row.vocab_size);
   }
-  const float start = field.image_at(below);
-  const int count = gather(field, start, field.image_at(above));
-  if (count < 1 || count > CAPACITY) return {field.is_by_id ? field.tied : start, INT_MAX, mass_above, false};  // not reached
-  return settle(goal, count, int(num_above), mass_above);
+  __syncthreads();
+  if (has_guess && !search.field.is_by_id) guess(goal);
+#pragma unroll 1
+  for (int turn = 0; !search.is_over; ++turn) {
+    if (threadIdx.x < 8) set_place(threadIdx.x, turn, has_guess && turn == 0);
+    weigh(search.field, 1);
+    if (threadIdx.x == 0) narrow();
+    __syncthreads();
+  }
+  const Field field = search.field;
+  const float start = field.image_at(search.below);
+  const Cut all = {field.is_by_id ? field.tied : start, INT_MAX, search.mass_above, false};
+  if (search.is_short) return all;
+  const int count = gather(field, start, field.image_at(search.above));
+  if (count < 1 || count > CAPACITY) return all;  // does not happen
+  return settle(search.goal, count, int(search.num_above), search.mass_above);
 }

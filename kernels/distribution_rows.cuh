@@ -56,6 +56,7 @@ struct Row {
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
         is_wanted[d] = start + d * step < num_chunks && (!HAS_TOPS || to_float(top[d * top_step]) >= least);
+        raws[d] = Raw();
         if (is_wanted[d]) raws[d] = load_chunk(logits, start + d * step, vocab_size);
       }
 #pragma unroll
@@ -100,21 +101,25 @@ __device__ __forceinline__ void sync_row() {
 #endif
 }
 
-// Adds up N numbers of every thread of the row into `shared.sums`; N is a power of two up to 16. In a warp each lane takes over the half of the
-// numbers that another lane of it gives up, until it has one.
+// Each lane takes over the half of COUNT numbers that another lane gives up, until it has the warp's sum of one.
+template <int COUNT, int MASK, int N>
+__device__ __forceinline__ void add_in_warp(float (&own)[N]) {
+  constexpr int REST = COUNT / 2;
+  if constexpr (REST == 0) own[0] += __shfl_xor_sync(~0u, own[0], MASK);
+  const bool is_upper = threadIdx.x & MASK;
+#pragma unroll
+  for (int j = 0; j < REST; ++j) {
+    const float given = __shfl_xor_sync(~0u, is_upper ? own[j] : own[j + REST], MASK);
+    own[j] = (is_upper ? own[j + REST] : own[j]) + given;
+  }
+  if constexpr (MASK > 1) add_in_warp<REST, MASK / 2>(own);
+}
+
+// Adds up N numbers of every thread of the row into `shared.sums`; N is a power of two up to 16.
 template <int N>
 __device__ __forceinline__ void add_up(float (&own)[N]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = shared.turn;
-#pragma unroll
-  for (int mask = 16, rest = N / 2; mask; mask /= 2, rest /= 2) {
-    if (rest == 0) own[0] += __shfl_xor_sync(~0u, own[0], mask);
-#pragma unroll
-    for (int j = 0; j < rest; ++j) {
-      const bool is_upper = lane & mask;
-      const float given = __shfl_xor_sync(~0u, is_upper ? own[j] : own[j + rest], mask);
-      own[j] = (is_upper ? own[j + rest] : own[j]) + given;
-    }
-  }
+  add_in_warp<N, 16>(own);
   if (lane % (32 / N) == 0) reinterpret_cast<float*>(shared.of_warp[turn][warp])[lane / (32 / N)] = own[0];
   __syncthreads();
   float sum = 0;

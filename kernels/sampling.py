@@ -127,4 +127,4 @@ def sample(
     params.view(torch.int64)[:, 4] = seeds
     places = torch.arange(count + 1, dtype=torch.int32, device=device)
     slots: tuple[torch.Tensor | int, ...] = (0, positions.int(), 0, 0, params, *[0] * 9, logits.shape[1])
-    return _choose(logits, slots, places, places, None, is_processed=True)[0]
+    return _choose(logits, slots, places[:-1], places, None, is_processed=True)[0]

@@ -56,7 +56,7 @@ def one_parameter(rows: int, device: torch.device, top_k: int, top_p: float, min
     return [full[0], torch.full((rows,), top_k, dtype=torch.int32, device=device), *full[1:]]
 
 
-def check_row(logits: torch.Tensor, got: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def check_row(logits: torch.Tensor, got: torch.Tensor, temperature: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:
     assert got.isfinite().all() and (got >= 0).all()  # outputs are written whole
     scaled = logits.float() / temperature
     # float32 logits are ordered after the division, which may make some equal.
@@ -85,10 +85,8 @@ def check(logits: torch.Tensor, parameters: list[torch.Tensor]) -> None:
     torch.full(logits.shape, float("nan"), device=logits.device)  # freed at once: the output's memory holds it
     got = probabilities(logits, *parameters)
     assert got.dtype == torch.float32 and got.shape == logits.shape
-    for row, own in enumerate(zip(*(p.tolist() for p in parameters))):
-        temperature, top_k, top_p, min_p = own
-        top_p, min_p = (torch.tensor(v, dtype=torch.float32).item() for v in (top_p, min_p))
-        check_row(logits[row], got[row], torch.tensor(temperature).item(), top_k, top_p, min_p)
+    for row, (top_k, top_p, min_p) in enumerate(zip(*(p.tolist() for p in parameters[1:]))):
+        check_row(logits[row], got[row], parameters[0][row], top_k, top_p, min_p)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -184,17 +182,17 @@ def test_capture_and_replay_with_other_inputs(rows: int, device: torch.device) -
         assert (probs.gather(1, token_ids.long()[:, None]) > 0).all()
 
 
-@pytest.mark.parametrize("stream", [reference.SAMPLE_STREAM, reference.DRAFT_STREAM])
+@pytest.mark.parametrize("numbers", [reference.SAMPLE_STREAM, reference.DRAFT_STREAM])
 @pytest.mark.parametrize("kind", ["flat", "peaked", "banned"])
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 1), (3, 7), (9, 1001), (65, 4096), (32, 128256), (5, 128255)])
-def test_draw_tokens(rows: int, vocab_size: int, kind: str, stream: int, device: torch.device) -> None:
+def test_draw_tokens(rows: int, vocab_size: int, kind: str, numbers: int, device: torch.device) -> None:
     probs = make_logits(kind, rows, vocab_size, torch.float32, device).softmax(dim=-1)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device=device)
     positions = torch.randint(0, 100000, (rows,), device=device)
-    got = draw_tokens(probs, seeds, positions, stream)
+    got = draw_tokens(probs, seeds, positions, numbers)
     assert got.dtype == torch.int32
-    expected = reference.draw_tokens(probs, seeds, positions, stream)
-    scores = probs.log().double() + reference.gumbel_noise(seeds, positions, vocab_size, stream).double()
+    expected = reference.draw_tokens(probs, seeds, positions, numbers)
+    scores = probs.log().double() + reference.gumbel_noise(seeds, positions, vocab_size, numbers).double()
     for row in (got != expected).nonzero()[:, 0].tolist():  # a tie within float32's rounding
         assert scores[row, got[row]] >= scores[row, expected[row]] - 1e-5
     assert int((got != expected).sum()) <= rows // 50
