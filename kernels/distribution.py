@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels._load import gpu_of, load
+from kernels._load import Kernel, gpu_of, load
 from kernels.sampling import DTYPES, check_logits
 
 CLUSTERS = (1, 2, 4, 8)
@@ -23,12 +23,26 @@ def _check_parameters(num_rows: int, device: torch.device, **parameters: torch.T
             raise ValueError(f"{name} is {list(tensor.shape)} on {tensor.device}; [{num_rows}] on {device} is needed")
 
 
+def _cluster_sizes(device: torch.device) -> tuple[int, ...]:
+    """Two where not all rows are on the chip at once even so, as one block has half the threads that a row wants."""
+    return CLUSTERS[1:] if gpu_of(device).generation >= 9 else CLUSTERS[:1]
+
+
 def _cluster_size(device: torch.device, num_rows: int) -> int:
-    """As many blocks for each row as keep all rows on the chip at once; two where that is not to be had, as one has half the threads."""
-    gpu = gpu_of(device)
-    if gpu.generation < 9:
-        return 1
-    return max(c for c in CLUSTERS if c <= 2 or num_rows * c <= gpu.num_multiprocessors * 2)
+    """As many blocks for each row as keep all rows on the chip at once."""
+    sizes = _cluster_sizes(device)
+    return max(c for c in sizes if c == sizes[0] or num_rows * c <= gpu_of(device).num_multiprocessors * 2)
+
+
+def _load(device: torch.device, dtype: torch.dtype, vocab_size: int, cluster: int) -> Kernel:
+    defines = {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster}
+    return load(device, "distribution", "probabilities", "PPPPPPii", defines, MAX_SHARED)
+
+
+def rehearse(device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
+    """Asks for the kernels of `probabilities` of any number of rows, without rows: inside `_load.rehearsing` they are compiled."""
+    for cluster in _cluster_sizes(device):
+        _load(device, dtype, vocab_size, cluster)
 
 
 def probabilities(
@@ -58,8 +72,7 @@ def probabilities(
     if top_k.dtype != torch.int32:
         top_k = top_k.clamp(max=vocab_size).int()
     temperature, top_p, min_p = (t.float().contiguous() for t in (temperature, top_p, min_p))
-    defines = {"LOGIT": DTYPES[logits.dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster}
-    kernel = load(logits.device, "distribution", "probabilities", "PPPPPPii", defines, MAX_SHARED)
+    kernel = _load(logits.device, logits.dtype, vocab_size, cluster)
     probs = torch.empty(rows, vocab_size, dtype=torch.float32, device=logits.device)
     parameters = (temperature, top_k.contiguous(), top_p, min_p, vocab_size, int(is_filtered is not False))
     kernel((rows * cluster, 1), (THREADS, 1, 1), probs, logits, *parameters, shared=shared)

@@ -21,7 +21,7 @@ from backend.device.extras import Distributions, Extras, score_emitted, score_wi
 from backend.device.slots import MIN_SHARERS, Updates
 from backend.drafters.mtp_service import MtpService, Rows
 from backend.runner import Runner
-from kernels import ops
+from kernels import distribution, ops
 from kernels._load import rehearsing
 from kernels.attention import AttentionPlan
 from kernels.state import Admission, SlotTable
@@ -240,7 +240,7 @@ class StepGraphs:
     def warm_up(self, kinds: Sequence[tuple[int, int, bool]]) -> None:
         """Captures steps before requests need them, of all batch sizes. kinds: queries, model drafts and lookup of a StepShape.
 
-        Those with extras are captured when requests first ask for them: their kernels are compiled by then, in one source with others.
+        Those with extras are captured when requests first ask for them, with kernels that are compiled by then.
         """
         self._kinds = list(kinds)
         if self.device.type != "cuda":
@@ -258,6 +258,7 @@ class StepGraphs:
             for shape in shapes:
                 self._compute(_Step(shape, self))
             self._runner.rehearse()
+            distribution.rehearse(self.device, self._runner.dtype, self.table.vocab_size)
         self._runner.rehearse()
         for number, shape in enumerate(shapes, 1):
             self._make(shape)
