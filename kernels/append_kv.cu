@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
+#include "programmatic.cuh"
 
 #if DTYPE == 0
 using Number = __nv_bfloat16;
@@ -30,10 +31,8 @@ __device__ __forceinline__ void rotate(Numbers& x, const Numbers& other, const N
 // A thread takes 16 bytes of each half of a head: what rotates together.
 extern "C" __global__ void append_kv(Number* queries, Number* key_pages, Number* value_pages, const Number* qkv, const Number* cos, const Number* sin,
                                      const int* slots, const int* positions, int num_tokens, int qkv_stride, int slot_words) {
-#if __CUDA_ARCH__ >= 900
-    // The next kernel may begin; what it does before its own wait does not depend on this one. This one waits for the projection.
-    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
-#endif
+    launch_dependents();
+    wait_for_earlier();
     const int thread = blockIdx.x * blockDim.x + threadIdx.x;
     const int step = thread % HALF_STEPS, head = thread / HALF_STEPS % ALL_HEADS, token = thread / (HALF_STEPS * ALL_HEADS);
     if (token >= num_tokens) return;

@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     Loader l;
     take_item(l, lane < ITEM_WORDS ? start_word : 0, rank);
     if (l.num_rows == 0) {  // so has the whole cluster
-        wait_for_writers();
+        wait_for_earlier();
         return;
     }
 #if CLUSTER > 1
@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
             const uint32_t target = base + l.num_tiles % STAGES * (2 * KV_BYTES) + swizzle(row, chunk);
             const int column = row * TOKEN_BYTES + l.kv_head * ROW_BYTES + chunk * 16, count = l.last - l.token - row;
-            if (!has_waited && (l.num_items > 0 || l.token + TILE > l.first_new)) wait_for_writers();
+            if (!has_waited && (l.num_items > 0 || l.token + TILE > l.first_new)) wait_for_earlier();
             if (((l.token + TILE - 1) >> PAGE_SHIFT) >= l.limit) {
                 l.pages = l.later_pages;
                 l.window = l.limit - OVERLAP;
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     const Loader first = l;
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) load_tile(false);
-    wait_for_writers();
+    wait_for_earlier();
     {
         const Loader ahead = l;
         l = first;

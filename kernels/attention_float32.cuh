@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Partials partials{partial_sums, partial_stats};
     __shared__ int flag;
-    wait_for_writers();
+    wait_for_earlier();
     Item item = starts[blockIdx.x].item;
     const int next = item.next, end = item.end;
     for (int i = next; item.num_rows > 0; ++i) {

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include "attention_plan.cuh"
+#include "programmatic.cuh"
 
 #if DTYPE == 0
 using Number = __nv_bfloat16;
@@ -17,20 +18,6 @@ using Number = float;
 using Pair = float2;
 __device__ __forceinline__ Pair to_pair(float a, float b) { return make_float2(a, b); }
 #endif
-
-// Launched programmatically, a kernel begins before the one ahead of it on the stream has ended: what that one writes is there after this.
-__device__ __forceinline__ void wait_for_writers() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Lets the next kernel of the stream start, up to where it waits in the same way.
-__device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 constexpr int WIDTH = HEAD_DIM / CLUSTER;  // columns of the output that one CTA of a cluster finishes
 static_assert(WIDTH % 8 == 0, "eight columns are merged at a time");
@@ -113,7 +100,7 @@ __device__ void merge_last(Number* out, const Item& item, const Partials& partia
 // Merges what the queries that share a prefix have from the prefix and from their own tokens. One CTA per token and KV head.
 extern "C" __global__ void __launch_bounds__(THREADS) merge_attention(Number* out, float* partial_sums, float2* partial_stats, const int4* token_places,
                                                                       const int2* segment_pieces) {
-    wait_for_writers();
+    wait_for_earlier();
     const int4 place = token_places[blockIdx.x];
     if (place.x < 0) return;
     const Partials partials{partial_sums, partial_stats};

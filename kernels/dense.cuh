@@ -1,11 +1,11 @@
-// What the kernels of the dense part share: 16-byte vectors of elements, the order in which squares are summed, SiLU, and the
-// two halves of a programmatic launch.
+// What the kernels of the dense part share: 16-byte vectors of elements, the order in which squares are summed, and SiLU.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include "programmatic.cuh"
 
 template <typename T>
 struct Vector {
@@ -30,20 +30,6 @@ template <>
 __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
-
-// Lets the next kernel of the stream start: it may do whatever depends on no earlier kernel.
-__device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Returns once every earlier kernel of the stream has ended and what it wrote can be seen.
-__device__ __forceinline__ void wait_for_earlier() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // What earlier kernels wrote is read past L1: this kernel may have started before they ended.
 template <typename T>

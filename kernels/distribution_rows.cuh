@@ -2,16 +2,9 @@
 #pragma once
 #include <cfloat>
 #include <climits>
+#include "cluster.cuh"
 #include "logits.cuh"
 #include "random.cuh"
-
-#if CLUSTER > 1
-#include <cooperative_groups.h>
-namespace cg = cooperative_groups;
-#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_DIMS
-#endif
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, STRIDE = CLUSTER * THREADS;
 constexpr int CAPACITY = 2 * THREADS;  // tokens that are listed and sorted
@@ -82,17 +75,6 @@ struct Shared {
 
 __shared__ Shared shared;
 
-// What a block writes to its peers' shared memory has to wait until they have begun.
-__device__ __forceinline__ void say_begun() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void await_peers() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
 __device__ __forceinline__ void sync_row() {
 #if CLUSTER > 1
   cg::this_cluster().sync();

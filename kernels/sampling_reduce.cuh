@@ -1,16 +1,9 @@
 // What the threads of a row find out together. Constants: see sampling.cu.
 #pragma once
+#include "cluster.cuh"
 #include "logits.cuh"
 #include "random.cuh"
 #include "slots.cuh"
-
-#if CLUSTER > 1
-#include <cooperative_groups.h>
-namespace cg = cooperative_groups;
-#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_DIMS
-#endif
 
 constexpr int WARPS = THREADS / 32, STRIDE = CLUSTER * THREADS;
 constexpr float LOG2E = 1.4426950408889634f;
@@ -120,18 +113,6 @@ __device__ __forceinline__ Best combine_lanes(const Best& value) {
 #pragma unroll
   for (int mask = COUNT / 2; mask; mask /= 2) sum += shuffle(sum, mask), top += shuffle(top, mask);
   return {warp_max(value.key), base, sum, top, warp_max(value.greatest)};  // a NaN of max_nan is above all
-}
-
-// What a block writes to its peers' shared memory has to wait until they have begun.
-__device__ __forceinline__ void say_begun() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void await_peers() {
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
 }
 
 // The row's value out of every thread's, the same bits in every thread. `turn` alternates between two sets of cells, so that one
