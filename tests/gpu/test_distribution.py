@@ -9,32 +9,13 @@ import torch
 
 from kernels import reference
 from kernels.distribution import draw_tokens, probabilities
+from tests.gpu.logits import make_logits
 
 SHAPES = [(1, 1), (2, 3), (3, 1001), (9, 4096), (40, 4099), (150, 520)]
 LARGE = [(1, 128256), (20, 128256), (70, 128255), (140, 128256)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["flat", "peaked", "ties", "constant", "zeros", "wide", "negative", "banned"]
 OFF = (0, 1.0, 0.0)
-
-
-def make_logits(kind: str, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    logits = torch.randn(rows, vocab_size, device=device) * 1.3
-    if kind == "peaked":
-        logits += 14 * (torch.rand_like(logits) < 8 / vocab_size)
-    elif kind == "ties":
-        logits = logits.round()
-    elif kind == "constant":
-        logits.fill_(0.5)
-    elif kind == "zeros":
-        logits = torch.where(logits > 0, 0.0, -0.0)
-    elif kind == "wide":
-        logits *= 40
-    elif kind == "negative":
-        logits = -logits.abs() - 3
-    elif kind == "banned":
-        logits.masked_fill_(torch.rand_like(logits) < 0.9, float("-inf"))
-        logits[:, -1] = 0
-    return logits.to(dtype)
 
 
 def make_parameters(rows: int, vocab_size: int, device: torch.device) -> list[torch.Tensor]:

@@ -11,32 +11,12 @@ from kernels import reference
 from kernels.reference import slots as reference_slots
 from kernels.sampling import choose, process_and_choose, process_logits, sample
 from kernels.state import Admission, SlotTable
+from tests.gpu.logits import make_logits
 
 CORRECTNESS = [(1, 8), (3, 1001), (7, 4096), (40, 4096), (150, 515)]
 CORNER = [(1, 1), (2, 3), (1, 128256), (5, 151936), (130, 32003), (300, 16384)]
 PERFORMANCE = [(20, 128256), (200, 128256)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def make_logits(kind: str, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    logits = torch.randn(rows, vocab_size, device=device) * 1.3
-    if kind == "peaked":
-        logits += 14 * (torch.rand_like(logits) < 8 / vocab_size)
-    elif kind == "ties":
-        logits = logits.round()
-    elif kind == "constant":
-        logits.fill_(0.5)
-    elif kind == "wide":
-        logits *= 40
-    elif kind == "banned":
-        logits.masked_fill_(torch.rand_like(logits) < 0.9, float("-inf"))
-        logits[:, -1] = 0
-    elif kind == "few":  # the others cannot be drawn
-        logits.masked_fill_(torch.rand_like(logits) < 1 - 3 / vocab_size, float("-inf"))
-        logits[:, vocab_size // 2] = 0
-    elif kind == "certain":
-        logits[torch.arange(rows), torch.randint(0, vocab_size, (rows,))] += 40
-    return logits.to(dtype)
 
 
 def make_parameters(rows: int, vocab_size: int, device: torch.device) -> list[torch.Tensor]:
