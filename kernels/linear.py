@@ -1,7 +1,7 @@
 """Projections of few tokens at the speed of the memory, with what comes right before and after them.
 
 A row of a result does not depend on how many rows there are, as long as `linear.cu` computes it: a drafted token is verified with
-the sums that plain decoding would have made. From 17 to 64 tokens it is `wide_linear.cu` on Hopper GPUs; longer products, float32 and odd
+the sums that plain decoding would have made. From 17 to 192 tokens it is `wide_linear.cu` on Hopper GPUs; longer products, float32 and odd
 shapes go to torch.
 
 Weights and norm weights are read before the kernel ahead in the stream has ended: they must not be what that one writes.
@@ -95,7 +95,7 @@ def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
         raise ValueError(f"add_linear: residual {tuple(residual.shape)} {residual.dtype} must be [{len(x)}, {len(weight)}] {x.dtype}, contiguous")
     if is_skinny(x, weight):
         return _launch(x, weight, bias, residual)
-    if wide_linear.is_wide(x, weight):
+    if wide_linear.is_wide(x, weight) and residual.data_ptr() % 16 == 0:
         return wide_linear.launch(x, weight, bias, residual)
     if x.is_cuda and bias is None:
         return residual.addmm_(x, weight.t())  # cuBLAS adds in float32

@@ -1,4 +1,4 @@
-// wgmma.m64nNk16, N = TOKENS: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
+// wgmma.m64nNk16, N = WGMMA_N: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
 // ELEMENT: __nv_bfloat16 or __half. Thread i of a warpgroup has rows i / 32 * 16 + i % 32 / 4 (+ 8), as PTX's figure says.
 #pragma once
 #include <cuda_bf16.h>
@@ -7,20 +7,85 @@
 #include <type_traits>
 
 #define EIGHT(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-#define R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define R8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define S8 EIGHT(0)
+#define R16 R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define S16 S8, EIGHT(8)
 #define R24 R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define S24 S16, EIGHT(16)
 #define R32 R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#if TOKENS == 32
-#define SUMS EIGHT(0), EIGHT(8)
+#define S32 S24, EIGHT(24)
+#define R40 R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define S40 S32, EIGHT(32)
+#define R48 R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define S48 S40, EIGHT(40)
+#define R56 R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define S56 S48, EIGHT(48)
+#define R64 R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define S64 S56, EIGHT(56)
+#define R72 R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define S72 S64, EIGHT(64)
+#define R80 R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define S80 S72, EIGHT(72)
+#define R88 R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define S88 S80, EIGHT(80)
+#define R96 R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define S96 S88, EIGHT(88)
+#define R104 R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define S104 S96, EIGHT(96)
+#define R112 R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define S112 S104, EIGHT(104)
+#define R120 R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define S120 S112, EIGHT(112)
+#define R128 R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define S128 S120, EIGHT(120)
+#if WGMMA_N == 32
+#define SUMS S16
 #define OPERANDS "n32", R16, "%16", "%17", "%18"
-#elif TOKENS == 48
-#define SUMS EIGHT(0), EIGHT(8), EIGHT(16)
+#elif WGMMA_N == 48
+#define SUMS S24
 #define OPERANDS "n48", R24, "%24", "%25", "%26"
-#elif TOKENS == 64
-#define SUMS EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
+#elif WGMMA_N == 64
+#define SUMS S32
 #define OPERANDS "n64", R32, "%32", "%33", "%34"
+#elif WGMMA_N == 80
+#define SUMS S40
+#define OPERANDS "n80", R40, "%40", "%41", "%42"
+#elif WGMMA_N == 96
+#define SUMS S48
+#define OPERANDS "n96", R48, "%48", "%49", "%50"
+#elif WGMMA_N == 112
+#define SUMS S56
+#define OPERANDS "n112", R56, "%56", "%57", "%58"
+#elif WGMMA_N == 128
+#define SUMS S64
+#define OPERANDS "n128", R64, "%64", "%65", "%66"
+#elif WGMMA_N == 144
+#define SUMS S72
+#define OPERANDS "n144", R72, "%72", "%73", "%74"
+#elif WGMMA_N == 160
+#define SUMS S80
+#define OPERANDS "n160", R80, "%80", "%81", "%82"
+#elif WGMMA_N == 176
+#define SUMS S88
+#define OPERANDS "n176", R88, "%88", "%89", "%90"
+#elif WGMMA_N == 192
+#define SUMS S96
+#define OPERANDS "n192", R96, "%96", "%97", "%98"
+#elif WGMMA_N == 208
+#define SUMS S104
+#define OPERANDS "n208", R104, "%104", "%105", "%106"
+#elif WGMMA_N == 224
+#define SUMS S112
+#define OPERANDS "n224", R112, "%112", "%113", "%114"
+#elif WGMMA_N == 240
+#define SUMS S120
+#define OPERANDS "n240", R120, "%120", "%121", "%122"
+#elif WGMMA_N == 256
+#define SUMS S128
+#define OPERANDS "n256", R128, "%128", "%129", "%130"
 #else
-#error "TOKENS must be 32, 48 or 64"
+#error "WGMMA_N must be a multiple of 16 from 32 to 256"
 #endif
 #define MULTIPLY(TYPE) MULTIPLY_WITH(TYPE, OPERANDS)
 #define MULTIPLY_WITH(...) MULTIPLY_AS(__VA_ARGS__)
@@ -32,7 +97,7 @@
 
 // c is replaced unless is_added.
 template <class Element>
-__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], uint64_t a, uint64_t b, int is_added) {
+__device__ __forceinline__ void multiply(float (&c)[WGMMA_N / 2], uint64_t a, uint64_t b, int is_added) {
   if constexpr (std::is_same<Element, __half>::value) MULTIPLY("f16");
   else MULTIPLY("bf16");
 }
@@ -44,5 +109,12 @@ __device__ __forceinline__ uint64_t describe(uint32_t shared) {
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until no more than PENDING of the thread's last groups of products are under way.
+template <int PENDING>
+__device__ __forceinline__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// What was awaited may be read behind this: a barrier for the compiler, which does not see that products write their sums late.
+template <int SIZE>
+__device__ __forceinline__ void hold(float (&c)[SIZE]) {
+#pragma unroll
+  for (int i = 0; i < SIZE; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}

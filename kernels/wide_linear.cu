@@ -1,31 +1,41 @@
-// x [M, K] times weight [N, K] transposed, for up to 64 rows of x: still bound by the memory.
+// x [M, K] times weight [N, K] transposed, for 17 to 192 rows of x: bound by the memory, at the end by arithmetic nearly as much.
 //
-// Weights are the A operand of wgmma (64 of their rows at a time), tokens its columns, so that every token is in one tile and each weight is
-// read once. A thread of the first warpgroup copies blocks of 64 elements of K to shared memory (bulk tensor copies, STAGES under way); each of
-// the other two multiplies 64 rows. With SPLIT the blocks of a cluster share a tile, each with a part of K, and each adds up the parts of
-// some of the tokens through distributed shared memory, in order. So the sum for an output is the same whatever M and the timing are.
+// Tokens are the A operand of wgmma, 64 for each warpgroup but the first; WIDTH rows of the weights are its columns, so that tiles can be as wide
+// as gives nearly every multiprocessor one. Each weight is read once. A thread of the first warpgroup copies blocks of 64 elements of K to
+// shared memory (bulk tensor copies, STAGES under way). With SPLIT two blocks of a cluster share a tile, each with half of K, and each
+// adds up half of the columns through distributed shared memory. So the sum for an output is the same whatever M and the timing are.
 //
-// Two blocks run on a multiprocessor: the weights of one, which may be the next kernel's, come in while the other one makes its last sums. They
-// begin before the kernel ahead in the stream has ended, since weights never change; but not before all of that one's own are on their way,
-// which they would only delay.
+// A multiprocessor has one block. The next kernel's is let in as soon as the last weights are on their way, begins when this one ends, and
+// its weights come in while whatever small kernel is in between runs, for which registers and shared memory are left: weights never change.
 //
-// ELEMENT: __nv_bfloat16 or __half; TOKENS: 32, 48 or 64, most rows of x; SPLIT: 1, 2 or 4; GATED: weight is gate | up, the output
-// silu(gate) * up, and the map of the weights puts eight rows of up behind every eight of gate; STAGES.
+// ELEMENT: __nv_bfloat16 or __half; TOKENS: 64, 128 or 192, most rows of x; WIDTH: a multiple of 16 up to 192, 224 or 256; SPLIT: 1 or 2; GATED:
+// weight is gate | up, the output silu(gate) * up, and a tile has as many rows of either; STAGES.
 #include "dense.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#include <cuda.h>
+#define PIECES (WIDTH > 192 ? 2 : 1)  // of a tile's columns: ptxas refuses an instruction with sums of more
+#if WIDTH > 192
+#define WGMMA_N (WIDTH / 2)
+#else
+#define WGMMA_N WIDTH
+#endif
+#include "pipeline.cuh"
 #include "wgmma.cuh"
 
 using Element = ELEMENT;
 
-constexpr int STEP = 64;                // elements of K in a stage: a swizzled row of 128 bytes
-constexpr int ROWS = 128;               // of weights in a tile
-constexpr int COLUMNS = TOKENS / 8;
-constexpr int A_BYTES = ROWS * 128, B_BYTES = TOKENS * 128, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int THREADS = 384, CONSUMERS = 256;
-constexpr int BATCH = 2;  // column blocks whose residual is loaded at a time
-constexpr int OWN_COLUMNS = (COLUMNS + SPLIT - 1) / SPLIT;
-static_assert(SPLIT == 1 || SPLIT * OWN_COLUMNS * CONSUMERS * 16 <= STAGES * STAGE_BYTES, "the parts have no room");
+constexpr int STEP = 64;  // elements of K in a stage: a swizzled row of 128 bytes
+constexpr int A_BYTES = TOKENS * 128, B_BYTES = WIDTH * 128, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int CONSUMERS = TOKENS * 2, THREADS = CONSUMERS + 128;
+constexpr int PARTS = GATED ? 2 : 1;                                            // column blocks of the product for one of the output
+constexpr int OUT_WIDTH = WIDTH / PARTS, BLOCKS = OUT_WIDTH / 8, OWN = BLOCKS / SPLIT;  // in blocks of eight columns
+constexpr int GROUPS = (OWN + 3) / 4;  // of column blocks that are stored together
+// As many registers as leave room for other kernels' blocks, but where a thread has many sums.
+constexpr int MOST_THREADS = TOKENS == 192 && WIDTH <= 96 ? 768 : 512, LAUNCHED = 65536 / MOST_THREADS / 8 * 8;
+// Whether products of two stages overlap: with one warpgroup. (ptxas would not let them where half is rounded twice.)
+constexpr int HANGING = TOKENS == 64 && !(GATED && std::is_same<Element, __half>::value);
+constexpr int KEPT = 32, SPARED = (LAUNCHED * THREADS - KEPT * 128) / CONSUMERS / 8 * 8;
+static_assert(BLOCKS % SPLIT == 0, "blocks have equal shares of the columns");
+static_assert(SPLIT == 1 || OWN * PARTS * CONSUMERS * 16 <= STAGES * STAGE_BYTES, "the parts have no room");
 
 #if SPLIT > 1
 #define CLUSTER_DIMS __cluster_dims__(SPLIT, 1, 1)
@@ -33,52 +43,25 @@ static_assert(SPLIT == 1 || SPLIT * OWN_COLUMNS * CONSUMERS * 16 <= STAGES * STA
 #define CLUSTER_DIMS
 #endif
 
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void await(uint32_t barrier, int parity) {
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra again; }\n" ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-__device__ __forceinline__ void copy_tile(uint32_t target, const CUtensorMap* map, uint32_t barrier, int k, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target), "l"(map),
-               "r"(barrier), "r"(k), "r"(row)
-               : "memory");
-}
-__device__ __forceinline__ void copy_gated_tile(uint32_t target, const CUtensorMap* map, uint32_t barrier, int k, int group) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5}], [%2];" ::"r"(target), "l"(map),
-               "r"(barrier), "r"(k), "r"(0), "r"(group)
-               : "memory");
-}
-// Nothing that is written needs to be seen behind it: a release would wait for all of the block's memory operations.
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// To a block of the cluster, whose barrier is told.
-__device__ __forceinline__ void store_remote(uint32_t address, uint32_t barrier, int rank, const float* v) {
-  asm volatile(
-      "{ .reg .b32 target, remote;\n"
-      "mapa.shared::cluster.u32 target, %0, %2;\n"
-      "mapa.shared::cluster.u32 remote, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [target], {%3, %4, %5, %6}, [remote]; }\n" ::"r"(address),
-      "r"(barrier), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-      : "memory");
-}
+using Sums = float[PIECES][WGMMA_N / 2];
+// A thread's four of a block of the product: two neighbouring columns of each of two tokens.
+__device__ __forceinline__ float* sum(Sums& sums, int block) { return &sums[block * 8 / WGMMA_N][block * 8 % WGMMA_N / 2]; }
 
-// Two values of neighbouring columns -> two of neighbouring rows: an 8 x 8 matrix of a warp, transposed.
-__device__ __forceinline__ uint32_t transpose(Element a, Element b) {
-  const Element both[2] = {a, b};
-  uint32_t out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(*reinterpret_cast<const uint32_t*>(both)));
-  return out;
+// Word i of lane t of four -> word t of lane i.
+__device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? words[i] : words[i + 1], 1);
+    if (lane & 1) words[i] = other;
+    else words[i + 1] = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(~0u, lane & 2 ? words[i] : words[i + 2], 2);
+    if (lane & 2) words[i] = other;
+    else words[i + 2] = other;
+  }
 }
 
 struct Output {
@@ -86,73 +69,64 @@ struct Output {
   const Element *bias, *residual;
   int num_tokens, width;
 
-  // What is added to column block j of rows `row` .. + 15 of weights: two neighbours of two tokens. Ahead of the sums, since a load that
-  // follows a store to the same memory waits for it.
-  __device__ __forceinline__ void load_residual(unsigned (&words)[2], int j, int row) const {
-    if constexpr (GATED) return;
-    const int lane = threadIdx.x % 32, token = j * 8 + lane / 4;
+  __device__ __forceinline__ bool has(int token, int n) const { return token < num_tokens && n < width; }
+  // Eight columns of a token. Ahead of the stores, which a later load of the same memory would wait for.
+  __device__ __forceinline__ uint4 load_residual(int token, int n) const {
+    return !GATED && residual && has(token, n) ? __ldcg(reinterpret_cast<const uint4*>(residual + size_t(token) * width + n)) : uint4();
+  }
+  __device__ __forceinline__ uint32_t round(int n, const float* c, const float* up) const {
+    Element pair[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int n = row + half * 8 + lane % 4 * 2;
-      words[half] = residual && token < num_tokens && n < width ? __ldcg(reinterpret_cast<const unsigned*>(residual + size_t(token) * width + n)) : 0;
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (GATED) pair[i] = gate_mul(from_float<Element>(c[i]), from_float<Element>(up[i]));
+      else pair[i] = from_float<Element>(bias && n < width ? c[i] + to_float(__ldg(bias + n + i)) : c[i]);
     }
+    return *reinterpret_cast<const uint32_t*>(pair);
   }
-  // Of column block j: rows `row` .. + 15 of weights (gated: 8 of the output), 8 tokens.
-  __device__ __forceinline__ void put(int j, int row, const unsigned (&words)[2], float c0, float c1, float c2, float c3) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, token = j * 8 + g;
-    if constexpr (GATED) {
-      const uint32_t pair = transpose(gate_mul(from_float<Element>(c0), from_float<Element>(c2)), gate_mul(from_float<Element>(c1), from_float<Element>(c3)));
-      write(token, row / 2 + 2 * t, pair);
-    } else {
-      if (bias) {
-        const float low = row + g < width ? to_float(__ldg(bias + row + g)) : 0, high = row + g + 8 < width ? to_float(__ldg(bias + row + g + 8)) : 0;
-        c0 += low, c1 += low, c2 += high, c3 += high;
-      }
-      const uint32_t low = transpose(from_float<Element>(c0), from_float<Element>(c1)), high = transpose(from_float<Element>(c2), from_float<Element>(c3));
-      write(token, row + 2 * t, residual ? add(words[0], low) : low);
-      write(token, row + 8 + 2 * t, residual ? add(words[1], high) : high);
+  __device__ __forceinline__ void store(int token, int n, const uint32_t (&words)[4], uint4 added) const {
+    if (!has(token, n)) return;
+    Vector<Element> v(make_uint4(words[0], words[1], words[2], words[3]));
+    if (!GATED && residual) {
+      const Vector<Element> before(added);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v.values[i] = from_float<Element>(to_float(before.values[i]) + to_float(v.values[i]));
     }
-  }
-  static __device__ __forceinline__ uint32_t add(uint32_t x, uint32_t y) {
-    const Element *a = reinterpret_cast<const Element*>(&x), *b = reinterpret_cast<const Element*>(&y);
-    const Element sum[2] = {from_float<Element>(to_float(a[0]) + to_float(b[0])), from_float<Element>(to_float(a[1]) + to_float(b[1]))};
-    return *reinterpret_cast<const uint32_t*>(sum);
-  }
-  __device__ __forceinline__ void write(int token, int n, uint32_t pair) const {
-    if (token < num_tokens && n < width) *reinterpret_cast<uint32_t*>(out + size_t(token) * width + n) = pair;
+    ::store(out + size_t(token) * width + n, v);
   }
 };
 
-// Grid: SPLIT blocks a tile, or fewer blocks than tiles without SPLIT. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null.
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 2)
+// Grid: a cluster of SPLIT a tile, or without SPLIT blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; rows of
+// x to copy, M rounded up to eight.
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     wide_linear(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens, Element* out, const Element* bias,
-                const Element* residual, int M, int N, int K, int num_tiles) {
+                const Element* residual, int M, int N, int K, int num_tiles, int num_rows) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 * STAGES + 1];
   const uint32_t stages = (uint32_t(__cvta_generic_to_shared(dynamic_memory)) + 1023) & ~1023u;
   const uint32_t full = uint32_t(__cvta_generic_to_shared(barriers)), empty = full + 8 * STAGES, parts = empty + 8 * STAGES;
   const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, first_tile = blockIdx.x / SPLIT, tile_step = SPLIT > 1 ? num_tiles : gridDim.x;
-  const int num_steps = (K + STEP - 1) / STEP, begin = num_steps * rank / SPLIT, end = num_steps * (rank + 1) / SPLIT;
+  const int num_steps = K / STEP, begin = num_steps * rank / SPLIT, end = num_steps * (rank + 1) / SPLIT;
   if (threadIdx.x == 0) {
+    prefetch(&weights), prefetch(&tokens);
     for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, CONSUMERS / 32);
     if constexpr (SPLIT > 1) {
       init_barrier(parts, 1);
-      arrive_expecting(parts, (SPLIT - 1) * ((COLUMNS + SPLIT - 1 - rank) / SPLIT) * CONSUMERS * 16);
+      arrive_expecting(parts, OWN * PARTS * CONSUMERS * 16);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __syncthreads();
   if constexpr (SPLIT > 1) arrive_cluster();
 
   if (threadIdx.x < 128) {
+    keep_registers<KEPT>();
     const auto copy_weights = [&](int stage, int tile, int step) {
-      arrive_expecting(full + 8 * stage, STAGE_BYTES);
-      if constexpr (GATED) copy_gated_tile(stages + stage * STAGE_BYTES, &weights, full + 8 * stage, step * STEP, tile * (ROWS / 16));
-      else copy_tile(stages + stage * STAGE_BYTES, &weights, full + 8 * stage, step * STEP, tile * ROWS);
+      const uint32_t place = stages + stage * STAGE_BYTES + A_BYTES, barrier = full + 8 * stage;
+      arrive_expecting(barrier, num_rows * 128 + B_BYTES);
+      copy_box(place, &weights, barrier, step * STEP, tile * OUT_WIDTH);
+      if constexpr (GATED) copy_box(place + OUT_WIDTH * 128, &weights, barrier, step * STEP, N / 2 + tile * OUT_WIDTH);
     };
-    const auto copy_tokens = [&](int stage, int step) {
-      copy_tile(stages + stage * STAGE_BYTES + A_BYTES, &tokens, full + 8 * stage, step * STEP, 0);
-    };
+    const auto copy_tokens = [&](int stage, int step) { copy_box(stages + stage * STAGE_BYTES, &tokens, full + 8 * stage, step * STEP, 0); };
     const int num_early = min(STAGES, end - begin);
     if (threadIdx.x == 0) {
       for (int s = 0; s < num_early; ++s) copy_weights(s, first_tile, begin + s);
@@ -171,60 +145,90 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 2)
     __syncwarp();
     if constexpr (SPLIT > 1) await_cluster(), arrive_cluster(), await_cluster();
   } else {
+    take_registers<(SPARED < 240 ? SPARED : 240)>();
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
+    const int token = group * 64 + warp * 16 + lane / 4;  // and 8 further on
     const Output output = {out, bias, residual, M, GATED ? N / 2 : N};
+    const auto release = [&](int stage) {
+      if (lane == 0) arrive(empty + 8 * stage);
+    };
+    // Rows that no copy fills (boxes past a tensor's end are slow): products of whatever is there would cost power, which is what the clock depends on.
+    const int unfilled = (TOKENS - num_rows) * 8;
+    for (int i = thread; i < STAGES * unfilled; i += CONSUMERS) clear_shared(stages + i / unfilled * STAGE_BYTES + num_rows * 128 + i % unfilled * 16);
+    publish_to_products();
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
     if constexpr (SPLIT > 1) await_cluster();
     wait_for_earlier();
     int stage = 0, parity = 0;
     for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
-      float sums[TOKENS / 2];
+      Sums sums;
       for (int step = begin; step < end; ++step) {
         await(full + 8 * stage, parity);
         const uint32_t place = stages + stage * STAGE_BYTES;
         begin_products();
 #pragma unroll
         for (int k = 0; k < STEP / 16; ++k)
-          multiply<Element>(sums, describe(place + group * 64 * 128) + 2 * k, describe(place + A_BYTES) + 2 * k, step > begin || k > 0);
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece)
+            multiply<Element>(sums[piece], describe(place + group * 64 * 128) + 2 * k, describe(place + A_BYTES + piece * WGMMA_N * 128) + 2 * k,
+                              step > begin || k > 0);
         end_products();
-        await_products();  // the memory is slower by far: better a stage that is free early than products that overlap
-        if (lane == 0) arrive(empty + 8 * stage);
+        await_products<HANGING>();
+        if (!HANGING) release(stage);
+        else if (step > begin) release(stage ? stage - 1 : STAGES - 1);
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
-      const int row = tile * ROWS + group * 64 + warp * 16;
-      if constexpr (SPLIT == 1) {
+      await_products<0>();
 #pragma unroll
-        for (int j0 = 0; j0 < COLUMNS; j0 += BATCH) {
-          unsigned words[BATCH][2];
+      for (int piece = 0; piece < PIECES; ++piece) hold(sums[piece]);
+      if (HANGING) release(stage ? stage - 1 : STAGES - 1);
+
+      const int column = tile * OUT_WIDTH + rank * OWN * 8;
+      uint4 added[SPLIT > 1 ? GROUPS : 1][2];
+      const auto load_group = [&](uint4(&to)[2], int q) {
+        for (int half = 0; half < 2; ++half) to[half] = output.load_residual(token + 8 * half, column + (4 * q + lane % 4) * 8);
+      };
+      if constexpr (SPLIT > 1) {
 #pragma unroll
-          for (int j = j0; j < min(j0 + BATCH, COLUMNS); ++j) output.load_residual(words[j - j0], j, row);
-#pragma unroll
-          for (int j = j0; j < min(j0 + BATCH, COLUMNS); ++j)
-            output.put(j, row, words[j - j0], sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
-        }
-      } else {
-        // Column block j is added up by the block of rank j % SPLIT.
-        const auto cell = [&](int source, int j) { return stages + ((source * OWN_COLUMNS + j / SPLIT) * CONSUMERS + thread) * 16; };
-        unsigned words[OWN_COLUMNS][2];
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
-          if (j % SPLIT == rank) output.load_residual(words[j / SPLIT], j, row);
+        for (int q = 0; q < GROUPS; ++q) load_group(added[q], q);
         arrive_cluster(), await_cluster();  // nobody reads stages any more
+        const auto cell = [&](int i, int p) { return stages + ((i * PARTS + p) * CONSUMERS + thread) * 16; };
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
-          if (j % SPLIT != rank) store_remote(cell(rank, j), parts, j % SPLIT, sums + 4 * j);
+        for (int i = 0; i < OWN; ++i)
+#pragma unroll
+          for (int p = 0; p < PARTS; ++p) {
+            float *first = sum(sums, i + p * BLOCKS), *second = sum(sums, OWN + i + p * BLOCKS), others[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              others[e] = rank ? first[e] : second[e];
+              first[e] = rank ? second[e] : first[e];
+            }
+            store_remote(cell(i, p), parts, rank ^ 1, others);
+          }
         await(parts, 0);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-          if (j % SPLIT != rank) continue;
-          float4 total = make_float4(0, 0, 0, 0);
+        for (int i = 0; i < OWN; ++i)
 #pragma unroll
-          for (int source = 0; source < SPLIT; ++source) {
-            float4 part = make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]);
-            if (source != rank)
-              asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(part.x), "=f"(part.y), "=f"(part.z), "=f"(part.w) : "r"(cell(source, j)));
-            total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+          for (int p = 0; p < PARTS; ++p) {
+            const float4 other = load_shared(cell(i, p));
+            float* own = sum(sums, i + p * BLOCKS);
+            own[0] += other.x, own[1] += other.y, own[2] += other.z, own[3] += other.w;
           }
-          output.put(j, row, words[j / SPLIT], total.x, total.y, total.z, total.w);
+      }
+      // Lanes of four exchange what they have of four column blocks, so that each stores one whole.
+#pragma unroll
+      for (int q = 0; q < GROUPS; ++q) {
+        if constexpr (SPLIT == 1) load_group(added[0], q);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int block = 4 * q + i, n = column + block * 8 + lane % 4 * 2;
+            words[i] = block < OWN ? output.round(n, sum(sums, block) + 2 * half, sum(sums, block + (PARTS - 1) * BLOCKS) + 2 * half) : 0;
+          }
+          transpose(words);
+          if (4 * q + lane % 4 < OWN) output.store(token + 8 * half, column + (4 * q + lane % 4) * 8, words, added[SPLIT > 1 ? q : 0][half]);
         }
       }
     }

@@ -1,23 +1,25 @@
-"""Projections of 17 to 64 tokens on Hopper GPUs, where cuBLAS leaves some of the memory's speed: see wide_linear.cu.
+"""Projections of 17 to 192 tokens on Hopper GPUs, where cuBLAS leaves some of the memory's speed: see wide_linear.cu.
 
 A row of a result does not depend on how many rows there are.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import torch
 
-from kernels._load import ELEMENTS, KernelError, gpu_of, load
+from kernels._load import ELEMENTS, gpu_of, load
+from kernels.tensor_map import tensor_map
 
-MIN_TOKENS, MAX_TOKENS = 17, 64
-SIZES = (32, 48, 64)
+MIN_TOKENS, MAX_TOKENS = 17, 192
+SIZES = (64, 128, 192)
 """Tokens that a kernel has room for."""
-STEP, TILE, THREADS = 64, 128, 384
-SHARED = 112 * 1024
-"""Bytes of dynamic shared memory: what two blocks of a multiprocessor may have each."""
+STEP = 64
+WIDTHS = (*range(32, 193, 16), 224, 256)
+"""Rows of weights that a tile may have."""
+SHARED = 222 * 1024
+"""Bytes of dynamic shared memory: all but what two small blocks of other kernels need."""
 
 Defines = dict[str, "int | str"]
 
@@ -39,52 +41,29 @@ def is_wide(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bo
     )
 
 
+def _estimate(tokens: int, width: int, split: int, out_size: int, in_size: int, num_multiprocessors: int) -> float:
+    """Microseconds of a product on an H200: what was measured there, to within a tenth."""
+    memory = out_size * in_size * 2 / 4.0e6
+    # Of one block for 64 elements of K: weights from the memory, all that it copies, and the products.
+    step = max(width * 128 / 4.5e4, (width + tokens) * 128 / 1.0e5, tokens * width * 64 / (2048 * 1400))
+    turns = -(-(-(-out_size // width) * split) // num_multiprocessors)
+    return max(memory, turns * -(-in_size // STEP // split) * step) + turns * (2.5 if split > 1 else 4)
+
+
 @functools.cache
 def choose_shape(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, is_gated: bool, num_multiprocessors: int) -> Defines:
-    """How `wide_linear.cu` is compiled for a product."""
+    """How `wide_linear.cu` is compiled for a product. SPLIT, which decides in which order terms are added, does not depend on the tokens."""
     tokens = next(size for size in SIZES if num_tokens <= size)
-    tiles = -(-out_size // TILE)
-    split = next((s for s in (4, 2) if 2 * tiles * s <= 3 * num_multiprocessors and in_size // STEP >= 4 * s), 1)
-    stages = (SHARED - 1024) // ((TILE + tokens) * 128)
-    return {
-        "ELEMENT": ELEMENTS[dtype],
-        "TOKENS": tokens,
-        "SPLIT": split,
-        "GATED": int(is_gated),
-        "STAGES": stages,
-    }
 
+    def best(tokens: int, split: int) -> tuple[float, int]:
+        unit = 16 * split if is_gated else 16
+        widths = (width for width in WIDTHS if width % unit == 0 and (tokens < 192 or width < 256))  # a thread has registers for so many sums
+        return min((round(_estimate(tokens, width, split, out_size, in_size, num_multiprocessors), 1), width) for width in widths)
 
-@functools.cache
-def _encoder() -> ctypes._NamedFuncPointer:
-    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-
-
-@functools.lru_cache(maxsize=8192)
-def _tensor_map(address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
-    """A CUtensorMap of a tensor, innermost dimension first. strides: bytes, without the innermost. What is read past its end is zero."""
-    types = {torch.float16: 6, torch.bfloat16: 9}
-    swizzle_128, promotion_256, none = 3, 3, 0
-    rank = len(sizes)
-    buffer = ctypes.create_string_buffer(128 + 64)
-    start = -ctypes.addressof(buffer) % 64
-    code = _encoder()(
-        ctypes.c_void_p(ctypes.addressof(buffer) + start),
-        types[dtype],
-        rank,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        none,
-        swizzle_128,
-        promotion_256,
-        none,
-    )
-    if code:
-        raise KernelError(f"CUDA error {code}: no tensor map of {sizes} values with strides {strides} and boxes {box}")
-    return buffer.raw[start : start + 128]
+    split = 2 if in_size >= 4 * STEP and best(128, 2) < best(128, 1) else 1
+    width = best(tokens, split)[1]
+    stages = (SHARED - 1024) // ((tokens + width) * 128)
+    return {"ELEMENT": ELEMENTS[dtype], "TOKENS": tokens, "WIDTH": width, "SPLIT": split, "GATED": int(is_gated), "STAGES": stages}
 
 
 def launch(
@@ -95,18 +74,13 @@ def launch(
     out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
     num_multiprocessors = gpu_of(x.device).num_multiprocessors
     defines = choose_shape(num_tokens, out_size, in_size, x.dtype, is_gated, num_multiprocessors)
-    tokens_box, split, row_bytes = (STEP, int(defines["TOKENS"])), int(defines["SPLIT"]), in_size * size
-    sizes: tuple[int, ...] = (in_size, out_size)
-    strides: tuple[int, ...] = (row_bytes,)
-    box: tuple[int, ...] = (STEP, TILE)
-    if is_gated:
-        half = out_size // 2
-        sizes, strides, box = (in_size, 8, 2, half // 8), (row_bytes, half * row_bytes, 8 * row_bytes), (STEP, 8, 2, TILE // 16)
-    weights = _tensor_map(weight.data_ptr(), x.dtype, sizes, strides, box)
-    tokens = _tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * size,), tokens_box)
-    kernel = load(x.device, "wide_linear", "wide_linear", "128s128sPPPiiii", defines, shared=SHARED, programmatic=True)
-    num_tiles = -(-out_size // TILE)
-    grid = num_tiles * split if split > 1 else min(num_tiles, 2 * num_multiprocessors)
+    tokens, width, split = (int(defines[key]) for key in ("TOKENS", "WIDTH", "SPLIT"))
+    num_rows, row_bytes = -(-num_tokens // 8) * 8, in_size * size
+    weights = tensor_map(weight.data_ptr(), x.dtype, (in_size, out_size), (row_bytes,), (STEP, width // (1 + is_gated)))
+    tokens_map = tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * size,), (STEP, num_rows))
+    kernel = load(x.device, "wide_linear", "wide_linear", "128s128sPPPiiiii", defines, shared=SHARED, programmatic=True)
+    num_tiles = -(-out_size // width)
+    grid = num_tiles * split if split > 1 else min(num_tiles, num_multiprocessors)
     pointers = (0 if t is None else t for t in (bias, residual))
-    kernel((grid, 1), (THREADS, 1, 1), weights, tokens, out, *pointers, num_tokens, out_size, in_size, num_tiles)
+    kernel((grid, 1), (2 * tokens + 128, 1, 1), weights, tokens_map, out, *pointers, num_tokens, out_size, in_size, num_tiles, num_rows)
     return out

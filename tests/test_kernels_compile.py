@@ -19,7 +19,7 @@ DEFINES = {
     "linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 8, "TILES": 2, "SHARED": 136 * 1024, "NORM": 4096, "GATED": 0},
     "ngram": {"THREADS": 512},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
-    "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 32, "SPLIT": 4, "GATED": 0, "STAGES": 5},
+    "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 64, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 13},
     "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512},
 }
 

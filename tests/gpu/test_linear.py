@@ -71,8 +71,10 @@ def test_rows_do_not_depend_on_their_number(out_size: int, in_size: int, device:
 
 WIDE = [(17, 6144, 4096), (32, 4096, 4096), (24, 28672, 4096), (27, 4096, 14336), (20, 2048, 2048)]
 WIDE += [(48, 6144, 4096), (64, 4096, 4096), (42, 28672, 4096), (57, 28672, 4096), (64, 4096, 14336), (33, 2048, 2048)]
+WIDE += [(65, 6144, 4096), (96, 4096, 4096), (128, 28672, 4096), (100, 4096, 14336), (160, 28672, 4096), (192, 4096, 14336), (129, 3072, 2048)]
 WIDE_CORNER = [(17, 32, 64), (32, 96, 128), (30, 576, 192), (23, 4256, 320), (32, 12832, 64), (24, 128256, 256), (31, 33824, 512)]
 WIDE_CORNER += [(48, 32, 64), (49, 96, 128), (50, 576, 192), (63, 4256, 320), (40, 12832, 64), (33, 128256, 256), (64, 33824, 512)]
+WIDE_CORNER += [(192, 32, 64), (65, 96, 128), (129, 576, 192), (127, 4256, 320), (191, 12832, 64), (77, 128256, 256), (150, 33824, 512)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,13 +99,14 @@ def test_wide(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 192), (33824, 256)])
 def test_wide_rows_do_not_depend_on_their_number(out_size: int, in_size: int, device: torch.device) -> None:
-    x, weight, bias, _, _ = make(64, out_size, in_size, torch.bfloat16, device)
-    whole = linear(x, weight, bias)
-    for start, stop in ((0, 17), (10, 42), (3, 22), (30, 64), (1, 49), (5, 64)):
+    x, weight, bias, norm_weight, _ = make(192, out_size, in_size, torch.bfloat16, device)
+    whole, gated = linear(x, weight, bias), norm_gated_linear(x, norm_weight, EPS, weight)
+    for start, stop in ((0, 17), (10, 42), (3, 22), (30, 64), (1, 49), (5, 64), (60, 125), (0, 128), (3, 192), (63, 192)):
         assert torch.equal(linear(x[start:stop], weight, bias), whole[start:stop])
+        assert torch.equal(norm_gated_linear(x[start:stop], norm_weight, EPS, weight), gated[start:stop])
 
 
-@pytest.mark.parametrize("num_tokens", [6, 24, 40, 64])
+@pytest.mark.parametrize("num_tokens", [6, 24, 64, 100, 192])
 def test_chain_in_graph(num_tokens: int, device: torch.device) -> None:
     """Kernels that begin before the one ahead has ended still see all that it wrote, replay after replay."""
     x, qkv, _, norm_weight, _ = make(num_tokens, 6144, 4096, torch.bfloat16, device)
@@ -143,7 +146,7 @@ def test_chain_in_graph(num_tokens: int, device: torch.device) -> None:
 
 def test_goes_to_torch(device: torch.device) -> None:
     for num_tokens, out_size, in_size, dtype in (
-        (65, 64, 64, torch.bfloat16),
+        (193, 64, 64, torch.bfloat16),
         (17, 64, 96, torch.bfloat16),
         (0, 64, 64, torch.bfloat16),
         (2, 64, 64, torch.float32),
