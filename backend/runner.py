@@ -30,7 +30,7 @@ ACTIVATIONS_PER_STATE = 24
 """Values that a forward holds at its widest for each value of a token's state: gate and up take 7, with what they are made of and into."""
 BYTES_PER_PROBABILITY = 40
 """That whole distributions take for each score: sorted with their places, summed up, and what drafts were drawn from."""
-CAPTURED_STEPS_BYTES = 2**28
+CAPTURED_STEPS_BYTES = 320 * 2**20
 """That the driver and the kernels take for captured steps, about."""
 
 

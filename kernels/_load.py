@@ -102,6 +102,9 @@ class _Rehearsal:
 
     num_registers = num_local_bytes = 0
 
+    def count_clusters(self, size: int, threads: int) -> None:
+        pass
+
     def __call__(self, *args: Any, **options: Any) -> None:
         pass
 
@@ -221,6 +224,10 @@ class Kernel:
         self._shared = shared
         self.num_registers, self.num_local_bytes = function.num_regs, function.local_size_bytes
 
+    def count_clusters(self, size: int, threads: int) -> int | None:
+        """Clusters of `size` blocks that run at a time, where the driver tells: of a kernel that is launched programmatically, from sm_90 on."""
+        return self._launch.count_clusters(size, threads, self._shared) if isinstance(self._launch, _ProgrammaticLaunch) else None
+
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], *args: Any, shared: int | None = None) -> None:
         if torch.cuda.current_stream(self._index).cuda_stream != self._torch_stream:
             raise KernelError("kernels are launched inside kernels.device_stream(device) only")
@@ -229,9 +236,9 @@ class Kernel:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute of cuda.h, with a value of one int."""
+    """CUlaunchAttribute of cuda.h, with a value of up to three ints."""
 
-    _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60)]
+    _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int * 3), ("_rest", ctypes.c_char * 52)]
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -254,6 +261,7 @@ class _ProgrammaticLaunch:
     programmatic edge of the graph.
     """
 
+    CLUSTER_DIMENSION = 4
     PROGRAMMATIC_STREAM_SERIALIZATION = 6
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
@@ -272,7 +280,7 @@ class _ProgrammaticLaunch:
         start = ctypes.addressof(self._arguments)
         places = [start + struct.calcsize("".join(kinds[: i + 1])) - struct.calcsize(kind) for i, kind in enumerate(kinds)]
         self._parameters = (ctypes.c_void_p * len(places))(*places)
-        attribute = _Attribute(id=self.PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        attribute = _Attribute(id=self.PROGRAMMATIC_STREAM_SERIALIZATION, value=(1, 0, 0))
         self._config = _LaunchConfig(stream=device.stream.handle, attributes=ctypes.pointer(attribute), num_attributes=1)
         self._lock = threading.Lock()
 
@@ -281,6 +289,14 @@ class _ProgrammaticLaunch:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(code, ctypes.byref(text))
             raise KernelError(f"CUDA error {code}: {(text.value or b'unknown').decode()}")
+
+    def count_clusters(self, size: int, threads: int, shared: int) -> int:
+        """Clusters of so many blocks that run at a time: they lie within a GPC, and which of its multiprocessors work differs from chip to chip."""
+        attribute = _Attribute(id=self.CLUSTER_DIMENSION, value=(size, 1, 1))
+        config, count = _LaunchConfig(shared=shared, attributes=ctypes.pointer(attribute), num_attributes=1), ctypes.c_int()
+        config.grid[:], config.block[:] = (size, 1, 1), (threads, 1, 1)
+        self._check(self._driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
+        return count.value
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], stream: Any, *values: Any, shared_size: int) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 // Attention of a few queries per request over paged keys and values, with tensor cores, by the plan of attention_plan.cuh.
 //
 // Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; GROUP query heads per KV head; NUM_KV_HEADS; HEAD_DIM; PAGE_SIZE;
-// MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; STAGES of the KV pipeline; MIN_CTAS per SM;
-// CASCADE: requests may share a prefix, which then is read once for all of them.
+// MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; TILE keys, 64 or 128, of each of the STAGES of the KV
+// pipeline, with a warp for every sixteen; MIN_CTAS per SM; CASCADE: requests may share a prefix, which then is read once for all of them.
 
 #include "attention_merge.cuh"
 #if DTYPE == 2
@@ -28,8 +28,9 @@ constexpr int WEIGHT_OFFSET = STAGES * 2 * KV_BYTES;
 constexpr int QUERY_OFFSET = WEIGHT_OFFSET + WEIGHT_BYTES;
 constexpr int PEAK_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;  // [WARPS][rows] floats: maxima, then sums, then merge_last's flag
 constexpr int ITEM_OFFSET = PEAK_OFFSET + WARPS * M_TILES * 16 * 4;    // [STAGES] items
-constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;                 // [2][CLUSTER][MAX_ROWS] (max, sum), then [..][WIDTH] floats
-constexpr int PEER_BYTES = CLUSTER == 1 ? 0 : 2 * CLUSTER * MAX_ROWS * (8 + WIDTH * 4);
+#if CLUSTER > 1
+constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;  // [CLUSTER][MAX_ROWS] (max, sum), then [..][WIDTH] floats
+#endif
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -76,6 +77,8 @@ __device__ __forceinline__ void store_peer(uint32_t address, float a, float b) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 __device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// For a thread that has written nothing for its peers.
+__device__ __forceinline__ void arrive_cluster_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -110,7 +113,7 @@ __device__ __forceinline__ void take_item(Loader& l, int word, int rank) {
     l.is_first = true;
 }
 
-// One warp processes 16 keys of a tile for scores = query x keys, and a quarter of the columns for weights x values: every key and
+// One warp processes 16 keys of a tile for scores = query x keys, and its share of the columns for weights x values: every key and
 // value leaves shared memory once, and no warp has sums that another needs.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     append_attention(Number* out, const Number* query, const Number* key_pages, const Number* value_pages, const int* page_table, const Start* starts,
@@ -130,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
         return;
     }
 #if CLUSTER > 1
-    arrive_cluster();  // waited for before the first store to a peer
+    arrive_cluster_relaxed();  // waited for before the first store to a peer
 #endif
     auto read_pages = [&](int first) {
         const int page = first + lane;
@@ -405,9 +408,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 }
             }
 #else
-        // Each CTA gets some columns of all rows from its peers. Two buffers: a peer may be an item ahead, never two.
-        const uint32_t stats = base + PEER_OFFSET + (item_index & 1) * (PEER_BYTES / 2), columns = stats + CLUSTER * MAX_ROWS * 8;
-        if (item_index == 0) wait_cluster();
+        // Each CTA gets some columns of all rows from its peers.
+        const uint32_t stats = base + PEER_OFFSET, columns = stats + CLUSTER * MAX_ROWS * 8;
+        wait_cluster();  // all have begun, and read what they had of the item before
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -423,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             }
         arrive_cluster();
         wait_cluster();
-        const float2* peer_stats = (const float2*)(memory + PEER_OFFSET + (item_index & 1) * (PEER_BYTES / 2));
+        const float2* peer_stats = (const float2*)(memory + PEER_OFFSET);
         const float* peer_sums = (const float*)(peer_stats + CLUSTER * MAX_ROWS);
         for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 2); i += THREADS) {
             const int row = i / (WIDTH / 2), column = i % (WIDTH / 2) * 2;
@@ -444,6 +447,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 if (column == 0) *partials.stat(item.slot, rank, row) = make_float2(larger, all);
             }
         }
+        __syncwarp();
+        arrive_cluster_relaxed();
 #endif
         if (item.num_pieces > 1) merge_last(out, item, partials, counters, rank, (int*)peaks);
     };

@@ -13,21 +13,26 @@ PREFIX_ROWS = {64: 64, 128: 24, 256: 32}
 """The same where requests of at most MAX_PREFIX_ROWS rows share prefixes: what leaves room for two CTAs per SM. With more rows, reading a prefix
 again for every few of them from the L2 cache costs more than that brings."""
 MAX_PREFIX_ROWS = 16
-TILE, THREADS, PLAN_THREADS, PLAN_CTAS = 64, 128, 256, 32
-MIN_TILES = 4
-"""A request's keys are split in no smaller parts than this many tiles per CTA."""
+PLAN_THREADS, PLAN_CTAS = 256, 32
+MAX_LARGE_ROWS = 32
+"""Most rows of an item whose stages are large, so that weights and values stay in registers."""
+MIN_KEYS = 256
+"""A request's keys are split in no smaller parts than this many per CTA."""
+PIPELINES = ((2, 3, 64), (1, 3, 128), (1, 5, 64), (1, 4, 64), (1, 3, 64), (1, 2, 64))
+"""CTAs per SM, stages and keys of a stage, the best first: a CTA that is alone on its SM waits for the products of each stage in turn, so its
+stages are large."""
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def _shared_bytes(rows: int, size: int, cluster: int, stages: int) -> int:
+def _shared_bytes(rows: int, size: int, cluster: int, stages: int, tile: int) -> int:
     m_tiles = -(-rows // 16)
     query_slots = stages - 1 if m_tiles * size <= 256 else stages
-    peers = 0 if cluster == 1 else 2 * cluster * rows * (8 + size // cluster * 4)
-    return stages * 4 * TILE * size + query_slots * rows * 2 * size + m_tiles * 16 * TILE * 2 + 4 * m_tiles * 16 * 4 + stages * 64 + peers
+    peers = 0 if cluster == 1 else cluster * rows * (8 + size // cluster * 4)
+    return stages * 4 * tile * size + query_slots * rows * 2 * size + m_tiles * 16 * tile * 2 + m_tiles * 16 * tile // 4 + stages * 64 + peers
 
 
 def _num_workers(sms: int, ctas: int, cluster: int) -> int:
-    """Clusters that run at a time. One of more than two CTAs lies within a GPC, and GPCs have SMs to spare."""
+    """Clusters that run at a time, at least. One of more than two CTAs lies within a GPC, and GPCs have SMs to spare."""
     return sms * ctas // cluster if cluster <= 2 else sms * ctas * 7 // (8 * cluster)
 
 
@@ -46,7 +51,7 @@ def choose_shape(
     sms, shared, generation = gpu or gpu_of()
     group = num_query_heads // num_kv_heads
     has_prefixes &= dtype != torch.float32  # whose kernel is for tests, and reads a prefix once per request
-    cluster, ctas, stages = 1, 4, 0  # float32
+    cluster, ctas, stages, tile = 1, 4, 0, 64  # float32
     for blocks in range(1, max_query_len * group + 1):
         rows = -(-max_query_len * group // blocks)
         rows = rows if blocks == 1 else -(-rows // 16) * 16
@@ -56,13 +61,13 @@ def choose_shape(
             continue
         if dtype == torch.float32:
             break
-        # As many CTAs share an item as still leave a cluster for each; two CTAs per SM where three stages fit, else as many stages as fit.
+        # As many CTAs share an item as still leave a cluster for each.
         clusters = (8, 4, 2, 1) if generation >= 9 and not has_prefixes else (1,)
-        fits = [(c, n, s) for c in clusters for n, s in ((2, 3), (1, 5), (1, 4), (1, 3), (1, 2))]
-        fits = [(c, n, s) for c, n, s in fits if _shared_bytes(rows, head_dim, c, s) <= shared // n - 1024]
+        fits = [(c, *pipeline) for c in clusters for pipeline in PIPELINES if pipeline[2] == 64 or (head_dim == 128 and rows <= MAX_LARGE_ROWS)]
+        fits = [(c, n, s, t) for c, n, s, t in fits if _shared_bytes(rows, head_dim, c, s, t) <= shared // n - 1024]
         if fits:
-            enough = [(c, n, s) for c, n, s in fits if _num_workers(sms, n, c) >= batch * blocks * num_kv_heads]
-            cluster, ctas, stages = (enough or [fit for fit in fits if fit[0] == 1])[0]
+            enough = [fit for fit in fits if _num_workers(sms, fit[1], fit[0]) >= batch * blocks * num_kv_heads]
+            cluster, ctas, stages, tile = (enough or [fit for fit in fits if fit[0] == 1])[0]
             break
     return {
         "DTYPE": _DTYPES[dtype],
@@ -72,6 +77,7 @@ def choose_shape(
         "PAGE_SIZE": page_size,
         "MAX_ROWS": rows,
         "CLUSTER": cluster,
+        "TILE": tile,
         "STAGES": stages,
         "MIN_CTAS": ctas,
         "CASCADE": int(has_prefixes),
@@ -137,10 +143,14 @@ class AttentionPlan:
         if self.device.type != "cuda":
             return
         defines = choose_shape(batch, max_query_len, page_size, num_query_heads, num_kv_heads, head_dim, dtype, prefix_group is not None)
-        cluster, rows, stages = defines["CLUSTER"], defines["MAX_ROWS"], defines["STAGES"]
+        cluster, rows, stages, tile = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "STAGES", "TILE"))
+        self._block, self._min_tiles = (2 * tile, 1, 1), MIN_KEYS // tile
         self.has_prefixes = bool(defines["CASCADE"])
         self._prefixes: tuple[torch.Tensor | None, ...] = (prefix_group, prefix_len) if self.has_prefixes else (None, None)
-        self._num_workers = _num_workers(gpu_of().num_multiprocessors, defines["MIN_CTAS"], cluster)
+        shared = _shared_bytes(rows, head_dim, cluster, stages, tile) if stages else 0
+        self._attend: Kernel = load(self.device, "attention", "append_attention", "PPPPPPPPPPii", defines, shared, programmatic=True)
+        known = self._attend.count_clusters(cluster, 2 * tile) if cluster > 2 else None
+        self._num_workers = known or _num_workers(gpu_of().num_multiprocessors, defines["MIN_CTAS"], cluster)
         self._grid = (self._num_workers * cluster, 1)
         self.num_tokens = batch * max_query_len
         rows_per_request = max_query_len * defines["GROUP"]
@@ -160,8 +170,6 @@ class AttentionPlan:
         self._places, self._pieces = make(self.num_tokens, 4), make(segments, 2)  # with prefixes
         planned = 4 * ((10 if self.has_prefixes else 3) * batch + 2 + self._num_workers + 1)
         self._plan: Kernel = load(self.device, "attention", "plan_attention", "PPPPPPPPPPiiiiii", defines, planned)
-        shared = _shared_bytes(rows, head_dim, cluster, stages) if stages else 0
-        self._attend: Kernel = load(self.device, "attention", "append_attention", "PPPPPPPPPPii", defines, shared, programmatic=True)
         if self.has_prefixes:
             self._merge: Kernel = load(self.device, "attention", "merge_attention", "PPPPP", defines)
 
@@ -193,7 +201,7 @@ class AttentionPlan:
             len(self.seq_lens),
             self.page_table.stride(0),
             self._num_workers,
-            MIN_TILES,
+            self._min_tiles,
             self._num_items,
             self.num_tokens,
         )
@@ -223,7 +231,7 @@ def append_attention(
     sums, stats = (torch.empty(shape, dtype=torch.float32, device=query.device) for shape in plan._partial_shapes)
     plan._attend(
         plan._grid,
-        (THREADS, 1, 1),
+        plan._block,
         out,
         query,
         key_pages,
@@ -238,5 +246,5 @@ def append_attention(
         plan.page_table.stride(0),
     )
     if plan.has_prefixes:
-        plan._merge((plan.num_tokens, plan.num_kv_heads), (THREADS, 1, 1), out, sums, stats, plan._places, plan._pieces)
+        plan._merge((plan.num_tokens, plan.num_kv_heads), plan._block, out, sums, stats, plan._places, plan._pieces)
     return out

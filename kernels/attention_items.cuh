@@ -2,8 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int TILE = 64;  // keys of one pipeline stage; also what the plan counts in
-constexpr int THREADS = 128, WARPS = THREADS / 32;
+constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;  // TILE: keys of one pipeline stage; also what the plan counts in
 constexpr float LOG2E = 1.4426950408889634f;
 
 // One piece of work: some rows of one request and KV head against a range of its keys. A row is a query head of a query.
