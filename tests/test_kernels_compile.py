@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import wide_linear
 from kernels._load import ARCHITECTURES, SOURCES, Gpu, KernelError, compile_source, find_nvcc
 from kernels.attention import choose_shape
 
@@ -41,6 +42,26 @@ def test_compiles(nvcc: str, source: str, architecture: str) -> None:
     else:
         defines = dict(DEFINES.get(source, {}))
     assert compile_source(source, architecture, defines).stat().st_size > 0
+
+
+@pytest.mark.parametrize("out_size", [32, 576, 2048, 3072, 4096, 6144, 28672, 33824, 128256])
+@pytest.mark.parametrize("in_size", [64, 192, 2048, 4096, 14336])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_tiles_of_wide_products(out_size: int, in_size: int, is_gated: bool) -> None:
+    """The order in which terms are added is the same for every number of tokens, and no tile is larger than shared memory or registers allow."""
+    shapes = [wide_linear.choose_shape(tokens, out_size, in_size, torch.bfloat16, is_gated, 132) for tokens in (17, 64, 65, 128, 129, 192)]
+    assert len({shape["SPLIT"] for shape in shapes}) == 1
+    for shape in shapes:
+        tokens, width, split, stages = (int(shape[key]) for key in ("TOKENS", "WIDTH", "SPLIT", "STAGES"))
+        assert width in wide_linear.WIDTHS and width % (8 * split * (1 + is_gated)) == 0 and width * tokens <= 192 * 224
+        assert stages >= 3 and stages * (tokens + width) * 128 + 1024 <= wide_linear.SHARED
+
+
+def test_the_largest_tile_compiles_without_spills(nvcc: str) -> None:
+    defines = wide_linear.choose_shape(192, 28672, 4096, torch.bfloat16, True, 132)
+    assert defines["TOKENS"] == 192 and defines["WIDTH"] == 224
+    log = compile_source("wide_linear", "sm_90", defines).with_suffix(".log").read_text()
+    assert " 0 bytes spill stores" in log and "serialized" not in log
 
 
 def test_what_does_not_compile_is_said(nvcc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
