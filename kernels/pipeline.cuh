@@ -30,7 +30,7 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
 }
 
 // Nothing that is written needs to be seen behind it: a release would wait for all of the block's memory operations.
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void arrive_cluster_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // To a block of the cluster, whose barrier is told.
 __device__ __forceinline__ void store_remote(uint32_t address, uint32_t barrier, int rank, const float* v) {

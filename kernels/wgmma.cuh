@@ -31,14 +31,6 @@
 #define S88 S80, EIGHT(80)
 #define R96 R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define S96 S88, EIGHT(88)
-#define R104 R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define S104 S96, EIGHT(96)
-#define R112 R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define S112 S104, EIGHT(104)
-#define R120 R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define S120 S112, EIGHT(112)
-#define R128 R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define S128 S120, EIGHT(120)
 #if WGMMA_N == 32
 #define SUMS S16
 #define OPERANDS "n32", R16, "%16", "%17", "%18"
@@ -72,20 +64,8 @@
 #elif WGMMA_N == 192
 #define SUMS S96
 #define OPERANDS "n192", R96, "%96", "%97", "%98"
-#elif WGMMA_N == 208
-#define SUMS S104
-#define OPERANDS "n208", R104, "%104", "%105", "%106"
-#elif WGMMA_N == 224
-#define SUMS S112
-#define OPERANDS "n224", R112, "%112", "%113", "%114"
-#elif WGMMA_N == 240
-#define SUMS S120
-#define OPERANDS "n240", R120, "%120", "%121", "%122"
-#elif WGMMA_N == 256
-#define SUMS S128
-#define OPERANDS "n256", R128, "%128", "%129", "%130"
 #else
-#error "WGMMA_N must be a multiple of 16 from 32 to 256"
+#error "WGMMA_N must be a multiple of 16 from 32 to 192"
 #endif
 #define MULTIPLY(TYPE) MULTIPLY_WITH(TYPE, OPERANDS)
 #define MULTIPLY_WITH(...) MULTIPLY_AS(__VA_ARGS__)

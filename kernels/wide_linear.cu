@@ -116,7 +116,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     publish_barriers();
   }
   __syncthreads();
-  if constexpr (SPLIT > 1) arrive_cluster();
+  if constexpr (SPLIT > 1) arrive_cluster_relaxed();
 
   if (threadIdx.x < 128) {
     keep_registers<KEPT>();
@@ -143,7 +143,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
       launch_dependents();
     }
     __syncwarp();
-    if constexpr (SPLIT > 1) await_cluster(), arrive_cluster(), await_cluster();
+    if constexpr (SPLIT > 1) await_cluster(), arrive_cluster_relaxed(), await_cluster();
   } else {
     take_registers<(SPARED < 240 ? SPARED : 240)>();
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
@@ -191,7 +191,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
       if constexpr (SPLIT > 1) {
 #pragma unroll
         for (int q = 0; q < GROUPS; ++q) load_group(added[q], q);
-        arrive_cluster(), await_cluster();  // nobody reads stages any more
+        arrive_cluster_relaxed(), await_cluster();  // nobody reads stages any more
         const auto cell = [&](int i, int p) { return stages + ((i * PARTS + p) * CONSUMERS + thread) * 16; };
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
