@@ -53,9 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
         wait_for_earlier();
         return;
     }
-#if CLUSTER > 1
     arrive_cluster_relaxed();  // waited for before the first store to a peer
-#endif
     auto read_pages = [&](int first) {
         const int page = first + lane;
         return l.num_rows > 0 && page << PAGE_SHIFT < l.last ? page_table[(int64_t)l.table_row * page_stride + page] : 0;
@@ -331,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #else
         // Each CTA gets some columns of all rows from its peers.
         const uint32_t stats = base + PEER_OFFSET, columns = stats + CLUSTER * MAX_ROWS * 8;
-        wait_cluster();  // all have begun, and read what they had of the item before
+        await_cluster();  // all have begun, and read what they had of the item before
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -346,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 for (int r = warp * 4 + (lane & 3); r < CLUSTER; r += 4 * WARPS) store_peer(peer_address(stats + place * 8, r), peak[m][h], total[m][h]);
             }
         arrive_cluster();
-        wait_cluster();
+        await_cluster();
         const float2* peer_stats = (const float2*)(memory + PEER_OFFSET);
         const float* peer_sums = (const float*)(peer_stats + CLUSTER * MAX_ROWS);
         for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 2); i += THREADS) {

@@ -1,6 +1,7 @@
-// What attention with tensor cores is made of: copies to shared memory and loads from it, products, a cluster's exchange, and where the copies stand.
+// What attention with tensor cores is made of: copies to shared memory and loads from it, products, stores to peers, and where the copies stand.
 #pragma once
 #include "attention_items.cuh"
+#include "cluster.cuh"
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
@@ -48,13 +49,6 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
 __device__ __forceinline__ void store_peer(uint32_t address, float a, float b) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
-__device__ __forceinline__ void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// For a thread that has written nothing for its peers.
-__device__ __forceinline__ void arrive_cluster_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CLUSTER_DIMS
 #endif
 
 // The side of the pipeline that runs ahead: which tile to load next. The same in all threads of a warp but for the words and pages.

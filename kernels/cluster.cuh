@@ -1,4 +1,4 @@
-// CLUSTER blocks that share a row, and how they begin together.
+// CLUSTER blocks that work on one thing, and the barrier of their threads: nothing where a block is alone.
 #pragma once
 
 #if CLUSTER > 1
@@ -9,14 +9,21 @@ namespace cg = cooperative_groups;
 #define CLUSTER_DIMS
 #endif
 
-// What a block writes to its peers' shared memory has to wait until they have begun.
-__device__ __forceinline__ void say_begun() {
+// What was written before can be seen by those that have waited. That waits for all of the thread's memory operations.
+__device__ __forceinline__ void arrive_cluster() {
+#if CLUSTER > 1
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+// Says only that this thread has come so far: that its block has begun, which whoever writes to its shared memory has to wait for, or
+// that it has read what others may write over.
+__device__ __forceinline__ void arrive_cluster_relaxed() {
 #if CLUSTER > 1
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void await_peers() {
+__device__ __forceinline__ void await_cluster() {
 #if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }

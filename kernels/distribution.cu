@@ -118,7 +118,7 @@ __device__ __forceinline__ Filter find_kept(int top_k, float top_p, float min_p,
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREADS)
     probabilities(float* probs, const Logit* logits, const float* temperature, const int* top_k, const float* top_p, const float* min_p, int vocab_size,
                   int is_filtered) {
-  say_begun();
+  arrive_cluster_relaxed();
   const int index = blockIdx.x / CLUSTER;
   Row row;
   row.logits = logits + size_t(index) * vocab_size;
@@ -127,7 +127,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
   row.temperature = temperature[index];
   row.to_base2 = LOGIT == 0 ? LOG2E : LOG2E / row.temperature;
   const Measured own = measure(row);
-  await_peers();
+  await_cluster();
   measure_all(row, own);
   Filter filter = {{-INF, INT_MAX, 0, false}, 0, -INF};
   float sum = shared.all.sum;

@@ -1,4 +1,4 @@
-// Barriers in shared memory, bulk tensor copies that arrive at them, and what blocks of a cluster tell each other. Hopper and later.
+// Barriers in shared memory, and what arrives at them: bulk tensor copies, and stores to other blocks of a cluster. Hopper and later.
 #pragma once
 #include <cuda.h>
 #include <cstdint>
@@ -29,9 +29,6 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
                : "memory");
 }
 
-// Nothing that is written needs to be seen behind it: a release would wait for all of the block's memory operations.
-__device__ __forceinline__ void arrive_cluster_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // To a block of the cluster, whose barrier is told.
 __device__ __forceinline__ void store_remote(uint32_t address, uint32_t barrier, int rank, const float* v) {
   asm volatile(

@@ -23,7 +23,7 @@ __device__ __forceinline__ int draw(const Row& row, const SlotParams& params, in
   int turn = 0;
   if (top_k <= 0 && top_p >= 1 && min_p <= 0) {
     const Best own = find_best<ALL>(row, 0, 0, 0, 0);
-    await_peers();
+    await_cluster();
     const Best best = reduce(own, turn);
     is_broken = !(best.greatest < INF);
     return best.key ? key_token(best.key) : -1;
@@ -32,7 +32,7 @@ __device__ __forceinline__ int draw(const Row& row, const SlotParams& params, in
   const bool is_tried = CLUSTER > 1 && top_k <= 0;
   if (threadIdx.x == 0) shared.num_chunks = shared.num_listed = 0;
   const Best measured = is_tried ? find_best<MEASURE>(row, 0, 0, 0, 0) : measure(row);
-  await_peers();
+  await_cluster();
   const Best all = reduce(measured, turn);
   is_broken = !(all.greatest < INF);
   if (is_broken || all.greatest == -INF) return -1;
@@ -60,7 +60,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
     if (block == 0 && threadIdx.x == 0) token_ids[index] = 0, is_broken[index] = false;
     return;
   }
-  say_begun();
+  arrive_cluster_relaxed();
   const SlotParams& params = slots.params[owner.slot];
   const int flags = params.flags, num_tokens = slots.num_tokens[owner.slot];
   Row row;
@@ -72,7 +72,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
   int token_id, broken = 0;
   if (flags & GREEDY) {
     const Best own = find_greatest(row);
-    await_peers();
+    await_cluster();
     int turn = 0;
     const Best best = reduce(own, turn);
     token_id = best.key ? key_token(best.key) : -1;

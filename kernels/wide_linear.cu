@@ -18,6 +18,8 @@
 #else
 #define WGMMA_N WIDTH
 #endif
+#define CLUSTER SPLIT
+#include "cluster.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
@@ -30,18 +32,13 @@ constexpr int PARTS = GATED ? 2 : 1;                                            
 constexpr int OUT_WIDTH = WIDTH / PARTS, BLOCKS = OUT_WIDTH / 8, OWN = BLOCKS / SPLIT;  // in blocks of eight columns
 constexpr int GROUPS = (OWN + 3) / 4;  // of column blocks that are stored together
 // As many registers as leave room for other kernels' blocks, but where a thread has many sums.
-constexpr int MOST_THREADS = TOKENS == 192 && WIDTH <= 96 ? 768 : 512, LAUNCHED = 65536 / MOST_THREADS / 8 * 8;
-// Whether products of two stages overlap: with one warpgroup. (ptxas would not let them where half is rounded twice.)
-constexpr int HANGING = TOKENS == 64 && !(GATED && std::is_same<Element, __half>::value);
-constexpr int KEPT = 32, SPARED = (LAUNCHED * THREADS - KEPT * 128) / CONSUMERS / 8 * 8;
+constexpr int MOST_THREADS = TOKENS == 192 && WIDTH <= 96 ? 768 : 512, LAUNCH_REGISTERS = 65536 / MOST_THREADS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = 32, SPARE_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / CONSUMERS / 8 * 8;
+constexpr int CONSUMER_REGISTERS = SPARE_REGISTERS < 240 ? SPARE_REGISTERS : 240;
+// With one warpgroup products of two stages overlap. (ptxas would not let them where half is rounded twice.)
+constexpr int PENDING_STAGES = TOKENS == 64 && !(GATED && std::is_same<Element, __half>::value);
 static_assert(BLOCKS % SPLIT == 0, "blocks have equal shares of the columns");
 static_assert(SPLIT == 1 || OWN * PARTS * CONSUMERS * 16 <= STAGES * STAGE_BYTES, "the parts have no room");
-
-#if SPLIT > 1
-#define CLUSTER_DIMS __cluster_dims__(SPLIT, 1, 1)
-#else
-#define CLUSTER_DIMS
-#endif
 
 using Sums = float[PIECES][WGMMA_N / 2];
 // A thread's four of a block of the product: two neighbouring columns of each of two tokens.
@@ -116,10 +113,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     publish_barriers();
   }
   __syncthreads();
-  if constexpr (SPLIT > 1) arrive_cluster_relaxed();
+  arrive_cluster_relaxed();
 
   if (threadIdx.x < 128) {
-    keep_registers<KEPT>();
+    keep_registers<PRODUCER_REGISTERS>();
     const auto copy_weights = [&](int stage, int tile, int step) {
       const uint32_t place = stages + stage * STAGE_BYTES + A_BYTES, barrier = full + 8 * stage;
       arrive_expecting(barrier, num_rows * 128 + B_BYTES);
@@ -143,9 +140,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
       launch_dependents();
     }
     __syncwarp();
-    if constexpr (SPLIT > 1) await_cluster(), arrive_cluster_relaxed(), await_cluster();
+    await_cluster(), arrive_cluster_relaxed(), await_cluster();
   } else {
-    take_registers<(SPARED < 240 ? SPARED : 240)>();
+    take_registers<CONSUMER_REGISTERS>();
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
     const int token = group * 64 + warp * 16 + lane / 4;  // and 8 further on
     const Output output = {out, bias, residual, M, GATED ? N / 2 : N};
@@ -157,7 +154,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     for (int i = thread; i < STAGES * unfilled; i += CONSUMERS) clear_shared(stages + i / unfilled * STAGE_BYTES + num_rows * 128 + i % unfilled * 16);
     publish_to_products();
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-    if constexpr (SPLIT > 1) await_cluster();
+    await_cluster();
     wait_for_earlier();
     int stage = 0, parity = 0;
     for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
@@ -173,15 +170,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
             multiply<Element>(sums[piece], describe(place + group * 64 * 128) + 2 * k, describe(place + A_BYTES + piece * WGMMA_N * 128) + 2 * k,
                               step > begin || k > 0);
         end_products();
-        await_products<HANGING>();
-        if (!HANGING) release(stage);
+        await_products<PENDING_STAGES>();
+        if (!PENDING_STAGES) release(stage);
         else if (step > begin) release(stage ? stage - 1 : STAGES - 1);
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
       await_products<0>();
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece) hold(sums[piece]);
-      if (HANGING) release(stage ? stage - 1 : STAGES - 1);
+      if (PENDING_STAGES) release(stage ? stage - 1 : STAGES - 1);
 
       const int column = tile * OUT_WIDTH + rank * OWN * 8;
       uint4 added[SPLIT > 1 ? GROUPS : 1][2];

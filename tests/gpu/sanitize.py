@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 TOOLS = ["memcheck", "racecheck"]
-SECONDS = 220
+SECONDS = 480
 """After which a run is given up."""
 RUNS = {
     "append_attention": ("test_attention.py", "test_correctness"),
@@ -24,7 +24,7 @@ RUNS = {
     "rms_norm": ("test_norm.py", ""),
     "append_kv": ("test_append_kv.py", ""),
     "choose": ("test_sampling.py", "test_sample and not large and dtype0 and (8- or 40-)"),
-    "probabilities": ("test_distribution.py", "dtype0 and (test_mixed or not_finite) and (1-1- or 3- or 9-)"),
+    "probabilities": ("test_distribution.py", "dtype0 and (test_mixed or not_finite)"),
     "draw_tokens": ("test_distribution.py", "test_draw"),
     "verify": ("test_verify.py", ""),
     "candidates": ("test_verify.py", "candidates"),
@@ -39,8 +39,7 @@ def check(tool: str, kernel: str) -> tuple[bool, str]:
     """Runs a kernel's tests under a tool -> whether they passed and nothing was found, and a line that says so."""
     file, chosen = RUNS[kernel]
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", f"kernel_substring={kernel}", "--error-exitcode", "9", "--print-limit", "20"]
-    plugins = ["-p", "no:cacheprovider", *(["-p", "tests.gpu.serial_launches"] if tool == "racecheck" else [])]
-    command += [sys.executable, "-m", "pytest", "-q", "-x", *plugins, f"tests/gpu/{file}", *(["-k", chosen] if chosen else [])]
+    command += [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/gpu/{file}", *(["-k", chosen] if chosen else [])]
     started = time.monotonic()
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
