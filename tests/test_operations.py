@@ -247,7 +247,9 @@ class TestLocust:
         assert all(count and not failures for count, failures in found.values())
         second = locust(*common, "--run-time=3s", "--load-shape=spike")
         assert second.returncode == 0, second.stderr
-        path.write_text(json.dumps({prompt: f"{text}?" for prompt, text in json.loads(path.read_text()).items()}))
+        answers = json.loads(path.read_text())
+        assert len(answers) == 4  # each prompt has its turn
+        path.write_text(json.dumps({prompt: f"{text}?" for prompt, text in answers.items()}))
         third = locust(*common, "--run-time=3s")
         assert third.returncode == 1 and "not the first answer to this prompt" in third.stderr
         count, failures = statistics_of(third)["request"]

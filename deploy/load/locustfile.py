@@ -8,6 +8,7 @@ first answer to the same prompt (greedy decoding gives the same text each time, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -59,7 +60,8 @@ def add_arguments(parser: LocustArgumentParser) -> None:
 class Task:
     """What all users ask, and what was answered. Set once the options are known."""
 
-    prompts: list[Prompt]
+    prompts: Iterator[Prompt]
+    """All in turn, so that none is left out before the others come again; in any order, lest processes ask the same at the same time."""
     answers: Answers
 
 
@@ -68,7 +70,8 @@ def prepare(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
     assert options is not None
     paths = [Path(p) for p in options.dataset_path] or list(list_heldout().values())
-    Task.prompts = read_prompts(paths, options.num_prompts, (200, 1600), (options.output_len, options.output_len), seed=0)
+    prompts = read_prompts(paths, options.num_prompts, (200, 1600), (options.output_len, options.output_len), seed=0)
+    Task.prompts = itertools.cycle(random.sample(prompts, len(prompts)))
     known = options.answers and Path(options.answers).is_file()
     Task.answers = Answers.read(Path(options.answers)) if known else Answers()
 
@@ -109,7 +112,7 @@ class StreamingUser(User):
     @task
     def complete(self) -> None:
         options = self.environment.parsed_options
-        prompt, answer, error = random.choice(Task.prompts), Answer(), None
+        prompt, answer, error = next(Task.prompts), Answer(), None
         started, arrivals = time.perf_counter(), []
         try:
             for _ in self.stream(prompt, answer):
