@@ -1,6 +1,6 @@
 """compute-sanitizer's memcheck and racecheck over the correctness lists of the kernels: python -m tests.gpu.sanitize [tool ...] [kernel ...]
 
-Only kernels of this project are looked into: racecheck reports hazards in cuBLAS's and cuDNN's own, and checking those takes most of the time.
+Kernels of others are not looked into but where they must be: racecheck reports hazards in cuDNN's own, and checking them takes most of the time.
 Memory is taken for each tensor apart, so that what lies past one's end is nobody's. Exits with 1 when anything was found, or did not run.
 """
 
@@ -17,13 +17,12 @@ TOOLS = ["memcheck", "racecheck"]
 SECONDS = 480
 """After which a run is given up."""
 RUNS = {
-    "append_attention": ("test_attention.py", "test_correctness"),
-    "plan_attention": ("test_attention.py", "test_correctness"),
+    "attention": ("test_attention.py", "test_correctness"),
     "wide_linear": ("test_linear.py", "test_wide and dtype0 and (32-64 or 96-128 or 576-192 or 4256-320 or 12832-64)"),
     "linear": ("test_linear.py", "test_linear and dtype0 and (576-192 or 192-512 or 32-32 or 4256-96)"),
     "rms_norm": ("test_norm.py", ""),
     "append_kv": ("test_append_kv.py", ""),
-    "choose": ("test_sampling.py", "test_sample and not large and dtype0 and (8- or 40-)"),
+    "choose": ("test_sampling.py", "test_sample and not large and dtype0 and (8- or 40- or 300-16384-flat)"),
     "probabilities": ("test_distribution.py", "dtype0 and (test_mixed or not_finite)"),
     "draw_tokens": ("test_distribution.py", "test_draw"),
     "verify": ("test_verify.py", ""),
@@ -33,12 +32,17 @@ RUNS = {
     "commit": ("test_state.py", ""),
 }
 """Part of a kernel's name: the tests that launch it, and which of them."""
+IN_CLUSTERS = {"wide_linear": "nvjet", "linear": "nvjet"}
+"""Kernels of others that those tests launch in clusters of blocks, by part of their names: under racecheck (2025.3.1) such a launch ends
+with an illegal address unless the kernel is looked into."""
 
 
 def check(tool: str, kernel: str) -> tuple[bool, str]:
     """Runs a kernel's tests under a tool -> whether they passed and nothing was found, and a line that says so."""
     file, chosen = RUNS[kernel]
-    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", f"kernel_substring={kernel}", "--error-exitcode", "9", "--print-limit", "20"]
+    names = [kernel, *([IN_CLUSTERS[kernel]] if kernel in IN_CLUSTERS else [])]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+    command += [word for name in names for word in ("--kernel-name", f"kernel_substring={name}")]
     command += [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/gpu/{file}", *(["-k", chosen] if chosen else [])]
     started = time.monotonic()
     try:
