@@ -48,6 +48,7 @@ template <class Fill>
 __device__ __forceinline__ unsigned long long draw_block(const Noise& noise, int vocab_size, Drawing& shared, const Fill& fill) {
   if (threadIdx.x == 0) shared.bound = order(-1e30f);
   __syncthreads();
+  const RoundKeys keys(noise.seed_low, noise.seed_high);
   unsigned long long best = 0;
   for (int chunk = threadIdx.x; chunk < (vocab_size + 7) / 8; chunk += DRAW_THREADS) {
     float weights[8], greatest = 0;
@@ -55,11 +56,11 @@ __device__ __forceinline__ unsigned long long draw_block(const Noise& noise, int
 #pragma unroll
     for (int k = 0; k < 8; ++k) greatest = fmaxf(greatest, weights[k]);
     if (greatest <= 0) continue;
-    const uint4 leading = philox(2 * chunk, noise.position, noise.stream, noise.seed_low, noise.seed_high);
+    const uint4 leading = philox(2 * chunk, noise.position, noise.stream, keys);
     // A token of weight w beats a score s only if u < w / exp(s).
     const float factor = fminf(exp2_fast(-1.442695f * unorder(*static_cast<volatile int*>(&shared.bound)) + 1e-3f), 1e38f);
     if (unit_floor(least_half(leading)) > fmaf(greatest, factor, 1 + 0x1p-22f)) continue;
-    const uint4 rest = philox(2 * chunk + 1, noise.position, noise.stream, noise.seed_low, noise.seed_high);
+    const uint4 rest = philox(2 * chunk + 1, noise.position, noise.stream, keys);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       if (weights[k] > 0 && unit_floor(half_of(leading, k)) <= fmaf(weights[k], factor, 1 + 0x1p-22f)) {

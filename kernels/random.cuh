@@ -4,14 +4,22 @@
 
 constexpr unsigned SAMPLE_STREAM = 0, ACCEPT_STREAM = 1, RECOVER_STREAM = 2;
 
-// Numbers 4 * block .. 4 * block + 3 of (seed, position, stream), by Philox4x32-10.
-__device__ __forceinline__ uint4 philox(unsigned block, unsigned position, unsigned stream, unsigned k0, unsigned k1) {
+// The keys of the rounds of Philox4x32-10 for a seed.
+struct RoundKeys {
+  unsigned low[10], high[10];
+  __device__ __forceinline__ RoundKeys(unsigned seed_low, unsigned seed_high) {
+#pragma unroll
+    for (int i = 0; i < 10; ++i) low[i] = seed_low + i * 0x9E3779B9u, high[i] = seed_high + i * 0xBB67AE85u;
+  }
+};
+
+// Numbers 4 * block .. 4 * block + 3 of (seed, position, stream).
+__device__ __forceinline__ uint4 philox(unsigned block, unsigned position, unsigned stream, const RoundKeys& keys) {
   unsigned c0 = block, c1 = position, c2 = stream, c3 = 0;
 #pragma unroll
   for (int i = 0; i < 10; ++i) {
     const uint64_t a = uint64_t(c0) * 0xD2511F53u, b = uint64_t(c2) * 0xCD9E8D57u;
-    c0 = unsigned(b >> 32) ^ c1 ^ k0, c1 = unsigned(b), c2 = unsigned(a >> 32) ^ c3 ^ k1, c3 = unsigned(a);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    c0 = unsigned(b >> 32) ^ c1 ^ keys.low[i], c1 = unsigned(b), c2 = unsigned(a >> 32) ^ c3 ^ keys.high[i], c3 = unsigned(a);
   }
   return make_uint4(c0, c1, c2, c3);
 }

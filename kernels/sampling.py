@@ -96,7 +96,7 @@ def _choose(
     token_ids, is_broken = outputs or (logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.bool))
     threads = _threads(rows)
     cluster = _cluster_size(logits.device, rows, threads)
-    ring = 4 if vocab_size % 8 == 0 else 1
+    ring = 4 if vocab_size % 8 == 0 and cluster == 1 else 0
     shared = threads * logits.element_size() * (8 * ring + -(-vocab_size // (8 * threads * cluster)))
     kernel = load(logits.device, "sampling", "choose", "PPP" + SLOTS + "PPiii", _defines(logits.dtype, vocab_size, cluster, threads), MAX_SHARED)
     sizes = (len(row_slots), vocab_size, int(is_processed))

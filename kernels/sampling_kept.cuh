@@ -7,16 +7,22 @@ __device__ __noinline__ Standing find_standing(const Row row, float value, int t
   Standing standing = {0, 0};
   const int own = token_id / 8;
   const float above = nextafterf(value, INF);
-  constexpr int DEPTH = LOGIT == 0 ? 3 : 6;  // a row that comes here may be the last on its multiprocessor
+  const auto add = [&](float x) { standing.mass += exp2_fast(fmaf(x, row.to_base2, -base)), ++standing.rank; };
+  if (own % STRIDE == row.first) {  // equal ones count before the token's own place
+    float x[8];
+    row.unpack_values(row.load(own), x);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      if (x[k] == value && k < token_id % 8) add(x[k]);
+  }
+  constexpr int DEPTH = LOGIT == 0 ? 2 : 3;  // a row that comes here may be the last on its multiprocessor
   row.visit<DEPTH, true>(value, [&](int chunk, const Raw& raw) {
     float x[8];
     row.unpack_values(raw, x);
-    const float least = chunk < own ? value : above;  // equal ones count before the token's own place
+    const float least = chunk < own ? value : above;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const float weight = exp2_fast(fmaf(x[k], row.to_base2, -base));
-      if (x[k] >= least || (x[k] == value && chunk == own && k < token_id % 8)) standing.mass += weight, ++standing.rank;
-    }
+    for (int k = 0; k < 8; ++k)
+      if (x[k] >= least) add(x[k]);
   });
   return standing;
 }
@@ -91,7 +97,7 @@ __device__ __noinline__ Kth find_top_k(const Row row, int k, float low, float gr
     return {value, above.mass + float(k - above.rank) * exp2_fast(fmaf(value, row.to_base2, -base))};
   }
   const auto count_all = [&](const float (&places)[8], Counts& counts) {
-    row.visit<2, true>(places[0], [&](int, const Raw& raw) {
+    row.visit<1, true>(places[0], [&](int, const Raw& raw) {
       float x[8];
       row.unpack_values(raw, x);
 #pragma unroll

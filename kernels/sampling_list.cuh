@@ -17,8 +17,9 @@ __device__ __forceinline__ bool list_tokens(const Row& row, float least, const B
   if (int(threadIdx.x) < num_chunks) {
     const int chunk = shared.chunks[threadIdx.x];
     const Raw raw = row.load(chunk);  // on its way while random numbers are made
-    const uint4 leading = philox(2 * chunk, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
-    const uint4 rest = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, row.seed_low, row.seed_high);
+    const RoundKeys keys(row.seed_low, row.seed_high);
+    const uint4 leading = philox(2 * chunk, row.position, SAMPLE_STREAM, keys);
+    const uint4 rest = philox(2 * chunk + 1, row.position, SAMPLE_STREAM, keys);
     float x[8];
     row.unpack_values(raw, x);
     unsigned hits = 0;

@@ -3,33 +3,32 @@
 #include "sampling_best.cuh"
 #include "sampling_kept.cuh"
 
-// Functions of their own, so that their registers and their code are not in each other's way, nor in that of other rows.
-__device__ __noinline__ Best find_most(const Row row, float base, float mark) { return find_best<AMONG_AND_SUM>(row, -INF, INT_MAX, base, mark); }
-__device__ __noinline__ Best find_among(const Row row, float limit, int limit_id) { return find_best<AMONG>(row, limit, limit_id, 0, 0); }
-
 // The token that `draw` wants. limit: below it are none that may be kept, and at least top_k reach it. is_tried: all.key is the best
-// token, and its neighbours are noted.
-__device__ __noinline__ int choose_among_many(const Row row, const SlotParams& params, int top_k, float limit, bool is_tried, const Best all, int turn) {
+// token, and its neighbours are noted. mark: that of all.marked.
+__device__ __noinline__ int choose_among_many(const Row row, const SlotParams& params, int top_k, float limit, bool is_tried, const Best all, float mark,
+                                              int turn) {
   const float top_p = params.top_p, min_p = params.min_p;
-  float sum = all.sum, mark = INF, least = 0;
+  float sum = all.sum, least;  // noted are the tokens whose scores are above `least`
+  if (!(all.marked <= top_p * sum)) mark = INF;
   int limit_id = INT_MAX;  // tokens ordered behind (limit, limit_id) are left out
   if (top_k > 0) {
     const Kth kth = find_top_k(row, top_k, limit, all.greatest, all.base, turn);
     sum = kth.sum, limit = kth.value;
   }
-  unsigned long long key = is_tried ? all.key : 0;
-  if (is_tried) least = key_score(key) - MARGIN;
+  unsigned long long key = all.key;
+  if (is_tried) {
+    least = key_score(key) - MARGIN;
+  } else {
+    // The number of scores above this is a Poisson variable of mean 11: there is none in one row of 80,000.
+    const float bound = all.base + __log2f(sum) - 3.5f;
+    note_best(row, limit, lower_bound(bound));
+    least = bound / LOG2E;
+    const Next best = reduce(find_next(limit, limit_id, ~0ull, least), turn);
+    key = best.is_incomplete ? 0 : best.key;
+  }
   while (true) {
     if (!key) {
-      Best best;
-      if (limit == -INF) {
-        if (top_p < 1) mark = guess_cut(row, all.greatest, all.base, top_p, turn);
-        best = reduce(find_most(row, all.base, mark), turn);
-        if (!(best.top <= top_p * sum)) mark = INF;
-      } else {
-        best = reduce(find_among(row, limit, limit_id), turn);
-      }
-      key = best.key;
+      key = reduce(Next{find_among(row, limit, limit_id), 0}, turn).key;
       if (!key) return -1;  // not reached: the likeliest token is always kept
       least = key_score(key) - MARGIN;
     }

@@ -25,14 +25,15 @@ __device__ Best find_greatest(const Row& row) {
   return found;
 }
 
-// The softmax's sum, and the part of it from the greatest of each chunk. Fills tops().
-__device__ __forceinline__ Best measure(const Row& row) {
+// The softmax's sum, the part of it from the greatest of each chunk, and that from tokens that reach `mark`. Fills tops(); the row's
+// stream has begun.
+__device__ __noinline__ Best measure(const Row row, float mark) {
   Best found = no_best();
   Logit* top = row.tops();
-  int turn = 0;
-  row.begin_stream();
-  for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, ++turn, top += THREADS) {
-    const Raw raw = row.next(chunk, turn);
+  Stream stream(row);
+#pragma unroll 2
+  for (int chunk = row.first; chunk < row.num_chunks; chunk += STRIDE, top += THREADS) {
+    const Raw raw = stream.next(chunk);
     float x[8];
     row.unpack_values(raw, x);
     float greatest = chunk_max(raw);
@@ -42,36 +43,53 @@ __device__ __forceinline__ Best measure(const Row& row) {
     const float t = greatest * row.to_base2;
     if (t > found.base + 40) {
       const float scale = exp2_fast(found.base - t);
-      found.sum *= scale, found.top *= scale, found.base = t;
+      found.sum *= scale, found.top *= scale, found.marked *= scale, found.base = t;
     }
 #pragma unroll
-    for (int k = 0; k < 8; ++k) found.sum += exp2_fast(fmaf(x[k], row.to_base2, -found.base));
+    for (int k = 0; k < 8; ++k) {
+      const float weight = exp2_fast(fmaf(x[k], row.to_base2, -found.base));
+      found.sum += weight;
+      if (x[k] >= mark) found.marked += weight;
+    }
     found.top += exp2_fast(t - found.base);
   }
   row.end_tops(top);
   return found;
 }
 
-// A value that the greatest of so many chunks reach that they count, or weigh, `wanted` together: the greatest such of a few; -INF if
-// none is found. Tokens below it have at least as many, or as much, before them.
+// Of the lanes before this one.
+__device__ __forceinline__ float sum_before(float own) {
+  float sum = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float before = __shfl_up_sync(~0u, sum, distance);
+    if (int(threadIdx.x % 32) >= distance) sum += before;
+  }
+  return sum - own;
+}
+
+// A value that the greatest of so many chunks reach that they count, or weigh, `wanted` together, and of counted ones not many more, where
+// that can be; -INF if none is found. Tokens below it have at least as many, or as much, before them.
 //
 // Weights are added up as integers, rounded down: in any order they give the same. A bin has four cells, so that lanes meet less often.
 __device__ float find_floor(const Row& row, const Best& all, float wanted, bool is_count, int& turn) {
   constexpr float ONE = 65536;  // the weight of the greatest; what weighs less than 1 / ONE of it is left out
+  constexpr float MANY = THREADS / 2;
   const float highest = all.greatest * row.to_base2;
   if (!is_count) wanted *= exp2_fast(all.base - highest) * ONE;
+  float start = 0, window = 16;  // of the distances from the greatest that have bins, base 2; what is nearer is in the first
 #pragma unroll 1
-  for (float window = 16; window < 5000; window *= 16) {  // base 2
+  while (start + window < 5000) {
     uint4* bins = shared.bins[turn];
     turn ^= 1;
     if (threadIdx.x < 32) bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
     __syncthreads();
-    const float scale = 32 / window * row.to_base2;
-    row.visit_tops(fmaxf(all.greatest - 32 / scale, -FLT_MAX), [&](int, float value) {
-      const float place = (all.greatest - value) * scale;
+    const float scale = 32 / window;
+    row.visit_tops(fmaxf(all.greatest - (start + window) / row.to_base2, -FLT_MAX), [&](int, float value) {
+      const float place = ((all.greatest - value) * row.to_base2 - start) * scale;
       if (!(place < 32)) return;
       const unsigned weight = is_count ? 1 : unsigned(exp2_fast(fmaf(value, row.to_base2, -highest)) * ONE);
-      atomicAdd(reinterpret_cast<unsigned*>(bins + int(place)) + threadIdx.x % 4, weight);
+      atomicAdd(reinterpret_cast<unsigned*>(bins + max(int(place), 0)) + threadIdx.x % 4, weight);
     });
     float mass = 0;
 #if CLUSTER > 1
@@ -87,42 +105,53 @@ __device__ float find_floor(const Row& row, const Best& all, float wanted, bool 
     const uint4 bin = bins[threadIdx.x % 32];
     mass = float(bin.x + bin.y + bin.z + bin.w);
 #endif
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const float before = __shfl_up_sync(~0u, mass, distance);
-      if (int(threadIdx.x % 32) >= distance) mass += before;
-    }
+    mass += sum_before(mass);
     const unsigned reached = __ballot_sync(~0u, mass >= wanted);
-    // A little below the bin's end, whatever was rounded.
-    if (reached) return all.greatest - float(__ffs(reached)) * 1.0001f / scale - fabsf(all.greatest) * 1e-6f;
-    if (!is_count) break;  // what a wider window adds weighs nothing here
+    if (reached) {
+      const int place = __ffs(reached) - 1;
+      if (!is_count || wanted > MANY || __shfl_sync(~0u, mass, place) <= MANY || window < 1e-2f)
+        // A little below the bin's end, whatever was rounded.
+        return all.greatest - (start + float(place + 1) / scale) * 1.0001f / row.to_base2 - fabsf(all.greatest) * 1e-6f;
+      start += float(place) / scale, window /= 32;
+    } else if (is_count) {
+      start += window, window *= 16;
+    } else {
+      break;  // what a wider window adds weighs nothing here
+    }
   }
   return -INF;
 }
 
-// A value at which a little less than top_p is reached, more or less, from a sample of four values a thread.
-__device__ __noinline__ float guess_cut(const Row row, float greatest, float base, float top_p, int& turn) {
-  constexpr float STEP = 2;  // base 2
-  float x[8], start = greatest * row.to_base2, cut = INF;
-  row.unpack_values(row.load(row.first), x);
-#pragma unroll 1
-  for (float step = STEP; step > STEP / 64; step /= 8) {
-    Masses masses = {};
+// A value whose reachers have a little less than top_p together, more or less, from a sample of a chunk a thread. INF: none is known.
+// sample: row.load(row.sampled()).
+__device__ __noinline__ float guess_mark(const Row row, const Raw sample, float top_p, int& turn) {
+  constexpr float ONE = 65536, SCALE = 2;  // the weight of the greatest; bins for a factor of 2
+  constexpr float SLACK = 0.04f;           // about twice the error that a sample of 4,096 tokens has in flat rows
+  uint4* bins = shared.bins[turn];
+  turn ^= 1;
+  if (threadIdx.x < 32) bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  float x[8];
+  row.unpack_values(sample, x);
+  float greatest = x[0];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float t = x[k] * row.to_base2, weight = row.first < row.num_chunks ? exp2_fast(t - base) : 0;
-      masses.all += weight;
+  for (int k = 1; k < 8; ++k) greatest = fmaxf(greatest, x[k]);
+  greatest = warp_max(greatest);
+  float* of_warps = reinterpret_cast<float*>(shared.of_warp[turn]);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = greatest;
+  __syncthreads();
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (t >= start - step * (j + 1)) masses.above[j] += weight;
-    }
-    masses = reduce(masses, turn);
-    int place = 0;
+  for (int i = 0; i < WARPS; ++i) greatest = fmaxf(greatest, of_warps[i]);
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      if (masses.above[j] <= (top_p - 0.04f) * masses.all) place = j + 1;
-    start -= step * place;
-    if (place) cut = start / row.to_base2;
+  for (int k = 0; k < 8; ++k) {
+    const float below = (greatest - x[k]) * row.to_base2;
+    if (below < 32 / SCALE) atomicAdd(reinterpret_cast<unsigned*>(bins + int(below * SCALE)) + threadIdx.x % 4, unsigned(exp2_fast(-below) * ONE));
   }
-  return cut;
+  __syncthreads();
+  const uint4 bin = bins[threadIdx.x % 32];
+  const float own = float(bin.x + bin.y + bin.z + bin.w), before = sum_before(own);
+  const float wanted = (top_p - SLACK) * __shfl_sync(~0u, before + own, 31);
+  const unsigned reached = __ballot_sync(~0u, before + own >= wanted);
+  if (!reached || !(wanted > 0)) return INF;
+  const float part = __shfl_sync(~0u, (wanted - before) / own, __ffs(reached) - 1);
+  return greatest - (float(__ffs(reached) - 1) + part) / (SCALE * row.to_base2);
 }

@@ -11,7 +11,8 @@ constexpr float NONE = -1e30f;  // below every logit in base 2, and finite: diff
 
 struct Best {
   unsigned long long key;  // score_key, 0: none
-  float base, sum, top;    // sum of 2^(t - base), t: logits over temperature in base 2; of all, and of some that the finder names
+  // Sums of 2^(t - base), t: logits over temperature in base 2; of all, of the greatest of each chunk, and of those that reach a mark.
+  float base, sum, top, marked;
   float greatest;  // NaN if one is
 };
 
@@ -30,10 +31,10 @@ struct Counts {
 };
 
 __device__ __forceinline__ Best combine(const Best& a, const Best& b) {
-  const float base = fmaxf(a.base, b.base);
-  return {a.key > b.key ? a.key : b.key, base, a.sum * exp2_fast(a.base - base) + b.sum * exp2_fast(b.base - base),
-          a.top * exp2_fast(a.base - base) + b.top * exp2_fast(b.base - base),
-          max_nan(a.greatest, b.greatest)};
+  const float base = fmaxf(a.base, b.base), of_a = exp2_fast(a.base - base), of_b = exp2_fast(b.base - base);
+  return {a.key > b.key ? a.key : b.key,       base,
+          a.sum * of_a + b.sum * of_b,         a.top * of_a + b.top * of_b,
+          a.marked * of_a + b.marked * of_b,   max_nan(a.greatest, b.greatest)};
 }
 
 __device__ __forceinline__ Next combine(const Next& a, const Next& b) {
@@ -49,18 +50,6 @@ __device__ __forceinline__ Counts combine(const Counts& a, const Counts& b) {
   return c;
 }
 
-struct Masses {
-  float above[8], all;
-};
-
-__device__ __forceinline__ Masses combine(const Masses& a, const Masses& b) {
-  Masses c;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) c.above[j] = a.above[j] + b.above[j];
-  c.all = a.all + b.all;
-  return c;
-}
-
 struct Noted {
   unsigned long long key;
   float value, weight;  // the weight where the list of all that may be kept is made: see sampling_list.cuh
@@ -69,9 +58,9 @@ struct Noted {
 struct Shared {
   uint4 of_warp[2][WARPS][3];
   uint4 of_block[2][CLUSTER][3];
-  uint4 bins[2][32];  // see find_floor
+  uint4 bins[2][32];  // see find_floor and guess_mark
   int bound;  // order() of a score, base 2: tokens that do not reach it need not be looked at
-  int num_noted, num_chunks, num_listed;
+  int num_noted, num_chunks, num_listed, num_close;
   Owner owner;
   Noted noted[THREADS];
   int chunks[THREADS];
@@ -109,10 +98,10 @@ __device__ __forceinline__ T combine_lanes(T value) {
 template <int COUNT>
 __device__ __forceinline__ Best combine_lanes(const Best& value) {
   const float base = warp_max(value.base), scale = exp2_fast(value.base - base);
-  float sum = __fmul_rn(value.sum, scale), top = __fmul_rn(value.top, scale);
+  float sum = __fmul_rn(value.sum, scale), top = __fmul_rn(value.top, scale), marked = __fmul_rn(value.marked, scale);
 #pragma unroll
-  for (int mask = COUNT / 2; mask; mask /= 2) sum += shuffle(sum, mask), top += shuffle(top, mask);
-  return {warp_max(value.key), base, sum, top, warp_max(value.greatest)};  // a NaN of max_nan is above all
+  for (int mask = COUNT / 2; mask; mask /= 2) sum += shuffle(sum, mask), top += shuffle(top, mask), marked += shuffle(marked, mask);
+  return {warp_max(value.key), base, sum, top, marked, warp_max(value.greatest)};  // a NaN of max_nan is above all
 }
 
 // The row's value out of every thread's, the same bits in every thread. `turn` alternates between two sets of cells, so that one

@@ -3,15 +3,11 @@
 #include <climits>
 #include "sampling_reduce.cuh"
 
-constexpr int DEPTH = LOGIT == 0 ? 2 : 4;
+constexpr int DEPTH = LOGIT == 0 ? 1 : 2;
 
-#if VECTOR
-constexpr int RING = 4;
-#else
-constexpr int RING = 1;
-#endif
+constexpr int RING = VECTOR && CLUSTER == 1 ? 4 : 0;
 
-// Of each thread: chunks on their way from memory, and the greatest logit of each chunk that has come.
+// Of each thread: chunks on their way from memory where blocks do not share rows, and the greatest logit of each chunk that has come.
 extern __shared__ __align__(16) unsigned char dynamic_memory[];
 
 struct Row {
@@ -30,25 +26,36 @@ struct Row {
       for (int k = 0; k < 8; ++k) x[k] = value(x[k]);
   }
   __device__ __forceinline__ Raw load(int chunk) const { return load_chunk(logits, min(chunk, num_chunks - 1), vocab_size); }
+  // A chunk of a sample that is spread over the row: neighbours are alike.
+  __device__ __forceinline__ int sampled() const { return int(threadIdx.x) * num_chunks / THREADS; }
   __device__ __forceinline__ Raw* ring() const { return reinterpret_cast<Raw*>(dynamic_memory) + threadIdx.x; }
   __device__ __forceinline__ Logit* tops() const {
     return reinterpret_cast<Logit*>(dynamic_memory + RING * THREADS * sizeof(Raw)) + threadIdx.x;
   }
-  // visit(chunk, raw) for each chunk of the thread; DEPTH loads are under way at a time. With HAS_TOPS only chunks that reach `least`.
+  // visit(chunk, raw) for each chunk of the thread; DEPTH loads or more are under way at a time. With HAS_TOPS only chunks that reach `least`.
   template <int DEPTH, bool HAS_TOPS, class Visit>
   __device__ __forceinline__ void visit(float least, const Visit& visit) const {
     const Logit* top = tops();
-    for (int start = first; start < num_chunks; start += DEPTH * STRIDE, top += DEPTH * THREADS) {
-      Raw raws[DEPTH];
-      bool is_wanted[DEPTH];
+    Raw raws[2][DEPTH];
+    bool is_wanted[2][DEPTH];
+    const auto load_some = [&](int start, Raw (&raws)[DEPTH], bool (&is_wanted)[DEPTH]) {
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
         is_wanted[d] = start + d * STRIDE < num_chunks && (!HAS_TOPS || value(to_float(top[d * THREADS])) >= least);
-        if (is_wanted[d]) raws[d] = load(start + d * STRIDE);
+        if (is_wanted[d]) raws[d] = load_chunk(logits, start + d * STRIDE, vocab_size);
       }
+      top += DEPTH * THREADS;
+    };
+    load_some(first, raws[0], is_wanted[0]);
+    for (int start = first; start < num_chunks; start += 2 * DEPTH * STRIDE) {
 #pragma unroll
-      for (int d = 0; d < DEPTH; ++d)
-        if (is_wanted[d]) visit(start + d * STRIDE, raws[d]);
+      for (int half = 0; half < 2; ++half) {
+        const int own = start + half * DEPTH * STRIDE;
+        load_some(own + DEPTH * STRIDE, raws[half ^ 1], is_wanted[half ^ 1]);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+          if (is_wanted[half][d]) visit(own + d * STRIDE, raws[half][d]);
+      }
     }
   }
   // The greatest of each chunk of the block, eight at a time; -INF follows them. After a barrier any thread may read them.
@@ -76,22 +83,10 @@ struct Row {
       }
     }
   }
-  // Chunks come in order, RING - 1 of them under way.
+  // Chunks on their way to the ring, before anything else of the row is asked for.
   __device__ __forceinline__ void begin_stream() const {
-#if VECTOR
 #pragma unroll
     for (int d = 0; d < RING - 1; ++d) fetch(first + d * STRIDE, d);
-#endif
-  }
-  __device__ __forceinline__ Raw next(int chunk, int turn) const {
-#if VECTOR
-    asm volatile("cp.async.wait_group %0;" ::"n"(RING - 2) : "memory");
-    const Raw raw = ring()[turn % RING * THREADS];
-    fetch(chunk + (RING - 1) * STRIDE, (turn + RING - 1) % RING);
-    return raw;
-#else
-    return load(chunk);
-#endif
   }
   __device__ __forceinline__ void fetch(int chunk, int place) const {
     const unsigned to = unsigned(__cvta_generic_to_shared(ring() + place * THREADS));
@@ -103,4 +98,26 @@ struct Row {
   }
 };
 
-__device__ __forceinline__ Best no_best() { return {0, NONE, 0, 0, -INF}; }
+// A thread's chunks in order, once, after begin_stream: from the ring with RING - 1 under way, without one from registers with one under way.
+struct Stream {
+  const Row& row;
+  Raw ahead;
+  int turn = 0;
+
+  __device__ __forceinline__ explicit Stream(const Row& row) : row(row) {
+    if (RING == 0) ahead = row.load(row.first);
+  }
+  __device__ __forceinline__ Raw peek() const {  // at the next one
+    if (RING == 0) return ahead;
+    asm volatile("cp.async.wait_group %0;" ::"n"(RING ? RING - 2 : 0) : "memory");
+    return row.ring()[turn % (RING ? RING : 1) * THREADS];
+  }
+  __device__ __forceinline__ Raw next(int chunk) {
+    const Raw raw = peek();
+    if (RING == 0) ahead = row.load(chunk + STRIDE);
+    else row.fetch(chunk + (RING - 1) * STRIDE, (turn++ + RING - 1) % (RING ? RING : 1));
+    return raw;
+  }
+};
+
+__device__ __forceinline__ Best no_best() { return {0, NONE, 0, 0, 0, -INF}; }

@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(DRAW_THREADS)
     const int lane = threadIdx.x;
     bool is_accepted = false;
     if (lane < count) {
-      const unsigned number = philox(0, position + lane, ACCEPT_STREAM, seed_low, seed_high).x;
+      const unsigned number = philox(0, position + lane, ACCEPT_STREAM, RoundKeys(seed_low, seed_high)).x;
       const size_t cell = size_t(lane) * vocab_size + drafts[lane];
       is_accepted = (double(number) + 0.5) * 0x1p-32 * double(q ? q[cell] : 1.0f) < double(p[cell]);
     }
@@ -141,8 +141,9 @@ extern "C" __global__ void __launch_bounds__(32) sample_candidates(int* token_id
   unsigned long long best = 0;
   for (int i = threadIdx.x; i < num_candidates[row]; i += 32) {
     const int id = candidate_ids[row * most + i];
-    const uint4 leading = philox(id / 8 * 2, positions[row], SAMPLE_STREAM, seed_low, seed_high);
-    const uint4 rest = philox(id / 8 * 2 + 1, positions[row], SAMPLE_STREAM, seed_low, seed_high);
+    const RoundKeys keys(seed_low, seed_high);
+    const uint4 leading = philox(id / 8 * 2, positions[row], SAMPLE_STREAM, keys);
+    const uint4 rest = philox(id / 8 * 2 + 1, positions[row], SAMPLE_STREAM, keys);
     const unsigned number = token_number(leading, rest, id % 8);
     const unsigned long long key = score_key(__fadd_rn(logf(probs[row * most + i]), gumbel(number)), i);  // of equals, the likeliest
     if (key > best) best = key;

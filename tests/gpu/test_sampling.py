@@ -78,6 +78,19 @@ def test_sample_large(rows: int, vocab_size: int, kind: str, device: torch.devic
     check(logits, parameters, sample(logits, *parameters), reference.sample(logits, *parameters))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["flat", "constant", "banned"])
+@pytest.mark.parametrize("top_p", [0.03, 0.5, 0.9, 0.99])
+def test_many_tokens_may_be_kept(top_p: float, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """So many rows that each has one block, and in each more tokens to choose among than are listed."""
+    rows, vocab_size = 280, 40000
+    logits, parameters = make_logits(kind, rows, vocab_size, dtype, device), make_parameters(rows, vocab_size, device)
+    full = [torch.full((rows,), value, device=device) for value in (0.8, top_p, 0.0)]
+    for top_k in (0, vocab_size // 3):
+        parameters[:4] = [full[0], torch.full((rows,), top_k, device=device), full[1], full[2]]
+        check(logits, parameters, sample(logits, *parameters), reference.sample(logits, *parameters))
+
+
 NUM_LIKELY = [1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513, 700]
 """About where a warp, and a block's list of tokens that may be kept, is full."""
 
