@@ -74,7 +74,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
   arrive_cluster_relaxed();
   const SlotParams& params = slots.params[owner.slot];
   const int flags = params.flags, num_tokens = slots.num_tokens[owner.slot];
-  // For a guess: what rules do to a few logits does not matter, so it is asked for ahead of them.
+  // For a guess, to which what rules do to a few logits does not matter: so it is asked for ahead of them.
   const bool has_mark = CLUSTER == 1 && !(flags & GREEDY) && params.top_p < 1 && params.top_k <= 0;
   Raw sample;
   if (has_mark) sample = row.load(row.sampled());
@@ -89,6 +89,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
     broken = !(best.greatest < INF);
   } else {
     row.position = num_tokens + owner.place;
+    // From one lane, by which the compiler knows that a warp has one seed.
     row.seed_low = __shfl_sync(~0u, params.seed_low, 0), row.seed_high = __shfl_sync(~0u, params.seed_high, 0);
     row.temperature = params.temperature;
     row.to_base2 = LOGIT == 0 ? LOG2E : LOG2E / params.temperature;

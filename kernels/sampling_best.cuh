@@ -12,7 +12,7 @@ template <bool IS_NOTED>  // tokens that come within `margin` of the best, and s
 struct Race {
   const float margin;
   const Row& row;
-  const RoundKeys keys;  // made where all threads of a warp are, they lie in registers that a warp shares
+  const RoundKeys keys;  // in registers that a warp shares, where the compiler sees that they are one warp's
 
   __device__ __forceinline__ Race(const Row& row, float margin) : margin(margin), row(row), keys(row.seed_low, row.seed_high) {}
   __device__ __forceinline__ static float bound() { return unorder(*static_cast<volatile int*>(&shared.bound)); }

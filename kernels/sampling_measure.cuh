@@ -122,8 +122,7 @@ __device__ float find_floor(const Row& row, const Best& all, float wanted, bool 
   return -INF;
 }
 
-// A value whose reachers have a little less than top_p together, more or less, from a sample of a chunk a thread. INF: none is known.
-// sample: row.load(row.sampled()).
+// About where a little less than top_p is reached: a guess from a sample of the row, row.load(row.sampled()) of each thread. INF: none.
 __device__ __noinline__ float guess_mark(const Row row, const Raw sample, float top_p, int& turn) {
   constexpr float ONE = 65536, SCALE = 2;  // the weight of the greatest; bins for a factor of 2
   constexpr float SLACK = 0.04f;           // about twice the error that a sample of 4,096 tokens has in flat rows

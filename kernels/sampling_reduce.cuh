@@ -32,9 +32,9 @@ struct Counts {
 
 __device__ __forceinline__ Best combine(const Best& a, const Best& b) {
   const float base = fmaxf(a.base, b.base), of_a = exp2_fast(a.base - base), of_b = exp2_fast(b.base - base);
-  return {a.key > b.key ? a.key : b.key,       base,
-          a.sum * of_a + b.sum * of_b,         a.top * of_a + b.top * of_b,
-          a.marked * of_a + b.marked * of_b,   max_nan(a.greatest, b.greatest)};
+  return {a.key > b.key ? a.key : b.key,     base,
+          a.sum * of_a + b.sum * of_b,       a.top * of_a + b.top * of_b,
+          a.marked * of_a + b.marked * of_b, max_nan(a.greatest, b.greatest)};
 }
 
 __device__ __forceinline__ Next combine(const Next& a, const Next& b) {
