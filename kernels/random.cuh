@@ -1,6 +1,7 @@
 // Counter-based random numbers, by the formulas of kernels/reference/sampling.py: equal inputs give equal ids on every device.
 #pragma once
 #include <cstdint>
+#include "exp2.cuh"
 
 constexpr unsigned SAMPLE_STREAM = 0, ACCEPT_STREAM = 1, RECOVER_STREAM = 2;
 
@@ -63,12 +64,6 @@ __device__ __forceinline__ unsigned long long score_key(float score, int token_i
 __device__ __forceinline__ int key_token(unsigned long long key) { return ~int(unsigned(key)); }
 
 __device__ __forceinline__ float key_score(unsigned long long key) { return unorder(int(unsigned(key >> 32) ^ 0x80000000u)); }
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // A number's leading 16 bits as a float in [1, 2): never above 1 + u.
 __device__ __forceinline__ float unit_floor(unsigned half) { return __uint_as_float(half << 7 | 0x3f800000u); }

@@ -57,6 +57,13 @@ __device__ __noinline__ Best measure(const Row row, float mark) {
   return found;
 }
 
+// 32 bins of four cells each, so that lanes meet less often. Weights are integers: added up in any order they give the same.
+__device__ __forceinline__ void clear_bins(uint4* bins) {
+  if (threadIdx.x < 32) bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
+}
+__device__ __forceinline__ unsigned* cell_of(uint4* bins, int place) { return reinterpret_cast<unsigned*>(bins + place) + threadIdx.x % 4; }
+__device__ __forceinline__ float weigh_bin(uint4 bin) { return float(bin.x + bin.y + bin.z + bin.w); }
+
 // Of the lanes before this one.
 __device__ __forceinline__ float sum_before(float own) {
   float sum = own;
@@ -70,8 +77,7 @@ __device__ __forceinline__ float sum_before(float own) {
 
 // A value that the greatest of so many chunks reach that they count, or weigh, `wanted` together, and of counted ones not many more, where
 // that can be; -INF if none is found. Tokens below it have at least as many, or as much, before them.
-//
-// Weights are added up as integers, rounded down: in any order they give the same. A bin has four cells, so that lanes meet less often.
+// Weights are rounded down.
 __device__ float find_floor(const Row& row, const Best& all, float wanted, bool is_count, int& turn) {
   constexpr float ONE = 65536;  // the weight of the greatest; what weighs less than 1 / ONE of it is left out
   constexpr float MANY = THREADS / 2;
@@ -82,28 +88,24 @@ __device__ float find_floor(const Row& row, const Best& all, float wanted, bool 
   while (start + window < 5000) {
     uint4* bins = shared.bins[turn];
     turn ^= 1;
-    if (threadIdx.x < 32) bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    clear_bins(bins);
     __syncthreads();
     const float scale = 32 / window;
     row.visit_tops(fmaxf(all.greatest - (start + window) / row.to_base2, -FLT_MAX), [&](int, float value) {
       const float place = ((all.greatest - value) * row.to_base2 - start) * scale;
       if (!(place < 32)) return;
       const unsigned weight = is_count ? 1 : unsigned(exp2_fast(fmaf(value, row.to_base2, -highest)) * ONE);
-      atomicAdd(reinterpret_cast<unsigned*>(bins + max(int(place), 0)) + threadIdx.x % 4, weight);
+      atomicAdd(cell_of(bins, max(int(place), 0)), weight);
     });
     float mass = 0;
 #if CLUSTER > 1
     cg::cluster_group cluster = cg::this_cluster();
     cluster.sync();
 #pragma unroll
-    for (int i = 0; i < CLUSTER; ++i) {
-      const uint4 bin = *cluster.map_shared_rank(bins + threadIdx.x % 32, i);
-      mass += float(bin.x + bin.y + bin.z + bin.w);
-    }
+    for (int i = 0; i < CLUSTER; ++i) mass += weigh_bin(*cluster.map_shared_rank(bins + threadIdx.x % 32, i));
 #else
     __syncthreads();
-    const uint4 bin = bins[threadIdx.x % 32];
-    mass = float(bin.x + bin.y + bin.z + bin.w);
+    mass = weigh_bin(bins[threadIdx.x % 32]);
 #endif
     mass += sum_before(mass);
     const unsigned reached = __ballot_sync(~0u, mass >= wanted);
@@ -128,7 +130,7 @@ __device__ __noinline__ float guess_mark(const Row row, const Raw sample, float 
   constexpr float SLACK = 0.04f;           // about twice the error that a sample of 4,096 tokens has in flat rows
   uint4* bins = shared.bins[turn];
   turn ^= 1;
-  if (threadIdx.x < 32) bins[threadIdx.x] = make_uint4(0, 0, 0, 0);
+  clear_bins(bins);
   float x[8];
   row.unpack_values(sample, x);
   float greatest = x[0];
@@ -143,11 +145,10 @@ __device__ __noinline__ float guess_mark(const Row row, const Raw sample, float 
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     const float below = (greatest - x[k]) * row.to_base2;
-    if (below < 32 / SCALE) atomicAdd(reinterpret_cast<unsigned*>(bins + int(below * SCALE)) + threadIdx.x % 4, unsigned(exp2_fast(-below) * ONE));
+    if (below < 32 / SCALE) atomicAdd(cell_of(bins, int(below * SCALE)), unsigned(exp2_fast(-below) * ONE));
   }
   __syncthreads();
-  const uint4 bin = bins[threadIdx.x % 32];
-  const float own = float(bin.x + bin.y + bin.z + bin.w), before = sum_before(own);
+  const float own = weigh_bin(bins[threadIdx.x % 32]), before = sum_before(own);
   const float wanted = (top_p - SLACK) * __shfl_sync(~0u, before + own, 31);
   const unsigned reached = __ballot_sync(~0u, before + own >= wanted);
   if (!reached || !(wanted > 0)) return INF;

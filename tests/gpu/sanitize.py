@@ -40,7 +40,7 @@ with an illegal address unless the kernel is looked into."""
 def check(tool: str, kernel: str) -> tuple[bool, str]:
     """Runs a kernel's tests under a tool -> whether they passed and nothing was found, and a line that says so."""
     file, chosen = RUNS[kernel]
-    names = [kernel, *([IN_CLUSTERS[kernel]] if kernel in IN_CLUSTERS else [])]
+    names = filter(None, [kernel, IN_CLUSTERS.get(kernel)])
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
     command += [word for name in names for word in ("--kernel-name", f"kernel_substring={name}")]
     command += [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/gpu/{file}", *(["-k", chosen] if chosen else [])]

@@ -82,7 +82,7 @@ def test_sample_large(rows: int, vocab_size: int, kind: str, device: torch.devic
 @pytest.mark.parametrize("kind", ["flat", "constant", "banned"])
 @pytest.mark.parametrize("top_p", [0.03, 0.5, 0.9, 0.99])
 def test_many_tokens_may_be_kept(top_p: float, kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    """So many rows that each has one block, and in each more tokens to choose among than are listed."""
+    """So many rows that each has one block, and in most of them more tokens to choose among than are listed."""
     rows, vocab_size = 280, 40000
     logits, parameters = make_logits(kind, rows, vocab_size, dtype, device), make_parameters(rows, vocab_size, device)
     full = [torch.full((rows,), value, device=device) for value in (0.8, top_p, 0.0)]
