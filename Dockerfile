@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 # An image runs the server (the default), the gateway and every other part of `foretoken`:
 #   docker build --target cpu -t foretoken:cpu .
-#   docker run --rm --shm-size=1g -p 8000-8003:8000-8003 foretoken:cpu serve
+#   docker run --rm --shm-size=1g -p 127.0.0.1:8000-8003:8000-8003 foretoken:cpu
 #   docker build --target gpu -t foretoken:gpu .
-#   docker run --rm --shm-size=1g --gpus=all -p 8000-8003:8000-8003 -v DIR:/model:ro foretoken:gpu serve --model /model
+#   docker run --rm --shm-size=1g --gpus=all -p 127.0.0.1:8000-8003:8000-8003 -v DIR:/model:ro foretoken:gpu serve --host 0.0.0.0 --model /model
 # Docker's 64 MB of shared memory are too few for the server's Python stubs; `foretoken serve` says so at start.
 
 # The release whose server the tests run (Triton 2.51).
@@ -30,9 +30,10 @@ USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8080
 # The supervisor's: 200 while the models answer real requests. Loading a large model takes minutes.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=10m --retries=3 \
-  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8003/health', timeout=5)"]
+  CMD ["python", "-m", "deploy.health", "8003"]
 ENTRYPOINT ["foretoken"]
-CMD ["serve"]
+# To the container's address, or nothing could be published; `-p 127.0.0.1:8000:8000` publishes to the machine alone.
+CMD ["serve", "--host", "0.0.0.0"]
 
 
 # -- CPU: the server of the nvidia-pytriton wheel ---------------------------------------------------------------------
@@ -55,6 +56,7 @@ RUN python -c "from arctic_inference.suffix_decoding import SuffixDecodingCache"
 USER 10001:10001
 EXPOSE 8000 8001 8002 8003 8080
 HEALTHCHECK --interval=10s --timeout=6s --start-period=2m --retries=3 \
-  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8003/health', timeout=5)"]
+  CMD ["python", "-m", "deploy.health", "8003"]
 ENTRYPOINT ["foretoken"]
-CMD ["serve"]
+# To the container's address, or nothing could be published; `-p 127.0.0.1:8000:8000` publishes to the machine alone.
+CMD ["serve", "--host", "0.0.0.0"]

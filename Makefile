@@ -1,18 +1,27 @@
 # Everything runs from .venv, which the first target makes.
-.PHONY: demo serve test lint bench docs clean
+.PHONY: demo serve test soak lint bench docs clean
 
 demo:
 	@deploy/setup.sh serve
 	@.venv/bin/foretoken demo
 
+# One without the other is no service: when either ends, for whatever reason, so does the other, and make says that it failed.
 serve:
 	@deploy/setup.sh serve
-	@.venv/bin/foretoken gateway & gateway=$$!; trap 'kill $$gateway 2>/dev/null' EXIT INT TERM; .venv/bin/foretoken serve
+	@deploy/serve_both.sh
 
 test:
 	@deploy/setup.sh test
-	@.venv/bin/python -m pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder; beside=$$?; \
-	.venv/bin/python -m pytest -m alone && exit $$beside
+	@.venv/bin/python -m pytest tests/gpu; status=$$?; \
+	for kind in "not serving" serving; do \
+		.venv/bin/python -m pytest -m "$$kind" --ignore=tests/gpu -n 2 --dist loadfile --no-loadscope-reorder || status=1; \
+	done; \
+	exit $$status
+
+# MINUTES=60 for longer; other options: `.venv/bin/python -m tests.soak --help`.
+soak:
+	@deploy/setup.sh test
+	@.venv/bin/python -m tests.soak --minutes $(or $(MINUTES),30)
 
 lint:
 	@deploy/setup.sh test

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
@@ -190,9 +191,9 @@ class SpeculationStats:
         }
 
 
-def slots_of(page_ids: Sequence[int], begin: int, end: int, page_size: int) -> list[int]:
-    """Where what is kept of tokens begin to end goes: page * page_size + offset."""
-    return [page_ids[i // page_size] * page_size + i % page_size for i in range(begin, end)]
+def kv_slots(page_ids: Sequence[int], begin: int, end: int, page_size: int, stride: int) -> list[int]:
+    """Where a plane keeps tokens begin to end: page * stride + offset, with the plane's stride (`KvStore.stride`)."""
+    return [page_ids[i // page_size] * stride + i % page_size for i in range(begin, end)]
 
 
 @dataclass(slots=True, eq=False)
@@ -219,11 +220,12 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output. The last one is never in the KV cache."""
     num_computed_tokens: int = 0
+    """Known tokens that were computed, or are in a step under way."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache gave, at the first admission."""
     num_preemptions: int = 0
     num_steps_ahead: int = 0
-    """Steps that were launched and whose tokens are not read yet."""
+    """Steps under way that emit for it: launched, and not read yet."""
     num_tokens_ahead: int = 0
     """Tokens that those emit at most."""
     page_ids: list[int] = field(default_factory=list)
@@ -253,31 +255,30 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Only its last token is not computed yet."""
-        return len(self.token_ids) - self.num_computed_tokens == 1
+        """At most its last known token is neither computed nor on its way."""
+        return len(self.token_ids) - self.num_computed_tokens <= 1
 
 
 @dataclass(slots=True)
 class Scheduled:
-    """One request's share of a step: `num_tokens` known tokens from `num_computed_tokens` on, and room for drafts."""
+    """One request's share of a step: `num_tokens` known tokens from position `begin` on, and room for drafts."""
 
     request: Request
     num_tokens: int
     max_drafts: int = 0
-    is_ahead: bool = False
-    """It was launched, and its tokens are read later."""
-
-    @property
-    def emits(self) -> bool:
-        """False for a chunk that leaves some of the prompt for later."""
-        return self.request.num_computed_tokens + self.num_tokens == len(self.request.token_ids)
+    begin: int = 0
+    """Where steps are under way, the newest token of a decoding request lies further on: only the worker knows where."""
+    emits: bool = True
+    """False for a chunk that leaves some of the prompt for later."""
+    is_decoding: bool = False
+    """Its token is the request's newest one, whatever that is once the steps under way have ended."""
 
 
 @dataclass(slots=True)
 class Batch:
     """What one step computes.
 
-    Before it, `page_copies` (source, target, leading slots that count) are read, then `fresh_pages` are cleared, then the copies
+    Before it, `page_copies` (source, target, leading tokens that count) are read, then `fresh_pages` are cleared, then the copies
     are written: a page may be source, fresh and target at once. Clearing keeps what one request left behind, which may not even
     be finite, from another that only multiplies it by zero.
     """
@@ -303,8 +304,6 @@ class Draft:
     """[B][<= K]: who drafted each token (a `token_sources` name)."""
     probs: dict[int, torch.Tensor] = field(default_factory=dict)
     """By entry: [k, V] that its first k drafts were drawn from. Drafts without are certain (one-hot)."""
-    is_behind: bool = False
-    """A model drafter had more to catch up on than one step brings: its time is not typical."""
 
 
 @dataclass(slots=True)
@@ -329,18 +328,25 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
-class Verdict:
-    """What verification decided, one row per entry: emitted = accepted + 1, or nothing for an unfinished prompt."""
+class Outcome:
+    """What a step brought one request: accepted drafts and one token more, or nothing for an unfinished prompt."""
 
-    token_ids: list[list[int]]
-    """[B][<= K + 1] emitted tokens"""
-    num_accepted: list[int]
-    """[B]"""
-    logprobs: list[list[TokenLogprobs] | None]
-    is_broken: list[bool]
-    """[B]: the model's scores are not all finite, and there is no answer."""
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """By entry that scores its prompt: those of the prompt's tokens after each one computed in this step."""
+    token_ids: list[int] = field(default_factory=list)
+    num_drafts: int = 0
+    """That were verified."""
+    num_accepted: int = 0
+    is_broken: bool = False
+    """The model's scores are not all finite, and there is no answer."""
+    scores: np.ndarray | None = None
+    """Log-probabilities of the emitted tokens, as `backend.step.scores.read_scores` takes them."""
+    prompt_scores: np.ndarray | None = None
+    """Of a request that scores its prompt: those of the prompt's tokens after each one computed in this step."""
+    next_drafts: list[int] = field(default_factory=list)
+    """What the step drafted for the next one, where the host asked for it."""
+    lookup_score: int = 0
+    """How well the lookup's match was at the step's end; 0: none, or not asked for."""
+    num_drafter_tokens: int = 0
+    """Leading tokens that the step's model drafter has computed."""
 
 
 @dataclass(slots=True)

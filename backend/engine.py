@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from backend.config import BUNDLED_DRAFTER, EngineConfig
-from backend.core import Batch, Delta, Draft, Request, SamplingParams, Scheduled, TokenLogprobs, Verdict
-from backend.drafters import load_drafters
+from backend.config import EngineConfig
+from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
+from backend.devices import on_stream, pick_device
+from backend.drafters import Drafters
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError, EngineError, ModelError
-from backend.intake import Intake
+from backend.group import Group
+from backend.intake import Intake, Prompt
 from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
-from backend.pacing import Pacer
+from backend.pacing import ChunkLimit, Pacer
 from backend.parallel.ranks import Ranks
-from backend.runner import Runner, cpu_threads, make_plane, on_stream, pick_device
-from backend.sampling import Sampler
+from backend.planner import PlannedStep, Planner
 from backend.scheduler import Scheduler, cut_at_end
-from backend.speculate import StepTimes, speculate
+from backend.step.scores import read_scores
+from backend.step.worker import Results, Worker
 from backend.text import Tokenizer
-
-if TYPE_CHECKING:
-    from backend.device.steps import DeviceSteps, Flight
-    from backend.drafters.mtp_service import MtpService
 
 logger = logging.getLogger(__name__)
 
 
 def do_nothing() -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that was launched."""
+
+    step: PlannedStep
+    read: Callable[[], Results]
+    """Waits for it."""
 
 
 class Engine:
@@ -48,20 +55,28 @@ class Engine:
     group of them, so that whoever passes them on can do it once a step.
     """
 
-    def __init__(self, config: EngineConfig, ranks: Ranks | None = None, draft_service: DraftService | None = None) -> None:
+    def __init__(self, config: EngineConfig, draft_service: DraftService | None = None) -> None:
         """draft_service: the drafter's model in another process, for placement bls. Raises ConfigError, ModelError."""
         self.config = config
-        device = pick_device(config)
+        self._device = pick_device(config)
+        self._group = Group(config) if config.parallel_config.tensor_parallel_size > 1 else None
         try:
-            with on_stream(device):
-                self._load(ranks or Ranks(), draft_service)
-        except torch.OutOfMemoryError as error:
-            raise ModelError(f"{config.model} does not fit the memory of {device}: {str(error).splitlines()[0]}") from None
-        model = self.runner.model
-        self._intake = Intake(config, self.tokenizer, self.runner.max_model_len, model.vocab_size, model.eos_token_ids)
+            with on_stream(self._device):
+                self._load((self._group.ranks if self._group is not None else None) or Ranks(), draft_service)
+        except Exception as error:
+            why = error if isinstance(error, (ConfigError, ModelError)) else self._explain(error)
+            self._close_group()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise ModelError(f"{config.model} does not fit the memory of {self._device}: {str(error).splitlines()[0]}") from None
+            if why is error:
+                raise
+            raise ModelError(str(why)) from error
+        model = self.worker.model
+        self._intake = Intake(config, self.tokenizer, self.worker.max_model_len, model.vocab_size, model.eos_token_ids)
         self.metrics = Metrics()
-        self.times = StepTimes()
         self._pacer = Pacer() if config.speculative_config.adaptive else None
+        step_ms = config.max_step_ms_on(self._device.type)
+        self._chunks = ChunkLimit(step_ms / 1000) if step_ms else None
         self.after_deltas: Callable[[], None] = do_nothing
         self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
         self._inbox: deque[Callable[[], object]] = deque()
@@ -70,78 +85,70 @@ class Engine:
         self._is_refusing = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._is_short = False
         # What loading made is seen through now; else the first full collection comes between steps and takes 100 ms.
         gc.collect()
+        store = self.worker.store
         logger.info(
-            "engine ready: %d KV pages of %d tokens (%.0f MB), %s on %s, context %d, configuration %s",
-            self.runner.num_pages,
+            "engine ready: %d KV pages of %d tokens (%.0f MB), %s on %s, context %d, %d tokens a step, configuration %s",
+            store.num_pages,
             config.page_size,
-            self.runner.num_pages * self.runner.page_bytes / 1e6,
-            self.runner.dtype,
-            self.runner.device,
-            self.runner.max_model_len,
+            store.num_pages * store.page_bytes / 1e6,
+            self.worker.dtype,
+            self._device,
+            self.worker.max_model_len,
+            self.worker.max_num_batched_tokens,
             config.as_json(),
         )
 
     def _load(self, ranks: Ranks, draft_service: DraftService | None) -> None:
-        """Model, drafters, memory, and what runs steps on them."""
-        config = self.config
-        self._service: MtpService | None = None
+        """Worker, drafters, scheduler and planner."""
+        config, speculative = self.config, self.config.speculative_config
         self.tokenizer = Tokenizer(config.model)
-        self.runner = Runner(config, ranks)
-        self.drafters = load_drafters(
-            config.speculative_config,
-            self.runner.model.vocab_size,
-            config.max_num_batched_tokens,
-            lambda: draft_service or self._load_drafter(),
-            self.tokenizer.fingerprint,
+        self.worker = worker = Worker(config, ranks)
+        has_step_drafter = worker.drafter is not None
+
+        def make_service() -> DraftService:
+            if draft_service is None:
+                raise ConfigError("speculative_config.placement bls needs a server: offline, use in_process")
+            return draft_service
+
+        self.drafters = Drafters(
+            speculative,
+            worker.model.vocab_size,
+            has_step_drafter=has_step_drafter,
+            make_service=make_service,
+            fingerprint=self.tokenizer.fingerprint,
         )
-        self.runner.allocate_cache(self.drafters.taps, self.drafters.page_entries)
-        self.drafters.attach(self.runner.num_pages, config.page_size, self.runner.taps)
+        self.drafters.attach(worker.store)
         self.scheduler = Scheduler(
-            num_pages=self.runner.num_pages,
+            num_pages=worker.store.num_pages,
             page_size=config.page_size,
-            num_tokens_after_step=(config.speculative_config.num_model_steps or 1) if self._runs_ahead and self._service is not None else 0,
+            num_tokens_after_step=(speculative.num_model_steps or 1) if has_step_drafter else 0,
             max_batch_size=config.max_batch_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.runner.max_model_len,
+            max_num_batched_tokens=worker.max_num_batched_tokens,
+            max_model_len=worker.max_model_len,
             max_waiting=config.max_waiting,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self.sampler = Sampler(self.runner.model.vocab_size, self.runner.device)
-        self.device_steps = self._load_device_steps()
-
-    @property
-    def _runs_ahead(self) -> bool:
-        is_wanted = self.config.async_scheduling
-        return self.runner.device.type == "cuda" if is_wanted is None else is_wanted
-
-    def _load_device_steps(self) -> DeviceSteps | None:
-        """What runs decoding steps on the device's own state, ahead of the host; None: every step is computed before the next is prepared."""
-        if not self._runs_ahead:
-            return None
-        from backend.device.steps import DeviceSteps
-
-        steps = DeviceSteps(self.config, self.runner, self.drafters.model_drafter, self._service)
-        steps.warm_up()
-        return steps
-
-    def _load_drafter(self) -> DraftService:
-        """The drafter's model in this process."""
-        from backend.drafters.mtp_service import MtpService
-        from backend.models.mtp import Mtp
-
-        config, runner = self.config.speculative_config, self.runner
-        if config.placement == "bls":
-            raise ConfigError("speculative_config.placement bls needs a server: offline, use in_process")
-        with cpu_threads(1):
-            folder = config.model or BUNDLED_DRAFTER
-            model = Mtp(folder, runner.model, runner.dtype, runner.device, config.quantization, self.config.load_format)
-        make = functools.partial(make_plane, dtype=runner.dtype, device=runner.device)
-        self._service = MtpService(model, make, runner.threads_for, config.num_model_steps or 1)
-        return self._service
+        heads = worker.model.heads
+        self.planner = Planner(
+            speculative,
+            self.drafters,
+            max_batch_size=config.max_batch_size,
+            max_model_len=worker.max_model_len,
+            num_pages=worker.store.num_pages,
+            page_size=config.page_size,
+            max_drafter_tokens=worker.max_num_batched_tokens + 1,
+            has_step_drafter=has_step_drafter,
+            is_layout_exact=worker.graphs is None,
+            cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
+        )
+        is_wanted = config.async_scheduling
+        self._num_ahead = int(worker.graphs is not None if is_wanted is None else is_wanted)
+        """Steps that may be under way while the next one is planned."""
+        worker.warm_up()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -151,7 +158,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         on_delta: DeltaSink,
         *,
@@ -160,7 +167,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
     ) -> None:
-        """Queues a prompt (text or token ids); its deltas go to `on_delta`, the last one final, for each of params.n completions.
+        """Queues a prompt (text, token ids or messages); its deltas go to `on_delta`, the last one final, for each of params.n completions.
 
         timeout: seconds from now after which it ends with finish_reason `timeout`. Raises RequestError, ConfigError (both
         the request's fault), CapacityError or EngineError; then no delta follows.
@@ -207,28 +214,33 @@ class Engine:
 
     def _admit(self, requests: list[Request], sink: DeltaSink, submitted: float) -> None:
         for request in requests:
-            self._open.begin(request, sink, submitted)
-            self.scheduler.add(request)
-            self.drafters.start(request)
+            try:
+                own = self._open.begin(request, sink, submitted)
+            except Exception as error:
+                self._open.refuse(request, sink, error)
+                continue
+            try:
+                self.scheduler.add(request)
+                self.drafters.start(request)
+            except Exception as error:
+                self._open.fail_internally(own, error)
 
     def _release(self, request: Request) -> None:
-        """Frees what is held of a request that ends."""
-        self.scheduler.finish(request)
-        self.drafters.stop(request)
-        self.sampler.stop(request)
-        if self.device_steps is not None:
-            self.device_steps.stop(request)
+        """Frees what is held of a request that ends. What cannot be freed does not keep the rest."""
+        for free in (self.scheduler.finish, self.drafters.stop, self.planner.stop):
+            try:
+                free(request)
+            except Exception:
+                logger.exception("request %r: not all that was held of it could be freed", request.group_id)
 
     def step(self) -> bool:
         """One step on the stream that the device's work shares."""
-        with self.runner.on_stream():
+        with on_stream(self._device):
             return self._step()
 
     def _step(self) -> bool:
-        """Takes in what was submitted and cancelled, then runs one step. False when there was nothing to run.
-
-        Entries that the device steps take are launched, and read when the next step is launched; the others are computed now.
-        """
+        """Takes in what was submitted and cancelled, then launches one step and reads the one before it, or this one where nothing may be
+        under way meanwhile. False when there was nothing to run."""
         while self._inbox:
             self._inbox.popleft()()
         if self._open.has_deadlines:
@@ -236,121 +248,109 @@ class Engine:
         started = time.perf_counter()
         if self._pacer is not None:
             self._pacer.choose([r for r in self.scheduler.running if r.is_decoding])
-        if self._must_land():
-            self._land_all()
-        batch = self.scheduler.schedule(self._pacer.limit if self._pacer is not None else None, may_preempt=not self._flights)
+        if self._is_short:
+            self._finish_all()
+        batch = self.scheduler.schedule(
+            self._draft_limit,
+            may_preempt=not self._in_flight,
+            is_held=lambda r: self.planner.is_held(r, self._draft_limit(r)),
+            max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None else None,
+        )
         self._is_short = batch.is_short
         self.metrics.preemptions += len(batch.preempted)
-        if self.device_steps is not None:
-            for request in batch.preempted:
-                self.device_steps.stop(request)
+        for request in batch.preempted:
+            self.planner.stop(request)
         if not batch:
-            is_done = not self._flights and not batch.preempted
-            self._land_all()
+            is_done = not self._in_flight and not batch.preempted
+            self._finish_all()
             self.after_deltas()
             return not is_done
-        self.runner.prepare(batch)
         self.drafters.begin_step(batch)
-        ahead, rest = self._split(batch)
-        if ahead:
-            self._launch(ahead)
-        while len(self._flights) > (1 if ahead else 0):
-            self._land()
-        if rest:
-            draft, verdict = speculate(rest, self.drafters, self.runner, self.sampler, self.config.speculative_config, self.times)
-            self._book(rest.entries, draft, verdict, self.times.propose, self.times.forward + self.times.verify)
+        step = self.planner.plan(batch, self._draft_limit)
+        for index, probs in step.host_probs:
+            self.worker.put_draft_probs(index, probs)
+        if self._group is not None:
+            self._group.send(step.plan, self._device)
+        self._in_flight.append(_InFlight(step, self.worker.launch(step.plan)))
+        self.scheduler.launch(step.entries)
+        while len(self._in_flight) > self._num_ahead:
+            self._finish()
         self.after_deltas()
-        self.metrics.add_step(time.perf_counter() - started, self.times)
+        self.metrics.add_step(time.perf_counter() - started)
         return True
 
-    def _split(self, batch: Batch) -> tuple[list[Scheduled], Batch]:
-        """Entries for a device step, and the others."""
-        if self.device_steps is None:
-            return [], batch
-        ahead = [e for e in batch.entries if self.device_steps.takes(e)]
-        if len(ahead) == len(batch.entries):
-            return ahead, Batch()
-        taken = {id(e) for e in ahead}
-        return ahead, Batch([e for e in batch.entries if id(e) not in taken])
+    def _draft_limit(self, request: Request) -> int:
+        """Most drafts of a request in one step."""
+        wanted = request.speculation.num_speculative_tokens
+        return wanted if self._pacer is None or not wanted else min(wanted, self._pacer.limit(request))
 
-    def _must_land(self) -> bool:
-        """Whether what steps under way emit has to be known before the next step."""
-        if not self._flights:
-            return False
-        assert self.device_steps is not None
-        steps, limit = self.device_steps, self._pacer.limit if self._pacer is not None else (lambda r: r.speculation.num_speculative_tokens)
-        return self._is_short or any(r.num_steps_ahead and not steps.is_ready(r, limit(r) > 0) for r in self.scheduler.running)
-
-    def _launch(self, entries: list[Scheduled]) -> None:
-        assert self.device_steps is not None
-        self._flights.append(self.device_steps.launch(entries, self.drafters))
-        for entry in entries:
-            self.scheduler.run_ahead(entry)
-
-    def _land(self) -> None:
-        """Reads the oldest step under way. Requests that ended meanwhile are left out."""
-        assert self.device_steps is not None
-        flight = self._flights.popleft()
-        draft, verdict, self.times.forward = self.device_steps.land(flight)
-        self._book(flight.entries, draft, verdict, 0.0, self.times.forward)
-        self.device_steps.follow(flight, self._open.is_open)
-
-    def _land_all(self) -> None:
-        while self._flights:
-            self._land()
-
-    def _book(self, entries: Sequence[Scheduled], draft: Draft, verdict: Verdict, propose_seconds: float, rest_seconds: float) -> None:
+    def _finish(self) -> None:
+        """Reads the oldest step under way, and books it. Requests that ended meanwhile are left out."""
+        oldest = self._in_flight.popleft()
+        step, results = oldest.step, oldest.read()
+        if self._group is not None:
+            self._group.verdicts.add(results.rows)
+        times = results.times
+        self.metrics.add_times(times.draft, times.forward, times.decide)
         if self._pacer is not None:
-            self._pacer.observe(entries, draft, verdict, propose_seconds, rest_seconds)
-        for b, entry in enumerate(entries):
+            self._pacer.observe(step.entries, results.outcomes, times.draft, times.forward + times.decide)
+        if self._chunks is not None:
+            self._chunks.observe(step.plan.prompt_rows, times.total)
+        if step.plan.num_model_drafts:
+            self.drafters.choice.observe_cost(times.draft, times.forward + times.decide)
+        for number, (entry, outcome) in enumerate(zip(step.entries, results.outcomes, strict=True)):
             own = self._open.get(entry.request)
             if own is None:
                 continue  # it ended while this step was under way
-            if b in verdict.prompt_logprobs:
-                own.score_prompt(entry.request.num_computed_tokens, verdict.prompt_logprobs[b])
-            if verdict.is_broken[b]:
-                self._break(own)
-            elif entry.emits:
-                num_drafts, num_accepted = len(draft.token_ids[b]), verdict.num_accepted[b]
-                self._commit(own, entry, verdict.token_ids[b], num_drafts, draft.sources[b], num_accepted, verdict.logprobs[b])
-            else:
-                self.scheduler.commit(entry, ())
+            try:
+                self._book(own, step, number, entry, outcome)
+            except Exception as error:  # it belongs to this request only
+                self._open.fail_internally(own, error)
+        self.planner.keep_pages(step.entries)
 
-    def _break(self, own: OpenRequest) -> None:
-        """Ends a request whose scores are not finite; the others of the batch go on."""
-        place, dtype = len(own.request.token_ids), self.runner.dtype
-        error = EngineError(f"the model's scores after token {place} are not finite: the weights may be damaged, or too large for {dtype}")
-        logger.error("request %r: %s", own.request.group_id, error)
-        self._open.fail(own, error)
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish()
 
-    def _commit(
-        self,
-        own: OpenRequest,
-        entry: Scheduled,
-        token_ids: list[int],
-        num_drafts: int,
-        drafters: list[str],
-        num_accepted: int,
-        logprobs: list[TokenLogprobs] | None,
-    ) -> None:
+    def _book(self, own: OpenRequest, step: PlannedStep, number: int, entry: Scheduled, outcome: Outcome) -> None:
         """Cuts an emitted span at what ends the request, books it, and sends the delta."""
         request = entry.request
-        token_ids, reason = cut_at_end(request, token_ids, self.scheduler.max_model_len)
+        drafters = self.planner.read(step, number, outcome)
+        if outcome.prompt_scores is not None:
+            begin = entry.begin + 1
+            following = request.prompt_token_ids[begin : begin + len(outcome.prompt_scores)]
+            own.score_prompt(entry.begin, read_scores(outcome.prompt_scores, following, request.params.logprobs or 0))
+        if outcome.is_broken:
+            self._break(own)
+            return
+        if not entry.emits:
+            return
+        token_ids, reason = cut_at_end(request, outcome.token_ids, self.scheduler.max_model_len)
         token_ids, text, is_stopped = own.read(token_ids)
-        num_accepted = min(num_accepted, len(token_ids))
+        num_accepted = min(outcome.num_accepted, len(token_ids))
+        logprobs = None
+        if outcome.scores is not None and request.params.logprobs is not None:
+            logprobs = read_scores(outcome.scores, token_ids, request.params.logprobs)
         self.scheduler.commit(entry, token_ids)
-        request.stats.add(num_drafts, num_accepted, len(token_ids))
-        self.metrics.add_verdict(request.speculation.method, num_drafts, num_accepted, len(token_ids))
+        request.stats.add(outcome.num_drafts, num_accepted, len(token_ids))
+        self.metrics.add_verdict(request.speculation.method, outcome.num_drafts, num_accepted, len(token_ids))
         delta = Delta(
             request.group_id,
             request.index,
             token_ids=token_ids,
             text=text,
             sources=drafters[:num_accepted] + ["target"] * (len(token_ids) - num_accepted),
-            logprobs=logprobs[: len(token_ids)] if logprobs is not None else None,
+            logprobs=logprobs,
             finish_reason="stop" if is_stopped else reason,
         )
         self._open.send(own, delta)
+
+    def _break(self, own: OpenRequest) -> None:
+        """Ends a request whose scores are not finite; the others of the batch go on."""
+        place, dtype = len(own.request.token_ids), self.worker.dtype
+        error = EngineError(f"the model's scores after token {place} are not finite: the weights may be damaged, or too large for {dtype}")
+        logger.error("request %r: %s", own.request.group_id, error)
+        self._open.fail(own, error)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -364,15 +364,33 @@ class Engine:
         """Steps while there is work, sleeps while there is none. An error in a step ends every open request with it."""
         try:
             while not self._is_stopping:
-                if not self.step():
+                if not self.step() and not self._capture():
                     with self._wake:
                         if not self._inbox and not self._is_stopping:
                             self._wake.wait(timeout=self._sleep())
         except Exception as error:
             logger.exception("the engine failed")
-            self._fail(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            why = self._explain(error)
+            self._fail(EngineError(f"the engine failed: {why if why is not error else f'{type(error).__name__}: {error}'}"))
         else:
             self._fail(EngineError("the engine was shut down"))
+
+    def _explain(self, error: Exception) -> Exception:
+        return error if self._group is None else self._group.explain(error)
+
+    def _close_group(self, release: Callable[[], None] = do_nothing) -> None:
+        if self._group is not None:
+            with on_stream(self._device):
+                self._group.close(release)
+
+    def _capture(self) -> bool:
+        """One graph that steps went without, while nobody waits."""
+        if not self.worker.is_capture_waiting:
+            return False
+        with on_stream(self._device):
+            if self._group is not None:
+                self._group.send_capture()
+            return self.worker.capture_waiting()
 
     def _sleep(self) -> float | None:
         """Seconds until the next deadline; None: until woken."""
@@ -399,3 +417,6 @@ class Engine:
         if self._thread is not None:
             self._thread.join(timeout)
         self.drafters.close()
+        if self._group is not None:  # before the group goes, what holds exchanges
+            self._in_flight.clear()
+        self._close_group(self.worker.release)

@@ -21,3 +21,11 @@ class CapacityError(RuntimeError):
 
 class EngineError(RuntimeError):
     """The engine broke or was shut down; every open request is told."""
+
+
+class KvStoreError(RuntimeError):
+    """Pages that there are not, or that another store's layout does not allow to exchange."""
+
+
+class InternalError(RuntimeError):
+    """Something went wrong in what is done for one request; only that request fails (INTERNAL on Triton)."""

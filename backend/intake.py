@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -12,8 +13,14 @@ from backend.core import Request, SamplingParams
 from backend.errors import RequestError
 from backend.text import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 MAX_CHARACTERS_PER_TOKEN = 64
 """No real text is longer in its context: what is, is refused before megabytes are tokenized."""
+
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""Text, token ids, or messages for the model's chat template."""
 
 
 class Intake:
@@ -25,10 +32,24 @@ class Intake:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._warn_of_unknown_tokens()
+
+    def _warn_of_unknown_tokens(self) -> None:
+        """Not an error: many models are published with tokens that nobody uses, and requests without them are served."""
+        unknown = {i: token for token, i in self._tokenizer.inner.get_vocab().items() if i >= self._vocab_size}
+        if unknown:
+            logger.warning(
+                "the tokenizer has %d tokens that the model does not know, %d (%r) the first: its vocabulary has ids 0 to %d; "
+                "requests whose text becomes one of them are refused",
+                len(unknown),
+                min(unknown),
+                unknown[min(unknown)],
+                self._vocab_size - 1,
+            )
 
     def make(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         request_id: str,
         speculative: dict[str, Any] | None = None,
@@ -36,6 +57,7 @@ class Intake:
         timeout: float | None = None,
     ) -> list[Request]:
         """One request for each of params.n completions. timeout: seconds from now. Raises RequestError, ConfigError (both the request's fault)."""
+        received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
         token_ids = self._read_prompt(prompt)
         self._check_vocabulary(params)
@@ -44,9 +66,9 @@ class Intake:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_token_ids
-        bad_words = tuple(ids for word in params.bad_words for ids in self._tokenizer.encode_bad_word(word))
+        bad_words = tuple(ids for word in params.bad_words for ids in self._encode_bad_word(word))
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else received + timeout
         return [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}/{i}",
@@ -64,29 +86,58 @@ class Intake:
             for i in range(params.n)
         ]
 
-    def _read_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+    def _read_prompt(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN
-            if len(prompt) > limit:
-                raise RequestError(
-                    f"the prompt has {len(prompt)} characters; at most {limit} are looked at for a context of {self._max_model_len} tokens"
-                )
             if not prompt:
                 raise RequestError("the prompt is empty")
-            token_ids = self._tokenizer.encode(prompt)
+            token_ids = self._encode(prompt, "the prompt")
+        elif len(prompt) and isinstance(prompt[0], dict):
+            # Limited before it is rendered, too. The template writes the special tokens itself.
+            text = self._tokenizer.render_chat(prompt, self._max_model_len * MAX_CHARACTERS_PER_TOKEN)  # type: ignore[arg-type]
+            token_ids = self._encode(text, "the rendered chat", add_special_tokens=False)
         else:
-            token_ids = list(prompt)
+            token_ids = list(prompt)  # type: ignore[arg-type]
+            for place, token_id in enumerate(token_ids):
+                if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
+                    raise RequestError(f"input_ids[{place}] is {token_id!r:.50}; the vocabulary has ids 0 to {self._vocab_size - 1}")
         if not token_ids:
             raise RequestError("the prompt is empty: it has no tokens")
-        if isinstance(prompt, str):
-            return token_ids
-        for place, token_id in enumerate(token_ids):
-            if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
-                raise RequestError(f"input_ids[{place}] is {token_id!r:.50}; the vocabulary has ids 0 to {self._vocab_size - 1}")
         return token_ids
+
+    def _encode(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
+        limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN
+        if len(text) > limit:
+            raise RequestError(f"{name} has {len(text)} characters; at most {limit} are looked at for a context of {self._max_model_len} tokens")
+        check_unicode(text, name)
+        token_ids = self._tokenizer.encode(text, add_special_tokens)
+        self._check_embedded(token_ids, name)
+        return token_ids
+
+    def _encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
+        check_unicode(word, "bad_words")
+        found = self._tokenizer.encode_bad_word(word)
+        for token_ids in found:
+            self._check_embedded(token_ids, f"bad_words: {word!r:.50}")
+        return found
+
+    def _check_embedded(self, token_ids: Sequence[int], name: str) -> None:
+        """A tokenizer may know tokens that were added after the model was made: the model has no embedding of them."""
+        if token_ids and (largest := max(token_ids)) >= self._vocab_size:
+            raise RequestError(
+                f"{name} becomes token {largest} ({self._tokenizer.inner.id_to_token(largest)!r:.50}), which the model does not know: "
+                f"its vocabulary has ids 0 to {self._vocab_size - 1}"
+            )
 
     def _check_vocabulary(self, params: SamplingParams) -> None:
         for key in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, key):
                 if not 0 <= token_id < self._vocab_size:
                     raise RequestError(f"{key} names token {token_id}; the vocabulary has ids 0 to {self._vocab_size - 1}")
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raises RequestError for half a surrogate pair, which JSON can write and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} is not valid Unicode: {error.object[error.start]!r} at {error.start}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.core import Delta, SamplingParams, SpeculationStats, TokenLogprobs
 from backend.engine import Engine
 from backend.errors import RequestError
+from backend.intake import check_unicode
 from backend.open_requests import DeltaSink
 
 
@@ -68,7 +70,7 @@ class LLM:
     ) -> list[Generation]:
         """Completes prompts (text, or {"prompt_token_ids": [...]}) and returns results in their order.
 
-        Raises RequestError for the first prompt that is wrong, before any is run.
+        Raises RequestError for the first prompt that is wrong, before any is run; and the error of a request that fails, when the others are ended.
         """
         if isinstance(prompts, (str, dict)):
             prompts = [prompts]
@@ -83,32 +85,40 @@ class LLM:
         room = self.engine.config.max_batch_size + self.engine.config.max_waiting
         num_open = 0
 
+        errors: list[Exception] = []
+
         def sink_for(result: Generation, bar: tqdm) -> DeltaSink:
             def sink(delta: Delta) -> None:
                 nonlocal num_open
                 num_open -= delta.is_final
+                if delta.error is not None:  # raised below, when the step is over: others' tokens of it are booked
+                    errors.append(delta.error)
+                    return
                 collect(result, delta)
                 bar.update(all(c.finish_reason for c in result.outputs))
 
             return sink
 
-        with tqdm(total=len(prompts), desc="Completions", unit="prompt", disable=not use_tqdm) as bar:
-            while len(results) < len(prompts) or num_open:
-                while len(results) < len(prompts) and num_open + sampling_params[len(results)].n <= room:
-                    content, params = contents[len(results)], sampling_params[len(results)]
-                    text = content if isinstance(content, str) else None
-                    ids = (self.engine.tokenizer.encode(content) if content else []) if isinstance(content, str) else content
-                    result = Generation(f"llm-{next(self._ids)}", text, ids, [Completion(i) for i in range(params.n)])
-                    try:
+        try:
+            with tqdm(total=len(prompts), desc="Completions", unit="prompt", disable=not use_tqdm) as bar:
+                while len(results) < len(prompts) or num_open:
+                    while len(results) < len(prompts) and num_open + sampling_params[len(results)].n <= room:
+                        content, params = contents[len(results)], sampling_params[len(results)]
+                        text = content if isinstance(content, str) else None
+                        ids = (self.engine.tokenizer.encode(content) if content else []) if isinstance(content, str) else content
+                        result = Generation(f"llm-{next(self._ids)}", text, ids, [Completion(i) for i in range(params.n)])
                         self.engine.submit(ids, params, sink_for(result, bar), request_id=result.request_id, speculative=speculative)
-                    except Exception:
-                        for earlier in results:
-                            self.engine.cancel(earlier.request_id)
-                        self.engine.step()
-                        raise
-                    num_open += params.n
-                    results.append(result)
+                        num_open += params.n
+                        results.append(result)
+                    self.engine.step()
+                    if errors:
+                        raise errors[0]
+        except BaseException:
+            for result in results:
+                self.engine.cancel(result.request_id)
+            with contextlib.suppress(Exception):  # the first error is the one to tell
                 self.engine.step()
+            raise
         return results
 
     def close(self) -> None:
@@ -118,6 +128,7 @@ class LLM:
     @staticmethod
     def _content(prompt: object) -> str | list[int]:
         if isinstance(prompt, str):
+            check_unicode(prompt, "the prompt")
             return prompt
         if isinstance(prompt, dict) and set(prompt) == {"prompt_token_ids"}:
             return list(prompt["prompt_token_ids"])
@@ -131,9 +142,7 @@ class LLM:
 
 
 def collect(result: Generation, delta: Delta) -> None:
-    """Adds a delta to its completion. Raises the delta's error."""
-    if delta.error is not None:
-        raise delta.error
+    """Adds a delta to its completion."""
     completion = result.outputs[delta.index]
     if delta.prompt_text is not None:
         completion.text += delta.prompt_text

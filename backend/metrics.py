@@ -5,10 +5,6 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from backend.speculate import StepTimes
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
@@ -67,10 +63,14 @@ class Metrics:
                 self.accepted_per_position[method, position] += 1
             self.accepted_length.observe(1 + num_accepted)
 
-    def add_step(self, seconds: float, times: StepTimes) -> None:
+    def add_step(self, seconds: float) -> None:
+        """From one plan to the next."""
         self.steps += 1
         self.step_seconds += seconds
-        self.propose_seconds += times.propose
-        self.forward_seconds += times.forward
-        self.verify_seconds += times.verify
         self.step_time.observe(seconds)
+
+    def add_times(self, draft: float, forward: float, decide: float) -> None:
+        """Seconds of a step's phases, as the device measured them."""
+        self.propose_seconds += draft
+        self.forward_seconds += forward
+        self.verify_seconds += decide

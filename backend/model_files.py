@@ -1,21 +1,41 @@
-"""Reads the JSON files of a Hugging Face model folder. No torch: the tokenizer model and the launcher read them too."""
+"""Reads the files of a Hugging Face model folder. No torch: the tokenizer model and the launcher read them too."""
 
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from backend.errors import ModelError
+
+MAX_JSON_BYTES = 64 * 2**20
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def check_regular(path: Path) -> int:
+    """The size of a file. Raises ModelError for what is not one: reading a pipe or a device may never end."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path} cannot be read: it is not a regular file")
+    return status.st_size
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a model folder. Raises ModelError naming the file."""
+    if (size := check_regular(path)) > MAX_JSON_BYTES:
+        raise ModelError(f"{path} has {size} bytes; the limit is {MAX_JSON_BYTES}")
     try:
         values = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except RecursionError:
+        raise ModelError(f"{path} cannot be read: it is nested too deeply") from None
+    except (ValueError, OSError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(values).__name__}")
@@ -34,3 +54,32 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         if ids is not None:
             config["eos_token_id"] = ids
     return config
+
+
+def open_weights(path: Path, framework: Literal["pt", "np"]) -> Any:
+    """A safetensors file, open for reading. Raises ModelError."""
+    from safetensors import SafetensorError, safe_open
+
+    check_regular(path)
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read (truncated download?): {error}") from None
+
+
+def find_weights(directory: Path) -> dict[str, Path]:
+    """The file of every weight, by name, as the folder's index has it, or its only file. Raises ModelError."""
+    index = directory / INDEX_FILE
+    if index.is_file():
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict):
+            raise ModelError(f"{index} has no weight_map")
+        for name, file in files.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ModelError(f"{index}: weight {name} is in {file!r:.80}, which is no file of this folder")
+        return {name: directory / file for name, file in files.items()}
+    single = directory / WEIGHTS_FILE
+    if not single.exists():
+        raise ModelError(f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    with open_weights(single, "np") as file:
+        return dict.fromkeys(file.keys(), single)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from backend.core import Delta, FinishReason, Request, TokenLogprobs
-from backend.errors import RequestError
+from backend.errors import InternalError, RequestError
 from backend.metrics import Metrics
 from backend.text import TextStream, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 DeltaSink = Callable[[Delta], None]
 
@@ -44,7 +47,9 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """By id. `reserve`, `count` and `has` are safe from any thread, the others are the engine thread's."""
+    """By id. What goes wrong for one request ends that request alone: in its sink, in the tokenizer, or in freeing what it held.
+
+    `reserve`, `count` and `has` are safe from any thread, the others are the engine thread's."""
 
     def __init__(self, tokenizer: Tokenizer, metrics: Metrics, release: Callable[[Request], None]) -> None:
         """release: frees what the engine holds of a request that ends."""
@@ -81,10 +86,12 @@ class OpenRequests:
     def __iter__(self) -> Iterator[OpenRequest]:
         return iter(list(self._open.values()))
 
-    def begin(self, request: Request, sink: DeltaSink, submitted: float) -> None:
+    def begin(self, request: Request, sink: DeltaSink, submitted: float) -> OpenRequest:
         params = request.params
-        self._open[request.request_id] = OpenRequest(request, sink, TextStream(self._tokenizer, params.stop, params.include_stop), submitted)
+        own = OpenRequest(request, sink, TextStream(self._tokenizer, params.stop, params.include_stop), submitted)
+        self._open[request.request_id] = own
         self.has_deadlines |= request.deadline is not None
+        return own
 
     def get(self, request: Request) -> OpenRequest | None:
         """None: it has ended, and another one may have its id."""
@@ -118,42 +125,72 @@ class OpenRequests:
     def fail(self, own: OpenRequest, error: Exception) -> None:
         self.send(own, Delta(own.request.group_id, own.request.index, error=error))
 
+    def fail_internally(self, own: OpenRequest, error: Exception) -> None:
+        """Ends a request for which something went wrong that should not have."""
+        logger.error("request %r failed", own.request.group_id, exc_info=error)
+        if self.is_open(own.request):
+            self.fail(own, InternalError(f"{type(error).__name__}: {error}"))
+
     def _end(self, own: OpenRequest, reason: FinishReason) -> None:
         self.send(own, Delta(own.request.group_id, own.request.index, finish_reason=reason))
 
     def send(self, own: OpenRequest, delta: Delta) -> None:
         """Gives a delta to the request's sink, with what every delta, the first and the last one carry."""
         request, now = own.request, time.monotonic()
+        try:
+            if delta.error is None:
+                self._complete(own, delta, now)
+            if delta.is_final:
+                delta.stats = request.stats
+                self._close(own, now)
+            delta.num_prompt_tokens = len(request.prompt_token_ids)
+            delta.num_cached_tokens = request.num_cached_tokens
+            delta.num_output_tokens = request.num_output_tokens
+            own.sink(delta)
+        except Exception as error:
+            self.fail_internally(own, error)
+
+    def _complete(self, own: OpenRequest, delta: Delta, now: float) -> None:
+        """Adds the prompt to a first delta that shall have it, and the rest of the text to the last one."""
+        params, prompt = own.request.params, own.request.prompt_token_ids
         if delta.token_ids and not own.first_token:
             own.first_token = now
             self._metrics.time_to_first_token.observe(now - own.submitted)
-        if request.params.echo and not own.is_echoed and delta.error is None:
+        if params.echo and not own.is_echoed:
             own.is_echoed = True
-            delta.prompt_token_ids = request.prompt_token_ids
-            delta.prompt_text = self._tokenizer.decode(request.prompt_token_ids)
-            if request.params.logprobs is not None and len(own.prompt_logprobs) == len(request.prompt_token_ids) - 1:
+            delta.prompt_token_ids = prompt
+            delta.prompt_text = self._tokenizer.decode(prompt)
+            if params.logprobs is not None and len(own.prompt_logprobs) == len(prompt) - 1:
                 delta.logprobs = own.prompt_logprobs + (delta.logprobs or [])
                 own.prompt_logprobs = []
         if delta.is_final:
-            if delta.error is None:
-                delta.text += own.stream.flush()
-                self._metrics.finished_requests[delta.finish_reason or ""] += 1
-            delta.stats = request.stats
-            self._close(own, now)
-        delta.num_prompt_tokens = len(request.prompt_token_ids)
-        delta.num_cached_tokens = request.num_cached_tokens
-        delta.num_output_tokens = request.num_output_tokens
-        own.sink(delta)
+            delta.text += own.stream.flush()
+            self._metrics.finished_requests[delta.finish_reason or ""] += 1
 
     def _close(self, own: OpenRequest, now: float) -> None:
         request = own.request
-        self._release(request)
+        self._forget(request)
+        try:
+            self._release(request)
+        except Exception:
+            logger.exception("request %r: what was held of it could not be freed", request.group_id)
+        if request.num_output_tokens > 1:
+            self._metrics.time_per_output_token.observe((now - own.first_token) / (request.num_output_tokens - 1))
+
+    def _forget(self, request: Request) -> None:
+        self._open.pop(request.request_id, None)
         with self._lock:
-            del self._open[request.request_id]
-            self._ids.remove(request.request_id)
+            self._ids.discard(request.request_id)
             siblings = self._groups[request.group_id]
             siblings.remove(request.request_id)
             if not siblings:
                 del self._groups[request.group_id]
-        if request.num_output_tokens > 1:
-            self._metrics.time_per_output_token.observe((now - own.first_token) / (request.num_output_tokens - 1))
+
+    def refuse(self, request: Request, sink: DeltaSink, error: Exception) -> None:
+        """Ends a request that could not begin."""
+        logger.error("request %r could not begin", request.group_id, exc_info=error)
+        self._forget(request)
+        try:
+            sink(Delta(request.group_id, request.index, error=InternalError(f"{type(error).__name__}: {error}")))
+        except Exception:
+            logger.exception("request %r: nor could it be told", request.group_id)

@@ -10,7 +10,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 
-from backend.core import Draft, Request, Scheduled, Verdict
+from backend.core import Outcome, Request, Scheduled
 
 SMOOTHING_DOWN, SMOOTHING_UP = 0.5, 0.1
 """Share of the newest measurement in an average of times. Noise only ever makes a step slower, so a faster one says more."""
@@ -191,19 +191,47 @@ class Pacer:
         nearest = min(known, key=lambda other: (abs(other - limit), other))
         return known[nearest].at(num_requests) * limit / nearest
 
-    def observe(self, entries: Sequence[Scheduled], draft: Draft, verdict: Verdict, propose_seconds: float, rest_seconds: float) -> None:
+    def observe(self, entries: Sequence[Scheduled], outcomes: Sequence[Outcome], draft_seconds: float, rest_seconds: float) -> None:
         """What a step brought. Steps with prompts in them say nothing about the time of drafts."""
         drafting: dict[str, tuple[list[int], list[int], list[int]]] = {}
-        for b, entry in enumerate(entries):
+        for entry, outcome in zip(entries, outcomes):
             if entry.max_drafts:
                 limits, drafts, accepted = drafting.setdefault(entry.request.speculation.method, ([], [], []))
                 limits.append(entry.max_drafts)
-                drafts.append(len(draft.token_ids[b]))
-                accepted.append(verdict.num_accepted[b])
+                drafts.append(outcome.num_drafts)
+                accepted.append(outcome.num_accepted)
         for method, (limits, drafts, accepted) in drafting.items():
             self._acceptance[method].add(limits, drafts, accepted)
-        if all(e.num_tokens == 1 and e.emits for e in entries):
-            self._step_times.add(len(entries) + sum(map(len, draft.token_ids)), rest_seconds)
-            if len(drafting) == 1 and not draft.is_behind:
+        if all(entry.is_decoding for entry in entries):
+            self._step_times.add(len(entries) + sum(outcome.num_drafts for outcome in outcomes), rest_seconds)
+            if len(drafting) == 1:
                 ((method, (limits, _, _)),) = drafting.items()
-                self._draft_times[method][max(limits)].add(len(limits), propose_seconds)
+                self._draft_times[method][max(limits)].add(len(limits), draft_seconds)
+
+
+class ChunkLimit:
+    """How many tokens of prompts a step may have while other requests decode: so many as keep it within a given time."""
+
+    LEAST = 32
+    """A prompt goes on, whatever it takes."""
+
+    def __init__(self, max_seconds: float) -> None:
+        self._max_seconds = max_seconds
+        self._times = _Times()
+
+    def choose(self, num_decoding: int) -> int | None:
+        """None: as many as the budget allows."""
+        if not num_decoding or not self._times.at(1):
+            return None
+        count = self.LEAST
+        while count < 2**16 and self._times.at(2 * count) <= self._max_seconds:
+            count *= 2
+        if count == 2**16:
+            return None
+        low, high = self._times.at(count), self._times.at(2 * count)  # a straight line lies between
+        return count + max(0, int(count * (self._max_seconds - low) / max(high - low, 1e-9)))
+
+    def observe(self, num_prompt_tokens: int, seconds: float) -> None:
+        """Of a step with so many tokens of prompts."""
+        if num_prompt_tokens:
+            self._times.add(num_prompt_tokens, seconds)

@@ -1,9 +1,9 @@
-"""KV memory by page: who holds which page. Integers only; the tensors belong to the runner."""
+"""KV memory by page: who holds which page, and what a drafter has seen of it. Integers only; the tensors belong to the KV store."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class PagePool:
@@ -20,6 +20,8 @@ class PagePool:
         self._counts = [0] * num_pages
         self._keep = bytearray(num_pages)  # 1: goes to the cache, not to the free list, when released
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._leases: dict[int, list[int]] = {}
+        self._num_leases = 0
 
     @property
     def num_available(self) -> int:
@@ -65,15 +67,70 @@ class PagePool:
             else:
                 self._free.append(page)
 
+    def lease(self, page_ids: Sequence[int]) -> int:
+        """Holds pages apart from any request's life, for a transfer; the lease's number. `end_lease` gives them back."""
+        for page in page_ids:
+            self.share(page)
+        self._num_leases += 1
+        self._leases[self._num_leases] = list(page_ids)
+        return self._num_leases
+
+    def end_lease(self, number: int) -> None:
+        """Raises KeyError for a lease that has ended."""
+        for page in reversed(self._leases.pop(number)):
+            self.release(page)
+
     def keep(self, page: int, is_worth: bool = True) -> None:
         """Whether the content of a held page is worth keeping after its last holder left."""
         assert self._counts[page] > 0, f"page {page} is not held"
         self._keep[page] = is_worth
 
     def check(self, holders: dict[int, int]) -> None:
-        """Asserts that the counts are exactly `holders` and that no page is lost. For tests and for idle moments."""
+        """Asserts that the counts are exactly `holders` and the leases, and that no page is lost. For tests and for idle moments."""
+        holders = dict(holders)
+        for leased in self._leases.values():
+            for page in leased:
+                holders[page] = holders.get(page, 0) + 1
         for page, count in enumerate(self._counts):
             assert count == holders.get(page, 0), f"page {page} counts {count} holders and has {holders.get(page, 0)}"
         idle = sorted([*self._free, *self._cached])
         expected = [page for page, count in enumerate(self._counts) if count == 0]
         assert idle == expected, f"{len(idle)} idle pages are listed, {len(expected)} exist"
+
+
+class SeenPages:
+    """How many leading tokens of each page a model drafter's memory is right for: what another request left there may be had again."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._seen = [0] * num_pages
+
+    def reset(self, page_ids: Sequence[int]) -> None:
+        """Pages that changed hands."""
+        for page in page_ids:
+            self._seen[page] = 0
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Pages (source, target, leading tokens) were copied, drafter's memory included. All sources are read before any target is written."""
+        known = [min(self._seen[source], count) for source, _, count in copies]
+        for (_, target, _), count in zip(copies, known):
+            self._seen[target] = count
+
+    def forget_all(self) -> None:
+        self._seen = [0] * len(self._seen)
+
+    def count(self, page_ids: Sequence[int], limit: int) -> int:
+        """Leading tokens of a request with these pages that the drafter has seen; at most `limit`."""
+        seen = 0
+        for page in page_ids:
+            seen += self._seen[page]
+            if self._seen[page] < self._page_size or seen >= limit:
+                break
+        return min(seen, limit)
+
+    def note(self, page_ids: Sequence[int], begin: int, end: int) -> None:
+        """The drafter has now seen tokens begin to end of a request, and all before them. Tokens past its pages are left out."""
+        size = self._page_size
+        for number in range(begin // size, min(-(-end // size), len(page_ids))):
+            page = page_ids[number]
+            self._seen[page] = max(self._seen[page], min(size, end - number * size))

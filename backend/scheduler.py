@@ -1,7 +1,8 @@
 """Which requests run in the next step, on which pages. Integers only.
 
-Under one token budget, running requests go first (one token each), then unfinished prompts, then waiting ones; drafts get what
-those leave. When pages run out, the youngest request of the lowest priority gives its pages back and starts again later.
+Under one budget of known tokens, running requests go first (one token each), then unfinished prompts, then waiting ones. Drafts
+come on top: how many is not the budget's to say. When pages run out, the youngest request of the lowest priority gives its
+pages back and starts again later.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ class Scheduler:
         return len(self._requests) - len(self.running)
 
     @property
+    def num_decoding(self) -> int:
+        """Running requests whose prompts are computed, or on their way."""
+        return sum(r.is_decoding for r in self.running)
+
+    @property
     def num_open(self) -> int:
         return len(self._requests)
 
@@ -112,25 +118,33 @@ class Scheduler:
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, draft_limit: Callable[[Request], int] | None = None, *, may_preempt: bool = True) -> Batch:
+    def schedule(
+        self,
+        draft_limit: Callable[[Request], int] | None = None,
+        *,
+        may_preempt: bool = True,
+        is_held: Callable[[Request], bool] = lambda request: False,
+        max_prompt_tokens: int | None = None,
+    ) -> Batch:
         """The next step's batch; empty when there is nothing to do. Pages for everything in it are held.
 
         draft_limit: most drafts of a request, where that is fewer than the request wants. may_preempt: False while steps are
         under way whose tokens are not known yet: requests that lack pages are left out then, and the batch says so.
+        is_held: running requests that sit this step out. max_prompt_tokens: of prompts in this step, where that is less than
+        the budget leaves.
         """
         batch = Batch()
         scheduled: set[str] = set()
-        budget = self.max_num_batched_tokens
-        decoding = [(r, room) for r in self.running if r.is_decoding and (room := self._room(r)) > 0]
-        budget -= len(decoding)
-        # Prompts go before drafts: a request that runs brings more than one more draft of a request that runs already. Of what
-        # is left everybody gets the same share, so that early requests do not starve late ones of drafts.
-        share = max(0, budget - self._prompt_tokens()) // len(decoding) if decoding else 0
+        decoding = [(r, room) for r in self.running if r.is_decoding and (room := self._room(r)) > 0 and not is_held(r)]
+        budget = self.max_num_batched_tokens - len(decoding)
+        if max_prompt_tokens is not None:
+            budget = min(budget, max_prompt_tokens)
         for request, room in decoding:
             if batch.preempted and request in batch.preempted:
                 continue
             # The step's own token comes on top of the drafts. A prompt's step verifies none.
-            drafts = min(share, request.speculation.num_speculative_tokens, room - 1) if request.num_output_tokens else 0
+            is_first = request.num_output_tokens == 0 and not request.num_steps_ahead
+            drafts = 0 if is_first else min(request.speculation.num_speculative_tokens, room - 1)
             if draft_limit is not None and drafts:
                 drafts = min(drafts, draft_limit(request))
             if not self._reserve(request, 1 + drafts + self._num_tokens_after_step, scheduled, batch, may_preempt=False):
@@ -139,31 +153,27 @@ class Scheduler:
                     batch.is_short = True
                     continue
             scheduled.add(request.request_id)
-            budget -= drafts
-            batch.entries.append(Scheduled(request, 1, drafts))
+            batch.entries.append(Scheduled(request, 1, drafts, len(request.token_ids) - 1, is_decoding=not is_first))
         for request in list(self.running):
             if budget <= 0:
                 break
-            if request.request_id in scheduled or request not in self.running or request.is_decoding:
+            if request.request_id in scheduled or request not in self.running or request.is_decoding or is_held(request):
                 continue
             chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
             if self._reserve(request, chunk, scheduled, batch, may_preempt=may_preempt):
                 scheduled.add(request.request_id)
                 budget -= chunk
-                batch.entries.append(Scheduled(request, chunk))
+                batch.entries.append(self._chunk(request, chunk))
             else:
                 batch.is_short = True
         if not batch.preempted:
             self._admit(batch, budget)
         return batch
 
-    def _prompt_tokens(self) -> int:
-        """Tokens that unfinished prompts, and those that could be admitted, would take."""
-        count = sum(len(r.token_ids) - r.num_computed_tokens for r in self.running if not r.is_decoding)
-        queue = [r for _, _, r in self._waiting[: self.max_batch_size - len(self.running)] if self._requests.get(r.request_id) is r]
-        if queue and self.pool.pages_for(len(queue[0].token_ids)) > self.pool.num_available:
-            return count + 1  # it may fit all the same, if it shares its beginning: leave it the chance to be looked at
-        return count + sum(len(r.token_ids) for r in queue)
+    @staticmethod
+    def _chunk(request: Request, num_tokens: int) -> Scheduled:
+        begin = request.num_computed_tokens
+        return Scheduled(request, num_tokens, begin=begin, emits=begin + num_tokens == len(request.token_ids))
 
     def _room(self, request: Request) -> int:
         """Tokens that a request may still emit, when each step under way emits but one. The prompt's end is a step even where nothing follows it."""
@@ -208,7 +218,7 @@ class Scheduler:
             chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
             assert len(request.page_ids) * self.pool.page_size >= request.num_computed_tokens + chunk
             budget -= chunk
-            batch.entries.append(Scheduled(request, chunk))
+            batch.entries.append(self._chunk(request, chunk))
 
     def _start(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""
@@ -218,8 +228,9 @@ class Scheduler:
             for page in match.page_ids:
                 self.pool.share(page)
             request.page_ids = list(match.page_ids)
-        # The page to copy may be given out by this very call: the runner reads all sources before it writes anything.
-        pages = self.pool.allocate(self.pool.pages_for(len(request.token_ids)) - len(request.page_ids))
+        # The page to copy may be given out by this very call: the worker reads all sources before it writes anything.
+        wanted = min(len(request.token_ids) + self._num_tokens_after_step, self.max_model_len, self.pool.num_pages * self.pool.page_size)
+        pages = self.pool.allocate(self.pool.pages_for(wanted) - len(request.page_ids))
         if pages is None:
             for page in reversed(request.page_ids):
                 self.pool.release(page)
@@ -238,37 +249,41 @@ class Scheduler:
             self.num_cached_tokens += request.num_cached_tokens
         return True
 
-    def run_ahead(self, entry: Scheduled) -> None:
-        """A decoding entry was launched, and the next steps are scheduled before its tokens are known."""
-        entry.is_ahead = True
-        entry.request.num_steps_ahead += 1
-        entry.request.num_tokens_ahead += 1 + entry.max_drafts
+    def launch(self, entries: Sequence[Scheduled]) -> None:
+        """A step of these entries is under way: the next one may be scheduled before its tokens are known."""
+        for entry in entries:
+            request = entry.request
+            if not entry.is_decoding:
+                request.num_computed_tokens = entry.begin + entry.num_tokens
+                # Whoever shares these pages computes after the step that fills them.
+                self._register_full_pages(request)
+            if entry.emits:
+                request.num_steps_ahead += 1
+                request.num_tokens_ahead += 1 + entry.max_drafts
 
     def commit(self, entry: Scheduled, emitted: Sequence[int]) -> None:
-        """Books one entry's result: its tokens are computed, `emitted` (cut to what counts) is appended.
+        """Books the result of a launched entry that emits: `emitted` (cut to what counts) is appended.
 
         Pages past the accepted prefix, and past what steps under way may write, go back; pages that are full now can be found by
         other requests.
         """
         request = entry.request
-        if entry.is_ahead:
-            request.num_steps_ahead -= 1
-            request.num_tokens_ahead -= 1 + entry.max_drafts
-        if emitted:
-            assert entry.emits, f"{request.request_id} emitted {len(emitted)} tokens before the end of its prompt"
-            was_prompt = request.num_output_tokens == 0
-            request.token_ids.extend(emitted)
-            request.num_computed_tokens = len(request.token_ids) - 1
-            # The newest token is not computed, but the drafter of a step on the device has seen it: what it keeps of it is in its page.
-            ahead = request.num_tokens_ahead + self._num_tokens_after_step if request.num_steps_ahead else int(entry.is_ahead)
-            keep = self.pool.pages_for(request.num_computed_tokens + ahead)
-            if keep < len(request.page_ids):
-                for page in reversed(request.page_ids[keep:]):
-                    self.pool.release(page)
-                del request.page_ids[keep:]
-        else:
-            was_prompt = False
-            request.num_computed_tokens += entry.num_tokens
+        assert entry.emits, f"{request.request_id} emitted {len(emitted)} tokens before the end of its prompt"
+        request.num_steps_ahead -= 1
+        request.num_tokens_ahead -= 1 + entry.max_drafts
+        if not emitted:
+            return
+        was_prompt = request.num_output_tokens == 0
+        request.token_ids.extend(emitted)
+        request.num_computed_tokens = len(request.token_ids) - 1
+        # The newest token is not computed, but a drafter at the step's end has seen it: what it keeps of it is in its page.
+        after = self._num_tokens_after_step
+        ahead = request.num_tokens_ahead + after if request.num_steps_ahead else min(after, 1)
+        keep = self.pool.pages_for(request.num_computed_tokens + ahead)
+        if keep < len(request.page_ids):
+            for page in reversed(request.page_ids[keep:]):
+                self.pool.release(page)
+            del request.page_ids[keep:]
         self._register_full_pages(request)
         if was_prompt:
             self._register_tail(request)

@@ -20,6 +20,7 @@ HEADS, KV_HEADS, SIZE = 32, 8, 128
 PEER = {1: {768: (10.0, 15.3, 34.6, 115), 4096: (14.2, 42.0, 133, 526)}, 6: {768: (10.8, 16.0, 36.2, 124), 4096: (14.3, 43.2, 137, 518)}}
 """FlashAttention-3 in vLLM 0.26.0 on another H200, us, at batch 1, 8, 32, 128."""
 BATCHES = (1, 8, 32, 128)
+IS_PLANAR = False
 
 
 def measure(step: Callable[[int], object], count: int, repeats: int = 15) -> float:
@@ -65,23 +66,31 @@ def make_plan(q: int, lengths: list[int], page: int, device: torch.device, prefi
     for row, own in zip(table, ids.split(needed)):
         row[: len(own)] = own
         row[: prefix // page] = table[0, : prefix // page]
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     plan = AttentionPlan(
         cu_query_lens=torch.arange(len(lengths) + 1, dtype=torch.int32, device=device) * q,
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        seq_lens=lens,
         page_table=table.to(device),
         table_rows=torch.arange(len(lengths), dtype=torch.int32, device=device),
         max_query_len=q,
         max_seq_len=max(lengths),
         page_size=page,
-        num_query_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=SIZE,
+        heads=(HEADS, KV_HEADS, SIZE),
         dtype=torch.bfloat16,
-        prefix_group=torch.zeros(len(lengths), dtype=torch.int32, device=device) if prefix else None,
-        prefix_len=torch.full((len(lengths),), prefix, dtype=torch.int32, device=device) if prefix else None,
+        prefixes=(torch.zeros_like(lens), torch.full_like(lens, prefix)) if prefix else None,
     )
     plan.refresh()
     return plan, sum(needed)
+
+
+def make_planes(pool: torch.Tensor, layers: int, num_pages: int, page: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each layer: a page is contiguous over all of them, unless IS_PLANAR."""
+    own = pool[: layers * 2 * num_pages * page * KV_HEADS * SIZE]
+    if IS_PLANAR:
+        planes = own.view(layers, 2, num_pages, page, KV_HEADS, SIZE)
+        return [(planes[i, 0], planes[i, 1]) for i in range(layers)]
+    planes = own.view(num_pages, layers, 2, page, KV_HEADS, SIZE)
+    return [(planes[:, i, 0], planes[:, i, 1]) for i in range(layers)]
 
 
 def measure_attention(q: int, lengths: list[int], page: int, pool: torch.Tensor, has_sdpa: bool, prefix: int = 0) -> tuple[float, float, float]:
@@ -93,10 +102,10 @@ def measure_attention(q: int, lengths: list[int], page: int, pool: torch.Tensor,
     plan, num_pages = make_plan(q, lengths, page, device, prefix)
     plane = num_pages * page * KV_HEADS * SIZE
     layers = min(layers, len(pool) // (2 * plane))
-    planes = pool[: layers * 2 * plane].view(layers, 2, num_pages, page, KV_HEADS, SIZE)
+    planes = make_planes(pool, layers, num_pages, page)
     query = torch.randn(batch * q, HEADS, SIZE, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(query)
-    own = measure(lambda i: append_attention(query, planes[i, 0], planes[i, 1], plan, out), layers)
+    own = measure(lambda i: append_attention(query, *planes[i], plan, out), layers)
     peer = float("nan")
     if has_sdpa and min(lengths) == longest:
         whole = pool[: layers * 2 * batch * KV_HEADS * longest * SIZE].view(layers, 2, batch, KV_HEADS, longest, SIZE)
@@ -108,7 +117,10 @@ def measure_attention(q: int, lengths: list[int], page: int, pool: torch.Tensor,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument("--planar", action="store_true", help="each layer's keys, and values, in a piece of their own instead of page by page")
     arguments = parser.parse_args()
+    global IS_PLANAR
+    IS_PLANAR = arguments.planar
     device = torch.device("cuda:0")
     with device_stream(device), torch.inference_mode():
         contexts = (768, 4096) if arguments.quick else (512, 768, 2048, 4096, 32768)
@@ -118,7 +130,7 @@ def main() -> None:
             for b in (*BATCHES, 32)
             for q in counts
             for p in (16, 64)
-            for d in [choose_shape(b, q, p, HEADS, KV_HEADS, SIZE, torch.bfloat16)]
+            for d in [choose_shape(b, q, p, (HEADS, KV_HEADS, SIZE), torch.bfloat16)]
         }
         compile_all([("attention", d) for d in jobs.values()], device_of(device).architecture)
         limit = copy_bandwidth(device)
@@ -172,17 +184,18 @@ def measure_step(count: int, pool: torch.Tensor) -> None:
     plan, num_pages = make_plan(q, [768] * batch, 16, device)
     plane = num_pages * 16 * KV_HEADS * SIZE
     layers = max(4, min(64, 10**8 // plane))
-    planes = pool[: layers * 2 * plane].view(layers, 2, num_pages, 16, KV_HEADS, SIZE)
+    planes = make_planes(pool, layers, num_pages, 16)
+    stride = planes[0][0].stride(0) // (KV_HEADS * SIZE)
     qkv = torch.randn(count, HEADS + 2 * KV_HEADS, SIZE, dtype=torch.bfloat16, device=device)
     tables = torch.randn(2, 4096, 1, SIZE, dtype=torch.bfloat16, device=device)
-    slots = torch.randperm(num_pages * 16, device=device)[:count].int()
-    positions = slots % 4096
+    places = torch.randperm(num_pages * 16, device=device)[:count]
+    slots, positions = (places // 16 * stride + places % 16).int(), (places % 4096).int()
 
     def append(layer: int) -> torch.Tensor:
-        return append_kv(qkv, tables[0], tables[1], slots, planes[layer, 0], planes[layer, 1], positions)
+        return append_kv(qkv, tables[0], tables[1], slots, *planes[layer], positions)
 
     alone = measure(append, layers)
-    both = measure(lambda i: append_attention(append(i), planes[i, 0], planes[i, 1], plan), layers)
+    both = measure(lambda i: append_attention(append(i), *planes[i], plan), layers)
     print(f"append_kv of {count} tokens: {alone:.2f} us; with attention of {batch} x {q} at 768 after it: {both:.2f}", flush=True)
 
 

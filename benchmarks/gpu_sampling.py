@@ -1,11 +1,12 @@
-"""Logits processing, sampling, verification, commit and lookup on one GPU, against the time to read the logits once.
+"""A step's layout, logits processing, sampling, verification, commit and lookup on one GPU, against the time to read the logits once.
 
-python -m benchmarks.gpu_sampling
+python -m benchmarks.gpu_sampling [--layout]
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,8 +14,11 @@ import torch
 
 from kernels._load import device_stream
 from kernels.ngram import draft_ngram
+from kernels.ops import Admission, RequestTable, commit
 from kernels.sampling import choose, process_and_choose, process_logits
-from kernels.state import Admission, SlotTable, commit
+from kernels.step import append_draft, prepare_drafter, prepare_step
+from kernels.step_rows import DrafterRows, StepRows
+from kernels.structs import COUNT, DRAFTER_COUNT, EMITS, END, FIRST, INDEX, MODEL_LIMIT, NUM_FIELDS, NUM_PAGES, VERIFY_LIMIT, StepSizes
 from kernels.verify import verify_drafts
 
 VOCAB = 128256
@@ -55,16 +59,16 @@ def read_bandwidth(device: torch.device) -> float:
     """Bytes a second of the fastest thing here that reads rows of logits once: greedy choice."""
     table, sets = make_table(128, device, known=4, is_greedy=True), logits_sets(512, "flat", device)
     cu = torch.arange(129, dtype=torch.int32, device=device) * 4
-    row_slots = torch.arange(128, dtype=torch.int32, device=device)
-    outputs = choose(sets[0], table, row_slots, cu)
-    return sets[0].nbytes / measure([lambda x=x: choose(x, table, row_slots, cu, outputs) for x in sets])  # type: ignore[misc]
+    indices = torch.arange(128, dtype=torch.int32, device=device)
+    outputs = choose(sets[0], table, indices, cu)
+    return sets[0].nbytes / measure([lambda x=x: choose(x, table, indices, cu, outputs) for x in sets])  # type: ignore[misc]
 
 
-def make_table(batch: int, device: torch.device, *, known: int = 640, **parameters: object) -> SlotTable:
-    table = SlotTable(batch, max(known + 64, 1024), 5, VOCAB, device)
-    for slot in range(batch):
+def make_table(batch: int, device: torch.device, *, known: int = 640, **parameters: object) -> RequestTable:
+    table = RequestTable(batch, max(known + 64, 1024), 5, VOCAB, device)
+    for index in range(batch):
         ids = torch.randint(0, VOCAB, (known,)).tolist()
-        table.admit([Admission(slot, ids, known * 4 // 5, known + 60, seed=slot, **parameters)])  # type: ignore[arg-type]
+        table.admit([Admission(index, ids, known * 4 // 5, known + 60, seed=index, **parameters)])  # type: ignore[arg-type]
         torch.cuda.synchronize()
     return table
 
@@ -96,21 +100,21 @@ def sampling_rows(device: torch.device, bandwidth: float) -> None:
     for batch, width in ((1, 0), (1, 3), (8, 0), (32, 0), (32, 3), (128, 0), (128, 3)):
         rows = batch * (width + 1)
         cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * (width + 1)
-        row_slots = torch.arange(batch, dtype=torch.int32, device=device)
+        indices = torch.arange(batch, dtype=torch.int32, device=device)
         read = rows * VOCAB * 2 / bandwidth
         for name, kind, parameters in cases:
             if batch in (8, 32) and name not in ("greedy", "T .8 top_p .9 penalties"):
                 continue
             table, sets = make_table(batch, device, **parameters), logits_sets(rows, kind, device)
-            outputs = choose(sets[0], table, row_slots, cu)
+            outputs = choose(sets[0], table, indices, cu)
 
-            def process(x: torch.Tensor, t: SlotTable = table, r: torch.Tensor = row_slots, c: torch.Tensor = cu) -> None:
+            def process(x: torch.Tensor, t: RequestTable = table, r: torch.Tensor = indices, c: torch.Tensor = cu) -> None:
                 process_logits(x, t, r, c)
 
-            def pick(x: torch.Tensor, t: SlotTable = table, r: torch.Tensor = row_slots, c: torch.Tensor = cu, o=outputs) -> None:  # type: ignore[no-untyped-def]
+            def pick(x: torch.Tensor, t: RequestTable = table, r: torch.Tensor = indices, c: torch.Tensor = cu, o=outputs) -> None:  # type: ignore[no-untyped-def]
                 choose(x, t, r, c, o)
 
-            def pick_raw(x: torch.Tensor, t: SlotTable = table, r: torch.Tensor = row_slots, c: torch.Tensor = cu, o=outputs) -> None:  # type: ignore[no-untyped-def]
+            def pick_raw(x: torch.Tensor, t: RequestTable = table, r: torch.Tensor = indices, c: torch.Tensor = cu, o=outputs) -> None:  # type: ignore[no-untyped-def]
                 process_and_choose(x, t, r, c, o)
 
             picking = measure([lambda x=x: pick(x) for x in sets])  # type: ignore[misc]
@@ -124,26 +128,53 @@ def state_rows(device: torch.device) -> None:
     print(f"{'op':>14} {'batch':>5} {'context':>7} {'us':>7}")
     for batch, known in ((1, 2048), (32, 2048), (128, 2048), (1, 32768), (32, 32768), (128, 32768)):
         table = make_table(batch, device, known=known, presence=0.1)
-        row_slots = torch.arange(batch, dtype=torch.int32, device=device)
+        indices = torch.arange(batch, dtype=torch.int32, device=device)
         cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * 4
         limits = torch.full((batch,), 5, dtype=torch.int32, device=device)
         chosen = torch.randint(0, VOCAB, (batch * 4,), dtype=torch.int32, device=device)
-        verdict = verify_drafts(chosen, table, row_slots, cu)
+        verdict = verify_drafts(chosen, table, indices, cu)
 
-        def reset(t: SlotTable = table, n: int = known, v: tuple[torch.Tensor, ...] = verdict) -> None:
+        def reset(t: RequestTable = table, n: int = known, v: tuple[torch.Tensor, ...] = verdict) -> None:
             t.num_tokens.fill_(n)
             v[1].fill_(4)
 
         calls = {
-            "draft_ngram": lambda: draft_ngram(table, row_slots, limits, 5, 1),  # noqa: B023
-            "verify_drafts": lambda: verify_drafts(chosen, table, row_slots, cu, "normal", verdict),  # noqa: B023
+            "draft_ngram": lambda: draft_ngram(table, indices, limits, 5, 1),  # noqa: B023
+            "verify_drafts": lambda: verify_drafts(chosen, table, indices, cu, outputs=verdict),  # noqa: B023
         }
         times = {name: measure([call] * 10) for name, call in calls.items()}
         # A request has room for a few steps only: each call begins anew, and that is taken off.
-        with_reset = measure([lambda: (reset(), commit(verdict[0], verdict[1], table, row_slots))] * 10)  # noqa: B023
+        with_reset = measure([lambda: (reset(), commit(verdict[0], verdict[1], table, indices))] * 10)  # noqa: B023
         times["commit"] = with_reset - measure([reset] * 10)
         for name, seconds in times.items():
             print(f"{name:>14} {batch:5} {known:7} {1e6 * seconds:7.2f}")
+
+
+def layout_rows(device: torch.device) -> None:
+    """Of a step with three drafts, and of one with a prompt beside them."""
+    print(f"{'op':>15} {'batch':>5} {'prompt':>6} {'us':>7}")
+    for batch, prompt in ((1, 0), (32, 0), (128, 0), (128, 8192)):
+        table = make_table(batch, device, known=16384 if prompt else 640)
+        rows = batch * 4 + prompt
+        sizes = StepSizes(batch, int(prompt > 0), prompt, rows, table.max_len, 5, 2048, 16, 1024, 512, 32, 10**6, table.dummy_index)
+        fields = torch.zeros(NUM_FIELDS, batch, dtype=torch.int32)
+        fields[INDEX], fields[NUM_PAGES], fields[END], fields[FIRST] = torch.arange(batch), 2048, 2**20, -1
+        fields[COUNT] = fields[EMITS] = 1
+        fields[VERIFY_LIMIT], fields[DRAFTER_COUNT], fields[MODEL_LIMIT] = 3, 4, 3
+        if prompt:
+            fields[FIRST, 0], fields[COUNT, 0], fields[DRAFTER_COUNT, 0] = 0, prompt, prompt
+        fields = fields.to(device)
+        table.num_drafts.fill_(3)
+        pages = torch.randint(0, 10**6, (batch + 1, 2048), dtype=torch.int32, device=device)
+        target, known = StepRows.make(sizes, batch * 4, device), DrafterRows.make(sizes, rows, device)
+        packed, lens = torch.zeros(3, batch, dtype=torch.long, device=device), torch.zeros(batch, dtype=torch.int32, device=device)
+        calls = {
+            "prepare_step": lambda: prepare_step(table, fields, pages, sizes, target),  # noqa: B023
+            "prepare_drafter": lambda: prepare_drafter(table, fields, target, pages, sizes, known),  # noqa: B023
+            "append_draft": lambda: append_draft(packed, lens, table, fields, fields[COUNT], pages, sizes, 0),  # noqa: B023
+        }
+        for name, call in calls.items():
+            print(f"{name:>15} {batch:5} {prompt:6} {1e6 * measure([call] * 10):7.2f}")
 
 
 def main() -> None:
@@ -151,6 +182,9 @@ def main() -> None:
     with device_stream(device):
         bandwidth = copy_bandwidth(device)
         print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, greedy choice reads {read_bandwidth(device) / 1e12:.2f} TB/s")
+        layout_rows(device)
+        if "--layout" in sys.argv:
+            return
         state_rows(device)
         sampling_rows(device, bandwidth)
 

@@ -1,6 +1,6 @@
 """Step times and tokens per second on one GPU, of a model with random weights in the shape of a real one.
 
-    python -m benchmarks.gpu_step [--batches 1 8 32 128] [--methods none ngram mtp] [--outputs 256] [--shared 2048] [--extras]
+    python -m benchmarks.gpu_step [--batches 1 8 32 128] [--methods none ngram mtp] [--outputs 256] [--shared 2048] [--options]
 
 Prompts are real code; with random weights no draft would stand, so acceptance is simulated: each draft stands with a given
 probability, by its place. The limit is what the memory gives: bytes of weights and of keys and values over the bandwidth that a copy
@@ -10,12 +10,15 @@ and a read of as many bytes reach in the same run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,8 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
-from backend.device.graphs import StepShape, _Step
-from backend.runner import Runner
+from backend.step.plan import StepPlan
+from backend.step.worker import Results, StepTimes
 from benchmarks.workloads import completion_prompts
 from training.heldout import read_heldout
 
@@ -84,7 +87,7 @@ def measure_bandwidth(num_bytes: int = 4 * 2**30) -> tuple[float, float]:
 
 def load_target(target: Path, batch: int, length: int, speculation: dict[str, Any], **options: Any) -> LLM:
     """The target with random weights, for so many requests of so many tokens at most."""
-    common = {"load_format": "dummy", "device": "cuda", "max_num_batched_tokens": 8192}
+    common = {"load_format": "dummy", "device": "cuda", "max_num_batched_tokens": 8192, "max_step_ms": 0.0}
     return LLM(model=str(target), max_batch_size=batch, max_model_len=length, speculative_config=speculation, **common, **options)
 
 
@@ -101,73 +104,61 @@ def make_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
     return [ids[i * length : (i + 1) * length] for i in range(count)]
 
 
+@dataclass
+class WatchedStep:
+    """What a step was, and what it took."""
+
+    num_rows: int
+    prompt_rows: int
+    num_emitted: int
+    times: StepTimes
+    read_at: float
+
+
+@contextlib.contextmanager
+def watch_steps(llm: LLM) -> Iterator[list[WatchedStep]]:
+    """The steps that are read inside."""
+    worker, steps = llm.engine.worker, []
+    launch = worker.launch
+
+    def launch_watched(plan: StepPlan) -> Callable[[], Results]:
+        read = launch(plan)
+
+        def read_watched() -> Results:
+            results = read()
+            emitted = sum(len(outcome.token_ids) for outcome in results.outcomes)
+            steps.append(WatchedStep(plan.num_rows, plan.prompt_rows, emitted, results.times, time.perf_counter()))
+            return results
+
+        return read_watched
+
+    worker.launch = launch_watched  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        worker.launch = launch  # type: ignore[method-assign]
+
+
 def run(llm: LLM, requests: list[dict[str, list[int]]], params: SamplingParams, strategy: str = "target_match") -> dict[str, float]:
     """Decodes requests together -> seconds of the device's steps, and tokens a second once all of them decode."""
-    steps, batch = llm.engine.device_steps, len(requests)
-    assert steps is not None
-    seconds: list[float] = []
-    emitted: list[int] = []
-    land = steps.land
-
-    def note(flight):  # type: ignore[no-untyped-def]
-        result = land(flight)
-        if len(flight.entries) == batch:
-            seconds.append(result[2])
-            emitted.append(sum(map(len, result[1].token_ids)))
-            ends.append(time.perf_counter())
-        return result
-
-    ends: list[float] = []
-    steps.land = note  # type: ignore[method-assign]
-    llm.generate(requests, params, speculative={"verify_strategy": strategy}, use_tqdm=False)
-    steps.land = land  # type: ignore[method-assign]
-    skip = min(8, len(seconds) // 4)
-    wall = ends[-1] - ends[skip - 1]
-    busy = sum(seconds[skip:])
+    batch = len(requests)
+    with watch_steps(llm) as steps:
+        llm.generate(requests, params, speculative={"verify_strategy": strategy}, use_tqdm=False)
+    full = [step for step in steps if step.num_rows == batch and not step.prompt_rows]
+    skip = min(8, len(full) // 4)
+    wall, own = full[-1].read_at - full[skip - 1].read_at, full[skip:]
+    emitted = sum(step.num_emitted for step in own)
     return {
-        "step_ms": 1000 * statistics.median(seconds[skip:]),
-        "wall_ms": 1000 * wall / len(seconds[skip:]),
-        "tokens_per_step": sum(emitted[skip:]) / len(emitted[skip:]) / batch,
-        "tokens_per_s": sum(emitted[skip:]) / wall,
-        "idle": 1 - busy / wall,
-        "steps": len(seconds),
+        "step_ms": 1000 * statistics.median(step.times.total for step in own),
+        "forward_ms": 1000 * statistics.median(step.times.forward for step in own),
+        "decide_ms": 1000 * statistics.median(step.times.decide for step in own),
+        "draft_ms": 1000 * statistics.median(step.times.draft for step in own),
+        "wall_ms": 1000 * wall / len(own),
+        "tokens_per_step": emitted / len(own) / batch,
+        "tokens_per_s": emitted / wall,
+        "idle": 1 - sum(step.times.total for step in own) / wall,
+        "steps": len(full),
     }
-
-
-def time_forward(llm: LLM, batch: int, num_queries: int, length: int) -> float:
-    """Milliseconds of the target's forward alone, logits with it, as a graph of the same shape; the drafter's is not in it."""
-    steps = llm.engine.device_steps
-    assert steps is not None
-    graphs, runner = steps._graphs, llm.engine.runner
-    with runner.on_stream(), torch.inference_mode():
-        step = _Step(StepShape(batch, num_queries, 0, False), graphs)
-        rows, device = torch.arange(batch, dtype=torch.int32, device=graphs.device), graphs.device
-        step.fields.fill_(-1)
-        step.slots.copy_(rows)
-        pages = -(-length // graphs.page_size)
-        table = graphs.page_table.clone()
-        graphs.page_table[:batch, :pages] = (rows[:, None] * pages + torch.arange(pages, device=device)) % graphs.scratch_page
-        step.cu_query_lens.copy_(torch.arange(batch + 1, device=device) * num_queries)
-        step.seq_lens.fill_(length)
-        step.packed[1] = length - num_queries + torch.arange(batch * num_queries, device=device) % num_queries
-        step.packed[2] = graphs.scratch_page * graphs.page_size
-
-        def compute() -> None:
-            step.plan.refresh()
-            runner.model.logits(runner.compute(step.packed[0], step.packed[1], step.packed[2], step.plan))
-
-        compute()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        compute()
-        graph.capture_end()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(31)]
-        for event in events:
-            graph.replay()
-            event.record()
-        torch.cuda.synchronize()
-        graphs.page_table.copy_(table)
-        return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
 
 
 def compare_bundled(outputs: int, repeats: int = 3) -> None:
@@ -196,51 +187,48 @@ def compare_cascade(target: Path, shared: int, batches: list[int], outputs: int 
         llm = load_target(target, max(batches), shared + outputs + 128, speculation, cascade_attention=True)
         beginning, *ends = make_prompts(llm, 1, shared) + make_prompts(llm, max(batches), 64)
         llm.generate({"prompt_token_ids": beginning}, greedy(1), use_tqdm=False)
-        steps = llm.engine.device_steps
-        assert steps is not None
+        heads = llm.engine.planner._cascade_heads
         for batch in batches:
             times = []
             for is_cascade in (False, True):
-                steps._is_cascade = is_cascade
+                llm.engine.planner._cascade_heads = heads if is_cascade else None
                 requests = [{"prompt_token_ids": beginning + end} for end in ends[:batch]]
                 times.append(run(llm, requests, greedy(outputs))["step_ms"])
             print(f"| {method} | {batch} | {times[0]:.3f} | {times[1]:.3f} | {times[0] / times[1]:.2f} |", flush=True)
-        del llm, steps
+        del llm
         gc.collect()
         torch.cuda.empty_cache()
 
 
-EXTRAS: dict[str, tuple[str, dict[str, Any]]] = {
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "target_match": ("target_match", {}),
     "target_match, logprobs 5": ("target_match", {"logprobs": 5}),
+    "target_match, penalties": ("target_match", {"presence_penalty": 0.5}),
     "rejection": ("rejection", {}),
     "rejection, top_p 0.9": ("rejection", {"top_p": 0.9}),
     "topp": ("topp", {"top_p": 0.9}),
 }
 
 
-def compare_extras(target: Path, batches: list[int], prompt: int, outputs: int) -> None:
-    """Steps that verify 3 lookup drafts by each strategy, and with log-probabilities: captured, and by the engine that waits for each step."""
+def compare_options(target: Path, batches: list[int], prompt: int, outputs: int) -> None:
+    """Steps that verify 3 lookup drafts by each strategy, and with log-probabilities: as they are first asked for, and captured."""
     llm = load_target(target, max(batches), prompt + outputs + 32, {**METHODS["ngram3"], "adaptive": False}, enable_prefix_caching=False)
-    steps = llm.engine.device_steps
-    assert steps is not None
-    print("| temperature 0.8 | batch | captured, ms | of target_match | tokens a step | waiting, ms a step | captured is |")
+    print("| temperature 0.8 | batch | first, ms | longest of these | captured, ms | of target_match | tokens a step |")
     print("|---|---|---|---|---|---|---|")
     for batch in batches:
         requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, prompt)]
         base = 0.0
-        for name, (strategy, sampling) in EXTRAS.items():
+        for name, (strategy, sampling) in ASKED.items():
             params = SamplingParams(max_tokens=outputs, temperature=0.8, seed=1, ignore_eos=True, **sampling)
-            run(llm, requests, params, strategy)  # captures
+            with watch_steps(llm) as steps:
+                first = run(llm, requests, params, strategy)
+            longest = 1000 * max(step.times.total for step in steps if not step.prompt_rows)
+            while llm.engine._capture():
+                pass
             row = run(llm, requests, params, strategy)
             base = base or row["step_ms"]
-            is_able, steps._is_able = steps._is_able, lambda request: False  # type: ignore[method-assign]
-            started = time.perf_counter()
-            results = llm.generate(requests, params, speculative={"verify_strategy": strategy}, use_tqdm=False)
-            waiting = 1000 * (time.perf_counter() - started) / max(r.outputs[0].stats.steps for r in results)
-            steps._is_able = is_able  # type: ignore[method-assign]
-            figures = f"{row['step_ms']:.3f} | {row['step_ms'] / base:.2f} | {row['tokens_per_step']:.2f} | {waiting:.1f}"
-            print(f"| {name} | {batch} | {figures} | {waiting / row['wall_ms']:.1f} x |", flush=True)
+            figures = f"{row['step_ms']:.3f} | {row['step_ms'] / base:.2f} | {row['tokens_per_step']:.2f}"
+            print(f"| {name} | {batch} | {first['step_ms']:.3f} | {longest:.3f} | {figures} |", flush=True)
 
 
 def main() -> None:
@@ -248,11 +236,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=["none", "ngram", "mtp"])
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--outputs", type=int, default=256)
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--shared", type=int, metavar="TOKENS", help="compares cascade attention for requests that begin alike, and nothing else")
-    parser.add_argument("--extras", action="store_true", help="compares strategies of verification, and log-probabilities, and nothing else")
+    parser.add_argument("--options", action="store_true", help="compares strategies of verification, and log-probabilities, and nothing else")
     arguments = parser.parse_args()
     copy, read = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")
@@ -261,19 +250,10 @@ def main() -> None:
         if arguments.shared:
             compare_cascade(target, arguments.shared, arguments.batches)
             return
-        if arguments.extras:
-            compare_extras(target, arguments.batches, arguments.prompt, arguments.outputs)
+        if arguments.options:
+            compare_options(target, arguments.batches, arguments.prompt, arguments.outputs)
             return
-        free_before: list[int] = []
-        allocate = Runner.allocate_cache
-
-        def allocate_cache(self: Runner, *arguments: Any) -> None:
-            torch.cuda.empty_cache()
-            free_before.append(torch.cuda.mem_get_info()[0])
-            allocate(self, *arguments)
-
-        Runner.allocate_cache = allocate_cache  # type: ignore[method-assign]
-        print("| method | batch | step ms | target alone | wall ms | tokens a step | tokens/s | device idle |")
+        print("| method | batch | step ms | forward, decide, draft | wall ms | tokens a step | tokens/s | device idle |")
         print("|---|---|---|---|---|---|---|---|")
         for method in arguments.methods:
             started = time.perf_counter()
@@ -285,19 +265,19 @@ def main() -> None:
                 "simulated_acceptance_rate": arguments.acceptance,
             }
             length = arguments.prompt + arguments.outputs + 32
-            llm = load_target(target, max(arguments.batches), length, speculation, enable_prefix_caching=False)
+            llm = load_target(
+                target, max(arguments.batches), length, speculation, enable_prefix_caching=False, tensor_parallel_size=arguments.tensor_parallel
+            )
             loaded = time.perf_counter() - started
             for batch in arguments.batches:
                 requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, arguments.prompt)]
                 row = run(llm, requests, greedy(arguments.outputs))
-                num_queries = 1 + METHODS[method].get("num_speculative_tokens", 0)
-                forward = time_forward(llm, batch, num_queries, arguments.prompt + arguments.outputs // 2)
-                times = " | ".join(f"{t:.3f}" for t in (row["step_ms"], forward, row["wall_ms"]))
+                phases = ", ".join(f"{row[key]:.3f}" for key in ("forward_ms", "decide_ms", "draft_ms"))
                 speed = f"{row['tokens_per_step']:.2f} | {row['tokens_per_s']:.0f} | {row['idle']:.1%}"
-                print(f"| {method} | {batch} | {times} | {speed} |", flush=True)
-            runner, used = llm.engine.runner, free_before.pop() - torch.cuda.mem_get_info()[0]
-            counted = runner.num_pages * runner.page_bytes + runner._count_working_memory(llm.engine.config)
-            print(f"({method}: ready after {loaded:.1f} s; beside the weights {used / 2**30:.2f} GiB, {counted / 2**30:.2f} as counted in advance)")
+                print(f"| {method} | {batch} | {row['step_ms']:.3f} | {phases} | {row['wall_ms']:.3f} | {speed} |", flush=True)
+            free, total = torch.cuda.mem_get_info()
+            print(f"({method}: ready after {loaded:.1f} s; {(total - free) / 2**30:.2f} GiB of {total / 2**30:.2f} taken)")
+            llm.close()
             del llm
             gc.collect()
             torch.cuda.empty_cache()

@@ -12,6 +12,7 @@ import grpc
 import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
+from client.loopback import without_proxy
 from client.messages import (
     CANCEL_SECONDS,
     CHANNEL_OPTIONS,
@@ -20,6 +21,7 @@ from client.messages import (
     Chunk,
     Completion,
     GenerateError,
+    check_unicode,
     collect,
     make_inputs,
     name_request,
@@ -46,7 +48,7 @@ class AsyncClient:
     def __init__(self, url: str = DEFAULT_GRPC_URL, *, model: str = "decode", inactivity_timeout: float = INACTIVITY_SECONDS) -> None:
         self.model = model
         self.inactivity_timeout = inactivity_timeout
-        self._connection = triton_aio.InferenceServerClient(url, channel_args=CHANNEL_OPTIONS)
+        self._connection = triton_aio.InferenceServerClient(url, channel_args=without_proxy(CHANNEL_OPTIONS, url))
         self._endings: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -78,6 +80,7 @@ class AsyncClient:
         keep_alives: also yields the empty chunks with which a server that lives breaks a silence, every 1.5 seconds.
         """
         values = prompt_values(prompt, parameters)
+        check_unicode("request_id", request_id)
         inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
         return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit, keep_alives)
 
@@ -105,11 +108,12 @@ class AsyncClient:
                 if error is not None:
                     is_done.set()
                     raise read_error(request_id, error)
-                chunk, is_last = read_result(result)
+                chunks, is_last = read_result(result)
                 if is_last:
                     is_done.set()
-                if keep_alives or not chunk.is_empty:
-                    yield chunk
+                for chunk in chunks:
+                    if keep_alives or not chunk.is_empty:
+                        yield chunk
         except (InferenceServerException, grpc.RpcError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             raise GenerateError(name_request(request_id, reason), "UNAVAILABLE") from None
@@ -130,7 +134,7 @@ class AsyncClient:
         try:
             result = await self._connection.infer(model, make_inputs(values), client_timeout=self.inactivity_timeout)
         except InferenceServerException as error:
-            raise GenerateError(error.message(), _CODES.get(error.status() or "", "INTERNAL")) from None
+            raise read_error("", error) from None
         return {output.name: result.as_numpy(output.name).tolist() for output in result.get_response().outputs}
 
     async def cancel(self, request_id: str) -> bool:
@@ -150,10 +154,6 @@ async def _read_to_end(responses: AsyncIterator[Any]) -> None:
     with contextlib.suppress(InferenceServerException, grpc.RpcError, asyncio.CancelledError):
         async for _ in responses:
             pass
-
-
-_CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVAILABLE": "UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED": "TIMEOUT"}
-"""gRPC's status of a call that is no stream."""
 
 
 class Watch:

@@ -14,6 +14,7 @@ from client.messages import (
     Chunk,
     Completion,
     GenerateError,
+    check_unicode,
     collect,
     prompt_values,
     read_error,
@@ -32,8 +33,8 @@ class HttpClient:
         self.inactivity_timeout = inactivity_timeout
 
     def _post(self, verb: str, values: dict[str, Any], request_id: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        body = check_unicode("the request", json.dumps({**values, "id": request_id}, ensure_ascii=False))
         connection = http.client.HTTPConnection(self.address, timeout=self.inactivity_timeout)
-        body = json.dumps({**values, "id": request_id})
         try:
             connection.connect()
             connection.sock.settimeout(silence_limit(values, self.inactivity_timeout))
@@ -92,10 +93,10 @@ class HttpClient:
                 event = json.loads(line[5:])
                 if "error" in event:
                     raise read_error(request_id, event["error"])
-                chunk = read_event(event)
-                if not chunk.is_empty:
-                    is_finished = is_finished or chunk.finish_reason is not None
-                    yield chunk
+                for chunk in read_event(event):
+                    if not chunk.is_empty:
+                        is_finished = is_finished or chunk.finish_reason is not None
+                        yield chunk
             if not is_finished:
                 raise GenerateError(f"request {request_id!r}: {self.address}: the server ended the stream early", "UNAVAILABLE")
         except (OSError, http.client.HTTPException) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
 
 DEFAULT_GRPC_URL = "127.0.0.1:8001"
 DEFAULT_HTTP_URL = "127.0.0.1:8000"
@@ -54,12 +55,27 @@ class GenerateError(RuntimeError):
         self.code = code
 
 
+def check_unicode(name: str, text: str) -> bytes:
+    """The text in UTF-8. Raises GenerateError for half a surrogate pair, which UTF-8 has no form for."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise GenerateError(f"{name} is not valid Unicode: {error.object[error.start]!r} at {error.start}", "INVALID_ARG") from None
+
+
+_STATUS_CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVAILABLE": "UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED": "TIMEOUT"}
+"""gRPC's own status: of a call that is no stream, and of a stream whose connection is lost."""
+_DEAD_MODEL = re.compile(r"Stub process '[^']*' is not healthy")
+"""What Triton says of a model whose process died."""
+
+
 def read_error(request_id: str, error: object) -> GenerateError:
-    """The error that a server's message tells, with the request's id: decode's begin with a code in brackets."""
-    message = str(error)
+    """The error that a server's message tells, with the request's id: our models' begin with a code in brackets."""
+    message, status = (str(error.message()), error.status()) if isinstance(error, InferenceServerException) else (str(error), None)
     match = re.match(r"(in ensemble '[^']*', )?\[(INVALID_ARG|UNAVAILABLE|INTERNAL)\] ", message)
     if match is None:
-        return GenerateError(name_request(request_id, message))
+        code = "UNAVAILABLE" if _DEAD_MODEL.search(message) else _STATUS_CODES.get(status or "", "INTERNAL")
+        return GenerateError(name_request(request_id, message), code)
     return GenerateError(name_request(request_id, (match[1] or "") + message[match.end() :]), match[2])
 
 
@@ -115,7 +131,8 @@ def prompt_values(prompt: str | Sequence[int] | None, parameters: dict[str, Any]
         values["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
     for name in ("logit_bias", "speculative", "messages"):
         if name in values and not isinstance(values[name], str):
-            values[name] = json.dumps(values[name])
+            # Characters as they are: half a surrogate pair is found before it is sent, as in any text.
+            values[name] = json.dumps(values[name], ensure_ascii=False)
     return values
 
 
@@ -135,16 +152,13 @@ def silence_limit(values: dict[str, Any], inactivity_timeout: float) -> float:
 
 
 def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:
-    """Tensors for the gRPC request. Raises GenerateError for text with half a surrogate pair, which UTF-8 has no form for."""
+    """Tensors for the gRPC request. Raises GenerateError for text with half a surrogate pair."""
     inputs = []
     for name, value in values.items():
         kind = _TYPES[name]
         items = [value] if isinstance(value, (str, bytes)) or np.isscalar(value) else list(value)
         if kind == "BYTES":
-            try:
-                array = np.array([v.encode() if isinstance(v, str) else v for v in items], dtype=object)
-            except UnicodeEncodeError as error:
-                raise GenerateError(f"{name} is not valid Unicode: {error.object[error.start]!r} at {error.start}", "INVALID_ARG") from None
+            array = np.array([check_unicode(name, v) if isinstance(v, str) else v for v in items], dtype=object)
         else:
             array = np.array(items, dtype=_NUMPY[kind])
         tensor = triton_grpc.InferInput(name, list(array.shape), kind)
@@ -153,8 +167,8 @@ def make_inputs(values: dict[str, Any]) -> list[triton_grpc.InferInput]:
     return inputs
 
 
-def read_result(result: triton_grpc.InferResult) -> tuple[Chunk, bool]:
-    """A gRPC response as a chunk, and whether it is the request's last."""
+def read_result(result: triton_grpc.InferResult) -> tuple[list[Chunk], bool]:
+    """A gRPC response as chunks, one for each completion that it tells of, and whether it is the request's last."""
     response = result.get_response()
     final = response.parameters.get("triton_final_response")
     is_last = final is not None and final.bool_param
@@ -164,7 +178,7 @@ def read_result(result: triton_grpc.InferResult) -> tuple[Chunk, bool]:
         kind = output.datatype
         if raw != _NO_TEXT or kind != "BYTES":  # half of what comes is empty
             values[output.name] = _decode(kind, raw)
-    return _chunk(values), is_last
+    return _chunks(values), is_last
 
 
 def _decode(datatype: str, raw: bytes) -> list[Any]:
@@ -180,17 +194,17 @@ def _decode(datatype: str, raw: bytes) -> list[Any]:
     return texts
 
 
-def read_event(event: dict[str, Any]) -> Chunk:
-    """An event of generate_stream, or the answer of generate, as a chunk. The server writes lists of one as scalars."""
-    return _chunk({k: v if isinstance(v, list) else [v] for k, v in event.items() if k != "model_name"})
+def read_event(event: dict[str, Any]) -> list[Chunk]:
+    """An event of generate_stream, or the answer of generate, as chunks. The server writes lists of one as scalars."""
+    return _chunks({k: v if isinstance(v, list) else [v] for k, v in event.items() if k != "model_name"})
 
 
-def _chunk(values: dict[str, list[Any]]) -> Chunk:
+def _chunks(values: dict[str, list[Any]]) -> list[Chunk]:
     def parsed(name: str) -> Any:
         texts = values.get(name)
         return json.loads(texts[0]) if texts and texts[0] else None
 
-    return Chunk(
+    chunk = Chunk(
         text="".join(values.get("text_output", [])),
         token_ids=values.get("output_ids", []),
         sources=values.get("token_sources", []),
@@ -200,3 +214,30 @@ def _chunk(values: dict[str, list[Any]]) -> Chunk:
         speculation=parsed("speculation"),
         index=(values.get("index") or [0])[0],
     )
+    return [chunk] if len(values.get("index", ())) < 2 else _split(chunk, values)
+
+
+def _split(whole: Chunk, values: dict[str, list[Any]]) -> list[Chunk]:
+    """All n completions of an answer that comes whole, each with what of it is its own."""
+    chunks: list[Chunk] = []
+    at, count = 0, len(values["index"])
+    nothing: list[Any] = [None] * count
+    logprobs: Any = whole.logprobs or nothing
+    speculation: Any = whole.speculation or nothing
+    for place, (index, length) in enumerate(zip(values["index"], values["num_tokens"], strict=True)):
+        chunk = Chunk(
+            text=values["text_output"][place],
+            token_ids=whole.token_ids[at : at + length],
+            sources=whole.sources[at : at + length],
+            finish_reason=values["finish_reason"][place] or None,
+            logprobs=logprobs[place],
+            speculation=speculation[place],
+            index=index,
+        )
+        if whole.usage is not None:  # the server gives sums
+            chunk.usage = {**whole.usage, "completion_tokens": sum(source != "prompt" for source in chunk.sources)}
+            if chunks:
+                chunk.usage["cached_tokens"] = 0
+        chunks.append(chunk)
+        at += length
+    return chunks

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
+from client.loopback import without_proxy
 from client.messages import (
     CANCEL_SECONDS,
     CHANNEL_OPTIONS,
@@ -20,6 +21,7 @@ from client.messages import (
     Chunk,
     Completion,
     GenerateError,
+    check_unicode,
     collect,
     make_inputs,
     name_request,
@@ -61,7 +63,9 @@ class Client:
 
     def _take(self) -> triton_grpc.InferenceServerClient:
         with self._lock:
-            return self._idle.pop() if self._idle else triton_grpc.InferenceServerClient(self.url, channel_args=CHANNEL_OPTIONS)
+            if self._idle:
+                return self._idle.pop()
+            return triton_grpc.InferenceServerClient(self.url, channel_args=without_proxy(CHANNEL_OPTIONS, self.url))
 
     def _give(self, connection: triton_grpc.InferenceServerClient) -> None:
         with self._lock:
@@ -91,6 +95,7 @@ class Client:
         for `inactivity_timeout` seconds.
         """
         values = prompt_values(prompt, parameters)
+        check_unicode("request_id", request_id)
         inputs, limit = make_inputs(values), silence_limit(values, self.inactivity_timeout)
         return self._stream(inputs, request_id or uuid.uuid4().hex, model or self.model, limit)
 
@@ -110,12 +115,13 @@ class Client:
                 if error is not None:
                     is_done = True
                     raise read_error(request_id, error)
-                chunk, is_done = read_result(result)
-                is_answered = is_answered or chunk.finish_reason is not None
+                chunks, is_done = read_result(result)
+                is_answered = is_answered or any(c.finish_reason is not None for c in chunks)
                 if is_done and not is_answered:
                     raise GenerateError(f"request {request_id!r}: the server ended the stream without an answer")
-                if not chunk.is_empty:
-                    yield chunk
+                for chunk in chunks:
+                    if not chunk.is_empty:
+                        yield chunk
         except InferenceServerException as error:
             with contextlib.suppress(queue.Empty):  # which tells why the stream is closed
                 error = received.get_nowait()[1] or error

@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from client.loopback import open_url
 from deploy.server import state_directory
 
 PROMPT = '''class Circle:
@@ -34,7 +36,10 @@ class Rectangle:
     """A rectangle of a width and a height."""
 
     def __init__(self, x, y, width, height):'''
+FORETOKEN = (sys.executable, "-m", "deploy.cli")
 START_SECONDS = 120
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Besides SIGINT, which is an exception by itself."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -49,33 +54,45 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def running_server(http_port: int, grpc_port: int, metrics_port: int, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def running_server(
+    http_port: int, grpc_port: int, metrics_port: int, log: Path, *options: str, program: Sequence[str] = FORETOKEN
+) -> Iterator[subprocess.Popen[bytes]]:
     """`foretoken serve` as a child process, ready to answer. Raises RuntimeError with the log's end when it does not start."""
-    from client import Client
-
-    command = [sys.executable, "-m", "deploy.cli", "serve", "--host=127.0.0.1", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
+    command = [*program, "serve", "--host=127.0.0.1", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
     command += [f"--metrics-port={metrics_port}", "--status-port=0", *options]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         deadline = time.monotonic() + START_SECONDS
-        with Client(f"127.0.0.1:{grpc_port}") as client:
-            while not client.is_ready():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    ending = log.read_text("utf-8", "replace")[-3000:]
-                    raise RuntimeError(f"the server did not start (exit status {process.poll()}); the end of {log}:\n{ending}")
-                time.sleep(0.2)
+        while not _is_ready(http_port, metrics_port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                ending = log.read_text("utf-8", "replace")[-3000:]
+                raise RuntimeError(f"the server did not start (exit status {process.poll()}); the end of {log}:\n{ending}")
+            time.sleep(0.1)
         yield process
     finally:
         stop_server(process)
+
+
+def _is_ready(http_port: int, metrics_port: int) -> bool:
+    """Whether the server has all its models. Over HTTP, in which a signal may come at any place, and which is served after gRPC is; metrics
+    come last."""
+    try:
+        with (
+            open_url(f"http://127.0.0.1:{http_port}/v2/health/ready", 5) as ready,
+            open_url(f"http://127.0.0.1:{metrics_port}/metrics", 5) as metrics,
+        ):
+            return ready.status == metrics.status == 200
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
 def running_gateway(log: Path, grpc_address: str, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """`foretoken gateway` as a child process: its address, once it answers, and the process. Raises RuntimeError when it does not start."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "deploy.cli", "gateway", f"--url={grpc_address}", "--host=127.0.0.1", f"--port={port}", *options]
+    command = [*FORETOKEN, "gateway", f"--url={grpc_address}", "--host=127.0.0.1", f"--port={port}", *options]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -112,25 +129,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="tokens of each answer at most (default 160)")
 
 
-def run(args: argparse.Namespace) -> int:
+def _end_by_signal(number: int, frame: object) -> None:
+    for each in ENDING_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)  # the server is being stopped already
+    raise SystemExit(128 + number)
+
+
+def _show(grpc_port: int, max_tokens: int) -> None:
+    """A completion without speculation, and one with it. Raises GenerateError."""
     from client import Client
     from client.cli import stream_to_terminal
 
+    lines = []
+    with Client(f"127.0.0.1:{grpc_port}") as client:
+        for title, choice in (("without speculation", {"method": "none"}), ("with speculation (mtp and ngram)", None)):
+            print(f"\n[demo] {title}:\n\n{PROMPT}", end="", flush=True)
+            _, line = stream_to_terminal(client, prompt=PROMPT, max_tokens=max_tokens, temperature=0.0, stop=["\n\n\n"], speculative=choice)
+            lines.append(f"[demo] {title}: {line}")
+    print("\n\n" + "\n".join(lines), flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Whatever ends it, its server is ended with it."""
+    for number in ENDING_SIGNALS:
+        signal.signal(number, _end_by_signal)
     ports = free_ports(3)
     log = state_directory() / "demo.log"
     print(f"[demo] starting tritonserver with the bundled model on 127.0.0.1 (HTTP {ports[0]}, gRPC {ports[1]}, metrics {ports[2]}) ...", flush=True)
     started = time.monotonic()
-    try:
-        with running_server(ports[0], ports[1], ports[2], log) as process, Client(f"127.0.0.1:{ports[1]}") as client:
-            print(f"[demo] ready after {time.monotonic() - started:.1f} s (process {process.pid}, log {log})", flush=True)
-            lines = []
-            for title, choice in (("without speculation", {"method": "none"}), ("with speculation (mtp and ngram)", None)):
-                print(f"\n[demo] {title}:\n\n{PROMPT}", end="", flush=True)
-                _, line = stream_to_terminal(client, prompt=PROMPT, max_tokens=args.max_tokens, temperature=0.0, stop=["\n\n\n"], speculative=choice)
-                lines.append(f"[demo] {title}: {line}")
-            print("\n\n" + "\n".join(lines))
-    except RuntimeError as error:
-        print(f"[demo] {error}", file=sys.stderr)
-        return 1
+    # In a thread of its own: a signal that comes while this one is within gRPC may leave a channel that cannot be closed any more.
+    with ThreadPoolExecutor(1) as client_thread:
+        try:
+            with running_server(ports[0], ports[1], ports[2], log) as process:
+                print(f"[demo] ready after {time.monotonic() - started:.1f} s (process {process.pid}, log {log})", flush=True)
+                shown = client_thread.submit(_show, ports[1], args.max_tokens)
+                while not shown.done():
+                    time.sleep(0.05)
+                shown.result()
+        except RuntimeError as error:
+            print(f"[demo] {error}", file=sys.stderr)
+            return 1
     print("[demo] stopped. `make serve` starts a server that stays.")
     return 0

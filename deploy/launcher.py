@@ -18,10 +18,23 @@ from typing import Any
 
 import yaml
 
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, Section, SpeculativeConfig
+from backend import model_checks
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, Section, SpeculativeConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
-from deploy.server import LaunchError, Server, check_gpu, check_ports, check_shared_memory, find_server, state_directory
+from deploy.server import (
+    COMPLETE_OPTION,
+    INPUT_LIMIT_OPTION,
+    LOCK_FILE,
+    LaunchError,
+    Server,
+    check_gpu,
+    check_ports,
+    check_shared_memory,
+    find_server,
+    lock_folder,
+    state_directory,
+)
 from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
@@ -29,8 +42,11 @@ from deploy.supervision.supervisor import END_SECONDS, Supervisor
 DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
 """Of the bundled model."""
 
-
-RESTRICTED_APIS = "model-repository,logging,trace"
+RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,logging"
+"""Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
+the memory of the models' processes."""
+KEY_FILE = ".key"
+"""In the repository's folder, for this user alone to read."""
 MODEL_CONTROL_MODES = ("none", "explicit")
 
 
@@ -44,8 +60,10 @@ class ServeConfig(Section):
     """Of Triton's gRPC interface, which the clients and the gateway use."""
     metrics_port: int = 8002
     """Of Triton's metrics, with the engine's counters."""
-    host: str = "0.0.0.0"
-    """Address to listen on."""
+    host: str = "127.0.0.1"
+    """Address to listen on. The server asks nobody who they are: beyond this machine (0.0.0.0) only on a private network (operations.md)."""
+    max_request_size: int | str = "32MiB"
+    """Of one HTTP request: bytes, or a string such as "32MiB". Needs a Triton that can limit it; older ones take anything."""
     repository: str | None = None
     """Where to render the model repository; default: the user's state folder, by HTTP port."""
     backend_directory: str | None = None
@@ -61,7 +79,11 @@ class ServeConfig(Section):
     hang_seconds: float = 30.0
     """A model that neither answers nor gets on with its work for this long is taken for hung: longer than the longest step."""
     max_restarts: int = 5
-    """Attempts in a row to bring a model or the server back."""
+    """Restarts of the server at once, and attempts to load a model before the server is restarted. One more restart is earned every 30 seconds, so
+    that a server that crashes again and again is always back within that time. 0: none, the first failure ends this process with status 1."""
+    max_server_memory: int | str | None = "4GiB"
+    """Of tritonserver itself, without its models: beyond it open requests are let end and the server is restarted, for some releases of Triton
+    keep what clients sent. Null: no limit."""
     model_control_mode: str = "none"
     """Without supervision: none, or explicit: models can be unloaded and loaded again through the server's repository API."""
 
@@ -76,6 +98,9 @@ class ServeConfig(Section):
             raise ConfigError(f"model_control_mode must be one of {', '.join(MODEL_CONTROL_MODES)}, got {self.model_control_mode!r:.80}")
         if self.supervise and self.model_control_mode != "none":
             raise ConfigError("model_control_mode is the supervisor's own while it runs: add --no-supervise to control models yourself")
+        for key in ("max_request_size", "max_server_memory"):
+            if (value := getattr(self, key)) is not None:
+                object.__setattr__(self, key, parse_bytes(key, value))
 
 
 SERVE_KEYS = {f.name for f in dataclasses.fields(ServeConfig)}
@@ -94,16 +119,20 @@ def split_keys(values: dict[str, Any]) -> tuple[ServeConfig, EngineConfig]:
     return ServeConfig.from_dict(own), EngineConfig.from_dict(rest)
 
 
-def check_model(directory: str) -> Path:
-    """The model's folder, absolute. Raises ModelError for what would only fail once the server runs."""
+def check_model(directory: str, max_model_len: int | None = None, load_format: str = "safetensors") -> Path:
+    """The model's folder, absolute. Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
     folder = Path(directory).expanduser().resolve()
-    read_config(folder)
+    config = read_config(folder)
     if not str(folder).isascii():
         raise ModelError(f"model folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'} is missing")
-    if not any(folder.glob("*.safetensors")):
+    has_weights = load_format != "dummy"
+    if has_weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors")
+    model_checks.check_model(folder, has_weights=has_weights)
+    model_checks.check_max_model_len(max_model_len, config["max_position_embeddings"])
+    model_checks.check_tokenizer(folder)
     return folder
 
 
@@ -116,17 +145,27 @@ def render_parameters(values: dict[str, Any]) -> str:
     return "parameters [\n" + ",\n".join(lines) + "\n]\n"
 
 
+def check_repository(target: Path) -> None:
+    """Raises LaunchError when the folder holds anything that was not rendered."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise LaunchError(f"--repository {target} is not a folder")
+    models, own = {source.name for source in REPOSITORY.iterdir()}, {LOCK_FILE, KEY_FILE}
+    is_other = any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir() if p.name not in own)
+    if is_other or any(target.rglob("*.safetensors")):
+        raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
+
+
 def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str) -> None:
     """Writes a repository like the checked-in one: its models without parameters, and those named here with theirs.
 
     Weights are referenced, not copied. Raises LaunchError when the folder holds anything that was not rendered.
     """
-    models = {source.name for source in REPOSITORY.iterdir()}
-    if target.exists():
-        is_other = any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir())
-        if is_other or any(target.rglob("*.safetensors")):
-            raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
-        shutil.rmtree(target)
+    check_repository(target)
+    for source in REPOSITORY.iterdir():
+        if (target / source.name).exists():
+            shutil.rmtree(target / source.name)
     for source in sorted(REPOSITORY.iterdir()):
         text = (source / "config.pbtxt").read_text()
         head, mark, tail = text.partition("parameters [")
@@ -144,8 +183,8 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
         (target / source.name / "config.pbtxt").write_text(text)
 
 
-def server_command(server: Server, config: ServeConfig, repository: Path, key: str = "") -> tuple[list[str], dict[str, str]]:
-    """tritonserver's command line and environment. key: what its APIs that load models or write files ask for."""
+def server_command(server: Server, config: ServeConfig, repository: Path, key: str) -> tuple[list[str], dict[str, str]]:
+    """tritonserver's command line and environment. key: what RESTRICTED_APIS ask for."""
     command = [
         str(server.executable),
         f"--model-repository={repository}",
@@ -160,16 +199,34 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
     ]
     if config.supervise or config.model_control_mode == "explicit":
         command += ["--model-control-mode=explicit", "--load-model=*"]
-    if key:
-        command += [f"--{option}={RESTRICTED_APIS}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
-    environment = dict(os.environ)
-    # The stub runs the first python3 on PATH: it must be the one that this project is installed in.
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
+    command += [f"--{option}={RESTRICTED_APIS}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
+    if COMPLETE_OPTION in server.options:
+        command.append(f"--{COMPLETE_OPTION}")
+    if INPUT_LIMIT_OPTION in server.options:
+        command.append(f"--{INPUT_LIMIT_OPTION}={config.max_request_size}")
     if backends := config.backend_directory or server.backend_directory:
         command.append(f"--backend-directory={backends}")
-    if server.library_path:
-        environment["LD_LIBRARY_PATH"] = ":".join([*server.library_path, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
-    return command, environment
+    return command, server.environment()
+
+
+def write_key(repository: Path) -> str:
+    """A new key for RESTRICTED_APIS, in the repository's folder too, where only this user reads it."""
+    key = secrets.token_hex(16)
+    path = repository / KEY_FILE
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{key}\n")
+    return key
+
+
+def warn_of_old_server(server: Server) -> None:
+    if server.is_old:
+        version = ".".join(map(str, server.version)) if server.version else "of a release before 25.08"
+        print(
+            f"foretoken serve: warning: this Triton ({version}) has known faults: clients that reach its ports can fill its memory and, where the "
+            "shared-memory APIs are open, read it. Keep its ports to clients you trust, or use a newer one (docs/operations.md)",
+            file=sys.stderr,
+        )
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -178,7 +235,7 @@ def read_yaml(path: str) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--config {path} is not valid YAML: {error}") from None
     if values is None:
         return {}
@@ -195,14 +252,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
     model.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
     model.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
-    model.add_argument("--dtype", help="auto, float32 or bfloat16")
+    model.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
+    model.add_argument(
+        "--tensor-parallel-size", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"
+    )
     model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
 
     load = parser.add_argument_group("load and memory")
     load.add_argument("--max-batch-size", type=int, metavar="N", help="requests that run at once (default 256)")
     load.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait beyond those (default 2048)")
-    load.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens one step computes (default 512)")
+    load.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="known tokens one step computes (default 512 on CPU, 4096 on GPU)")
+    load.add_argument("--max-step-ms", type=float, metavar="MS", help="a step with prompts takes no longer while others decode (default 50 on GPU)")
     load.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or such as 2GiB")
     load.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default 0.9)")
     load.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page holds (default 16)")
@@ -213,10 +274,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--single-thread-tokens", type=int, metavar="N", help="CPU: smaller steps run on one thread (default 8)")
 
     ports = parser.add_argument_group("where it listens")
-    ports.add_argument("--host", help="address to listen on (default 0.0.0.0)")
+    ports.add_argument("--host", help="address to listen on (default 127.0.0.1; 0.0.0.0: all, for a private network)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         ports.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
     ports.add_argument("--status-port", type=int, metavar="PORT", help="the supervisor's /health, /live and /metrics (default 8003; 0: none)")
+    ports.add_argument("--max-request-size", metavar="SIZE", help="of one HTTP request, where Triton can limit it (default 32MiB)")
 
     running = parser.add_argument_group("keeping it running, and stopping it")
     running.add_argument("--drain-seconds", type=int, metavar="S", help="how long running requests may go on after SIGTERM (default 30)")
@@ -227,7 +289,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="watch the models and bring back what dies (default: on); without, this process becomes the server",
     )
     running.add_argument("--hang-seconds", type=float, metavar="S", help="a model without an answer or progress for so long is hung (default 30)")
-    running.add_argument("--max-restarts", type=int, metavar="N", help="attempts in a row to bring back what died, before giving up (default 5)")
+    running.add_argument("--max-restarts", type=int, metavar="N", help="restarts at once; then one every 30 s (default 5; 0: none, end instead)")
+    running.add_argument("--max-server-memory", metavar="SIZE", help="tritonserver beyond it is drained and restarted (default 4GiB)")
     running.add_argument("--model-control-mode", metavar="MODE", help="with --no-supervise: explicit lets you unload and load models (default none)")
 
     files = parser.add_argument_group("files and log")
@@ -242,10 +305,12 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     for key, value in vars(args).items():
         if value is not None and key not in ("config", "dry_run", "command", "run"):
             values[key] = value
+    if "tensor_parallel_size" in values:
+        values["parallel_config"] = {**(values.get("parallel_config") or {}), "tensor_parallel_size": values.pop("tensor_parallel_size")}
     if isinstance(values.get("speculative_config"), str):
         try:
             values["speculative_config"] = json.loads(values["speculative_config"])
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"speculative_config is not valid JSON: {error}") from None
     return values
 
@@ -254,18 +319,22 @@ def is_bundled(model: str | Path) -> bool:
     return Path(model).expanduser().resolve() == BUNDLED_MODEL.resolve()
 
 
-def check_drafter(config: SpeculativeConfig, model: Path) -> Path | None:
+def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors") -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     if "mtp" not in config.loaded_methods:
         return None
     if config.model is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method mtp needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
     folder = Path(config.model or BUNDLED_DRAFTER).expanduser().resolve()
-    read_config(folder)
+    own, target = read_config(folder), read_config(model)
     if not str(folder).isascii():
         raise ModelError(f"drafter folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
-    if not any(folder.glob("*.safetensors")):
+    has_weights = load_format != "dummy"
+    if has_weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors")
+    length = target["max_position_embeddings"]
+    model_checks.check_fits_target(own, folder, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], max_model_len=length)
+    model_checks.check_drafter(folder, has_weights=has_weights)
     return folder
 
 
@@ -274,7 +343,7 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     decode = {k: v for k, v in values.items() if k not in SERVE_KEYS} | {"model": str(model)}
     parameters = {"decode": decode, "tokenizer": {"model": str(model)}}
     config = engine.speculative_config
-    drafter = check_drafter(config, model)
+    drafter = check_drafter(config, model, engine.load_format)
     speculative = dict(values.get("speculative_config") or {})
     if drafter is not None:
         speculative["model"] = str(drafter)
@@ -292,33 +361,40 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
 
 def serve(args: argparse.Namespace) -> int:
     """Checks, renders, and runs tritonserver under supervision, or becomes it. Returns the exit status."""
+    lock = None
     try:
         values = gather(args)
         if "speculative_config" not in values and is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values["speculative_config"] = DEFAULT_SPECULATION
         config, engine = split_keys(values)
-        model = check_model(engine.model)
+        model = check_model(engine.model, engine.max_model_len, engine.load_format)
         parameters = model_parameters(values, engine, model)
         check_gpu(engine.device)
         server = find_server()
+        target = (Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}").resolve()
+        check_repository(target)
+        lock = lock_folder(target)
         if not args.dry_run:
             names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
-            check_ports({k: getattr(config, k) for k in names})
+            check_ports({k: getattr(config, k) for k in names}, config.host)
             check_shared_memory()
-        target = (Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}").resolve()
         render_repository(target, parameters, engine.device)
+        key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
         print(f"foretoken serve: {error}", file=sys.stderr)
+        if lock is not None:
+            os.close(lock)
         return 2
-    key = secrets.token_hex(16) if config.supervise else ""
+    warn_of_old_server(server)
     command, environment = server_command(server, config, target, key)
-    added = [f"{key}={environment[key]}" for key in ("PATH", "LD_LIBRARY_PATH") if environment.get(key) != os.environ.get(key)]
-    print(
-        f"model {model}\nrepository {target}\n{shlex.join(['env', *added, *(c.replace(key, 'SECRET') if key else c for c in command)])}", flush=True
-    )
+    added = [f"{name}={environment[name]}" for name in ("PATH", "LD_LIBRARY_PATH") if environment.get(name) != os.environ.get(name)]
+    shown = shlex.join(["env", *added, *(part.replace(key, "SECRET") for part in command)])
+    print(f"model {model}\nrepository {target}\n{shown}", flush=True)
     if args.dry_run:
+        os.close(lock)
         return 0
     if not config.supervise:
+        os.set_inheritable(lock, True)  # the server keeps the folder
         os.execve(command[0], command, environment)
     return supervise(config, command, environment, target, list(parameters), key)
 
@@ -337,6 +413,7 @@ def supervise(config: ServeConfig, command: list[str], environment: dict[str, st
         drain_seconds=config.drain_seconds,
         hang_seconds=config.hang_seconds,
         max_restarts=config.max_restarts,
+        max_server_memory=None if config.max_server_memory is None else int(config.max_server_memory),
     )
     if config.status_port:
         serve_status(supervisor, config.host, config.status_port)

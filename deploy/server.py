@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass, field
@@ -15,6 +19,14 @@ from pathlib import Path
 
 SHM_NEEDED = 64 * 2**20
 """The stubs of two models, each with room to grow."""
+INPUT_LIMIT_OPTION = "http-max-input-size"
+COMPLETE_OPTION = "disable-auto-complete-config"
+"""The models' configurations are complete. A server that asks for more starts each model's process twice: 3 s more at each start."""
+SAFE_VERSION = (2, 60)
+"""Of Triton (release 25.08). Older ones name their shared memory to any client that sends too much (CVE-2025-23319, -23320, -23334)."""
+HELP_SECONDS = 30
+LOCK_FILE = ".owner"
+"""In the repository's folder; the server reads folders only. Who holds its lock owns the folder, and it says who that is."""
 
 
 class LaunchError(RuntimeError):
@@ -29,6 +41,24 @@ class Server:
     backend_directory: Path | None = None
     """None: the server's own."""
     library_path: tuple[str, ...] = field(default=())
+    options: frozenset[str] = frozenset()
+    """The names of the options that it has, as far as they are known: releases differ."""
+    version: tuple[int, ...] | None = None
+    """Triton's own, such as (2, 51, 0); None: it does not say before it runs."""
+
+    def environment(self) -> dict[str, str]:
+        """What it is run in: this process's environment, with the interpreter and the libraries that it needs in front."""
+        environment = dict(os.environ)
+        # The stub runs the first python3 on PATH: it must be the one that this project is installed in.
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
+        if self.library_path:
+            environment["LD_LIBRARY_PATH"] = ":".join([*self.library_path, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
+        return environment
+
+    @property
+    def is_old(self) -> bool:
+        """It has faults that let clients read and write its memory. One that does not tell its version is known by an option that it lacks."""
+        return self.version < SAFE_VERSION if self.version else INPUT_LIMIT_OPTION not in self.options
 
 
 def state_directory() -> Path:
@@ -39,6 +69,30 @@ def state_directory() -> Path:
 def find_server() -> Server:
     """The tritonserver on PATH (as in NVIDIA's container), else the one of the nvidia-pytriton wheel. Raises LaunchError."""
     check_numpy()
+    server = _locate_server()
+    return dataclasses.replace(server, options=read_options(server), version=read_version(server.executable))
+
+
+def read_options(server: Server) -> frozenset[str]:
+    """The names of its options, from its own help. Raises LaunchError when it cannot run at all."""
+    try:
+        result = subprocess.run([server.executable, "--help"], env=server.environment(), capture_output=True, text=True, timeout=HELP_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{server.executable} cannot be run: {error}") from None
+    options = frozenset(re.findall(r"--([a-z][a-z0-9-]*[a-z0-9])", result.stdout + result.stderr))
+    if "model-repository" not in options:
+        raise LaunchError(f"{server.executable} --help says nothing of --model-repository (exit status {result.returncode}): {result.stderr[-500:]}")
+    return options
+
+
+def read_version(executable: Path) -> tuple[int, ...] | None:
+    """From the file that NVIDIA's container has beside the server; the wheel has none."""
+    path = executable.resolve().parent.parent / "TRITON_VERSION"
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", path.read_text("utf-8", "replace")) if path.is_file() else None
+    return tuple(map(int, match.groups())) if match else None
+
+
+def _locate_server() -> Server:
     if found := shutil.which("tritonserver"):
         return Server(Path(found))
     spec = importlib.util.find_spec("pytriton")
@@ -99,8 +153,12 @@ def check_gpu(device: str) -> None:
         raise LaunchError(f"device {device}: this machine has no NVIDIA GPU (no /dev/nvidiactl); use --device cpu")
 
 
-def check_ports(ports: dict[str, int]) -> None:
-    """Raises LaunchError when a port is out of range, named twice, or in use."""
+def check_ports(ports: dict[str, int], host: str) -> None:
+    """Raises LaunchError when a port is out of range, named twice, or in use on the address that the server will listen on."""
+    try:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise LaunchError(f"host {host!r:.80} is no address of this machine: {error.strerror}") from None
     taken: dict[int, str] = {}
     for key, port in ports.items():
         if not 1 <= port <= 65535:
@@ -108,12 +166,12 @@ def check_ports(ports: dict[str, int]) -> None:
         if port in taken:
             raise LaunchError(f"{key} and {taken[port]} are both {port}")
         taken[port] = key
-        with socket.socket() as probe:
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("0.0.0.0", port))
+                probe.bind((address, port))
             except OSError as error:
-                raise LaunchError(f"{key} {port} cannot be used: {error.strerror}: stop what holds it, or choose another") from None
+                raise LaunchError(f"{key} {port} cannot be used on {host}: {error.strerror}: stop what holds it, or choose another") from None
 
 
 def check_shared_memory() -> None:
@@ -125,3 +183,27 @@ def check_shared_memory() -> None:
     free = stats.f_bavail * stats.f_frsize
     if free < SHM_NEEDED:
         raise LaunchError(f"/dev/shm has {free >> 20} MiB free; the server needs {SHM_NEEDED >> 20} MiB: in Docker, use --shm-size=1g")
+
+
+def lock_folder(folder: Path) -> int:
+    """Makes the folder this process's own until it ends (or what it becomes by exec). Returns the lock's file descriptor.
+
+    Raises LaunchError when another process has it: what is rendered here would be removed under a running server. The lock
+    is the kernel's, so it holds between containers that share a volume, and none is left by a process that was killed.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise LaunchError(f"repository {folder} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "another process"
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise LaunchError(f"repository {folder} is in use by {owner}: name another folder with --repository, or stop that server") from None
+        raise LaunchError(f"repository {folder} cannot be locked: {error.strerror}") from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor

@@ -12,26 +12,31 @@ import functools
 import hashlib
 import logging
 import os
-import re
 import shutil
 import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from kernels._signature import formats_of
+from kernels.structs import header
+
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+"""What kernels are compiled for. Others from sm_80 on get the nearest one's PTX, which the driver finishes."""
 FLAGS = ("-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas=-v")
 ELEMENTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 """CUDA's names of the types that tensors come in."""
+HEADER = "generated.cuh"
+"""Made of kernels/structs.py for every compilation."""
 
 Defines = Mapping[str, "int | str"]
 
@@ -61,26 +66,55 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "foretoken" / "kernels"
 
 
+def _number(architecture: str) -> int:
+    return int(architecture[3:])
+
+
+@functools.cache
+def _known_to(nvcc: str) -> frozenset[str]:
+    """The architectures that this nvcc compiles for."""
+    return frozenset(subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split())
+
+
+def target_of(architecture: str, known: Collection[str]) -> tuple[str, bool]:
+    """What to compile for, of ARCHITECTURES, and whether as PTX that the driver finishes. known: what nvcc compiles for.
+
+    Raises KernelError for an architecture that kernels are not made for.
+    """
+    if architecture in ARCHITECTURES and architecture in known:
+        return architecture, False
+    older = [a for a in ARCHITECTURES if a in known and _number(a) <= _number(architecture)]
+    if not older:
+        raise KernelError(f"kernels are made for {ARCHITECTURES[0]} and later, not for {architecture}; this nvcc knows {', '.join(sorted(known))}")
+    return older[-1], True
+
+
 def compile_source(name: str, architecture: str, defines: Defines | None = None) -> Path:
-    """The cubin of <name>.cu for an architecture such as sm_90, compiled unless an equal one is on disk.
+    """The cubin, or PTX, of <name>.cu for an architecture such as sm_90, compiled unless an equal one is on disk.
 
     Raises KernelError with the compiler's message.
     """
     nvcc, source = find_nvcc(), SOURCES / f"{name}.cu"
-    # An `a` target has the architecture's own instructions (wgmma, setmaxnreg); it runs on that one alone, as every cubin does.
-    target = {"sm_90": "sm_90a", "sm_100": "sm_100a"}.get(architecture, architecture)
-    options = [*FLAGS, f"-gencode=arch=compute_{target[3:]},code={target}", *(f"-D{k}={v}" for k, v in sorted((defines or {}).items()))]
-    headers = [path.read_bytes() for path in sorted(SOURCES.glob("*.cuh"))]
+    target, is_ptx = target_of(architecture, _known_to(nvcc))
+    if is_ptx:
+        options = ["-ptx", f"-arch=compute_{target[3:]}"]
+    else:
+        # An `a` target has the architecture's own instructions (wgmma, setmaxnreg); it runs on that one alone, as every cubin does.
+        own = {"sm_90": "sm_90a", "sm_100": "sm_100a"}.get(target, target)
+        options = ["-cubin", f"-gencode=arch=compute_{own[3:]},code={own}"]
+    options += [*FLAGS, *(f"-D{k}={v}" for k, v in sorted((defines or {}).items()))]
+    headers = [header().encode(), *(path.read_bytes() for path in sorted(SOURCES.glob("*.cuh")))]
     parts = [source.read_bytes(), *headers, " ".join(options).encode(), _nvcc_version(nvcc).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-    path = cache_folder() / f"{name}-{architecture}-{key}.cubin"
+    path = cache_folder() / f"{name}-{architecture}-{key}.{'ptx' if is_ptx else 'cubin'}"
     if path.is_file():
         return path
     logger.info("compiling kernels/%s.cu for %s ...", name, architecture)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / "out.cubin"
-        result = subprocess.run([nvcc, "-cubin", *options, "-o", str(made), str(source)], capture_output=True, text=True)
+        made = Path(folder) / "out"
+        (Path(folder) / HEADER).write_text(header())
+        result = subprocess.run([nvcc, *options, f"-I{folder}", "-o", str(made), str(source)], capture_output=True, text=True)
         if result.returncode:
             raise KernelError(f"nvcc could not compile {source.name} for {architecture}:\n{result.stderr.strip()}")
         (path.with_suffix(".log")).write_text(result.stderr)  # registers, shared memory and spills of each kernel
@@ -97,8 +131,8 @@ def compile_all(jobs: Sequence[tuple[str, Defines]], architecture: str) -> None:
             future.result()
 
 
-class _Rehearsal:
-    """In the place of every kernel inside `rehearsing`: does nothing."""
+class _Recorded:
+    """In the place of every kernel inside `compiling`: does nothing."""
 
     num_registers = num_local_bytes = 0
 
@@ -109,19 +143,19 @@ class _Rehearsal:
         pass
 
 
-_rehearsed: list[tuple[str, Defines]] | None = None
+_asked_for: list[tuple[str, Defines]] | None = None
 
 
 @contextlib.contextmanager
-def rehearsing(device: torch.device) -> Iterator[None]:
+def compiling(device: torch.device) -> Iterator[None]:
     """Kernels do nothing inside, but those that are missing on disk are compiled at its end, all at once. For one thread, before others run."""
-    global _rehearsed
-    _rehearsed = []
+    global _asked_for
+    _asked_for = []
     try:
         yield
-        jobs = _rehearsed
+        jobs = _asked_for
     finally:
-        _rehearsed = None
+        _asked_for = None
     compile_all(jobs, device_of(device).architecture)
 
 
@@ -143,11 +177,13 @@ class _Device:
         driver.init()
         self.driver = driver
         self.context = driver.Device(index).retain_primary_context()
+        self.block_memory: int = driver.Device(index).get_attribute(driver.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         major, minor = torch.cuda.get_device_capability(index)
         self.architecture = f"sm_{major}{minor}"
-        if self.architecture not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
-            raise KernelError(f"cuda:{index} is an {torch.cuda.get_device_name(index)} ({self.architecture}); kernels are made for {known}")
+        try:
+            target_of(self.architecture, _known_to(find_nvcc()))
+        except KernelError as error:
+            raise KernelError(f"cuda:{index} is an {torch.cuda.get_device_name(index)}: {error}") from None
         self.context.push()
         self.stream = driver.Stream()
         driver.Context.pop()
@@ -183,13 +219,20 @@ class Gpu(NamedTuple):
     shared_memory: int
     """Bytes of one multiprocessor."""
     generation: int
-    """Major compute capability: 8 Ampere, 9 Hopper (clusters of blocks, wgmma), 10 Blackwell (clusters)."""
+    """Major compute capability: 8 Ampere and Ada, 9 Hopper (wgmma), 10 and 12 Blackwell."""
+    block_memory: int = 227 * 1024
+    """Most bytes of shared memory that a block may have."""
+
+    @property
+    def has_clusters(self) -> bool:
+        """Blocks that run together and read each other's shared memory; GeForce Blackwell is left out, where nobody has tried it."""
+        return self.generation in (9, 10)
 
 
 @functools.cache
 def _gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    return Gpu(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, properties.major)
+    return Gpu(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, properties.major, _device(index).block_memory)
 
 
 def gpu_of(device: torch.device | None = None) -> Gpu:
@@ -210,28 +253,37 @@ def device_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 class Kernel:
-    """A CUDA function. Called with grid, block and arguments; tensors go as pointers."""
+    """A CUDA function. Called with grid, block and arguments: tensors go as pointers, tuples as structs, and numbers."""
 
-    def __init__(self, device: _Device, function: Any, types: str, shared: int, launch: Callable[..., None] | None = None) -> None:
-        """launch: takes the place of PyCUDA's own."""
-        function.prepare(types)
+    def __init__(self, device: _Device, function: Any, formats: Sequence[str], shared: int, launch: Callable[..., None] | None = None) -> None:
+        """formats: of each argument, as in Python's `struct`; launch: takes the place of PyCUDA's own."""
+        function.prepare("".join(formats))
         if shared > 48 * 1024:
             function.set_attribute(device.driver.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
         self._launch = launch or function.prepared_async_call
         self._stream = device.stream
         self._torch_stream = device.torch_stream.cuda_stream
-        self._index = device.torch_stream.device
+        self._index: int = device.torch_stream.device.index
+        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._shared = shared
+        self._num_clusters: dict[tuple[int, int], int] = {}
         self.num_registers, self.num_local_bytes = function.num_regs, function.local_size_bytes
 
     def count_clusters(self, size: int, threads: int) -> int | None:
         """Clusters of `size` blocks that run at a time, where the driver tells: of a kernel that is launched programmatically, from sm_90 on."""
-        return self._launch.count_clusters(size, threads, self._shared) if isinstance(self._launch, _ProgrammaticLaunch) else None
+        if not isinstance(self._launch, _ProgrammaticLaunch):
+            return None
+        if (size, threads) not in self._num_clusters:
+            self._num_clusters[size, threads] = self._launch.count_clusters(size, threads, self._shared)
+        return self._num_clusters[size, threads]
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], *args: Any, shared: int | None = None) -> None:
-        if torch.cuda.current_stream(self._index).cuda_stream != self._torch_stream:
+        if self._current_stream(self._index) != self._torch_stream:
             raise KernelError("kernels are launched inside kernels.device_stream(device) only")
-        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        values: list[Any] = []
+        for argument in args:
+            for value in argument if isinstance(argument, tuple) else (argument,):
+                values.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
         self._launch(grid, block, self._stream, *values, shared_size=self._shared if shared is None else shared)
 
 
@@ -265,7 +317,7 @@ class _ProgrammaticLaunch:
     PROGRAMMATIC_STREAM_SERIALIZATION = 6
     MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
-    def __init__(self, device: _Device, path: Path, name: str, types: str, shared: int) -> None:
+    def __init__(self, device: _Device, path: Path, name: str, formats: Sequence[str], shared: int) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -273,15 +325,15 @@ class _ProgrammaticLaunch:
         self._check(self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
         if shared > 48 * 1024:
             self._check(self._driver.cuFuncSetAttribute(self._function, self.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared))
-        self._types = struct.Struct(types)
+        self._types = struct.Struct("".join(formats))
         self._arguments = ctypes.create_string_buffer(self._types.size)
         # One by one: a kernel's parameters of larger alignment, such as tensor maps, lie elsewhere than in a struct.
-        kinds = re.findall(r"\d*\w", types)
         start = ctypes.addressof(self._arguments)
-        places = [start + struct.calcsize("".join(kinds[: i + 1])) - struct.calcsize(kind) for i, kind in enumerate(kinds)]
+        places = [start + struct.calcsize("".join(formats[: i + 1])) - struct.calcsize(kind) for i, kind in enumerate(formats)]
         self._parameters = (ctypes.c_void_p * len(places))(*places)
         attribute = _Attribute(id=self.PROGRAMMATIC_STREAM_SERIALIZATION, value=(1, 0, 0))
         self._config = _LaunchConfig(stream=device.stream.handle, attributes=ctypes.pointer(attribute), num_attributes=1)
+        self._last: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
         self._lock = threading.Lock()
 
     def _check(self, code: int) -> None:
@@ -300,32 +352,30 @@ class _ProgrammaticLaunch:
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], stream: Any, *values: Any, shared_size: int) -> None:
         with self._lock:
-            config = self._config
-            config.grid[:], config.block[:], config.shared = (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_size
+            if (grid, block, shared_size) != self._last:  # to fill it takes as long as all else here
+                config, self._last = self._config, (grid, block, shared_size)
+                config.grid[:], config.block[:], config.shared = (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_size
             self._types.pack_into(self._arguments, 0, *values)
-            self._check(self._driver.cuLaunchKernelEx(ctypes.addressof(config), self._function, self._parameters, None))
+            self._check(self._driver.cuLaunchKernelEx(ctypes.addressof(self._config), self._function, self._parameters, None))
 
 
 @functools.cache
-def _kernel(index: int, source: str, name: str, types: str, defines: tuple[tuple[str, int | str], ...], shared: int, programmatic: bool) -> Kernel:
-    device = _device(index)
+def _kernel(index: int, source: str, name: str, defines: tuple[tuple[str, int | str], ...], shared: int, programmatic: bool) -> Kernel:
+    device, formats = _device(index), formats_of(SOURCES / f"{source}.cu", name)
     launch = None
     if programmatic and _gpu(index).generation >= 9:
-        launch = _ProgrammaticLaunch(device, compile_source(source, device.architecture, dict(defines)), name, types, shared)
-    return Kernel(device, device.module(source, dict(defines)).get_function(name), types, shared, launch)
+        launch = _ProgrammaticLaunch(device, compile_source(source, device.architecture, dict(defines)), name, formats, shared)
+    return Kernel(device, device.module(source, dict(defines)).get_function(name), formats, shared, launch)
 
 
-def load(
-    device: torch.device, source: str, name: str, types: str, defines: Defines | None = None, shared: int = 0, programmatic: bool = False
-) -> Kernel:
-    """The function `name` (extern "C") of kernels/<source>.cu, compiled with `defines`.
+def load(device: torch.device, source: str, name: str, defines: Defines | None = None, shared: int = 0, programmatic: bool = False) -> Kernel:
+    """The function `name` (extern "C") of kernels/<source>.cu, compiled with `defines`; its arguments are what the source says.
 
-    types: the arguments as in Python's `struct`: P pointer, i int32, q int64, f float32, 128s a tensor map. shared: most bytes of
-    dynamic shared memory that a launch asks for. programmatic: from sm_90 on a launch may begin before the kernel ahead of it
-    on the stream has ended; the function must execute griddepcontrol.wait before it touches what any earlier kernel writes,
+    shared: most bytes of dynamic shared memory that a launch asks for. programmatic: from sm_90 on a launch may begin before the kernel
+    ahead of it on the stream has ended; the function must execute griddepcontrol.wait before it touches what any earlier kernel writes,
     reads or frees, in at least one thread of the grid whatever the arguments are. Raises KernelError.
     """
-    if _rehearsed is not None:
-        _rehearsed.append((source, defines or {}))
-        return cast(Kernel, _Rehearsal())
-    return _kernel(_index_of(device), source, name, types, tuple(sorted((defines or {}).items())), shared, programmatic)
+    if _asked_for is not None:
+        _asked_for.append((source, defines or {}))
+        return cast(Kernel, _Recorded())
+    return _kernel(_index_of(device), source, name, tuple(sorted((defines or {}).items())), shared, programmatic)

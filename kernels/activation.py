@@ -24,6 +24,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"silu_mul: N = {size} must be a multiple of {per_vector}, T = {num_rows} at most {MAX_ROWS}, gate_up contiguous")
     out = gate_up.new_empty(num_rows, size)
     if num_rows:
-        kernel = load(gate_up.device, "activation", "silu_mul", "PPi", {"ELEMENT": ELEMENTS[gate_up.dtype]}, programmatic=True)
+        kernel = load(gate_up.device, "activation", "silu_mul", {"ELEMENT": ELEMENTS[gate_up.dtype]}, programmatic=True)
         kernel((-(-size // per_vector // THREADS), num_rows), (THREADS, 1, 1), out, gate_up, size)
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kernels import reference
@@ -9,6 +11,32 @@ from kernels._load import load
 
 THREADS = 128
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+Plane = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@functools.lru_cache(maxsize=1024)
+def _fault_of(keys: Plane, values: Plane, page_shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """Of planes given by shape, strides and type. The same few come with every layer of every step."""
+    page_size, num_kv, size = page_shape
+    token = num_kv * size
+    for name, (shape, strides, own_type) in (("key_pages", keys), ("value_pages", values)):
+        is_plane = strides[1:] == (token, size, 1) and strides[0] % token == 0 and strides[0] >= page_size * token
+        if tuple(shape) != (keys[0][0], *page_shape) or own_type != dtype or not is_plane:
+            want = f"{dtype} {[keys[0][0], *page_shape]}, each page in one piece and {token} n apart"
+            return f"{name} is {own_type} {list(shape)} with strides {list(strides)}; must be {want}"
+    if keys[1][0] != values[1][0]:
+        return f"pages of keys lie {keys[1][0]} apart, those of values {values[1][0]}; must be the same"
+    return None
+
+
+def check_planes(key_pages: torch.Tensor, value_pages: torch.Tensor, page_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ValueError for what are no planes [P, page, Hkv, D] of paged memory: pages in one piece, as many tokens apart in both."""
+    keys, values = ((pages.shape, pages.stride(), pages.dtype) for pages in (key_pages, value_pages))
+    fault = _fault_of(keys, values, page_shape, dtype)
+    if fault:
+        raise ValueError(fault)
 
 
 def append_kv(
@@ -23,8 +51,8 @@ def append_kv(
     """Rotates queries and keys (RoPE, half-split layout), writes keys and values to their slots, returns the queries [T, H, D].
 
     qkv [T, H + 2 Hkv, D], its tokens at any stride that is a multiple of 16 bytes; cos and sin [T, 1, D], sin negated in its first
-    half, or with positions [T] int32 the whole tables [L, 1, D]; slots [T] (int32 or int64) = page * page_size + offset, a negative
-    one is not written; pages [P, page, Hkv, D].
+    half, or with positions [T] int32 the whole tables [L, 1, D]; slots [T] (int32 or int64): KV slots (see
+    `reference.token_rows`), a negative one is not written; pages [P, page, Hkv, D], keys and values the same number of bytes apart.
     """
     num_kv, size = key_pages.shape[-2:]
     num_tokens, all_heads = qkv.shape[:2]
@@ -39,9 +67,7 @@ def append_kv(
         raise ValueError(f"slots is {slots.dtype} {list(slots.shape)}; must be int32 or int64 [{num_tokens}]")
     if positions is not None and (positions.shape != (num_tokens,) or positions.dtype != torch.int32):
         raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; must be int32 [{num_tokens}]")
-    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
-        if pages.shape != key_pages.shape or pages.dtype != qkv.dtype or not pages.is_contiguous():
-            raise ValueError(f"{name} is {pages.dtype} {list(pages.shape)}; must be {qkv.dtype} {list(key_pages.shape)}, contiguous")
+    check_planes(key_pages, value_pages, key_pages.shape[1:], qkv.dtype)
     if not qkv.is_cuda:
         return reference.append_kv(qkv, cos, sin, slots, key_pages, value_pages, positions)
     width = 16 // qkv.element_size()
@@ -52,7 +78,7 @@ def append_kv(
         return queries
     defines = {"DTYPE": _DTYPES[qkv.dtype], "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv, "HEAD_DIM": size}
     threads = num_tokens * all_heads * (size // (2 * width))
-    load(qkv.device, "append_kv", "append_kv", "PPPPPPPPiii", defines, programmatic=True)(
+    load(qkv.device, "append_kv", "append_kv", defines, programmatic=True)(
         (-(-threads // THREADS), 1),
         (THREADS, 1, 1),
         queries,

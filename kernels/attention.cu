@@ -16,17 +16,17 @@ constexpr int COLUMNS = HEAD_DIM / WARPS;  // of the output, per warp
 constexpr int PAIRS = COLUMNS / 16;
 constexpr int TOKEN_BYTES = NUM_KV_HEADS * ROW_BYTES;
 constexpr int KV_BYTES = TILE * ROW_BYTES;
-// Queries stay in registers where there is room; then a slot is free one tile earlier. (Constants by the number of m-tiles in use.)
+// Queries stay in registers where there is room; then a buffer is free one tile earlier. (Constants by the number of m-tiles in use.)
 constexpr bool is_query_held(int m_tiles) { return m_tiles * HEAD_DIM <= 256; }
 // Values go to registers before the weights are known, where there is room.
 constexpr bool are_values_early(int m_tiles) { return m_tiles <= 2 && HEAD_DIM <= 128; }
 // Shared memory; attention.py computes the same sum.
-constexpr int QUERY_SLOTS = is_query_held(M_TILES) ? STAGES - 1 : STAGES;
+constexpr int QUERY_BUFFERS = is_query_held(M_TILES) ? STAGES - 1 : STAGES;
 constexpr int QUERY_BYTES = MAX_ROWS * ROW_BYTES;
 constexpr int WEIGHT_BYTES = M_TILES * 16 * TILE * 2;
 constexpr int WEIGHT_OFFSET = STAGES * 2 * KV_BYTES;
 constexpr int QUERY_OFFSET = WEIGHT_OFFSET + WEIGHT_BYTES;
-constexpr int PEAK_OFFSET = QUERY_OFFSET + QUERY_SLOTS * QUERY_BYTES;  // [WARPS][rows] floats: maxima, then sums, then merge_last's flag
+constexpr int PEAK_OFFSET = QUERY_OFFSET + QUERY_BUFFERS * QUERY_BYTES;  // [WARPS][rows] floats: maxima, then sums, then merge_last's flag
 constexpr int ITEM_OFFSET = PEAK_OFFSET + WARPS * M_TILES * 16 * 4;    // [STAGES] items
 #if CLUSTER > 1
 constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;  // [CLUSTER][MAX_ROWS] (max, sum), then [..][WIDTH] floats
@@ -38,7 +38,8 @@ template <int N> struct Count { static constexpr int value = N; };
 // value leaves shared memory once, and no warp has sums that another needs.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     append_attention(Number* out, const Number* query, const Number* key_pages, const Number* value_pages, const int* page_table, const Start* starts,
-                     const Item* items, float* partial_sums, float2* partial_stats, int* counters, int query_stride, int page_stride) {
+                     const Item* items, float* partial_sums, float2* partial_stats, int* counters, int query_stride, int table_stride,
+                     int page_bytes) {
     extern __shared__ __align__(1024) uint8_t memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
     const uint32_t base = shared_address(memory);
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     arrive_cluster_relaxed();  // waited for before the first store to a peer
     auto read_pages = [&](int first) {
         const int page = first + lane;
-        return l.num_rows > 0 && page << PAGE_SHIFT < l.last ? page_table[(int64_t)l.table_row * page_stride + page] : 0;
+        return l.num_rows > 0 && page << PAGE_SHIFT < l.last ? page_table[(int64_t)l.table_row * table_stride + page] : 0;
     };
     l.pages = __shfl_sync(~0u, start_word, ITEM_WORDS + (lane & (START_PAGES - 1)));
     l.window = l.token >> PAGE_SHIFT;
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             for (int g = 0; g < TILE / 16; ++g) {  // 16 tokens lie in one page
                 const int token = l.token + g * 16;
                 const int64_t page = __shfl_sync(~0u, l.pages, (token >> PAGE_SHIFT) - l.window);
-                const int64_t offset = page * (PAGE_SIZE * TOKEN_BYTES) + ((token & (PAGE_SIZE - 1)) * TOKEN_BYTES + column);
+                const int64_t offset = page * page_bytes + ((token & (PAGE_SIZE - 1)) * TOKEN_BYTES + column);
                 const char *key = (const char*)key_pages + offset, *value = (const char*)value_pages + offset;
 #pragma unroll
                 for (int i = 0; i < 16 / STEP; ++i) {
@@ -99,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 }
             }
             if (l.is_first && l.num_items > 0) {
-                const uint32_t slot = base + QUERY_OFFSET + l.num_items % QUERY_SLOTS * QUERY_BYTES;
-                for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS) copy_async(slot + swizzle(i / CHUNKS, i % CHUNKS), query_source(i), true);
+                const uint32_t buffer = base + QUERY_OFFSET + l.num_items % QUERY_BUFFERS * QUERY_BYTES;
+                for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS) copy_async(buffer + swizzle(i / CHUNKS, i % CHUNKS), query_source(i), true);
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -138,10 +139,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     auto process = [&](auto m_tiles, const Item& item, int item_index) {
         constexpr int M = decltype(m_tiles)::value;
         constexpr bool IS_HELD = is_query_held(M), IS_EARLY = are_values_early(M);
-        const uint32_t slot = base + QUERY_OFFSET + item_index % QUERY_SLOTS * QUERY_BYTES;
+        const uint32_t buffer = base + QUERY_OFFSET + item_index % QUERY_BUFFERS * QUERY_BYTES;
         int token, last;
         split_range(item.token_begin, item.token_end, rank, token, last);
-        auto load_query = [&](uint32_t(&a)[4], int m, int k) { load_matrices(a, slot + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + half)); };
+        auto load_query = [&](uint32_t(&a)[4], int m, int k) { load_matrices(a, buffer + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + half)); };
         uint32_t held[IS_HELD ? M : 1][IS_HELD ? K_STEPS : 1][4];
         if (IS_HELD) {
 #pragma unroll
@@ -320,10 +321,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
                     for (int n = 0; n < 2 * PAIRS; ++n) *(Pair*)(target + n * 8) = to_pair(sums[m][n][2 * h] * inverse, sums[m][n][2 * h + 1] * inverse);
                 } else {
-                    float* target = partials.sum(item.slot, row) + column;
+                    float* target = partials.sum(item.piece, row) + column;
 #pragma unroll
                     for (int n = 0; n < 2 * PAIRS; ++n) *(float2*)(target + n * 8) = make_float2(sums[m][n][2 * h], sums[m][n][2 * h + 1]);
-                    if (warp == 0 && (lane & 3) == 0) *partials.stat(item.slot, 0, row) = make_float2(peak[m][h], total[m][h]);
+                    if (warp == 0 && (lane & 3) == 0) *partials.stat(item.piece, 0, row) = make_float2(peak[m][h], total[m][h]);
                 }
             }
 #else
@@ -362,8 +363,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             if (item.num_pieces == 1) {
                 *(Pair*)(out + output_offset(item, row) + rank * WIDTH + column) = to_pair(a / all, b / all);
             } else {
-                *(float2*)(partials.sum(item.slot, row) + rank * WIDTH + column) = make_float2(a, b);
-                if (column == 0) *partials.stat(item.slot, rank, row) = make_float2(larger, all);
+                *(float2*)(partials.sum(item.piece, row) + rank * WIDTH + column) = make_float2(a, b);
+                if (column == 0) *partials.stat(item.piece, rank, row) = make_float2(larger, all);
             }
         }
         __syncwarp();

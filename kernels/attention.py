@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from kernels import reference
-from kernels._load import Gpu, Kernel, gpu_of, load
+from kernels._load import Gpu, Kernel, KernelError, gpu_of, load
+from kernels.append_kv import check_planes
+from kernels.structs import PlanSizes
 
 MAX_ITEM_ROWS = {64: 80, 128: 80, 256: 48}
 """Most rows (queries x heads that share a KV head) of one work item by head size, so that the sums stay in registers."""
+HEAD_DIMS = tuple(MAX_ITEM_ROWS)
 PREFIX_ROWS = {64: 64, 128: 24, 256: 32}
 """The same where requests of at most MAX_PREFIX_ROWS rows share prefixes: what leaves room for two CTAs per SM. With more rows, reading a prefix
 again for every few of them from the L2 cache costs more than that brings."""
@@ -26,9 +30,9 @@ _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 def _shared_bytes(rows: int, size: int, cluster: int, stages: int, tile: int) -> int:
     m_tiles = -(-rows // 16)
-    query_slots = stages - 1 if m_tiles * size <= 256 else stages
+    query_buffers = stages - 1 if m_tiles * size <= 256 else stages
     peers = 0 if cluster == 1 else cluster * rows * (8 + size // cluster * 4)
-    return stages * 4 * tile * size + query_slots * rows * 2 * size + m_tiles * 16 * tile * 2 + m_tiles * 16 * tile // 4 + stages * 64 + peers
+    return stages * 4 * tile * size + query_buffers * rows * 2 * size + m_tiles * 16 * tile * 2 + m_tiles * 16 * tile // 4 + stages * 64 + peers
 
 
 def _num_workers(sms: int, ctas: int, cluster: int) -> int:
@@ -40,15 +44,22 @@ def choose_shape(
     batch: int,
     max_query_len: int,
     page_size: int,
-    num_query_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    heads: tuple[int, int, int],
     dtype: torch.dtype,
     has_prefixes: bool = False,
     gpu: Gpu | None = None,
 ) -> dict[str, int]:
-    """What attention.cu is compiled with for a batch size and its bounds. gpu: the current one when not given."""
-    sms, shared, generation = gpu or gpu_of()
+    """What attention.cu is compiled with for a batch size and its bounds. heads: of queries, of keys and values, and their size; gpu: the
+    current one when not given. Raises KernelError where the GPU has too little shared memory for such heads."""
+    return dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu or gpu_of()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose_shape(
+    batch: int, max_query_len: int, page_size: int, heads: tuple[int, int, int], dtype: torch.dtype, has_prefixes: bool, gpu: Gpu
+) -> dict[str, int]:
+    num_query_heads, num_kv_heads, head_dim = heads
+    sms, shared = gpu.num_multiprocessors, gpu.shared_memory
     group = num_query_heads // num_kv_heads
     has_prefixes &= dtype != torch.float32  # whose kernel is for tests, and reads a prefix once per request
     cluster, ctas, stages, tile = 1, 4, 0, 64  # float32
@@ -62,13 +73,15 @@ def choose_shape(
         if dtype == torch.float32:
             break
         # As many CTAs share an item as still leave a cluster for each.
-        clusters = (8, 4, 2, 1) if generation >= 9 and not has_prefixes else (1,)
+        clusters = (8, 4, 2, 1) if gpu.has_clusters and not has_prefixes else (1,)
         fits = [(c, *pipeline) for c in clusters for pipeline in PIPELINES if pipeline[2] == 64 or (head_dim == 128 and rows <= MAX_LARGE_ROWS)]
         fits = [(c, n, s, t) for c, n, s, t in fits if _shared_bytes(rows, head_dim, c, s, t) <= shared // n - 1024]
         if fits:
             enough = [fit for fit in fits if _num_workers(sms, fit[1], fit[0]) >= batch * blocks * num_kv_heads]
             cluster, ctas, stages, tile = (enough or [fit for fit in fits if fit[0] == 1])[0]
             break
+    if not stages and dtype != torch.float32:
+        raise KernelError(f"attention with heads of {head_dim} needs more shared memory than this GPU's {shared} bytes")
     return {
         "DTYPE": _DTYPES[dtype],
         "GROUP": group,
@@ -84,15 +97,24 @@ def choose_shape(
     }
 
 
+def load_all(device: torch.device, defines: dict[str, int]) -> tuple[Kernel, Kernel, Kernel | None]:
+    """The kernels that attend, plan, and merge what requests with shared prefixes have; inside `_load.compiling` they are compiled."""
+    cluster, rows, stages, tile, head_dim = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "STAGES", "TILE", "HEAD_DIM"))
+    shared = _shared_bytes(rows, head_dim, cluster, stages, tile) if stages else 0
+    attend = load(device, "attention", "append_attention", defines, shared, programmatic=True)
+    plan = load(device, "attention", "plan_attention", defines)
+    return attend, plan, load(device, "attention", "merge_attention", defines) if defines["CASCADE"] else None
+
+
 class AttentionPlan:
     """How one step's attention is spread over the GPU. Made once for a batch size and its bounds; `refresh` once per step.
 
     cu_query_lens [B + 1] int32: the queries of request b are the packed rows cu[b] .. cu[b + 1] (none: an inactive request);
     seq_lens [B] int32: its tokens in the cache, the new ones with them; page_table [S, N] int32: page ids; table_rows [B] int32:
     its row of page_table. Their contents may change between steps, their addresses may not. A request has at most
-    max_query_len queries.
+    max_query_len queries. heads: of queries, of keys and values, and their size. first_token: cu_query_lens[0], which the host knows.
 
-    With prefix_group [B] int32 (below B; -1: none) and prefix_len [B] int32 (a multiple of page_size, and no more than the
+    With prefixes, that is prefix_group [B] int32 (below B; -1: none) and prefix_len [B] int32 (a multiple of page_size, and no more than the
     tokens before the new ones), requests of one group have the same first prefix_len tokens in the same pages, which are read once for
     all of them (cascade inference, Ye et al. 2024).
     """
@@ -107,19 +129,15 @@ class AttentionPlan:
         max_query_len: int,
         max_seq_len: int,
         page_size: int,
-        num_query_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: tuple[int, int, int],
         dtype: torch.dtype,
-        prefix_group: torch.Tensor | None = None,
-        prefix_len: torch.Tensor | None = None,
+        prefixes: tuple[torch.Tensor, torch.Tensor] | None = None,
+        first_token: int = 0,
     ) -> None:
-        batch = len(seq_lens)
+        batch, (num_query_heads, num_kv_heads, head_dim) = len(seq_lens), heads
         lists = {"cu_query_lens": cu_query_lens, "seq_lens": seq_lens, "table_rows": table_rows}
-        if (prefix_group is None) != (prefix_len is None):
-            raise ValueError("prefix_group and prefix_len go together; one of them is missing")
-        if prefix_group is not None and prefix_len is not None:
-            lists |= {"prefix_group": prefix_group, "prefix_len": prefix_len}
+        if prefixes is not None:
+            lists |= {"prefix_group": prefixes[0], "prefix_len": prefixes[1]}
         for name, tensor in lists.items():
             length = batch + (name == "cu_query_lens")
             if tensor.shape != (length,) or tensor.dtype != torch.int32:
@@ -138,54 +156,39 @@ class AttentionPlan:
             raise ValueError(f"dtype is {dtype}; must be bfloat16, float16 or float32")
         self.cu_query_lens, self.seq_lens, self.page_table, self.table_rows = cu_query_lens, seq_lens, page_table, table_rows
         self.page_size, self.num_query_heads, self.num_kv_heads, self.head_dim, self.dtype = page_size, num_query_heads, num_kv_heads, head_dim, dtype
-        self.device = seq_lens.device
-        self._groups: reference.AttentionPlan | None = None
-        if self.device.type != "cuda":
-            return
-        defines = choose_shape(batch, max_query_len, page_size, num_query_heads, num_kv_heads, head_dim, dtype, prefix_group is not None)
-        cluster, rows, stages, tile = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "STAGES", "TILE"))
+        self.prefixes, self.device = prefixes, seq_lens.device
+        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None)
+        cluster, rows, tile = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "TILE"))
         self._block, self._min_tiles = (2 * tile, 1, 1), MIN_KEYS // tile
         self.has_prefixes = bool(defines["CASCADE"])
-        self._prefixes: tuple[torch.Tensor | None, ...] = (prefix_group, prefix_len) if self.has_prefixes else (None, None)
-        shared = _shared_bytes(rows, head_dim, cluster, stages, tile) if stages else 0
-        self._attend: Kernel = load(self.device, "attention", "append_attention", "PPPPPPPPPPii", defines, shared, programmatic=True)
+        self._attend, self._plan, self._merge = load_all(self.device, defines)
         known = self._attend.count_clusters(cluster, 2 * tile) if cluster > 2 else None
         self._num_workers = known or _num_workers(gpu_of().num_multiprocessors, defines["MIN_CTAS"], cluster)
         self._grid = (self._num_workers * cluster, 1)
-        self.num_tokens = batch * max_query_len
+        self.num_tokens = first_token + batch * max_query_len
         rows_per_request = max_query_len * defines["GROUP"]
         blocks = batch * -(-rows_per_request // rows)
         if self.has_prefixes:  # a prefix has two members at least, and all their rows
             blocks += batch * rows_per_request // rows + batch // 2
         segments = blocks * num_kv_heads
         self._num_items = segments + self._num_workers
-        slots = self._num_items if self.has_prefixes else 2 * self._num_workers
+        pieces = self._num_items if self.has_prefixes else 2 * self._num_workers
 
         def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         self._starts, self._items = make(self._num_workers * cluster, 32), make(self._num_items * 16 + self.num_tokens)
-        self._partial_shapes = (slots, rows, head_dim), (slots, cluster, rows, 2)
+        self._partial_shapes = (pieces, rows, head_dim), (pieces, cluster, rows, 2)
         self._counters = torch.zeros(segments * cluster, dtype=torch.int32, device=self.device)
         self._places, self._pieces = make(self.num_tokens, 4), make(segments, 2)  # with prefixes
-        planned = 4 * ((10 if self.has_prefixes else 3) * batch + 2 + self._num_workers + 1)
-        self._plan: Kernel = load(self.device, "attention", "plan_attention", "PPPPPPPPPPiiiiii", defines, planned)
-        if self.has_prefixes:
-            self._merge: Kernel = load(self.device, "attention", "merge_attention", "PPPPP", defines)
+        self._plan_bytes = 4 * ((10 if self.has_prefixes else 3) * batch + 2 + self._num_workers + 1)
 
     def refresh(self) -> None:
-        """Spreads the step's work anew, from the lengths that the tensors hold now. On a GPU nothing comes to the host.
+        """Spreads the step's work anew, from the lengths that the tensors hold now. Nothing comes to the host.
 
         The tensors are written by earlier kernels that do not let others begin early. `append_attention` reads the plan, page ids and
         keys of earlier steps before the kernel ahead of it has ended.
         """
-        if self.device.type != "cuda":
-            starts, lengths, rows = self.cu_query_lens.tolist(), self.seq_lens.tolist(), self.table_rows.tolist()
-            active = [(b - a, n, self.page_table[row].tolist()) for a, b, n, row in zip(starts, starts[1:], lengths, rows) if b > a]
-            groups = self.num_query_heads // self.num_kv_heads
-            query_lens, seq_lens, pages = (list(x) for x in zip(*active)) if active else ([], [], [])
-            self._groups = reference.plan_attention(query_lens, seq_lens, pages, self.page_size, groups, self.dtype)
-            return
         self._plan(
             (PLAN_CTAS, 1),
             (PLAN_THREADS, 1, 1),
@@ -197,20 +200,16 @@ class AttentionPlan:
             self.seq_lens,
             self.page_table,
             self.table_rows,
-            *(0 if tensor is None else tensor for tensor in self._prefixes),
-            len(self.seq_lens),
-            self.page_table.stride(0),
-            self._num_workers,
-            self._min_tiles,
-            self._num_items,
-            self.num_tokens,
+            *(self.prefixes if self.prefixes and self.has_prefixes else (0, 0)),
+            PlanSizes(len(self.seq_lens), self.page_table.stride(0), self._num_workers, self._min_tiles, self._num_items, self.num_tokens),
+            shared=self._plan_bytes,
         )
 
 
 def append_attention(
     query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: AttentionPlan, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention of packed queries [T, H, D] over the pages [P, page, Hkv, D] of `plan`'s requests -> [T, H, D].
+    """Attention of packed queries [T, H, D] over the planes [P, page, Hkv, D] of `plan`'s requests -> [T, H, D].
 
     Query j of a request with q queries and n tokens sees the keys 0 .. n - q + j. Rows past the last request's are not written.
     The work is split in the manner of stream-K (Osama et al. 2023) and partial results are merged (flash-decoding, Dao et al. 2023).
@@ -218,13 +217,7 @@ def append_attention(
     shape, kv_shape = (plan.num_query_heads, plan.head_dim), (plan.page_size, plan.num_kv_heads, plan.head_dim)
     if query.shape[1:] != shape or query.stride()[1:] != (plan.head_dim, 1) or query.dtype != plan.dtype:
         raise ValueError(f"query is {query.dtype} {list(query.shape)}; must be {plan.dtype} [T, {shape[0]}, {shape[1]}] with rows in one piece")
-    for name, pages in (("key_pages", key_pages), ("value_pages", value_pages)):
-        if pages.shape[1:] != kv_shape or not pages.is_contiguous() or pages.dtype != plan.dtype:
-            raise ValueError(f"{name} is {pages.dtype} {list(pages.shape)}; must be {plan.dtype} [P, {', '.join(map(str, kv_shape))}], contiguous")
-    if not query.is_cuda:
-        assert plan._groups is not None, "plan.refresh() comes first"
-        result = reference.append_attention(query, key_pages, value_pages, plan._groups)
-        return result if out is None else out.copy_(result)
+    check_planes(key_pages, value_pages, kv_shape, plan.dtype)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     # Partial results can be large: taken for the call alone, all layers and captured steps share the memory.
@@ -244,7 +237,8 @@ def append_attention(
         plan._counters,
         query.stride(0),
         plan.page_table.stride(0),
+        key_pages.stride(0) * key_pages.element_size(),
     )
-    if plan.has_prefixes:
+    if plan._merge is not None:
         plan._merge((plan.num_tokens, plan.num_kv_heads), plan._block, out, sums, stats, plan._places, plan._pieces)
     return out

@@ -5,7 +5,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* out, const Number* query, const Number* key_pages,
                                                                        const Number* value_pages, const int* page_table, const Start* starts,
                                                                        const Item* items, float* partial_sums, float2* partial_stats, int* counters,
-                                                                       int query_stride, int page_stride) {
+                                                                       int query_stride, int table_stride, int page_bytes) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Partials partials{partial_sums, partial_stats};
     __shared__ int flag;
@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
             float peak = -INFINITY, total = 0, sums[HEAD_DIM / 32] = {};
             for (int token = item.token_begin; token < visible; token += 32) {
                 const int key = min(token + lane, visible - 1);
-                const int64_t page = page_table[(int64_t)item.table_row * page_stride + (key >> PAGE_SHIFT)];
-                const int64_t offset = ((page * PAGE_SIZE + (key & (PAGE_SIZE - 1))) * NUM_KV_HEADS + item.kv_head) * HEAD_DIM;
+                const int64_t page = page_table[(int64_t)item.table_row * table_stride + (key >> PAGE_SHIFT)];
+                const int64_t offset = page * (page_bytes / 4) + ((key & (PAGE_SIZE - 1)) * NUM_KV_HEADS + item.kv_head) * HEAD_DIM;
                 float score = 0;
 #pragma unroll 4
                 for (int d = 0; d < HEAD_DIM / 4; ++d) {
@@ -43,9 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
             }
             for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
             const float inverse = item.num_pieces == 1 ? 1 / total : 1;
-            Number* target = item.num_pieces == 1 ? out + output_offset(item, row) : partials.sum(item.slot, row);
+            Number* target = item.num_pieces == 1 ? out + output_offset(item, row) : partials.sum(item.piece, row);
             for (int c = 0; c < HEAD_DIM / 32; ++c) target[c * 32 + lane] = sums[c] * inverse;
-            if (item.num_pieces != 1 && lane == 0) *partials.stat(item.slot, 0, row) = make_float2(peak, total);
+            if (item.num_pieces != 1 && lane == 0) *partials.stat(item.piece, 0, row) = make_float2(peak, total);
         }
         if (item.num_pieces > 1) merge_last(out, item, partials, counters, 0, &flag);
         if (i >= end) break;

@@ -16,8 +16,8 @@ struct Item {
     int table_row;      // row of the page table
     int segment;        // which rows and head: what the pieces of one split have in common
     int num_pieces;     // 1: not split; 0: merge_attention merges; else the last piece to finish merges them
-    int first_slot;     // slot of partial results of the first piece
-    int slot;
+    int first_piece;    // where the partial results of the first piece are
+    int piece;          // and of this one
     int next, end;      // in a Start: the worker's further items
     int is_prefix;      // rows are queries of many requests
     int padding;

@@ -27,29 +27,29 @@ __device__ __forceinline__ int64_t output_offset(const Item& item, int row) {
     return ((int64_t)(item.query_start + r / GROUP) * NUM_KV_HEADS + item.kv_head) * (GROUP * HEAD_DIM) + r % GROUP * HEAD_DIM;
 }
 
-// Partial results: [slot][row][HEAD_DIM] sums of exp2(score - max) * value, then [slot][rank][row] (max, sum of exp2).
+// Partial results: [piece][row][HEAD_DIM] sums of exp2(score - max) * value, then [piece][rank][row] (max, sum of exp2).
 struct Partials {
     float* sums;
     float2* stats;
-    __device__ float* sum(int slot, int row) const { return sums + ((int64_t)slot * MAX_ROWS + row) * HEAD_DIM; }
-    __device__ float2* stat(int slot, int rank, int row) const { return stats + ((int64_t)slot * CLUSTER + rank) * MAX_ROWS + row; }
+    __device__ float* sum(int piece, int row) const { return sums + ((int64_t)piece * MAX_ROWS + row) * HEAD_DIM; }
+    __device__ float2* stat(int piece, int rank, int row) const { return stats + ((int64_t)piece * CLUSTER + rank) * MAX_ROWS + row; }
 };
 
 // Eight columns of a row, merged from partial results.
 struct Merged {
     float peak = -INFINITY, total = 0, sums[8] = {};
     // Adds `count` pieces, four at a time so that their loads overlap.
-    __device__ __forceinline__ void add(const Partials& partials, int first_slot, int count, int rank, int row, int column) {
+    __device__ __forceinline__ void add(const Partials& partials, int first_piece, int count, int rank, int row, int column) {
         constexpr int BATCH = 4;
         for (int begin = 0; begin < count; begin += BATCH) {
             float2 stats[BATCH];
             float4 low[BATCH], high[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                const int slot = slot_of(first_slot, min(begin + i, count - 1));
-                stats[i] = __ldcg(partials.stat(slot, rank, row));
-                low[i] = __ldcg((const float4*)(partials.sum(slot, row) + column));
-                high[i] = __ldcg((const float4*)(partials.sum(slot, row) + column) + 1);
+                const int piece = piece_at(first_piece, min(begin + i, count - 1));
+                stats[i] = __ldcg(partials.stat(piece, rank, row));
+                low[i] = __ldcg((const float4*)(partials.sum(piece, row) + column));
+                high[i] = __ldcg((const float4*)(partials.sum(piece, row) + column) + 1);
             }
             float larger = peak;
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ void merge_last(Number* out, const Item& item, const Partials& partia
     for (int i = threadIdx.x; i < item.num_rows * (WIDTH / 8); i += THREADS) {
         const int row = i / (WIDTH / 8), column = rank * WIDTH + i % (WIDTH / 8) * 8;
         Merged merged;
-        merged.add(partials, item.first_slot, item.num_pieces, rank, row, column);
+        merged.add(partials, item.first_piece, item.num_pieces, rank, row, column);
         merged.store(out + output_offset(item, row) + column);
     }
 }

@@ -1,6 +1,7 @@
 // The plan that spreads the requests of one step over the GPU.
 #pragma once
 #include "attention_items.cuh"
+#include "generated.cuh"
 
 constexpr int PLAN_THREADS = 256;
 
@@ -47,16 +48,12 @@ struct Segment {
     int request, index, tile, num_tiles, start;  // index among all; tile: the one asked for; start: the first tile among all
 };
 
-struct PlanSizes {
-    int num_requests, page_stride, num_workers, min_tiles, num_items, num_tokens;
-};
-
-// The slot of a segment's p-th piece. Without CASCADE only a worker's first (even) and last (odd) item can be a piece.
-__device__ __forceinline__ int slot_of(int first_slot, int p) { return CASCADE ? first_slot + p : p == 0 ? first_slot : (first_slot / 2 + p) * 2; }
+// Where the partial results of a segment's p-th piece are. Without CASCADE only a worker's first (even) and last (odd) item can be a piece.
+__device__ __forceinline__ int piece_at(int first_piece, int p) { return CASCADE ? first_piece + p : p == 0 ? first_piece : (first_piece / 2 + p) * 2; }
 
 // Splits all requests' keys into work for `num_workers` workers (a worker is a cluster). Every CTA finds the same bounds and writes
 // its share of the lists. For CASCADE, token_places [T]: first segment, index of the query, first segment of the prefix and index
-// there; and segment_pieces [segments]: first slot and number of pieces. Shared memory: PLAN_INTS(B) + W + 1 ints.
+// there; and segment_pieces [segments]: where the first piece is, and number of pieces. Shared memory: PLAN_INTS(B) + W + 1 ints.
 #define PLAN_INTS(b) (CASCADE ? 10 * (b) + 2 : 3 * (b) + 2)
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     plan_attention(Start* starts, Item* items, int4* token_places, int2* segment_pieces, const int* cu_query_lens, const int* seq_lens,
@@ -162,11 +159,11 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         item.table_row = table_rows[source];
         item.segment = s.index;
         item.num_pieces = prefix >= 0 ? 0 : num_pieces;
-        item.first_slot = CASCADE ? s.index + first_worker : 2 * first_worker + is_odd;
-        item.slot = slot_of(item.first_slot, worker - first_worker);
+        item.first_piece = CASCADE ? s.index + first_worker : 2 * first_worker + is_odd;
+        item.piece = piece_at(item.first_piece, worker - first_worker);
         item.is_prefix = is_prefix;
         item.next = item.end = item.padding = 0;
-        if (CASCADE && worker == first_worker) segment_pieces[s.index] = make_int2(item.first_slot, num_pieces);
+        if (CASCADE && worker == first_worker) segment_pieces[s.index] = make_int2(item.first_piece, num_pieces);
         return item;
     };
     // Item i of a worker, of those that its run of tiles crosses.
@@ -198,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
             split_range(start.item.token_begin, start.item.token_end, rank, first, last);
             for (int i = 0; i < START_PAGES; ++i) {
                 const int page = (first >> PAGE_SHIFT) + i;
-                start.page_ids[i] = page << PAGE_SHIFT < last ? page_table[(int64_t)start.item.table_row * sizes.page_stride + page] : 0;
+                start.page_ids[i] = page << PAGE_SHIFT < last ? page_table[(int64_t)start.item.table_row * sizes.table_stride + page] : 0;
             }
         }
         starts[cta] = start;
@@ -211,7 +208,10 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         }
     }
     if (CASCADE && blockIdx.x == 0) {
-        for (int t = cu_query_lens[num_requests] + threadIdx.x; t < sizes.num_tokens; t += PLAN_THREADS) token_places[t].x = -1;
+        // Before the first request's tokens come those of prompts, and behind the last one's nobody's.
+        const int num_prompts = cu_query_lens[0], end = cu_query_lens[num_requests];
+        for (int t = threadIdx.x; t < num_prompts; t += PLAN_THREADS) token_places[t].x = -1;
+        for (int t = end + threadIdx.x; t < sizes.num_tokens; t += PLAN_THREADS) token_places[t].x = -1;
         for (int b = threadIdx.x; b < num_requests; b += PLAN_THREADS) {
             const int group = prefix_of(b), queries = queries_of(b);
             int place = 0;

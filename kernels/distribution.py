@@ -14,7 +14,8 @@ CLUSTERS = (1, 2, 4, 8)
 THREADS = 512
 """Of a block, as distribution.cu has it; a multiprocessor runs two."""
 
-MAX_SHARED = 128 * 1024
+MAX_SHARED, STATIC_SHARED = 128 * 1024, 16 * 1024
+"""Bytes of a block's dynamic shared memory at most, and what is left for its own variables."""
 
 
 def _check_parameters(num_rows: int, device: torch.device, **parameters: torch.Tensor) -> None:
@@ -25,7 +26,7 @@ def _check_parameters(num_rows: int, device: torch.device, **parameters: torch.T
 
 def _cluster_sizes(device: torch.device) -> tuple[int, ...]:
     """Two where not all rows are on the chip at once even so, as one block has half the threads that a row wants."""
-    return CLUSTERS[1:] if gpu_of(device).generation >= 9 else CLUSTERS[:1]
+    return CLUSTERS[1:] if gpu_of(device).has_clusters else CLUSTERS[:1]
 
 
 def _cluster_size(device: torch.device, num_rows: int) -> int:
@@ -34,13 +35,17 @@ def _cluster_size(device: torch.device, num_rows: int) -> int:
     return max(c for c in sizes if c == sizes[0] or num_rows * c <= gpu_of(device).num_multiprocessors * 2)
 
 
+def _most_shared(device: torch.device) -> int:
+    return min(MAX_SHARED, gpu_of(device).block_memory - STATIC_SHARED)
+
+
 def _load(device: torch.device, dtype: torch.dtype, vocab_size: int, cluster: int) -> Kernel:
     defines = {"LOGIT": DTYPES[dtype], "VECTOR": int(vocab_size % 8 == 0), "CLUSTER": cluster}
-    return load(device, "distribution", "probabilities", "PPPPPPii", defines, MAX_SHARED)
+    return load(device, "distribution", "probabilities", defines, _most_shared(device))
 
 
-def rehearse(device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
-    """Asks for the kernels of `probabilities` of any number of rows, without rows: inside `_load.rehearsing` they are compiled."""
+def load_all(device: torch.device, dtype: torch.dtype, vocab_size: int) -> None:
+    """Loads what `probabilities` needs for any number of rows; inside `_load.compiling` it is compiled."""
     for cluster in _cluster_sizes(device):
         _load(device, dtype, vocab_size, cluster)
 
@@ -67,8 +72,10 @@ def probabilities(
         return logits.new_empty(rows, vocab_size, dtype=torch.float32)
     cluster = _cluster_size(logits.device, rows)
     shared = -(-vocab_size // (8 * THREADS * cluster)) * THREADS * logits.element_size()
-    if shared > MAX_SHARED:
-        raise ValueError(f"logits have V = {vocab_size} of {logits.dtype}: {shared} bytes of shared memory; the limit is {MAX_SHARED}")
+    if shared > _most_shared(logits.device):
+        raise ValueError(
+            f"logits have V = {vocab_size} of {logits.dtype}: {shared} bytes of shared memory; the limit is {_most_shared(logits.device)}"
+        )
     if top_k.dtype != torch.int32:
         top_k = top_k.clamp(max=vocab_size).int()
     temperature, top_p, min_p = (t.float().contiguous() for t in (temperature, top_p, min_p))
@@ -95,6 +102,6 @@ def draw_tokens(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tenso
         return reference.draw_tokens(probs, seeds, positions, stream)
     token_ids = torch.empty(rows, dtype=torch.int32, device=probs.device)
     if rows:
-        kernel = load(probs.device, "verify", "draw_tokens", "PPPPii")
+        kernel = load(probs.device, "verify", "draw_tokens")
         kernel((rows, 1), (1024, 1, 1), token_ids, probs, seeds.contiguous(), positions.int().contiguous(), stream, vocab_size)
     return token_ids

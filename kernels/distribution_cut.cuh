@@ -5,7 +5,7 @@
 // What one thread keeps of a search, for all.
 struct Search {
   Goal goal;
-  Field field;
+  ScoreRange field;
   long long below, above;  // places at which the goal is reached, and is not; `below` is a supposition unless is_counted
   float num_below, num_above, mass_above;
   bool is_counted, is_over;
@@ -48,7 +48,7 @@ __device__ float find_floor(const Goal& goal) {
 }
 
 // How many tokens reach each of the eight `shared.places`, in ascending order, and their masses behind: `shared.sums`.
-__device__ __noinline__ void weigh(Field field, int every) {
+__device__ __noinline__ void weigh(ScoreRange field, int every) {
   const Row row = shared.row;
   float sums[16] = {}, places[8];
   __syncthreads();
@@ -89,7 +89,7 @@ __device__ void guess(const Goal& goal) {
 
 // Sets place j of `shared.places`: evenly among the values, or among the integers every other turn, since small values have most of these.
 __device__ __forceinline__ void set_place(int j, int turn, bool is_guessed) {
-  const Field field = search.field;
+  const ScoreRange field = search.field;
   const long long below = search.below, above = search.above;
   long long place = below + (above - below) * j / 8;
   if (!field.is_by_id && (is_guessed || (j && turn % 2 == 0))) {
@@ -126,7 +126,7 @@ __device__ __noinline__ Cut find_cut(Goal goal, float low) {
   const bool has_guess = shared.row.num_chunks / STRIDE >= 4;
   __syncthreads();  // some thread may still read how the row's search before this one has ended
   if (threadIdx.x == 0) {
-    Field field = {false, 0};
+    ScoreRange field = {false, 0};
     search = {goal, field, field.place_of(low), field.place_of(shared.row.greatest) + 1, 0, 0, 0, false, false, false};
     search.go_on(shared.row.vocab_size);
   }
@@ -139,7 +139,7 @@ __device__ __noinline__ Cut find_cut(Goal goal, float low) {
     if (threadIdx.x == 0) narrow();
     __syncthreads();
   }
-  const Field field = search.field;
+  const ScoreRange field = search.field;
   const float start = field.image_at(search.below);
   const Cut all = {field.is_by_id ? field.tied : start, INT_MAX, search.mass_above, false};
   if (search.is_short) return all;

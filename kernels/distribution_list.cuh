@@ -18,7 +18,7 @@ struct Goal {
 
 // What tokens are searched by: their values, or, of those that equal `tied`, their ids. Either is a float, and places among the floats
 // are integers in the same order.
-struct Field {
+struct ScoreRange {
   static constexpr int SHIFT = LOGIT == 0 ? 0 : LOGIT == 1 ? 16 : 13;  // the values' step among the integers of `order`
   bool is_by_id;
   float tied;
@@ -33,7 +33,7 @@ struct Field {
 };
 
 // Lists the tokens from `low` to below `high` in every block, as keys; their number. More than CAPACITY: none.
-__device__ __noinline__ int gather(Field field, float low, float high) {
+__device__ __noinline__ int gather(ScoreRange field, float low, float high) {
   const Row row = shared.row;
   if (threadIdx.x == 0) shared.num_own = 0;
   __syncthreads();

@@ -22,6 +22,8 @@ SHARED = {8: 136 * 1024, 16: 160 * 1024}
 """By the tokens that there is room for: four to five stages, and so much that a multiprocessor holds one block. The next kernel's first
 weights then come in while this one's last sums are made and whatever small kernel is between them runs, and not long before."""
 
+MAX_SHARED = max(SHARED.values())
+"""GPUs whose blocks have no more (GeForce) leave such products to torch."""
 MAX_NORM = 16384
 """Elements of a norm's weight for which shared memory has room."""
 
@@ -54,6 +56,7 @@ def is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
         and weight.is_contiguous()
+        and gpu_of(x.device).block_memory > MAX_SHARED
     )
 
 
@@ -74,7 +77,7 @@ def _launch(
     out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
     num_blocks = gpu_of(x.device).num_multiprocessors
     defines = _choose(x.dtype, num_tokens, out_size, in_size, norm_weight is not None, is_gated, num_blocks)
-    kernel = load(x.device, "linear", "linear", "PPPPPPiiiif", defines, shared=int(defines["SHARED"]), programmatic=True)
+    kernel = load(x.device, "linear", "linear", defines, shared=int(defines["SHARED"]), programmatic=True)
     pointers = (0 if t is None else t for t in (bias, residual, norm_weight))
     kernel((min(out_size // TILE, num_blocks), 1), (THREADS, 1, 1), out, x, weight, *pointers, num_tokens, out_size, in_size, x.stride(0), eps)
     return out

@@ -1,6 +1,6 @@
 // Prompt lookup on the device: the earliest place where the longest end of the text stood before, and what followed it there.
 
-#include "slots.cuh"
+#include "request_table.cuh"
 
 struct Text {
   const int* tokens;
@@ -10,18 +10,21 @@ struct Text {
 };
 
 // Proposes for each request; one reading of the text finds every size at once. A place is the token that would be the pattern's last;
-// the longest match wins, the earliest of equals. Grid: requests. THREADS a block.
-extern "C" __global__ void __launch_bounds__(THREADS) draft_ngram(Slots slots, const int* row_slots, const int* draft_limits, const int* num_given,
-                                                                  int max_size, int min_size) {
+// the longest match wins, the earliest of equals. num_given, min_scores and scores may be null. Grid: requests. THREADS a block.
+extern "C" __global__ void __launch_bounds__(THREADS) draft_ngram(Requests table, const int* request_indices, const int* draft_limits, const int* num_given,
+                                                                  const int* min_scores, int* scores, int max_size, int min_size) {
   __shared__ unsigned long long of_warp[THREADS / 32];
-  const int request = blockIdx.x, slot = row_slots[request], asked = draft_limits[request];
-  if (asked < 0) return;
-  const int num_tokens = slots.num_tokens[slot];
-  const int room = slots.params[slot].max_total_tokens - num_tokens - 1;
-  const int limit = max(min(min(asked, slots.max_drafts), room), 0);
+  const int request = blockIdx.x, index = request_indices[request], asked = draft_limits[request];
+  if (asked < 0) {
+    if (scores && threadIdx.x == 0) scores[request] = 0;
+    return;
+  }
+  const int num_tokens = table.num_tokens[index];
+  const int room = table.params[index].max_total_tokens - num_tokens - 1;
+  const int limit = max(min(min(asked, table.max_drafts), room), 0);
   const int given = min(num_given ? num_given[request] : 0, limit);
-  int* drafts = slots.drafts + size_t(slot) * slots.max_drafts;
-  const Text text = {slots.tokens + size_t(slot) * slots.max_len, drafts, num_tokens};
+  int* drafts = table.drafts + size_t(index) * table.max_drafts;
+  const Text text = {table.tokens + size_t(index) * table.max_len, drafts, num_tokens};
   const int end = num_tokens + given, largest = min(max_size, end - 1);
   unsigned long long best = 0;
   if (given < limit && largest >= min_size && num_tokens > 0) {
@@ -66,8 +69,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) draft_ngram(Slots slots, c
     const unsigned long long other = __shfl_xor_sync(~0u, best, mask);
     if (other > best) best = other;
   }
+  if (scores || min_scores) {
+    // Tokens that agree on before the match, a lane each, and before the end of the text.
+    const int size = int(best >> 32), place = ~int(unsigned(best)), lane = threadIdx.x;
+    const int first = place - size - lane, second = end - 1 - size - lane;
+    const bool is_equal = best && lane < MAX_SCORE_PAST && first >= 0 && text[first] == text[second];
+    const int score = size + __ffs(__ballot_sync(~0u, !is_equal)) - 1;
+    if (scores && lane == 0) scores[request] = score;
+    if (min_scores && score < min_scores[request]) best = 0;
+  }
   const int follow = best ? ~int(unsigned(best)) + 1 : end;
   const int count = min(limit - given, end - follow);
   for (int i = threadIdx.x; i < count; i += 32) drafts[given + i] = text[follow + i];
-  if (threadIdx.x == 0) slots.num_drafts[slot] = given + max(count, 0);
+  if (threadIdx.x == 0) table.num_drafts[index] = given + max(count, 0);
 }

@@ -37,10 +37,10 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
     defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[x.dtype], "VECTORS": vectors}
     added = 0 if residual is None else residual
     if size * x.element_size() <= NARROW_BYTES:
-        kernel = load(x.device, "norm", "rms_norm_narrow", "PPPPiif", defines, programmatic=True)
+        kernel = load(x.device, "norm", "rms_norm_narrow", defines, programmatic=True)
         kernel((-(-num_rows // (STRANDS // 32)), 1), (STRANDS, 1, 1), out, added, x, weight, num_rows, size, eps)
     else:
-        kernel = load(x.device, "norm", "rms_norm", "PPPPif", defines, programmatic=True)
+        kernel = load(x.device, "norm", "rms_norm", defines, programmatic=True)
         kernel((num_rows, 1), (STRANDS, 1, 1), out, added, x, weight, size, eps)
     return out
 

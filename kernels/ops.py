@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from kernels import attention, prefill, reference
 from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
 from kernels.distribution import draw_tokens, probabilities
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
-from kernels.reference import DRAFT_STREAM, SAMPLE_STREAM, apply_penalties
+from kernels.reference import apply_penalties, argmax, gelu_mul, norm_heads, soft_cap, token_rows
+from kernels.request_state import Admission
+from kernels.request_table import RequestTable, commit
 from kernels.sampling import choose, process_and_choose, sample
-from kernels.state import commit
 from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
+from kernels.step_attention import Plan, StepAttention, append_attention, plan_attention
+from kernels.step_rows import DrafterRows, StepRows
+from kernels.structs import DRAFT_STREAM, SAMPLE_STREAM, Policy, StepSizes
 from kernels.verify import sample_candidates, top_p_candidates, verify, verify_drafts, verify_rejection, verify_top_p
 
 __all__ = [
     "DRAFT_STREAM",
     "SAMPLE_STREAM",
+    "Admission",
+    "DrafterRows",
     "Plan",
+    "Policy",
+    "RequestTable",
+    "StepAttention",
+    "StepRows",
+    "StepSizes",
     "add_linear",
     "append_attention",
     "append_draft",
     "append_kv",
     "apply_penalties",
+    "argmax",
     "choose",
     "commit",
     "draft_ngram",
     "draw_tokens",
+    "gelu_mul",
     "linear",
     "norm_gated_linear",
+    "norm_heads",
     "norm_linear",
     "pack_results",
     "plan_attention",
@@ -46,6 +55,8 @@ __all__ = [
     "sample_candidates",
     "silu_mul",
     "simulate_acceptance",
+    "soft_cap",
+    "token_rows",
     "top_p_candidates",
     "verify",
     "verify_drafts",
@@ -53,30 +64,3 @@ __all__ = [
     "verify_top_p",
     "write_values",
 ]
-
-Plan = attention.AttentionPlan | prefill.PackedPlan | reference.AttentionPlan
-"""How a step's attention is computed: from lengths on the device, from lengths on the host, and the latter on CPU."""
-
-
-def plan_attention(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    page_ids: Sequence[Sequence[int]],
-    page_size: int,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Plan:
-    """A plan for lengths that the host knows. heads: of queries, of keys and values, and their size. See `reference.plan_attention`."""
-    if device.type == "cuda":
-        return prefill.PackedPlan(query_lens, seq_lens, page_ids, page_size, *heads, dtype, device)
-    return reference.plan_attention(list(query_lens), list(seq_lens), [list(p) for p in page_ids], page_size, heads[0] // heads[1], dtype, device)
-
-
-def append_attention(query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Attention of packed queries [T, H, D] over paged keys and values, causal among the new tokens -> [T, H, D]."""
-    if isinstance(plan, attention.AttentionPlan):
-        return attention.append_attention(query, key_pages, value_pages, plan)
-    if isinstance(plan, prefill.PackedPlan):
-        return prefill.append_packed_attention(query, key_pages, value_pages, plan)
-    return reference.append_attention(query, key_pages, value_pages, plan)

@@ -2,8 +2,7 @@
 #pragma once
 #include <cstdint>
 #include "exp2.cuh"
-
-constexpr unsigned SAMPLE_STREAM = 0, ACCEPT_STREAM = 1, RECOVER_STREAM = 2;
+#include "generated.cuh"
 
 // The keys of the rounds of Philox4x32-10 for a seed.
 struct RoundKeys {

@@ -1,6 +1,7 @@
 // Logits -> the target's token of every row, in one reading of the logits from memory.
 //
-// LOGIT: 0 float32, 1 bf16, 2 fp16. VECTOR: rows are 16-byte aligned. CLUSTER: blocks that share a row. THREADS of a block.
+// LOGIT: 0 float32, 1 bf16, 2 fp16. VECTOR: rows are 16-byte aligned. CLUSTER: blocks that share a row. THREADS of a block. RING: chunks of a
+// thread that are on their way in shared memory, 4 or 0.
 //
 // The token of a row is the likeliest after Gumbel noise among those that top_k, top_p and min_p keep. Nothing is sorted: what they
 // keep is a prefix of the tokens by probability. Without them one reading finds the best token. With them a first reading adds up
@@ -21,7 +22,7 @@
 #include "sampling_rules.cuh"
 
 // sample: row.load(row.sampled()) where has_mark. The token of a row under its parameters, in the first thread; -1 when none has a score.
-__device__ __forceinline__ int draw(const Row& row, bool has_mark, const Raw& sample, const SlotParams& params, int& is_broken) {
+__device__ __forceinline__ int draw(const Row& row, bool has_mark, const Raw& sample, const RequestParams& params, int& is_broken) {
   const float top_p = params.top_p, min_p = params.min_p;
   const int top_k = params.top_k < row.vocab_size ? params.top_k : 0;
   int turn = 0;
@@ -56,29 +57,29 @@ __device__ __forceinline__ int draw(const Row& row, bool has_mark, const Raw& sa
   return choose_among_many(row, params, top_k, limit, is_tried, all, mark, turn);
 }
 
-// Grid: rows * CLUSTER. Row j of a request follows its known tokens and its first j drafts. Padding rows get token 0.
+// Grid: rows * CLUSTER. Row j of a request follows its known tokens and its first j drafts; `ahead` of that are the positions that are drawn for. Padding rows get token 0.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREADS)
-    choose(int* token_ids, bool* is_broken, Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch, int vocab_size,
-           int is_processed) {
+    choose(int* token_ids, bool* is_broken, Logit* logits, Requests table, const int* request_indices, const int* cu_logit_rows, int batch, int vocab_size,
+           int is_processed, int ahead) {
   const int index = blockIdx.x / CLUSTER, block = blockIdx.x % CLUSTER;
   Row row;
   row.logits = logits + size_t(index) * vocab_size;
   row.vocab_size = vocab_size;
   row.first = block * THREADS + threadIdx.x;
   row.num_chunks = (vocab_size + 7) / 8;
-  const Owner owner = find_owner(row_slots, cu_query_lens, batch, index, &shared.owner);
+  const Owner owner = find_owner(request_indices, cu_logit_rows, batch, index, &shared.owner);
   if (owner.request < 0) {
     if (block == 0 && threadIdx.x == 0) token_ids[index] = 0, is_broken[index] = false;
     return;
   }
   arrive_cluster_relaxed();
-  const SlotParams& params = slots.params[owner.slot];
-  const int flags = params.flags, num_tokens = slots.num_tokens[owner.slot];
+  const RequestParams& params = table.params[owner.index];
+  const int flags = params.flags, num_tokens = table.num_tokens[owner.index];
   // For a guess, to which what rules do to a few logits does not matter: so it is asked for ahead of them.
   const bool has_mark = CLUSTER == 1 && !(flags & GREEDY) && params.top_p < 1 && params.top_k <= 0;
   Raw sample;
   if (has_mark) sample = row.load(row.sampled());
-  if (!is_processed && flags & RULES) process(logits + size_t(index) * vocab_size, slots, owner, block);
+  if (!is_processed && flags & RULES) process(logits + size_t(index) * vocab_size, table, owner, block);
   int token_id, broken = 0;
   if (flags & GREEDY) {
     const Best own = find_greatest(row);
@@ -88,7 +89,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
     token_id = best.key ? key_token(best.key) : -1;
     broken = !(best.greatest < INF);
   } else {
-    row.position = num_tokens + owner.place;
+    row.position = num_tokens + owner.place + ahead;
     // From one lane, by which the compiler knows that a warp has one seed.
     row.seed_low = __shfl_sync(~0u, params.seed_low, 0), row.seed_high = __shfl_sync(~0u, params.seed_high, 0);
     row.temperature = params.temperature;
@@ -101,9 +102,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
 #if CLUSTER == 1
 // The rules alone, for those that want the processed logits. Grid: rows.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    process_logits(Logit* logits, Slots slots, const int* row_slots, const int* cu_query_lens, int batch) {
+    process_logits(Logit* logits, Requests table, const int* request_indices, const int* cu_logit_rows, int batch) {
   __shared__ Owner cell;
-  const Owner owner = find_owner(row_slots, cu_query_lens, batch, blockIdx.x, &cell);
-  if (owner.request >= 0 && slots.params[owner.slot].flags & RULES) process(logits + size_t(blockIdx.x) * slots.vocab_size, slots, owner, 0);
+  const Owner owner = find_owner(request_indices, cu_logit_rows, batch, blockIdx.x, &cell);
+  if (owner.request >= 0 && table.params[owner.index].flags & RULES) process(logits + size_t(blockIdx.x) * table.vocab_size, table, owner, 0);
 }
 #endif

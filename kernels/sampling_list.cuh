@@ -70,7 +70,7 @@ __device__ __forceinline__ Mass weigh_listed(int count, const IsIn& is_in) {
 }
 
 // The token that `draw` wants, of the list alone, by one warp. Every token that may be kept is in it, the top_k where there is one.
-__device__ __forceinline__ int choose_listed(const Row& row, const SlotParams& params, int top_k, float least, const Best& all) {
+__device__ __forceinline__ int choose_listed(const Row& row, const RequestParams& params, int top_k, float least, const Best& all) {
   const float top_p = params.top_p, min_p = params.min_p;
   const int count = shared.num_listed;
   float wanted = top_p * (all.sum * exp2_fast(all.base - all.greatest * row.to_base2)) * LIST_ONE;

@@ -5,7 +5,7 @@
 
 // The token that `draw` wants. limit: below it are none that may be kept, and at least top_k reach it. is_tried: all.key is the best
 // token, and its neighbours are noted. mark: that of all.marked.
-__device__ __noinline__ int choose_among_many(const Row row, const SlotParams& params, int top_k, float limit, bool is_tried, const Best all, float mark,
+__device__ __noinline__ int choose_among_many(const Row row, const RequestParams& params, int top_k, float limit, bool is_tried, const Best all, float mark,
                                               int turn) {
   const float top_p = params.top_p, min_p = params.min_p;
   float sum = all.sum, least;  // noted are the tokens whose scores are above `least`

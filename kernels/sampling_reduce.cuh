@@ -3,7 +3,7 @@
 #include "cluster.cuh"
 #include "logits.cuh"
 #include "random.cuh"
-#include "slots.cuh"
+#include "request_table.cuh"
 
 constexpr int WARPS = THREADS / 32, STRIDE = CLUSTER * THREADS;
 constexpr float LOG2E = 1.4426950408889634f;

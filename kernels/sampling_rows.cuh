@@ -5,7 +5,7 @@
 
 constexpr int DEPTH = LOGIT == 0 ? 1 : 2;
 
-constexpr int RING = VECTOR && CLUSTER == 1 ? 4 : 0;
+static_assert(RING == 0 || (RING == 4 && VECTOR && CLUSTER == 1), "chunks are copied whole");
 
 // Of each thread: chunks on their way from memory where blocks do not share rows, and the greatest logit of each chunk that has come.
 extern __shared__ __align__(16) unsigned char dynamic_memory[];

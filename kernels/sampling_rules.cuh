@@ -1,14 +1,12 @@
 // Penalties, biases and bans.
 #pragma once
 #include "logits.cuh"
-#include "slots.cuh"
+#include "request_table.cuh"
 
-constexpr int RULES = HAS_PENALTIES | HAS_BIAS | HAS_BANS;
-
-// The penalties of a row that has `place` drafts before it. What depends on the slot alone is read at once, and so are the logits that
+// The penalties of a row that has `place` drafts before it. What depends on the request alone is read at once, and so are the logits that
 // it names: each reading takes as long as all of them.
 template <class IsOwn>
-__device__ __forceinline__ void penalize(Logit* row, const Slots& slots, const SlotParams& params, int slot, int place, const IsOwn& is_own) {
+__device__ __forceinline__ void penalize(Logit* row, const Requests& table, const RequestParams& params, int index, int place, const IsOwn& is_own) {
   __shared__ int drafts[32], is_seen[32];
   constexpr int AHEAD = 2;  // entries of a thread
   const float repetition = params.repetition, presence = params.presence, frequency = params.frequency;
@@ -17,18 +15,18 @@ __device__ __forceinline__ void penalize(Logit* row, const Slots& slots, const S
     x = __fsub_rn(x, count > 0 ? presence : 0.0f);
     row[token_id] = from_float(__fsub_rn(x, __fmul_rn(frequency, float(count))));
   };
-  const int num_drafts = min(place, 32), num_seen = slots.num_seen[slot];
-  const int2* seen = slots.seen + size_t(slot) * slots.max_seen;
+  const int num_drafts = min(place, 32), num_seen = table.num_seen[index];
+  const int2* seen = table.seen + size_t(index) * table.max_seen;
   int2 entries[AHEAD];
   Logit logits[AHEAD], own_logit = from_float(0);
 #pragma unroll
   for (int a = 0; a < AHEAD; ++a) {
     const int i = a * THREADS + int(threadIdx.x);
-    entries[a] = i < slots.max_seen ? seen[i] : make_int2(0, 0);
+    entries[a] = i < table.max_seen ? seen[i] : make_int2(0, 0);
   }
   const bool has_draft = int(threadIdx.x) < num_drafts;
-  const int own_draft = has_draft ? slots.drafts[size_t(slot) * slots.max_drafts + threadIdx.x] : -1;
-  const bool is_draft = unsigned(own_draft) < unsigned(slots.vocab_size) && is_own(own_draft);
+  const int own_draft = has_draft ? table.drafts[size_t(index) * table.max_drafts + threadIdx.x] : -1;
+  const bool is_draft = unsigned(own_draft) < unsigned(table.vocab_size) && is_own(own_draft);
   for (int start = 0;;) {
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a)
@@ -66,25 +64,25 @@ __device__ __forceinline__ void penalize(Logit* row, const Slots& slots, const S
 
 // Penalties, biases and bans of a row, in place, each rounded to the logits' type as the reference does. A block changes the chunks
 // that it reads in `choose`.
-__device__ void process(Logit* row, const Slots& slots, const Owner& owner, int block) {
-  const int slot = owner.slot, place = owner.place;
-  const SlotParams& params = slots.params[slot];
+__device__ void process(Logit* row, const Requests& table, const Owner& owner, int block) {
+  const int index = owner.index, place = owner.place;
+  const RequestParams& params = table.params[index];
   const int flags = params.flags;
   const auto is_own = [&](int token_id) { return CLUSTER == 1 || token_id / 8 / THREADS % CLUSTER == block; };
-  if (flags & HAS_PENALTIES) penalize(row, slots, params, slot, place, is_own);
+  if (flags & HAS_PENALTIES) penalize(row, table, params, index, place, is_own);
   if (flags & HAS_BIAS) {
     const int count = params.num_biases;
     for (int i = threadIdx.x; i < count; i += THREADS) {
-      const int token_id = slots.bias_ids[slot * MAX_BIASES + i];
-      const float bias = slots.biases[slot * MAX_BIASES + i];
+      const int token_id = table.bias_ids[index * MAX_BIASES + i];
+      const float bias = table.biases[index * MAX_BIASES + i];
       if (is_own(token_id)) row[token_id] = from_float(__fadd_rn(to_float(row[token_id]), bias));
     }
     __syncthreads();
   }
-  if (flags & HAS_BANS && slots.num_tokens[slot] + place < params.min_known) {
+  if (flags & HAS_BANS && table.num_tokens[index] + place < params.min_known) {
     const int count = params.num_banned;
     for (int i = threadIdx.x; i < count; i += THREADS) {
-      const int token_id = slots.banned_ids[slot * MAX_BANNED + i];
+      const int token_id = table.banned_ids[index * MAX_BANNED + i];
       if (is_own(token_id)) row[token_id] = from_float(-INF);
     }
     __syncthreads();

@@ -1,125 +1,124 @@
 """What the target and the drafter compute next, laid out on the device from the state that the last step left there.
 
-A step has B rows, one per request, and room for T packed tokens. `fields` [8, B] int32 is what the host says of each row: its slot,
-the pages it holds, the number of tokens at which it ends, how many drafts to verify, how many its model drafter may make next, and how many
-drafts it may have once a lookup lengthened them (-1: no lookup), and which rows have the same first pages (a group's number, -1: none) with
-how many tokens on them. The last slot is a dummy: rows that have it compute nothing. Tokens that
-belong to nobody, or that lie past a request's pages, use the scratch page, which is the last.
+A step has B rows, one per request: first those whose tokens the host names (chunks of prompts), then those that decode. `fields`
+[NUM_FIELDS, B] int32 is what the host says of each (`structs.Field`). On a GPU the layout is written into memory with room for the most
+rows, and nothing of it is known on the host; on CPU it is exact.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from kernels._load import Kernel, load
 from kernels.reference import step as reference
+from kernels.request_state import RequestState
+from kernels.step_rows import DrafterRows, StepRows
+from kernels.structs import INDEX, MAX_BATCH, NUM_FIELDS, RESULT_HEAD, StepSizes
 
-NUM_FIELDS = 8
-SLOT, NUM_PAGES, END, VERIFY_LIMIT, MODEL_LIMIT, LOOKUP_LIMIT, PREFIX_GROUP, PREFIX_LEN = range(NUM_FIELDS)
-RESULT_HEAD = 4
-"""Before the tokens of a row of results: tokens emitted, drafts accepted, drafts verified, and 1 when a score was not finite."""
+THREADS = MAX_BATCH
+BLOCK_ROWS, MAX_BLOCKS = 1024, 64
+"""Packed rows that a block lays out, and blocks at most."""
 
 
-@dataclass(frozen=True)
-class StepSizes:
-    """Bounds of one step, the same at each replay of its graph."""
+def _num_blocks(num_rows: int) -> int:
+    return max(1, min(-(-num_rows // BLOCK_ROWS), MAX_BLOCKS))
 
-    batch: int
-    rows: int
-    max_tokens: int
-    max_drafts: int
-    table_width: int
-    page_size: int
-    scratch_page: int
-    dummy_slot: int
 
-    def to(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor(
-            [self.batch, self.rows, self.max_tokens, self.max_drafts, self.table_width, self.page_size, self.scratch_page, self.dummy_slot],
-            dtype=torch.int32,
-            device=device,
+def _kernel(like: torch.Tensor, name: str) -> Kernel:
+    return load(like.device, "step", name)
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; must be {dtype} {list(shape)}, contiguous")
+
+
+def _check_inputs(table: RequestState, fields: torch.Tensor, page_table: torch.Tensor, sizes: StepSizes) -> None:
+    _check("fields", fields, (NUM_FIELDS, sizes.batch))
+    _check("page_table", page_table, (table.size, sizes.table_width))
+    if not 1 <= sizes.batch <= MAX_BATCH:
+        raise ValueError(f"a step has {sizes.batch} rows; the limit is {MAX_BATCH}")
+    own = (table.max_len, table.drafts.shape[1], table.dummy_index)
+    if (sizes.max_tokens, sizes.max_drafts, sizes.dummy_index) != own:
+        raise ValueError(
+            f"sizes say max_tokens, max_drafts, dummy_index = {sizes.max_tokens, sizes.max_drafts, sizes.dummy_index}; the table has {own}"
         )
 
 
-def _kernel(like: torch.Tensor, name: str, types: str) -> Kernel:
-    return load(like.device, "step", name, types)
+def prepare_step(table: RequestState, fields: torch.Tensor, page_table: torch.Tensor, sizes: StepSizes, rows: StepRows | None = None) -> StepRows:
+    """Lays out the tokens that each request computes: known ones, or the newest and its drafts, as many as its limit, its end and the room allow.
 
-
-def prepare_step(
-    packed: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_verified: torch.Tensor,
-    fields: torch.Tensor,
-    tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
-    drafts: torch.Tensor,
-    num_drafts: torch.Tensor,
-    page_table: torch.Tensor,
-    sizes: StepSizes,
-    sizes_on_device: torch.Tensor,
-) -> None:
-    """Writes packed [3, T] int64 (token ids, positions, KV slots), cu_query_lens [B + 1], seq_lens [B] and num_verified [B] int32.
-
-    Each request's last token and its drafts: as many as its limit, its end, and T allow.
+    page_table [S, N] int32: page ids by request index. rows: where a GPU writes it, and whose room bounds it; not looked at on CPU.
     """
-    outputs = (packed, cu_query_lens, seq_lens, num_verified)
-    inputs = (fields, tokens, num_tokens, drafts, num_drafts, page_table)
-    if not packed.is_cuda:
-        reference.prepare_step(*outputs, *inputs, sizes)
-        return
-    _kernel(packed, "prepare_step", "P" * 11)((1, 1), (256, 1, 1), *outputs, *inputs, sizes_on_device)
+    _check_inputs(table, fields, page_table, sizes)
+    if not fields.is_cuda:
+        return reference.prepare_step(table, fields, page_table, sizes, None)
+    assert rows is not None, "on a GPU the layout is written into memory that is there"
+    batch = sizes.batch
+    _check("packed", rows.packed, (4, sizes.rows), torch.int64)
+    _check("logit_rows", rows.logit_rows, (len(rows.logit_rows),), torch.int64)
+    for name, length in (("cu_query_lens", batch + 1), ("seq_lens", batch), ("num_verified", batch), ("cu_logit_rows", batch + 1)):
+        _check(name, getattr(rows, name), (length,))
+    outputs = (rows.packed, rows.cu_query_lens, rows.seq_lens, rows.num_verified, rows.cu_logit_rows, rows.logit_rows)
+    kernel = _kernel(fields, "prepare_step")
+    grid = (_num_blocks(sizes.rows), 1)
+    kernel(grid, (THREADS, 1, 1), *outputs, len(rows.logit_rows), table.arguments, fields, page_table, sizes)
+    return rows
 
 
 def prepare_drafter(
-    packed: torch.Tensor,
-    seq_lens: torch.Tensor,
-    last_rows: torch.Tensor,
-    fields: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    emitted: torch.Tensor,
-    num_emitted: torch.Tensor,
-    num_tokens: torch.Tensor,
-    page_table: torch.Tensor,
-    sizes: StepSizes,
-    sizes_on_device: torch.Tensor,
-) -> None:
-    """Lays out the emitted tokens for the drafter, in the target's rows: packed [4, T] int64 (token ids, positions, KV slots, and slots of
-    the tokens before), seq_lens [B] int32, last_rows [B] int64: the rows of the newest tokens.
+    table: RequestState, fields: torch.Tensor, target: StepRows, page_table: torch.Tensor, sizes: StepSizes, rows: DrafterRows | None = None
+) -> DrafterRows:
+    """Lays out, after `commit`, the known tokens that the model drafter computes, and notes that it has computed them.
 
-    Rows of rejected drafts compute something that the next tokens overwrite.
+    target: the step's rows. rows: where a GPU writes it; not looked at on CPU. Rows of rejected drafts compute something that later rows
+    write over.
     """
-    outputs = (packed, seq_lens, last_rows)
-    inputs = (fields, cu_query_lens, emitted, num_emitted, num_tokens, page_table)
-    if not packed.is_cuda:
-        reference.prepare_drafter(*outputs, *inputs, sizes)
-        return
-    _kernel(packed, "prepare_drafter", "P" * 10)((1, 1), (256, 1, 1), *outputs, *inputs, sizes_on_device)
+    _check_inputs(table, fields, page_table, sizes)
+    if not fields.is_cuda:
+        return reference.prepare_drafter(table, fields, target, page_table, sizes, None)
+    assert rows is not None, "on a GPU the layout is written into memory that is there"
+    batch, num_rows = sizes.batch, rows.packed.shape[1]
+    _check("packed", rows.packed, (5, num_rows), torch.int64)
+    _check("last_rows", rows.last_rows, (batch,), torch.int64)
+    for name, tensor, length in (("cu_rows", rows.cu_rows, batch + 1), ("seq_lens", rows.seq_lens, batch), ("seq_lens", target.seq_lens, batch)):
+        _check(name, tensor, (length,))
+    outputs = (rows.packed, rows.cu_rows, rows.seq_lens, rows.last_rows)
+    kernel = _kernel(fields, "prepare_drafter")
+    grid = (_num_blocks(num_rows), 1)
+    kernel(grid, (THREADS, 1, 1), *outputs, num_rows, table.arguments, fields, target.seq_lens, page_table, sizes)
+    if grid != (1, 1):
+        _kernel(fields, "note_drafter")((1, 1), (THREADS, 1, 1), table.arguments, rows.seq_lens, fields[INDEX], batch)
+    return rows
 
 
 def append_draft(
-    drafts: torch.Tensor,
-    num_drafts: torch.Tensor,
     packed: torch.Tensor,
     seq_lens: torch.Tensor,
+    table: RequestState,
     fields: torch.Tensor,
     chosen: torch.Tensor,
-    num_tokens: torch.Tensor,
     page_table: torch.Tensor,
     sizes: StepSizes,
-    sizes_on_device: torch.Tensor,
     step: int,
+    is_skipped: torch.Tensor | None = None,
 ) -> None:
     """Adds draft number `step`, chosen [B] int32, to the rows that want so many, and lays out the forward that makes the next one:
-    packed [3, B] int64, seq_lens [B] int32."""
-    outputs = (drafts, num_drafts, packed, seq_lens)
-    inputs = (fields, chosen, num_tokens, page_table)
+    packed [3, B] int64 (token ids, positions, KV slots of the drafter), seq_lens [B] int32.
+
+    A row with is_skipped [B] int32 other than 0 wants none. Rows that want no more compute on the scratch page: the batch keeps its shape.
+    """
+    _check_inputs(table, fields, page_table, sizes)
+    _check("packed", packed, (3, sizes.batch), torch.int64)
+    _check("seq_lens", seq_lens, (sizes.batch,))
+    _check("chosen", chosen, (sizes.batch,))
+    if is_skipped is not None:
+        _check("is_skipped", is_skipped, (sizes.batch,))
     if not packed.is_cuda:
-        reference.append_draft(*outputs, *inputs, sizes, step)
+        reference.append_draft(packed, seq_lens, table, fields, chosen, page_table, sizes, step, is_skipped)
         return
-    _kernel(packed, "append_draft", "P" * 9 + "i")((1, 1), (256, 1, 1), *outputs, *inputs, sizes_on_device, step)
+    skipped = 0 if is_skipped is None else is_skipped
+    _kernel(packed, "append_draft")((1, 1), (THREADS, 1, 1), packed, seq_lens, table.arguments, fields, chosen, skipped, page_table, sizes, step)
 
 
 def pack_results(
@@ -129,33 +128,33 @@ def pack_results(
     num_accepted: torch.Tensor,
     num_verified: torch.Tensor,
     is_broken: torch.Tensor,
-    cu_query_lens: torch.Tensor,
+    cu_logit_rows: torch.Tensor,
 ) -> None:
-    """Gathers what the host reads of a step in results [B, 4 + K + 1] int32; emitted [B, K + 1], is_broken [T] bool, the others [B]."""
-    inputs = (emitted, num_emitted, num_accepted, num_verified, is_broken, cu_query_lens)
+    """Gathers what the host reads of a step in results [B, RESULT_HEAD + K + 1] int32; emitted [B, K + 1], is_broken [R] bool, the others [B]."""
+    batch, width = emitted.shape
+    _check("results", results, (batch, RESULT_HEAD + width))
+    _check("emitted", emitted, (batch, width))
+    _check("is_broken", is_broken, (len(is_broken),), torch.bool)
+    _check("cu_logit_rows", cu_logit_rows, (batch + 1,))
+    for name, tensor in (("num_emitted", num_emitted), ("num_accepted", num_accepted), ("num_verified", num_verified)):
+        _check(name, tensor, (batch,))
+    inputs = (emitted, num_emitted, num_accepted, num_verified, is_broken, cu_logit_rows)
     if not results.is_cuda:
         reference.pack_results(results, *inputs)
         return
-    _kernel(results, "pack_results", "P" * 7 + "i")((len(results), 1), (32, 1, 1), results, *inputs, results.shape[1])
+    _kernel(results, "pack_results")((batch, 1), (32, 1, 1), results, *inputs, results.shape[1])
 
 
-def simulate_acceptance(
-    chosen: torch.Tensor,
-    fields: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    drafts: torch.Tensor,
-    num_tokens: torch.Tensor,
-    sizes: StepSizes,
-    sizes_on_device: torch.Tensor,
-    rate: float,
-) -> None:
-    """For benchmarks of models with random weights: the target's choice chosen [T] is the draft itself with probability `rate`,
+def simulate_acceptance(chosen: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, rate: float) -> None:
+    """For benchmarks of models with random weights: the target's choice chosen [R] int32 is the draft itself with probability `rate`,
     by a hash of the token's position."""
-    inputs = (fields, cu_query_lens, drafts, num_tokens)
+    batch = len(request_indices)
+    _check("request_indices", request_indices, (batch,))
+    _check("cu_logit_rows", cu_logit_rows, (batch + 1,))
     if not chosen.is_cuda:
-        reference.simulate_acceptance(chosen, *inputs, sizes, rate)
+        reference.simulate_acceptance(chosen, table, request_indices, cu_logit_rows, rate)
         return
-    _kernel(chosen, "simulate_acceptance", "P" * 6 + "f")((1, 1), (256, 1, 1), chosen, *inputs, sizes_on_device, rate)
+    _kernel(chosen, "simulate_acceptance")((1, 1), (256, 1, 1), chosen, table.arguments, request_indices, cu_logit_rows, batch, rate)
 
 
 def write_values(target: torch.Tensor, updates: torch.Tensor, count: int) -> None:
@@ -164,4 +163,4 @@ def write_values(target: torch.Tensor, updates: torch.Tensor, count: int) -> Non
         reference.write_values(target, updates, count)
         return
     if count:
-        _kernel(target, "write_values", "PPi")((-(-count // 128), 1), (128, 1, 1), target, updates, count)
+        _kernel(target, "write_values")((-(-count // 128), 1), (128, 1, 1), target, updates, count)

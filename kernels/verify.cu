@@ -1,9 +1,7 @@
 // Which drafts stand, by each strategy, without the host.
 
 #include "draw.cuh"
-#include "slots.cuh"
-
-constexpr int NORMAL = 0, ACCEPT_ALL = 1;  // any other policy rejects all
+#include "request_table.cuh"
 
 __device__ __forceinline__ int count_leading(bool is_accepted) {  // lanes before the first that is not
   const unsigned rejected = __ballot_sync(~0u, !is_accepted);
@@ -12,12 +10,12 @@ __device__ __forceinline__ int count_leading(bool is_accepted) {  // lanes befor
 
 // Accepts drafts while they are what the target chose, for greedy and target_match. Grid: requests; one warp. width: K + 1 <= 32.
 extern "C" __global__ void __launch_bounds__(32)
-    verify_drafts(int* emitted, int* num_emitted, int* num_accepted, const int* chosen, Slots slots, const int* row_slots, const int* cu_query_lens,
+    verify_drafts(int* emitted, int* num_emitted, int* num_accepted, const int* chosen, Requests table, const int* request_indices, const int* cu_logit_rows,
                   int width, int policy) {
-  const int request = blockIdx.x, lane = threadIdx.x, start = cu_query_lens[request];
-  const int num_rows = cu_query_lens[request + 1] - start, num_drafts = min(num_rows, width) - 1;
+  const int request = blockIdx.x, lane = threadIdx.x, start = cu_logit_rows[request];
+  const int num_rows = cu_logit_rows[request + 1] - start, num_drafts = min(num_rows, width) - 1;
   const int own = lane <= num_drafts ? chosen[start + lane] : -1;
-  const int draft = lane < num_drafts ? slots.drafts[size_t(row_slots[request]) * slots.max_drafts + lane] : -1;
+  const int draft = lane < num_drafts ? table.drafts[size_t(request_indices[request]) * table.max_drafts + lane] : -1;
   const bool is_match = policy == NORMAL ? own == draft : policy == ACCEPT_ALL;
   const int accepted = count_leading(lane < num_drafts && is_match);
   if (lane < width) emitted[request * width + lane] = num_rows <= 0 ? -1 : lane < accepted ? draft : lane == accepted ? own : -1;

@@ -6,10 +6,9 @@ import torch
 
 from kernels import reference
 from kernels._load import load
-from kernels.reference import slots as reference_slots
-from kernels.state import MAX_DRAFTS, SLOTS, SlotTable
-
-POLICIES = {"normal": 0, "accept_all": 1, "reject_all": 2}
+from kernels.reference import request_table as reference_table
+from kernels.request_state import RequestState
+from kernels.structs import MAX_DRAFTS, Policy
 
 
 def _ints(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -24,25 +23,33 @@ def _check_width(width: int) -> None:
 
 def verify_drafts(
     chosen: torch.Tensor,
-    table: SlotTable,
-    row_slots: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    policy: str = "normal",
+    table: RequestState,
+    request_indices: torch.Tensor,
+    cu_logit_rows: torch.Tensor,
+    policy: Policy = Policy.NORMAL,
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accepts each request's drafts while they are what the target chose -> (emitted [B, max_drafts + 1], num_emitted [B], num_accepted [B]).
 
-    chosen [R]: the target's token per packed row, cu_query_lens [B + 1]: rows of each request, one more than it has drafts. A request
-    without rows emits nothing. emitted is padded with -1. accept_all and reject_all are for debugging. All int32.
+    chosen [R]: the target's token per row of logits, cu_logit_rows [B + 1]: rows of each request, one more than it has drafts. A request
+    without rows emits nothing. emitted is padded with -1. ACCEPT_ALL and REJECT_ALL are for debugging. All int32. outputs: where a GPU
+    writes them.
     """
     _check_width(table.max_drafts + 1)
+    batch, width = len(request_indices), table.max_drafts + 1
+    for name, tensor, length in (
+        ("chosen", chosen, len(chosen)),
+        ("request_indices", request_indices, batch),
+        ("cu_logit_rows", cu_logit_rows, batch + 1),
+    ):
+        if tensor.shape != (length,) or tensor.dtype != torch.int32:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; int32 [{length}] is needed")
     if not chosen.is_cuda:
-        return reference_slots.verify_drafts(chosen, table, row_slots, cu_query_lens, policy)
-    batch, width = len(row_slots), table.max_drafts + 1
+        return reference_table.verify_drafts(chosen, table, request_indices, cu_logit_rows, policy)
     if outputs is None:
         outputs = (chosen.new_empty(batch, width), chosen.new_empty(batch), chosen.new_empty(batch))
-    kernel = load(chosen.device, "verify", "verify_drafts", "PPPP" + SLOTS + "PPii")
-    kernel((batch, 1), (32, 1, 1), *outputs, chosen, *table.arguments, row_slots, cu_query_lens, width, POLICIES[policy])
+    kernel = load(chosen.device, "verify", "verify_drafts")
+    kernel((batch, 1), (32, 1, 1), *outputs, chosen, table.arguments, request_indices, cu_logit_rows, width, int(policy))
     return outputs
 
 
@@ -54,7 +61,7 @@ def verify(draft_token_ids: torch.Tensor, num_drafts: torch.Tensor, target_token
         return reference.verify(draft_token_ids, num_drafts, target_token_ids)
     inputs = _ints(draft_token_ids, num_drafts, target_token_ids)
     emitted, num_accepted = torch.empty_like(inputs[2]), torch.empty_like(inputs[1])
-    kernel = load(emitted.device, "verify", "verify", "PPPPPi")
+    kernel = load(emitted.device, "verify", "verify")
     kernel((batch, 1), (32, 1, 1), emitted, num_accepted, *inputs, width)
     return emitted, num_accepted
 
@@ -77,7 +84,7 @@ def verify_rejection(
         return reference.verify_rejection(probs, draft_token_ids, num_drafts, draft_probs, seeds, positions)
     drafts, counts, places = _ints(draft_token_ids, num_drafts, positions)
     emitted, num_accepted = drafts.new_empty(batch, width), torch.empty_like(counts)
-    kernel = load(probs.device, "verify", "verify_rejection", "PPPPPPPPii")
+    kernel = load(probs.device, "verify", "verify_rejection")
     inputs = (probs.contiguous(), 0 if draft_probs is None else draft_probs.contiguous(), drafts, counts, seeds.contiguous(), places)
     kernel((batch, 1), (1024, 1, 1), emitted, num_accepted, *inputs, width, vocab_size)
     return emitted, num_accepted
@@ -91,7 +98,7 @@ def top_p_candidates(probs: torch.Tensor, top_p: torch.Tensor, max_candidates: i
     most = min(max_candidates, vocab_size)
     ids = probs.new_empty(rows, most, dtype=torch.int32)
     outputs = (ids, probs.new_empty(rows, most), ids.new_empty(rows))
-    kernel = load(probs.device, "verify", "top_p_candidates", "PPPPPii")
+    kernel = load(probs.device, "verify", "top_p_candidates")
     kernel((rows, 1), (1024, 1, 1), *outputs, probs.contiguous(), top_p.contiguous(), most, vocab_size)
     return outputs
 
@@ -101,11 +108,11 @@ def sample_candidates(
 ) -> torch.Tensor:
     """Draws one of each row's first num_candidates [R] candidates [R, C] by their probs [R, C] -> [R], with the noise of `sample`."""
     if not probs.is_cuda:
-        return reference_slots.sample_candidates(candidate_ids, probs, num_candidates, seeds, positions)
+        return reference_table.sample_candidates(candidate_ids, probs, num_candidates, seeds, positions)
     rows, most = probs.shape
     ids, counts, places = _ints(candidate_ids, num_candidates, positions)
     token_ids = ids.new_empty(rows)
-    kernel = load(probs.device, "verify", "sample_candidates", "PPPPPPi")
+    kernel = load(probs.device, "verify", "sample_candidates")
     kernel((rows, 1), (32, 1, 1), token_ids, ids, probs.contiguous(), counts, seeds.contiguous(), places, most)
     return token_ids
 
@@ -125,6 +132,6 @@ def verify_top_p(
         return reference.verify_top_p(draft_token_ids, num_drafts, candidate_ids, num_candidates, correction_ids, window)
     inputs = _ints(draft_token_ids, num_drafts, candidate_ids, num_candidates, correction_ids)
     emitted, num_accepted = inputs[0].new_empty(batch, width), torch.empty_like(inputs[1])
-    kernel = load(candidate_ids.device, "verify", "verify_top_p", "PPPPPPPiii")
+    kernel = load(candidate_ids.device, "verify", "verify_top_p")
     kernel((batch, 1), (32, 1, 1), emitted, num_accepted, *inputs, width, most, window)
     return emitted, num_accepted

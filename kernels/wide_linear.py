@@ -78,7 +78,7 @@ def launch(
     num_rows, row_bytes = -(-num_tokens // 8) * 8, in_size * size
     weights = tensor_map(weight.data_ptr(), x.dtype, (in_size, out_size), (row_bytes,), (STEP, width // (1 + is_gated)))
     tokens_map = tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * size,), (STEP, num_rows))
-    kernel = load(x.device, "wide_linear", "wide_linear", "128s128sPPPiiiii", defines, shared=SHARED, programmatic=True)
+    kernel = load(x.device, "wide_linear", "wide_linear", defines, shared=SHARED, programmatic=True)
     num_tiles = -(-out_size // width)
     grid = num_tiles * split if split > 1 else min(num_tiles, num_multiprocessors)
     pointers = (0 if t is None else t for t in (bias, residual))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,26 +13,40 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
-from backend.device.graphs import StepShape
-from tests.servers import serve
+from backend.step.program import StepShape
+from tests.servers import ServerPool, serve
 from training.heldout import read_heldout
 
 ROOT = Path(__file__).parent.parent
 
 # One thread each for this process and the servers that tests start: two that share a core stall each other at every operation.
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+# What a shell runs in the background has SIGINT ignored, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONGEST = ("test_supervision.py", "test_drafter_server.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that start servers or use a GPU: each has the machine for itself, while others run beside one another (see the Makefile)."""
+    """Marks the tests that start servers (see the Makefile), and brings the longest to the front, for others to run beside them."""
     for item in items:
-        if getattr(getattr(item, "module", None), "serve", None) is serve or item.path.parent.name == "gpu":
-            item.add_marker("alone")
+        if getattr(getattr(item, "module", None), "serve", None) is serve or "servers" in getattr(item, "fixturenames", ()):
+            item.add_marker("serving")
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with ServerPool(tmp_path_factory.mktemp("servers")) as pool:
+        yield pool
 
 
 def code_prompts(count: int, lengths: tuple[int, int] = (60, 900), seed: int = 0) -> list[str]:
@@ -54,15 +71,36 @@ def hf_model():
 
 
 @pytest.fixture(scope="session")
+def llm_plain() -> LLM:
+    """One engine that knows nothing of drafters, nor of prefixes."""
+    return LLM(enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="session")
 def llm_ngram() -> LLM:
     """One engine that has ngram loaded; requests choose none, naive or ngram. Drafts are not paced: they must not depend on the clock."""
     return LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
 
 
+EVERY_METHOD = {
+    "method": "mtp",
+    "num_speculative_tokens": 3,
+    "request_methods": ["suffix"],
+    "adaptive": False,
+    "suffix_decoding_max_cached_requests": 0,  # drafts depend on the request alone
+}
+
+
 @pytest.fixture(scope="session")
 def llm_all() -> LLM:
-    """One engine that has every method loaded, mtp by default, not paced either."""
-    return LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 3, "request_methods": ["suffix"], "adaptive": False})
+    """One engine that has every method loaded, mtp by default, not paced either. Each step is read before the next one is planned."""
+    return LLM(speculative_config=EVERY_METHOD)
+
+
+@pytest.fixture(scope="session")
+def llm_ahead() -> LLM:
+    """The same, with the next step planned while one is under way."""
+    return LLM(speculative_config=EVERY_METHOD, async_scheduling=True)
 
 
 def greedy(max_tokens: int, **options) -> SamplingParams:
@@ -70,20 +108,9 @@ def greedy(max_tokens: int, **options) -> SamplingParams:
 
 
 def note_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[StepShape]:
-    """The shapes of the device's steps that are launched from now on."""
-    graphs, used = llm.engine.device_steps._graphs, set()
-    launch = graphs.launch
-    monkeypatch.setattr(graphs, "launch", lambda shape, updates: used.add(shape) or launch(shape, updates))
+    """The shapes of the steps that are launched on a GPU from now on."""
+    graphs, used = llm.engine.worker.graphs, set()
+    assert graphs is not None
+    run = graphs.run
+    monkeypatch.setattr(graphs, "run", lambda shape: used.add(shape) or run(shape))
     return used
-
-
-def run_in_batches(llm: LLM, prompts: list[list[int]], params: SamplingParams, batch: int, method: str) -> list[list[int]]:
-    """Output ids of every prompt, `batch` prompts at a time."""
-    outputs = []
-    for i in range(0, len(prompts), batch):
-        part = [{"prompt_token_ids": ids} for ids in prompts[i : i + batch]]
-        results = llm.generate(part, params, speculative={"method": method}, use_tqdm=False)
-        outputs += [r.outputs[0].token_ids for r in results]
-    llm.engine.scheduler.check()
-    assert llm.engine.scheduler.pool.num_held == 0
-    return outputs

@@ -7,12 +7,15 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
-from deploy.demo import free_ports, running_server
+from deploy.demo import FORETOKEN, free_ports, running_server
+from deploy.launcher import KEY_FILE
+from deploy.supervision.probe import KEY_HEADER
+from deploy.supervision.processes import is_running, read_state
 
 
 @dataclass
@@ -22,6 +25,21 @@ class RunningServer:
     metrics: str
     log: Path
     process: Popen
+    repository: Path
+
+    @property
+    def key(self) -> str:
+        """Of the APIs that are not for clients."""
+        return (self.repository / KEY_FILE).read_text().strip()
+
+    @property
+    def pid(self) -> int:
+        """Of tritonserver, which the launcher has started, or has become."""
+        own = self.process.pid
+        running = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and is_running(int(p.name))]
+        family = [own, *(pid for pid in running if read_state(pid)[1] == own)]
+        (found,) = (pid for pid in family if b"tritonserver" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
+        return found
 
     def get(self, path: str) -> tuple[int, str]:
         return self._ask(urllib.request.Request(f"http://{self.http}{path}"))
@@ -29,6 +47,11 @@ class RunningServer:
     def post(self, path: str, body: object) -> tuple[int, str]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self._ask(urllib.request.Request(f"http://{self.http}{path}", data, {"Content-Type": "application/json"}))
+
+    def administer(self, path: str) -> tuple[int, str]:
+        """Asks one of the APIs that are not for clients."""
+        headers = {"Content-Type": "application/json", KEY_HEADER: self.key}
+        return self._ask(urllib.request.Request(f"http://{self.http}{path}", b"{}", headers))
 
     @staticmethod
     def _ask(request: urllib.request.Request) -> tuple[int, str]:
@@ -51,7 +74,32 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serve(log: Path, *options: str, ports: tuple[int, int, int] | None = None) -> Iterator[RunningServer]:
+def serve(log: Path, *options: str, ports: tuple[int, int, int] | None = None, program: Sequence[str] = FORETOKEN) -> Iterator[RunningServer]:
     http, grpc, metrics = ports or free_ports(3)
-    with running_server(http, grpc, metrics, log, f"--repository={log.parent / f'repository-{http}'}", *options) as process:
-        yield RunningServer(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}", log, process)
+    repository = log.parent / f"repository-{http}"
+    with running_server(http, grpc, metrics, log, f"--repository={repository}", *options, program=program) as process:
+        yield RunningServer(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}", log, process, repository)
+
+
+class ServerPool:
+    """Servers that several modules ask: one for each choice of options, from the first who wants it to the end of all tests.
+
+    For tests that leave a server as they found it. Who kills it, drains it or changes its models starts one of its own with `serve`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = contextlib.ExitStack()
+        self._running: dict[tuple[str, ...], RunningServer] = {}
+
+    def __enter__(self) -> ServerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def get(self, *options: str) -> RunningServer:
+        if options not in self._running:
+            log = self._folder / str(len(self._running)) / "log"
+            self._running[options] = self._stack.enter_context(serve(log, "--drain-seconds=5", *options))
+        return self._running[options]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from backend.config import BUNDLED_MODEL
-from backend.core import Batch, Draft, Request, SamplingParams, Scheduled
 from tests.conftest import code_prompts, greedy
+from tests.steps import Row, Steps, make_worker
 from training.evaluate import file_bits
 from training.heldout import read_heldout
 
@@ -34,18 +34,16 @@ def test_transformers_gives_the_same_logits_and_tokens(llm_ngram, hf_model):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    for prompt in code_prompts(10, lengths=(400, 2000), seed=5):
+    steps = Steps(make_worker(BUNDLED_MODEL, page_size=16, kv_cache_memory="64MiB"))
+    for prompt in code_prompts(4, lengths=(400, 2000), seed=5):
         ids = llm_ngram.engine.tokenizer.encode(prompt)
         assert tokenizer(prompt)["input_ids"] == ids
         assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
-        runner = llm_ngram.engine.runner
-        request = Request("r", ids, SamplingParams(), page_ids=list(range(-(-len(ids) // runner.page_size))))
-        # Every token but the first as a draft: then each gets its row of logits.
-        batch = Batch([Scheduled(Request("r", ids[:1], SamplingParams(), page_ids=request.page_ids), 1, len(ids) - 1)])
-        ours = runner.forward(batch, Draft([ids[1:]], [[]])).logits
+        steps.admit(0, ids, range(-(-len(ids) // 16)))
+        steps.run([Row(0, 0, len(ids))])
         with torch.inference_mode():
             theirs = hf_model(torch.tensor([ids])).logits[0]
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        torch.testing.assert_close(steps.logits(), theirs, atol=1e-4, rtol=0)
 
 
 def test_the_chat_template_is_the_same_to_transformers(llm_ngram):
@@ -57,7 +55,7 @@ def test_the_chat_template_is_the_same_to_transformers(llm_ngram):
 
 
 def test_bits_per_byte_on_held_out_files(llm_ngram, hf_model):
-    texts = sorted(read_heldout().values(), key=len)[:8]
+    texts = sorted(read_heldout().values(), key=len)[:5]
     bits = sum(file_bits(lambda ids: hf_model(ids).logits, llm_ngram.engine.tokenizer.encode(text)) for text in texts)
     assert bits / sum(len(t.encode()) for t in texts) <= 1.25
 
@@ -94,7 +92,7 @@ def test_the_card_is_there(root, name):
 def test_cross_entropy_of_the_card(llm_ngram, hf_model):
     """The loss that the card's curve ends with is that of this file: a wrong or stale weight file would not be near it."""
     losses = []
-    for prompt in code_prompts(12, lengths=(1500, 3000), seed=8):
+    for prompt in code_prompts(5, lengths=(1500, 3000), seed=8):
         ids = torch.tensor([llm_ngram.engine.tokenizer.encode(prompt)])
         with torch.inference_mode():
             losses.append(F.cross_entropy(hf_model(ids[:, :-1]).logits[0], ids[0, 1:]).item())

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import re
 import shlex
 import shutil
@@ -127,17 +128,22 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("key", "bad", "good"),
     [
-        ("dtype", ["float16", "FLOAT32", ""], ["auto", "float32", "bfloat16"]),
+        ("dtype", ["float64", "FLOAT32", ""], ["auto", "float32", "bfloat16", "float16"]),
         ("device", ["gpu", "cuda:", "cuda:x", "cpu:0", ""], ["auto", "cpu", "cuda", "cuda:0", "cuda:11"]),
         ("max_batch_size", [0, -1, 257], [1, 256]),
         ("max_waiting", [-1], [0, 10**6]),
         ("max_model_len", [-1, 0, 1], [2, None]),
-        ("max_num_batched_tokens", [0, 255], [256, 10**6]),
+        ("max_num_batched_tokens", [0, 255], [256, 10**6, None]),
+        ("max_step_ms", [-1.0, NAN], [0, 0.5, 30, None]),
         ("page_size", [0, -16, 3, 24, 2048], [1, 16, 1024]),
         ("gpu_memory_utilization", [0.0, -0.5, 1.01, 2, NAN, INF], [0.01, 1, 1.0]),
         ("num_threads", [0, -1], [1, None]),
         ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
-        ("parallel_config", [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 2}], [{}, {"tensor_parallel_size": 1}]),
+        (
+            "parallel_config",
+            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}],
+            [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}],
+        ),
     ],
 )
 def test_ranges(key: str, bad: list[Any], good: list[Any]) -> None:
@@ -728,18 +734,25 @@ def test_what_is_taken_can_be_sampled(llm_ngram: LLM, options: dict[str, Any]) -
         return llm_ngram.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
 
     found = token_ids(params)
-    assert len(found) == 4 and not set(found) & llm_ngram.engine.runner.model.eos_token_ids, "min_tokens bans the end of text"
+    assert len(found) == 4 and not set(found) & llm_ngram.engine.worker.model.eos_token_ids, "min_tokens bans the end of text"
     if "top_p" in options:
         assert found == token_ids(SamplingParams(max_tokens=4, min_tokens=4, temperature=0.0)), "so small a top_p leaves the likeliest token"
 
 
+def fake_server(folder: Path, text: str, version: str | None = None) -> Path:
+    executable = folder / "bin" / "tritonserver"
+    executable.parent.mkdir(parents=True)
+    executable.write_text(f"#!/bin/sh\necho '{text}'\n")
+    executable.chmod(0o755)
+    if version:
+        (folder / "TRITON_VERSION").write_text(version)
+    return executable
+
+
 @pytest.fixture
 def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A state folder of its own, and a tritonserver on PATH, which is found and never run."""
-    (tmp_path / "bin").mkdir()
-    executable = tmp_path / "bin" / "tritonserver"
-    executable.write_text("#!/bin/false\n")
-    executable.chmod(0o755)
+    """A state folder of its own, and a tritonserver on PATH, which is asked for its options and never run otherwise."""
+    fake_server(tmp_path, "--model-repository <string>")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "foretoken"
@@ -1098,42 +1111,130 @@ def test_the_suffix_cache_has_a_file_for_each_model(state: Path, foreign: Path, 
 def test_server_command() -> None:
     config = launcher.ServeConfig(http_port=1, grpc_port=2, metrics_port=3, host="127.0.0.1", log_verbose=1)
     found = server.Server(Path("/opt/tritonserver"), Path("/state/backends"), ("/lib/a", "/lib/b"))
-    command, environment = launcher.server_command(found, config, Path("/repo"))
+    command, environment = launcher.server_command(found, config, Path("/repo"), "k")
     assert command[0] == "/opt/tritonserver"
     expected = {"--model-repository=/repo", "--http-port=1", "--grpc-port=2", "--metrics-port=3", "--backend-directory=/state/backends"}
     assert expected <= set(command)
     assert {"--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1", "--log-verbose=1"} <= set(command)
     assert environment["LD_LIBRARY_PATH"].split(":")[:2] == ["/lib/a", "/lib/b"]
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent), "the stub runs the first python3 on PATH"
-    assert not any("--backend-directory" in part for part in launcher.server_command(server.Server(Path("/t")), config, Path("/repo"))[0])
+    assert not any("--backend-directory" in part for part in launcher.server_command(server.Server(Path("/t")), config, Path("/repo"), "k")[0])
     explicit = {"--model-control-mode=explicit", "--load-model=*"}
-    assert explicit <= set(command) and not any("restricted" in part for part in command)
-    restricted = {f"--{api}=model-repository,logging,trace:foretoken-key=k" for api in ("http-restricted-api", "grpc-restricted-protocol")}
-    assert restricted <= set(launcher.server_command(found, config, Path("/repo"), "k")[0])
-    alone = launcher.server_command(found, launcher.ServeConfig(supervise=False), Path("/repo"))[0]
+    assert explicit <= set(command)
+    apis = "shared-memory,model-config,model-repository,statistics,trace,logging"
+    restricted = {f"--{option}={apis}:foretoken-key=k" for option in ("http-restricted-api", "grpc-restricted-protocol")}
+    alone = launcher.server_command(found, launcher.ServeConfig(supervise=False), Path("/repo"), "k")[0]
+    assert restricted <= set(command) and restricted <= set(alone)
     assert not any("--model-control-mode" in part for part in alone) and "--exit-timeout-secs=30" in alone
     config = launcher.ServeConfig(supervise=False, model_control_mode="explicit")
-    assert explicit <= set(launcher.server_command(found, config, Path("/repo"))[0])
+    assert explicit <= set(launcher.server_command(found, config, Path("/repo"), "k")[0])
+
+
+def test_inputs_are_limited_where_the_server_can() -> None:
+    config = launcher.ServeConfig(max_request_size="2MiB")
+    new = server.Server(Path("/t"), options=frozenset(["http-max-input-size"]))
+    assert "--http-max-input-size=2097152" in launcher.server_command(new, config, Path("/repo"), "k")[0]
+    old = launcher.server_command(server.Server(Path("/t")), config, Path("/repo"), "k")[0]
+    assert not any("max-input" in part for part in old), "it would not start"
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "is_old"),
+    [
+        ("--model-repository <string>", None, True),
+        ("--model-repository <string>\n  --http-max-input-size <integer>", None, False),
+        ("--model-repository <string>\n  --http-max-input-size <integer>", "2.59.1\n", True),
+        ("--model-repository <string>\n  --http-max-input-size <integer>", "2.60.0\n", False),
+    ],
+)
+def test_old_servers_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, version: str | None, is_old: bool
+) -> None:
+    executable = fake_server(tmp_path / "triton", text, version)
+    monkeypatch.setenv("PATH", f"{executable.parent}:/bin")
+    found = server.find_server()
+    assert (found.executable, found.is_old) == (executable, is_old)
+    launcher.warn_of_old_server(found)
+    assert capsys.readouterr().err.startswith("foretoken serve: warning: this Triton") == is_old
+
+
+def test_a_server_that_cannot_run(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="says nothing of --model-repository"):
+        server.read_options(server.Server(fake_server(tmp_path / "a", "error while loading shared libraries")))
+    (tmp_path / "empty").touch()
+    with pytest.raises(LaunchError, match="empty cannot be run"):
+        server.read_options(server.Server(tmp_path / "empty"))
+
+
+def test_the_key_is_new_each_time_and_for_this_user_alone(tmp_path: Path) -> None:
+    first = launcher.write_key(tmp_path)
+    path = tmp_path / launcher.KEY_FILE
+    assert path.read_text().strip() == first and path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    assert launcher.write_key(tmp_path) != first and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_has_one_owner(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second server, or a dry run, would remove the tree under the one that runs."""
+    target = tmp_path / "mine"
+    assert main(["serve", "--dry-run", f"--repository={target}"]) == 0
+    marker = target / "decode" / "1" / "marker"
+    lock = server.lock_folder(target)
+    try:
+        marker.touch()
+        assert main(["serve", "--dry-run", f"--repository={target}"]) == 2
+        message = f"repository {target} is in use by process {os.getpid()} on {socket.gethostname()}: name another folder with --repository"
+        assert message in capsys.readouterr().err and marker.exists()
+    finally:
+        os.close(lock)
+    assert main(["serve", "--dry-run", f"--repository={target}"]) == 0 and not marker.exists()
+
+
+def test_a_folder_that_cannot_be_owned(tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match="cannot be used"):
+        server.lock_folder(tmp_path / "file")
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / 'file'}"]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    (tmp_path / "notes.txt").touch()
+    assert main(["serve", "--dry-run", f"--repository={tmp_path}"]) == 2
+    assert not (tmp_path / server.LOCK_FILE).exists(), "somebody else's folder is left as it is"
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
 def test_ports_out_of_range(port: int) -> None:
     with pytest.raises(LaunchError, match=f"grpc_port is {port}; ports go from 1 to 65535"):
-        server.check_ports({"grpc_port": port})
+        server.check_ports({"grpc_port": port}, "127.0.0.1")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_ports_in_use_and_named_twice(address: str) -> None:
+@pytest.mark.parametrize(
+    ("held", "wanted"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "0.0.0.0"), ("127.0.0.1", "localhost")]
+)
+def test_ports_in_use_and_named_twice(held: str, wanted: str) -> None:
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind((address, 0))
+        holder.bind((held, 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"http_port {port} cannot be used: Address already in use"):
-            server.check_ports({"http_port": port})
-    server.check_ports({"http_port": port})
+        with pytest.raises(LaunchError, match=f"http_port {port} cannot be used on {wanted}: Address already in use"):
+            server.check_ports({"http_port": port}, wanted)
+    server.check_ports({"http_port": port}, wanted)
     with pytest.raises(LaunchError, match=f"metrics_port and http_port are both {port}"):
-        server.check_ports({"http_port": port, "metrics_port": port})
+        server.check_ports({"http_port": port, "metrics_port": port}, wanted)
+
+
+def test_ports_are_tried_on_the_address_that_is_asked_for() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.2", 0))
+        holder.listen()
+        server.check_ports({"http_port": holder.getsockname()[1]}, "127.0.0.1")
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(LaunchError, match=host):
+            server.check_ports({"http_port": 8000}, host)
+
+
+def test_the_server_is_for_this_machine_alone_unless_told() -> None:
+    assert launcher.ServeConfig().host == "127.0.0.1"
 
 
 def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import re
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -47,10 +49,9 @@ class TestDockerfile:
         """Both end as a user of no rights, healthy by the supervisor's word, as `foretoken serve`."""
         stage = STAGES[target]
         assert stage.last("USER") == "10001:10001"
-        assert json.loads(stage.last("ENTRYPOINT")) + json.loads(stage.last("CMD")) == ["foretoken", "serve"]
+        assert json.loads(stage.last("ENTRYPOINT")) + json.loads(stage.last("CMD")) == ["foretoken", "serve", "--host", "0.0.0.0"]
         words = json.loads(re.sub(r"^(--\S+\s+)*CMD ", "", stage.last("HEALTHCHECK")))
-        compile(words[-1], "healthcheck", "exec")
-        assert "8003/health" in words[-1]
+        assert words == ["python", "-m", "deploy.health", "8003"]
         users = [i for i, (keyword, _) in enumerate(stage.instructions) if keyword == "USER"]
         assert not any(keyword in ("RUN", "COPY") for keyword, _ in stage.instructions[users[0] :])
 
@@ -102,14 +103,35 @@ class TestCompose:
             assert service["cap_drop"] == ["ALL"] and service["read_only"] is True, name
 
     def test_servers_have_shared_memory(self, services):
-        assert all(services[name]["shm_size"] == "1gb" for name in ("server", "prefill", "decode"))
+        assert services["server"]["shm_size"] == "1gb"
 
-    def test_the_disaggregated_profile_says_what_it_lacks(self, services, tmp_path):
-        assert {n for n, s in services.items() if s.get("profiles") == ["disaggregated"]} == {"redis", "prefill", "decode"}
-        for name in ("prefill", "decode"):
-            shell = [word.replace("$$", "$") for word in services[name]["entrypoint"] + services[name]["command"]]
-            result = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=10)
-            assert result.returncode == 1 and f"model_repository/{name} is not in this version" in result.stderr
+    def test_nothing_is_named_that_is_not_there(self, services):
+        """No profile of services whose model repositories a later version brings."""
+        assert not any("profiles" in service for service in services.values())
+        repositories = {p.name for p in (ROOT / "model_repository").iterdir() if p.is_dir()}
+        named = set(re.findall(r"model_repository/(\w+)", (ROOT / "deploy/compose.yaml").read_text()))
+        assert named <= repositories
+
+    def test_health_is_asked_for_without_a_proxy(self, services, monkeypatch):
+        assert services["gateway"]["healthcheck"]["test"] == ["CMD", "python", "-m", "deploy.health", "8080"]
+
+        class Answer(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(200 if self.path == "/health" and is_well else 503)
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            for is_well in (True, False):
+                command = [sys.executable, "-m", "deploy.health", str(server.server_port)]
+                assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == (0 if is_well else 1)
+            server.shutdown()
+        assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == 1, "nobody is there"
 
     def test_commands_are_the_programs_own(self, services):
         check_command(services["server"]["command"])

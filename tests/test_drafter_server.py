@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from backend import LLM, SamplingParams
 from client import Client
+from deploy.demo import free_ports, stop_server
+from deploy.launcher import ServeConfig, server_command
+from deploy.server import find_server
 from tests.conftest import code_prompts, greedy
 from tests.servers import RunningServer, serve
 
@@ -37,7 +43,13 @@ def offline() -> list:
 
 def ask(server: RunningServer, prompt: str, **options):
     with Client(server.grpc) as client:
-        return client.generate(prompt, max_tokens=40, ignore_eos=True, **{"temperature": 0.0, **options})[0]
+        return client.generate(prompt, ignore_eos=True, **{"max_tokens": 40, "temperature": 0.0, **options})[0]
+
+
+def ask_all(server: RunningServer, **options) -> list:
+    """Of all prompts, at once."""
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        return list(threads.map(lambda prompt: ask(server, prompt, **options), PROMPTS))
 
 
 def stub_of(server: RunningServer, model: str) -> int:
@@ -65,8 +77,7 @@ def accepted(server: RunningServer) -> float:
 
 
 def test_both_placements_draft_the_same(server, offline):
-    for prompt, expected in zip(PROMPTS, offline):
-        answer = ask(server, prompt)
+    for answer, expected in zip(ask_all(server), offline):
         assert answer.token_ids == expected.token_ids
         assert answer.sources == expected.sources
         assert answer.speculation["drafted"] == expected.stats.drafted > 0
@@ -84,10 +95,10 @@ def test_both_placements_draft_the_same(server, offline):
 )
 def test_both_placements_sample_the_same(server, llm_all, choice, sampling):
     """Nothing of a draft is lost on the way: not even what rejection sampling needs to be exact."""
-    params = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
     results = llm_all.generate(PROMPTS, params, speculative={"method": "mtp", **choice}, use_tqdm=False)
-    for prompt, result in zip(PROMPTS, results):
-        expected, answer = result.outputs[0], ask(server, prompt, speculative=choice, **sampling)
+    for answer, result in zip(ask_all(server, speculative=choice, max_tokens=24, **sampling), results):
+        expected = result.outputs[0]
         assert answer.token_ids == expected.token_ids
         assert (answer.speculation["drafted"], answer.speculation["accepted"]) == (expected.stats.drafted, expected.stats.accepted)
     assert sum(r.outputs[0].stats.accepted for r in results) > 0
@@ -172,15 +183,15 @@ def test_a_drafter_that_goes_away_under_load_and_comes_back(server, offline, how
         if how == "kill":
             os.kill(stub_of(server, "mtp_drafter"), signal.SIGKILL)
         else:
-            server.post("/v2/repository/models/mtp_drafter/unload", {})
+            server.administer("/v2/repository/models/mtp_drafter/unload")
         wait_for(lambda: server.metric(f"{COUNTER}drafter_failures_total", method="mtp") > failures, "a counted failure")
         count = len(answers)
         wait_for(lambda: len(answers) > count + 2, "an answer without the drafter")
         assert server.metric(f"{COUNTER}undrafted_steps_total", method="mtp") > 0
         if how == "kill":
-            server.post("/v2/repository/models/mtp_drafter/unload", {})
+            server.administer("/v2/repository/models/mtp_drafter/unload")
             time.sleep(0.5)
-        status, text = server.post("/v2/repository/models/mtp_drafter/load", {})
+        status, text = server.administer("/v2/repository/models/mtp_drafter/load")
         assert status == 200, text
         before = accepted(server)
         wait_for(lambda: accepted(server) > before, "an accepted draft of the drafter that came back")
@@ -191,6 +202,33 @@ def test_a_drafter_that_goes_away_under_load_and_comes_back(server, offline, how
     assert all(answers) and not any(t.is_alive() for t in threads)
     settled = ask(server, PROMPTS[2])
     assert settled.speculation["drafted"] == offline[2].stats.drafted, "it drafts as if nothing had been"
+
+
+def test_two_instances_of_decode_share_the_drafter(root, tmp_path):
+    """The checked-in repository with an instance more: each has a session of its own, and no step goes without drafts."""
+    repository = tmp_path / "repository"
+    shutil.copytree(root / "model_repository" / "standalone", repository)
+    config = repository / "decode" / "config.pbtxt"
+    config.write_text(config.read_text().replace("count: 1", "count: 2"))
+    http, grpc, metrics = free_ports(3)
+    command, environment = server_command(
+        find_server(), ServeConfig(host="127.0.0.1", http_port=http, grpc_port=grpc, metrics_port=metrics), repository, "key"
+    )
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    server = RunningServer(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}", log, process, repository)
+    try:
+        with Client(server.grpc) as client:
+            wait_for(client.is_ready, "a ready server", 120)
+            with ThreadPoolExecutor(6) as threads:
+                answers = list(threads.map(lambda i: ask(server, PROMPTS[i % len(PROMPTS)]), range(12)))
+        assert all(answers[i].token_ids == answers[i % len(PROMPTS)].token_ids for i in range(12))
+        time.sleep(1.0)  # what ran is published
+        assert accepted(server) > 0
+        assert server.metric(f"{COUNTER}drafter_failures_total", method="mtp") == 0 == server.metric(f"{COUNTER}undrafted_steps_total", method="mtp")
+    finally:
+        stop_server(process)
 
 
 def test_the_suffix_cache_outlives_the_server(tmp_path):
@@ -208,4 +246,4 @@ def test_the_suffix_cache_outlives_the_server(tmp_path):
     first, second = answers
     assert path.is_file() and first.token_ids == second.token_ids
     assert second.speculation["accepted"] > first.speculation["accepted"]
-    assert second.speculation["steps"] < 12 < first.speculation["steps"]
+    assert second.speculation["steps"] < first.speculation["steps"]  # by how many depends on the machine: drafts that come late are not waited for

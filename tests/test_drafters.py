@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -9,21 +10,25 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 from safetensors.torch import save_file
 from scipy.stats import chisquare
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from backend import LLM, SamplingParams
-from backend.config import EngineConfig
-from backend.core import Draft, DraftFaults
-from backend.drafters import mtp
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
+from backend.drafters import remote
 from backend.drafters.calls import DraftCall, DraftError, DraftReply
+from backend.drafters.mtp import MtpDrafter
+from backend.drafters.remote_service import RemoteDrafterService
 from backend.engine import Engine
 from backend.errors import ConfigError, ModelError
-from kernels import reference as ops
+from backend.models import load_model as load_served
+from backend.models.mtp import Mtp
+from backend.parallel.ranks import Ranks
+from kernels import ops, reference
 from tests.conftest import code_prompts, greedy
+from tests.models import make_tiny
 from training.llama import load_model
 from training.mtp import Mtp as TrainedMtp
 from training.mtp import save as save_drafter
@@ -43,16 +48,18 @@ def collect(engine: Engine, prompts: list[str], params: SamplingParams) -> list[
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    return collect(LLM().engine, PROMPTS, greedy(40))
+def plain(llm_plain) -> list[list[int]]:
+    return collect(llm_plain.engine, PROMPTS, greedy(40))
 
 
 class Service:
     """The real drafter, behind a switch."""
 
     def __init__(self) -> None:
-        self.inner = LLM(speculative_config={"method": "mtp"}).engine._load_drafter()
-        self.page_entries = self.inner.page_entries
+        cpu, dtype = torch.device("cpu"), torch.float32
+        target = load_served(str(BUNDLED_MODEL), dtype, cpu, Ranks(), only_head=True)
+        drafter = MtpDrafter(Mtp(BUNDLED_DRAFTER, target, dtype, cpu), max_steps=3)
+        self.inner = RemoteDrafterService(drafter, dtype, cpu, lambda count: contextlib.nullcontext())
         self.fault = ""
         self.num_opened = 0
         self.num_calls = 0
@@ -83,8 +90,8 @@ class Service:
 
 @pytest.fixture
 def service(monkeypatch) -> Service:
-    monkeypatch.setattr(mtp, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(mtp, "RETRY_SHARE", 0)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "RETRY_SHARE", 0)
     return Service()
 
 
@@ -131,7 +138,7 @@ def test_a_drafter_that_comes_back_in_the_middle_of_a_request(service, plain):
 
 def test_a_dead_drafter_is_not_asked_every_step(monkeypatch, plain):
     service = Service()
-    monkeypatch.setattr(mtp, "RETRY_SECONDS", 3600.0)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 3600.0)
     engine = make_engine(service)
     service.fault = "unreachable"
     assert collect(engine, PROMPTS, greedy(40)) == plain
@@ -158,19 +165,35 @@ def test_a_drafter_may_propose_nothing(service, plain):
     assert engine.metrics.draft_tokens["mtp"] == 0 and not engine.drafters.faults.invalid
 
 
-def test_any_drafter_may_raise(plain, monkeypatch):
-    engine = LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 3}).engine
+@pytest.mark.parametrize("choice", [{"method": "suffix"}, {"method": "mtp", "mtp_strategy": "with_suffix"}], ids=["lookup", "hybrid"])
+@pytest.mark.parametrize("call", ["start", "stop", "begin_step", "propose"])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_any_drafter_on_the_host_may_raise(llm_all, llm_ahead, plain, monkeypatch, call, choice, is_ahead):
+    """In whatever it is asked: it costs its drafts, and requests of other methods keep theirs."""
+    engine = (llm_ahead if is_ahead else llm_all).engine
+    failed, drafted = engine.drafters.faults.failures.copy(), engine.metrics.draft_tokens["ngram"]
+    key = choice["method"] if len(choice) == 1 else "mtp with_suffix"
 
-    def propose(entries, faults: DraftFaults) -> Draft:
+    def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(engine.drafters._loaded["ngram"], "propose", propose)
-    assert collect(engine, PROMPTS, greedy(40)) == plain
-    assert engine.drafters.faults.failures["ngram"] > 0
+    monkeypatch.setattr(engine.drafters._host[key], call, broken)
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    for i, prompt in enumerate(PROMPTS):
+        own = choice if i % 2 else {"method": "ngram"}
+        engine.submit(prompt, greedy(40), lambda d: outputs[int(d.request_id)].extend(d.token_ids), request_id=str(i), speculative=own)
+    while engine.step():
+        pass
+    engine.scheduler.check()
+    assert outputs == plain and engine.scheduler.num_open == 0
+    assert engine.drafters.faults.failures[choice["method"]] > failed[choice["method"]]
+    assert engine.metrics.draft_tokens["ngram"] > drafted
 
 
-def test_backlogs_longer_than_a_step_are_taken_in_parts(service, plain):
-    engine = make_engine(service, max_num_batched_tokens=24, max_batch_size=4)
+def test_backlogs_longer_than_a_call_are_taken_in_parts(service, plain, monkeypatch):
+    """The bound is the drafter's own: the decoding batch's budget has nothing to do with it."""
+    monkeypatch.setattr(remote, "MAX_TOKENS", 24)
+    engine = make_engine(service, max_num_batched_tokens=512)
     assert collect(engine, PROMPTS, greedy(40)) == plain
     assert max(service.caught_up) <= 24 < max(len(engine.tokenizer.encode(p)) for p in PROMPTS)
     assert engine.metrics.accepted_tokens["mtp"] > 0
@@ -199,7 +222,7 @@ def folder(tmp_path, root) -> Path:
         ({"hidden_size": 256}, "hidden_size is 256; the target's is 192"),
         ({"vocab_size": 32000}, "vocab_size is 32000; the target's is 4096"),
         ({"max_position_embeddings": 1024}, "max_position_embeddings is 1024; the target's is 2048"),
-        ({"num_nextn_predict_layers": 3}, "model.layers.2.enorm.weight is missing"),
+        ({"num_nextn_predict_layers": 3}, "model.layers.2.enorm.weight"),
         ({"intermediate_size": 100}, "has shape"),
     ],
 )
@@ -228,14 +251,7 @@ VOCABULARY, LENGTH, DRAWS = 6, 3, 12000
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     """A target of six words, whose answers of three tokens can be counted."""
-    path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, initializer_range=0.5, bos_token_id=0, eos_token_id=0, **sizes)
-    LlamaForCausalLM(config).save_pretrained(path)
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(path / "tokenizer.json"))
-    return path
+    return make_tiny(tmp_path_factory.mktemp("tiny"), VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -261,10 +277,10 @@ def tiny_drafters(tiny, tmp_path_factory) -> dict[str, Path]:
 PARAMETERS = {"temperature": 1.3, "ignore_eos": True}
 
 
-def answers(tiny: Path, drafter: Path, choice: dict) -> tuple[Counter, float]:
+def answers(tiny: Path, drafter: Path, choice: dict, is_ahead: bool = False) -> tuple[Counter, float]:
     """How often each answer came, the first token (which no draft can precede) and LENGTH more, and the share of accepted drafts."""
     speculative = {"method": "mtp", "num_speculative_tokens": 2, "model": str(drafter), "adaptive": False, **choice}
-    llm = LLM(str(tiny), speculative_config=speculative, dtype="float32", kv_cache_memory="8MiB")
+    llm = LLM(str(tiny), speculative_config=speculative, dtype="float32", kv_cache_memory="8MiB", async_scheduling=is_ahead)
     prompts = [{"prompt_token_ids": [1, 3, 2, 4]}] * (DRAWS // 50)
     seeded = [SamplingParams(max_tokens=LENGTH + 1, n=50, seed=1000 * i, **PARAMETERS) for i in range(len(prompts))]
     outputs = [o for r in llm.generate(prompts, seeded, use_tqdm=False) for o in r.outputs]
@@ -293,8 +309,9 @@ def fit(counts: Counter, wanted: dict[tuple[int, ...], float]) -> float:
 
 @pytest.mark.parametrize("strategy", ["rejection", "target_match"])
 @pytest.mark.parametrize("name", ["bad", "fair"])
-def test_answers_follow_the_targets_distribution(tiny, tiny_drafters, name, strategy):
-    counts, rate = answers(tiny, tiny_drafters[name], {"verify_strategy": strategy})
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_answers_follow_the_targets_distribution(tiny, tiny_drafters, name, strategy, is_ahead):
+    counts, rate = answers(tiny, tiny_drafters[name], {"verify_strategy": strategy}, is_ahead)
     assert fit(counts, exact(tiny)) > 1e-3
     assert 0.05 < rate < 0.98, "drafts that are all accepted or none test nothing"
 
@@ -305,7 +322,7 @@ def test_the_test_above_catches_a_verifier_without_residual(tiny, tiny_drafters,
     def careless(probs, drafts, lengths, draft_probs, seeds, positions):
         token_ids, accepted = right(probs, drafts, lengths, draft_probs, seeds, positions)
         rows = torch.arange(len(drafts))
-        noise = ops.gumbel_noise(seeds, positions + accepted, probs.shape[-1], ops.RECOVER_STREAM)
+        noise = reference.gumbel_noise(seeds, positions + accepted, probs.shape[-1], reference.RECOVER_STREAM)
         token_ids[rows, accepted] = (probs[rows, accepted].log() + noise).argmax(-1)
         return token_ids, accepted
 

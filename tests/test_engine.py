@@ -1,14 +1,18 @@
-"""The engine's greedy tokens are transformers' own, whatever the method, the batch, the chunks, the cache and the preemptions."""
+"""The engine: what ends a request, log-probabilities, refusals, cancelling, failures, and its loop. That tokens are right: test_methods."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+import tokenizers
 import torch
 
-from backend import LLM, SamplingParams
+from backend import LLM, SamplingParams, open_requests
+from backend.config import BUNDLED_MODEL
 from backend.core import Delta
-from backend.errors import CapacityError, ConfigError, EngineError, RequestError
-from tests.conftest import code_prompts, greedy, run_in_batches
+from backend.errors import CapacityError, ConfigError, EngineError, InternalError, RequestError
+from tests.conftest import code_prompts, greedy
 
 NEW_TOKENS = 32
 UNPACED = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
@@ -17,69 +21,32 @@ UNPACED = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
 
 @pytest.fixture(scope="module")
 def prompts(llm_ngram) -> list[list[int]]:
-    return [llm_ngram.engine.tokenizer.encode(p) for p in code_prompts(100)]
+    return [llm_ngram.engine.tokenizer.encode(p) for p in code_prompts(24)]
 
 
 @pytest.fixture(scope="module")
-def expected(hf_model, prompts) -> list[list[int]]:
-    """By transformers, ten prompts of nearly one length at a time."""
-    outputs: dict[int, list[int]] = {}
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), 10):
-        group = order[start : start + 10]
-        width = max(len(prompts[i]) for i in group)
-        ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in group])
-        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in group])
-        with torch.inference_mode():
-            out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1)
-        outputs.update(zip(group, out[:, width:].tolist()))
-    return [outputs[i] for i in range(len(prompts))]
+def expected(llm_plain, prompts) -> list[list[int]]:
+    results = llm_plain.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(NEW_TOKENS), use_tqdm=False)
+    return [r.outputs[0].token_ids for r in results]
 
 
-@pytest.mark.parametrize("batch", [1, 7, 32])
-@pytest.mark.parametrize("method", ["none", "naive", "ngram"])
-def test_greedy_equals_transformers(llm_ngram, prompts, expected, method, batch):
-    assert run_in_batches(llm_ngram, prompts, greedy(NEW_TOKENS), batch, method) == expected
+@pytest.fixture(params=["waiting", "ahead"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return request.getfixturevalue({"waiting": "llm_all", "ahead": "llm_ahead"}[request.param])
 
 
-@pytest.mark.parametrize("method", ["none", "ngram"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
-        {"max_num_batched_tokens": 24, "max_batch_size": 16, "enable_prefix_caching": False},
-        {"max_num_batched_tokens": 33, "max_batch_size": 32},
-        {"page_size": 64},
-        {"page_size": 1},
-    ],
-    ids=["whole prompts, no cache", "small chunks, no cache", "odd chunks", "page 64", "page 1"],
-)
-def test_chunks_and_cache_do_not_change_the_answer(prompts, expected, options, method):
-    llm = LLM(speculative_config=UNPACED, **options)
-    assert run_in_batches(llm, prompts, greedy(NEW_TOKENS), 100, method) == expected
-
-
-@pytest.mark.parametrize("method", ["none", "ngram"])
-@pytest.mark.parametrize("cached", [True, False])
-def test_preemption_does_not_change_the_answer(prompts, expected, method, cached):
-    llm = LLM(speculative_config=UNPACED, kv_cache_memory=20 * 1024 * 16 * 60, enable_prefix_caching=cached)
-    assert llm.engine.runner.num_pages == 60
-    assert run_in_batches(llm, prompts, greedy(NEW_TOKENS), 32, method) == expected
-    assert llm.engine.metrics.preemptions > 0
-
-
-def test_prefix_cache_is_used_and_exact(llm_ngram, prompts, expected):
-    long = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+def test_prefix_cache_is_used_and_exact(llm_plain, llm, prompts):
+    """A prompt that leaves a known one in the middle of a page shares that page too, by copy."""
+    long = max(prompts, key=len)
+    other = [*long[: len(long) - 7], 500, 501, 502]
+    exact = llm_plain.generate([{"prompt_token_ids": ids} for ids in (long, other)], greedy(NEW_TOKENS), use_tqdm=False)
     for _ in range(2):
-        result = llm_ngram.generate({"prompt_token_ids": prompts[long]}, greedy(NEW_TOKENS), use_tqdm=False)[0]
-        assert result.outputs[0].token_ids == expected[long]
-    assert result.num_cached_tokens == len(prompts[long]) - 1
-    # A prompt that leaves the first one in the middle of a page shares that page too, by copy.
-    other = [*prompts[long][: len(prompts[long]) - 7], 500, 501, 502]
-    cached = llm_ngram.generate({"prompt_token_ids": other}, greedy(NEW_TOKENS), use_tqdm=False)[0]
-    assert cached.num_cached_tokens >= len(other) - 3 - llm_ngram.engine.config.page_size // 4
-    fresh = LLM(enable_prefix_caching=False).generate({"prompt_token_ids": other}, greedy(NEW_TOKENS), use_tqdm=False)[0]
-    assert cached.outputs[0].token_ids == fresh.outputs[0].token_ids
+        result = llm.generate({"prompt_token_ids": long}, greedy(NEW_TOKENS), use_tqdm=False)[0]
+        assert result.outputs[0].token_ids == exact[0].outputs[0].token_ids
+    assert result.num_cached_tokens == len(long) - 1
+    cached = llm.generate({"prompt_token_ids": other}, greedy(NEW_TOKENS), use_tqdm=False)[0]
+    assert cached.num_cached_tokens >= len(other) - 3 - llm.engine.config.page_size // 4
+    assert cached.outputs[0].token_ids == exact[1].outputs[0].token_ids
 
 
 def test_ngram_accepts_drafts_and_counts_them(llm_ngram):
@@ -92,101 +59,83 @@ def test_ngram_accepts_drafts_and_counts_them(llm_ngram):
     assert stats.as_dict()["mean_accepted_length"] == 1 + stats.accepted / stats.drafts
 
 
-def test_bfloat16_runs_and_stays_near_float32(prompts):
-    exact, rounded = LLM(dtype="float32"), LLM(dtype="bfloat16")
+def test_bfloat16_runs_and_stays_near_float32(llm_plain, prompts):
+    rounded = LLM(dtype="bfloat16")
     wanted = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
-    for ids in prompts[:8]:
-        a, b = (m.generate({"prompt_token_ids": ids}, wanted, use_tqdm=False)[0].outputs[0].logprobs[0] for m in (exact, rounded))
+    inputs = [{"prompt_token_ids": ids} for ids in prompts[:8]]
+    for pair in zip(*(m.generate(inputs, wanted, use_tqdm=False) for m in (llm_plain, rounded))):
+        a, b = (r.outputs[0].logprobs[0] for r in pair)
         assert dict(a.top)[a.token_id] == pytest.approx(dict(b.top).get(a.token_id, -99), abs=0.15)
 
 
-def test_requests_of_one_batch_choose_their_own_speculation(llm_ngram, prompts, expected):
-    deltas: dict[str, list[int]] = {}
-    choices = [None, {"method": "none"}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}, {"num_speculative_tokens": 12}]
-    for i, choice in enumerate(choices * 3):
-        deltas[str(i)] = []
-        llm_ngram.engine.submit(
-            prompts[i], greedy(NEW_TOKENS), lambda d: deltas[d.request_id].extend(d.token_ids), request_id=str(i), speculative=choice
-        )
-    while llm_ngram.engine.step():
-        pass
-    assert [deltas[str(i)] for i in range(len(deltas))] == expected[: len(deltas)]
-
-
-def test_n_completions_are_those_of_seeds_in_a_row(llm_ngram):
-    together = llm_ngram.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5, n=3), use_tqdm=False)[0]
-    alone = [
-        llm_ngram.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5 + i), use_tqdm=False)[0].outputs[0].token_ids for i in range(3)
-    ]
+def test_n_completions_are_those_of_seeds_in_a_row(llm):
+    together = llm.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5, n=3), use_tqdm=False)[0]
+    alone = [llm.generate("def parse(text):", SamplingParams(max_tokens=12, seed=5 + i), use_tqdm=False)[0].outputs[0].token_ids for i in range(3)]
     assert [c.token_ids for c in together.outputs] == alone
     assert len({tuple(ids) for ids in alone}) > 1
     assert all(c.stats.emitted == len(c.token_ids) for c in together.outputs)
 
 
 class TestEnds:
-    """What ends a completion, with and without drafts across the end."""
+    """What ends a completion, with and without drafts across the end, and steps under way. Lengths and stop ids: test_methods."""
+
+    @pytest.fixture
+    def llm(self, llm_ahead):
+        return llm_ahead
 
     PROMPT = (
         "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(description='Run')\n    parser.add_argument('-v', '--verbose'"
     )
 
+    CHOICE = {"method": "ngram", "num_speculative_tokens": 8}
+
     def outputs(self, llm, params, prompt=PROMPT):
         plain = llm.generate(prompt, params, speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]
-        drafted = llm.generate(prompt, params, speculative={"num_speculative_tokens": 8}, use_tqdm=False)[0].outputs[0]
+        drafted = llm.generate(prompt, params, speculative=self.CHOICE, use_tqdm=False)[0].outputs[0]
         assert (plain.token_ids, plain.text, plain.finish_reason) == (drafted.token_ids, drafted.text, drafted.finish_reason)
         return plain
 
     @pytest.fixture(scope="class")
-    def free(self, llm_ngram):
-        return llm_ngram.generate(self.PROMPT, greedy(60), use_tqdm=False)[0].outputs[0]
+    def free(self, llm_all):
+        return llm_all.generate(self.PROMPT, greedy(60), use_tqdm=False)[0].outputs[0]
 
-    def test_max_tokens_cuts_a_span(self, llm_ngram, free):
-        for limit in (1, 2, 17, 33):
-            out = self.outputs(llm_ngram, greedy(limit))
-            assert out.token_ids == free.token_ids[:limit] and out.finish_reason == "length"
-
-    def test_stop_string_across_tokens(self, llm_ngram, free):
+    def test_stop_string_across_tokens(self, llm, free):
         for stop in ("action=", "parser.add", "\n    parser", "help"):
             at = free.text.find(stop)
             if at < 0:
                 continue
-            out = self.outputs(llm_ngram, greedy(60, stop=(stop,)))
+            out = self.outputs(llm, greedy(60, stop=(stop,)))
             assert out.text == free.text[:at] and out.finish_reason == "stop"
-            kept = self.outputs(llm_ngram, greedy(60, stop=(stop, "never seen"), include_stop=True))
+            kept = self.outputs(llm, greedy(60, stop=(stop, "never seen"), include_stop=True))
             assert kept.text == free.text[:at] + stop
 
-    def test_stop_token_id(self, llm_ngram, free):
-        token_id = free.token_ids[20]
-        first = free.token_ids.index(token_id)
-        out = self.outputs(llm_ngram, greedy(60, stop_token_ids=(token_id,)))
-        assert out.token_ids == free.token_ids[: first + 1] and out.finish_reason == "stop"
-
-    def test_min_tokens_holds_stops_off(self, llm_ngram, free):
+    def test_min_tokens_holds_stops_off(self, llm, free):
         token_id = free.token_ids[3]
-        out = self.outputs(llm_ngram, greedy(60, stop_token_ids=(token_id,), min_tokens=25))
+        out = self.outputs(llm, greedy(60, stop_token_ids=(token_id,), min_tokens=25))
         assert len(out.token_ids) >= 25 and token_id not in out.token_ids[:24]
-        out = self.outputs(llm_ngram, greedy(60, stop=("e",), min_tokens=25))
+        out = self.outputs(llm, greedy(60, stop=("e",), min_tokens=25))
         assert len(out.token_ids) >= 25
 
-    def test_end_of_text_ends_unless_ignored(self, llm_ngram):
-        end = next(iter(llm_ngram.engine.runner.model.eos_token_ids))
+    def test_end_of_text_ends_unless_ignored(self, llm):
+        end = next(iter(llm.engine.worker.model.eos_token_ids))
         params = {"max_tokens": 30, "temperature": 0.0, "logit_bias": {end: 100.0}}
-        out = self.outputs(llm_ngram, SamplingParams(**params))
+        out = self.outputs(llm, SamplingParams(**params))
         assert out.token_ids == [end] and out.text == "" and out.finish_reason == "stop"
-        out = self.outputs(llm_ngram, SamplingParams(**params, ignore_eos=True))
+        out = self.outputs(llm, SamplingParams(**params, ignore_eos=True))
         assert out.token_ids == [end] * 30 and out.finish_reason == "length"
-        out = self.outputs(llm_ngram, SamplingParams(**params, min_tokens=5))
+        out = self.outputs(llm, SamplingParams(**params, min_tokens=5))
         assert len(out.token_ids) == 6 and out.token_ids.index(end) == 5
 
-    def test_the_context_ends(self, hf_model):
-        llm = LLM(max_model_len=64, speculative_config=UNPACED)
+    @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+    def test_the_context_ends(self, is_ahead):
+        llm = LLM(max_model_len=64, speculative_config=UNPACED, async_scheduling=is_ahead)
         ids = llm.engine.tokenizer.encode("x = 1\n" * 12)[:50]
         out = self.outputs(llm, greedy(60), {"prompt_token_ids": ids})
         assert len(out.token_ids) == 14 and out.finish_reason == "length"
 
-    def test_echo(self, llm_ngram):
-        out = llm_ngram.generate("x = 1", greedy(4, echo=True), use_tqdm=False)[0].outputs[0]
-        plain = llm_ngram.generate("x = 1", greedy(4), use_tqdm=False)[0].outputs[0]
+    def test_echo(self, llm):
+        out = llm.generate("x = 1", greedy(4, echo=True), use_tqdm=False)[0].outputs[0]
+        plain = llm.generate("x = 1", greedy(4), use_tqdm=False)[0].outputs[0]
         assert out.text == "x = 1" + plain.text
 
 
@@ -207,7 +156,7 @@ def assert_scored(hf_model, ids: list[int], result, max_tokens: int) -> None:
 def test_logprobs_of_the_prompt_are_the_models(hf_model, prompts, options, max_tokens):
     """Also of what the prefix cache knows."""
     llm = LLM(speculative_config=UNPACED, **options)
-    asked = [*prompts[:12], prompts[0][: 24 * 2 + 1], prompts[0][:1]]  # the last token of a prompt alone in its chunk, and alone
+    asked = [*prompts[:5], prompts[0][: 24 * 2 + 1], prompts[0][:1]]  # the last token of a prompt alone in its chunk, and alone
     inputs = [{"prompt_token_ids": ids} for ids in asked]
     llm.generate(inputs, greedy(4), use_tqdm=False)
     for ids, result in zip(asked, llm.generate(inputs, greedy(max_tokens, echo=True, logprobs=2), use_tqdm=False)):
@@ -258,11 +207,11 @@ def test_the_end_before_a_prompts_end_has_no_logprobs(llm_ngram, prompts):
     assert deltas[-1].finish_reason == "cancelled" and deltas[-1].prompt_token_ids == ids and deltas[-1].logprobs is None
 
 
-def test_logprobs_are_the_models_and_the_same_with_drafts(llm_ngram, hf_model, prompts):
+def test_logprobs_are_the_models_and_the_same_with_drafts(llm, hf_model, prompts):
     ids = prompts[0]
     params = greedy(24, logprobs=3)
-    plain = llm_ngram.generate({"prompt_token_ids": ids}, params, speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]
-    drafted = llm_ngram.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].outputs[0]
+    plain = llm.generate({"prompt_token_ids": ids}, params, speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]
+    drafted = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].outputs[0]
     with torch.inference_mode():
         scores = hf_model(torch.tensor([ids + plain.token_ids])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
     for out in (plain, drafted):
@@ -334,6 +283,193 @@ class TestRefusals:
             llm.engine.submit([5] * 60, greedy(40), lambda d: None, request_id="big")
 
 
+def test_tokens_that_the_model_does_not_know(tmp_path, caplog):
+    """A tokenizer that tokens were added to: the load says so, and text that becomes one is refused by name, whatever it is for."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(BUNDLED_MODEL / name)
+    tokenizer = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    assert tokenizer.add_special_tokens(["<extra>", "<more>"]) == 2
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    llm = LLM(str(tmp_path))
+    assert "2 tokens that the model does not know, 4096 ('<extra>') the first" in caplog.text
+    message = r"becomes token 4096 \('<extra>'\), which the model does not know: its vocabulary has ids 0 to 4095"
+    for prompt, params in (
+        ("x = <extra>", {}),
+        ([{"role": "user", "content": "<extra>"}], {}),
+        ("x = ", {"bad_words": ("a", "<extra>")}),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.engine.submit(prompt, SamplingParams(**params), lambda d: None, request_id="bad")
+    with pytest.raises(RequestError, match=r"the prompt is not valid Unicode: '.ud800' at 1"):
+        llm.engine.submit("x\ud800", SamplingParams(), lambda d: None, request_id="bad")
+    with pytest.raises(RequestError, match=r"the prompt is not valid Unicode"):
+        llm.generate("x\ud800", use_tqdm=False)
+    assert len(llm.generate("x = 1", greedy(3), use_tqdm=False)[0].outputs[0].token_ids) == 3
+
+
+class TestFences:
+    """What fails in the work for one request ends that request with an error, and the others are answered as ever: with steps under way."""
+
+    VICTIM = 5
+
+    @pytest.fixture
+    def engine(self, llm_ahead):
+        yield llm_ahead.engine
+        assert llm_ahead.engine.scheduler.num_open == 0 == llm_ahead.engine._open.count
+        assert llm_ahead.engine.scheduler.pool.num_held == 0
+        llm_ahead.engine.scheduler.check()
+
+    def run(self, engine, prompts, sink=None, **options) -> list[list[Delta]]:
+        """The deltas of ten requests; `sink` is called before the victim's delta is noted."""
+        seen: list[list[Delta]] = [[] for _ in range(10)]
+        for i, received in enumerate(seen):
+
+            def note(delta: Delta, i: int = i, received: list[Delta] = received) -> None:
+                if sink is not None and i == self.VICTIM:
+                    sink(delta)
+                received.append(delta)
+
+            engine.submit(prompts[i], greedy(NEW_TOKENS, **options), note, request_id=f"fenced {i}")
+        while engine.step():
+            pass
+        return seen
+
+    def assert_others_are_answered(self, seen, expected) -> None:
+        for i, deltas in enumerate(seen):
+            if i != self.VICTIM:
+                assert [t for d in deltas for t in d.token_ids] == expected[i] and deltas[-1].finish_reason == "length"
+
+    @pytest.mark.parametrize("place", ["append", "flush", "__init__"])
+    def test_text(self, engine, prompts, expected, monkeypatch, place):
+        made = []
+
+        class Stream(open_requests.TextStream):
+            def __init__(self, *args) -> None:
+                made.append(self)
+                self.count = 0
+                self.fail("__init__")
+                super().__init__(*args)
+
+            def fail(self, where: str) -> None:
+                if where == place and self in made[TestFences.VICTIM : TestFences.VICTIM + 1]:
+                    raise ValueError(f"invalid prefix in {where}")
+
+            def append(self, *args):
+                self.count += 1
+                if self.count == 8:
+                    self.fail("append")
+                return super().append(*args)
+
+            def flush(self):
+                self.fail("flush")
+                return super().flush()
+
+        monkeypatch.setattr(open_requests, "TextStream", Stream)
+        seen = self.run(engine, prompts)
+        self.assert_others_are_answered(seen, expected)
+        error = seen[self.VICTIM][-1].error
+        assert isinstance(error, InternalError) and f"ValueError: invalid prefix in {place}" in str(error)
+        assert sum(d.is_final for d in seen[self.VICTIM]) == 1
+
+    @pytest.mark.parametrize("is_told", [True, False])
+    def test_sink(self, engine, prompts, expected, is_told):
+        calls = []
+
+        def sink(delta: Delta) -> None:
+            calls.append(delta)
+            if len(calls) == 3 or (len(calls) > 3 and not is_told):
+                raise KeyError("the sink")
+
+        seen = self.run(engine, prompts, sink)
+        self.assert_others_are_answered(seen, expected)
+        assert len(calls) == 4 and isinstance(calls[-1].error, InternalError)
+        assert (seen[self.VICTIM][-1] is calls[-1]) is is_told
+
+    def test_prompt_text(self, engine, prompts, expected, monkeypatch):
+        decode = engine.tokenizer.decode
+
+        def fail(token_ids, **options):
+            if token_ids == prompts[self.VICTIM]:
+                raise ValueError("no text")
+            return decode(token_ids, **options)
+
+        monkeypatch.setattr(engine.tokenizer, "decode", fail)
+        seen = self.run(engine, prompts, echo=True)
+        self.assert_others_are_answered(seen, expected)
+        assert "no text" in str(seen[self.VICTIM][-1].error)
+
+    @pytest.mark.parametrize("owner", ["scheduler.add", "scheduler.commit", "drafters.start"])
+    def test_bookkeeping(self, engine, prompts, expected, monkeypatch, owner):
+        part, name = owner.split(".")
+        act = getattr(getattr(engine, part), name)
+
+        def fail(subject, *rest):
+            request = getattr(subject, "request", subject)
+            if request.request_id == f"fenced {self.VICTIM}":
+                raise ValueError(f"cannot {name}")
+            return act(subject, *rest)
+
+        monkeypatch.setattr(getattr(engine, part), name, fail)
+        seen = self.run(engine, prompts)
+        self.assert_others_are_answered(seen, expected)
+        (delta,) = seen[self.VICTIM]
+        assert f"cannot {name}" in str(delta.error)
+
+    @pytest.mark.parametrize("part", ["drafters", "planner", "scheduler"])
+    def test_release(self, engine, prompts, expected, monkeypatch, part):
+        """The answer is whole by then, and what else the request held is freed."""
+        name = "finish" if part == "scheduler" else "stop"
+        stop = getattr(getattr(engine, part), name)
+
+        def fail(request):
+            stop(request)
+            raise ValueError("cannot stop")
+
+        monkeypatch.setattr(getattr(engine, part), name, fail)
+        seen = self.run(engine, prompts)
+        assert [[t for d in deltas for t in d.token_ids] for deltas in seen] == expected[:10]
+
+    def test_offline(self, engine, llm_ahead, prompts, expected, monkeypatch):
+        """`generate` raises the error of a request that fails, once the others are ended: none of them is left open."""
+        append, counts = open_requests.TextStream.append, Counter()
+        inputs = [{"prompt_token_ids": ids} for ids in prompts[:10]]
+
+        def fail(stream, token_id, *rest):
+            counts[stream] += 1
+            if token_id == expected[self.VICTIM][9] and counts[stream] == 10:
+                raise ValueError("invalid prefix")
+            return append(stream, token_id, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(open_requests.TextStream, "append", fail)
+            with pytest.raises(InternalError, match="invalid prefix"):
+                llm_ahead.generate(inputs, greedy(NEW_TOKENS), use_tqdm=False)
+            assert engine._open.count == 0 == engine.scheduler.num_open
+        results = llm_ahead.generate(inputs, greedy(NEW_TOKENS), use_tqdm=False)
+        assert [r.outputs[0].token_ids for r in results] == expected[:10]
+
+    def test_offline_verdicts_of_the_step_are_booked(self, llm_ahead, prompts, monkeypatch):
+        """A request that fails in a step does not lose what that step computed for those after it."""
+        emitted, broken = llm_ahead.engine.metrics.emitted_tokens, llm_ahead.engine._book
+
+        def fail(own, *rest):
+            if own.request.prompt_token_ids == prompts[0]:
+                own.request.params = None  # whatever reads it fails
+            broken(own, *rest)
+
+        monkeypatch.setattr(llm_ahead.engine, "_book", fail)
+        before = emitted["none"]
+        with pytest.raises(InternalError):
+            llm_ahead.generate(
+                [{"prompt_token_ids": ids[:20]} if i else {"prompt_token_ids": ids} for i, ids in enumerate(prompts[:6])],
+                greedy(NEW_TOKENS),
+                speculative={"method": "none"},
+                use_tqdm=False,
+            )
+        assert emitted["none"] - before >= 5
+        assert llm_ahead.engine._open.count == 0 == llm_ahead.engine.scheduler.num_open
+
+
 class TestLoop:
     """The engine's own thread: cancel, deadlines, failure, shutdown."""
 
@@ -390,7 +526,7 @@ class TestLoop:
         def broken(*_):
             raise MemoryError("no memory for logits")
 
-        monkeypatch.setattr(engine.runner.model, "logits", broken)
+        monkeypatch.setattr(engine.worker.model, "logits", broken)
         delta = self.last(received)
         assert isinstance(delta.error, EngineError) and "no memory for logits" in str(delta.error)
         assert not engine.is_healthy
@@ -410,8 +546,6 @@ def test_a_request_that_breaks_the_model_does_not_break_others(tmp_path, prompts
     import shutil
 
     from safetensors.torch import load_file, save_file
-
-    from backend.config import BUNDLED_MODEL
 
     poison = 4000
     assert all(poison not in ids for ids in prompts[:12])

@@ -20,7 +20,8 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from client import AsyncClient, Client, GenerateError, HttpClient
 from deploy.demo import free_ports, stop_server
 from deploy.launcher import ServeConfig, server_command
-from deploy.server import find_server
+from deploy.server import COMPLETE_OPTION, find_server
+from tests.conftest import ROOT
 from tests.servers import serve
 
 LONG = {"max_tokens": 1900, "temperature": 0.0, "ignore_eos": True, "speculative": {"method": "none"}}
@@ -35,14 +36,17 @@ def test_killed_under_load_and_started_again(tmp_path):
             async with AsyncClient(server.grpc) as client:
                 tasks = [asyncio.create_task(client.generate(f"x{i} = ", **LONG)) for i in range(12)]
                 await asyncio.sleep(1.5)
-                http = HttpClient(server.http).stream("y = ", **LONG)
-                next(http)
+                http, grpc = HttpClient(server.http).stream("y = ", **LONG), Client(server.grpc).stream("z = ", **LONG)
+                next(http), next(grpc)
                 os.killpg(server.process.pid, signal.SIGKILL)
                 results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
                 def rest():
                     with pytest.raises(GenerateError):
                         list(http)
+                    with pytest.raises(GenerateError) as caught:
+                        list(grpc)
+                    assert caught.value.code == "UNAVAILABLE"
 
                 await asyncio.wait_for(asyncio.to_thread(rest), 60)
                 return results
@@ -60,7 +64,8 @@ def test_the_checked_in_repository_loads_as_it_is(root, tmp_path):
     """Plain tritonserver on model_repository/standalone, without the launcher's rendering."""
     http, grpc, metrics = free_ports(3)
     config = ServeConfig(host="127.0.0.1", http_port=http, grpc_port=grpc, metrics_port=metrics)
-    command, environment = server_command(find_server(), config, root / "model_repository" / "standalone")
+    command, environment = server_command(find_server(), config, root / "model_repository" / "standalone", "key")
+    command.remove(f"--{COMPLETE_OPTION}")  # one that nobody has told that the configurations are complete
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -165,4 +170,49 @@ def test_a_port_in_use(tmp_path):
         port = holder.getsockname()[1]
         command = [sys.executable, "-m", "deploy.cli", "serve", f"--grpc-port={port}"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and f"grpc_port {port} cannot be used: Address already in use" in result.stderr
+    assert result.returncode == 2 and f"grpc_port {port} cannot be used on 127.0.0.1: Address already in use" in result.stderr
+
+
+def test_a_second_server_on_the_same_folder(tmp_path):
+    """It would remove the tree under the running one; and its end was the first one's, who refused everything from then on."""
+    with serve(tmp_path / "log") as server:
+        command = [sys.executable, "-m", "deploy.cli", "serve", f"--repository={server.repository}"]
+        for port, own in zip(free_ports(4), ("http", "grpc", "metrics", "status")):
+            command.append(f"--{own}-port={port}")
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 2 and f"repository {server.repository} is in use by process {server.process.pid} on" in result.stderr
+        assert (server.repository / "decode" / "config.pbtxt").is_file()
+        with Client(server.grpc) as client:
+            assert len(client.generate("x = ", max_tokens=4, ignore_eos=True)[0].token_ids) == 4
+    assert subprocess.run([*command, "--dry-run"], capture_output=True, timeout=60).returncode == 0, "it is free again"
+
+
+def test_a_killed_server_leaves_its_folder_free(tmp_path):
+    with serve(tmp_path / "log") as server:
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait(60)
+        command = [sys.executable, "-m", "deploy.cli", "serve", "--dry-run", f"--repository={server.repository}"]
+        assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
+
+
+def ended_pair(*options: str) -> tuple[int, str]:
+    """Of `make serve`'s two programs: the exit status, and what they said."""
+    result = subprocess.run(["deploy/serve_both.sh", *options], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    return result.returncode, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(not (ROOT / ".venv/bin/foretoken").exists(), reason="it runs what deploy/setup.sh has installed")
+def test_the_server_and_its_gateway_end_together(tmp_path):
+    """A gateway whose port is taken was left out in silence."""
+    http, grpc, metrics, status = free_ports(4)
+    server = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}", f"--status-port={status}", f"--repository={tmp_path / 'r'}"]
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        code, text = ended_pair("--host=127.0.0.1", f"--port={port}", f"--url=127.0.0.1:{grpc}", "--", *server)
+        assert code != 0 and str(port) in text, text
+        code, text = ended_pair(f"--port={free_ports(1)[0]}", "--", f"--http-port={port}", *server[1:])
+        assert code == 2 and f"http_port {port} cannot be used" in text
+    with socket.socket() as holder:  # nobody holds what the server had
+        holder.bind(("127.0.0.1", http))

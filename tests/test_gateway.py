@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from backend.config import BUNDLED_MODEL
 from client import AsyncClient, Client, GenerateError
 from client.gateway import answers, entrance
 from client.gateway.app import Settings, create_app
+from client.gateway.upstream import FRESH_SECONDS
 from deploy.demo import free_ports, running_gateway
 from tests.servers import serve
 from tests.test_server import wait_until
@@ -38,9 +40,8 @@ WORDY = {**LONG, "prompt": PROMPT, "stream": True, "n": 8, "max_tokens": 600, "r
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log", "--drain-seconds=5") as running:
-        yield running
+def server(servers):
+    return servers.get()
 
 
 @pytest.fixture(scope="module")
@@ -271,6 +272,17 @@ class TestOtherRoutes:
         answer = asyncio.run(ask_tokenizer(input_ids=[318, 297]))
         assert answer == {"text_output": [b"def f"], "tokens": [b"def", b" f"]}
 
+    def test_the_tokenizer_model_refuses_what_no_context_holds(self, server, address):
+        status, _, body = ask(address, "/tokenize", {"prompt": "x" * 131_073})
+        assert status == 400 and "text_input has 131073 characters; the limit is 131072" in json.loads(body)["error"]["message"]
+        assert ask(address, "/tokenize", {"prompt": "x" * 131_072})[0] == 200
+
+    @pytest.mark.parametrize("values", [b'"text_input": ""', b'"input_ids": [99999]'])
+    def test_an_id_that_is_no_text_tells_nothing_of_the_tokenizer(self, server, values):
+        _, answer = server.post("/v2/models/tokenizer/generate", b'{"id": "\xff", ' + values + b"}")
+        assert "Traceback" not in answer and "/" not in answer
+        assert server.post("/v2/models/tokenizer/generate", {"text_input": "x"})[0] == 200
+
     def test_metrics(self, address, api):
         names = ("time_to_first_token_seconds_count", "time_per_output_token_seconds_count", "completion_tokens", "prompt_tokens")
         before = [read_metric(address, n) for n in names]
@@ -334,6 +346,9 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs true", None),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "unknown or unsupported parameter 'tools'", "tools"),
     ({"text": "x", "prompt": "y"}, "unknown or unsupported parameter 'prompt'", "prompt"),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages is not valid Unicode: '\\ud800' at", None),
+    (b'{"messages": [{"role": "user", "content": "x", "a": ["\\udfff"]}]}', "messages is not valid Unicode: '\\udfff' at", None),
+    ({"messages": [{"role": "user", "content": "x" * 1_900_000}]}, "characters or more; the limit is 131072", "messages"),
 ]  # fmt: skip
 
 
@@ -566,11 +581,11 @@ def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
         assert wait_until(lambda: read_metric(address, "errors", code="timeout") == 1)
 
 
-def test_a_stream_that_waits_is_not_silent(tmp_path, monkeypatch):
+def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):
     """Comments come while another request holds the only place, before the first token; clients read on as ever, and errors are events then."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 1.0)
+    server = servers.get("--max-batch-size=1")
     with (
-        serve(tmp_path / "log", "--max-batch-size=1") as server,
         gateway_in_this_process(server.grpc) as address,
         open_client(address) as api,
         send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "n": 8}) as first,  # one after the other
@@ -590,6 +605,44 @@ def test_a_stream_that_waits_is_not_silent(tmp_path, monkeypatch):
         comments, events = (held + raw).count(b": keep-alive\n\n"), [json.loads(e) for e in re.findall(rb"data: ({.*})\n\n", raw)]
         assert comments >= 1 and raw.index(b"data: ") > 0 and "".join(e["choices"][0]["text"] for e in events) == expected
         assert b"keep-alive\n\n" not in whole and json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == expected
+
+
+def test_health_while_the_server_refuses(tmp_path):
+    """A request from before goes on, and says nothing about those that come now."""
+    with serve(tmp_path / "log") as server, gateway_in_this_process(server.grpc) as address:
+        assert ask(address, "/health")[0] == 200
+        folders = list(tmp_path.glob("repository-*/decode/1"))
+        assert len(folders) == 1
+        with send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "n": 2}) as stream:
+            assert stream.recv(4096)
+            (folders[0] / f"drain-{server.pid}").write_text("60")
+            chunks, found = threading.Event(), []
+
+            def read() -> None:
+                with contextlib.suppress(OSError):  # the test is over
+                    while stream.recv(65536):
+                        chunks.set()
+
+            reader = threading.Thread(target=read, daemon=True)
+            reader.start()
+            assert wait_until(lambda: ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 503)
+            time.sleep(FRESH_SECONDS)  # an answer from before is good for so long
+            while len(found) < 5 and reader.is_alive():
+                chunks.clear()
+                assert chunks.wait(10)  # so that the stream has had an answer since the last look
+                found.append(ask(address, "/health")[0])
+            assert set(found) == {503} and len(found) >= 2
+        os.killpg(server.process.pid, signal.SIGKILL)  # it was told to drain, and would wait to be told again
+
+
+def test_a_port_that_is_taken(tmp_path, capsys):
+    from deploy.cli import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["gateway", "--host=127.0.0.1", f"--port={port}"]) == 1
+    assert f"cannot listen on 127.0.0.1, port {port}: [Errno 98]" in (said := capsys.readouterr().err) and "--port" in said
+    assert main(["gateway", "--host=256.1.1.1", "--port=0"]) == 1 and main(["gateway", "--port=70000"]) == 1
 
 
 def test_sigterm_lets_requests_end(server, tmp_path):

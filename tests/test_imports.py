@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN.md, section 2), read from every file's syntax tree: an arrow that points back ends in one large module."""
+"""Who may import whom, read from every file's syntax tree: an arrow that points back ends in one large module."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_gateway_is_an_extra() -> None:
 
 
 def test_deploy_imports_configuration_at_most() -> None:
-    allowed = ("deploy", "backend.config", "backend.errors", "backend.model_files")
+    allowed = ("deploy", "backend.config", "backend.errors", "backend.model_files", "backend.model_checks")
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
     bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py", "deploy/load/locustfile.py"))]
     bad = [i for i in bad if (i.file, i.module) != ("deploy/cli.py", "training.train_mtp")]  # `foretoken train-mtp` is that program
@@ -187,14 +187,88 @@ def test_integers_only(name: str) -> None:
     none_of([i for i in imports_of(f"backend/{name}.py") if i.top in ("torch", "numpy")], f"{name} does not even name a tensor")
 
 
+def test_the_planner_handles_integers() -> None:
+    none_of([i for i in imports_of("backend/planner.py") if i.top == "torch" and not i.is_type_only], "a plan is integers only")
+
+
+LEVELS = (
+    ("errors", "core"),
+    ("config", "model_files", "chat_template", "detokenizer", "metrics"),
+    ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "models", "model_checks"),
+    ("prefix_cache", "drafters"),
+    ("scheduler", "intake", "open_requests", "step"),
+    ("planner", "group"),
+    ("engine", "follower"),
+    ("llm", "adapters"),
+)
+"""Each part of backend imports parts of its own level and of those before it."""
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_imports_point_one_way() -> None:
+    level = {name: number for number, names in enumerate(LEVELS) for name in names}
+    parts = {
+        part_of(f"backend.{path.relative_to(ROOT / 'backend').with_suffix('').parts[0]}") for path in FILES if path.is_relative_to(ROOT / "backend")
+    }
+    assert parts - {"__init__"} == set(level), "each part has its level"
+    inside = [i for i in imports_of("backend") if i.is_in("backend") and i.file != "backend/__init__.py"]
+    bad = [i for i in inside if level[part_of(i.module)] > level[i.file.split("/")[1].removesuffix(".py")]]
+    none_of(bad, f"levels: {LEVELS}")
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    """Not even inside functions."""
+    graph: dict[str, set[str]] = {}
+    for i in of_project(IMPORTS):
+        own = i.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        if not i.is_type_only and own != i.module and own != "backend":  # which loads LLM when somebody asks for it
+            graph.setdefault(own, set()).add(i.module)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+METHODS = ("ngram", "suffix", "mtp", "naive")
+METHOD_FILES = {"backend/config.py", "backend/adapters/decode.py", "backend/adapters/metrics.py", "backend/adapters/mtp_drafter.py"}
+"""What a user writes, and the adapters of what a user runs. The detokenizer's "suffix" is Hugging Face's."""
+
+
+def test_only_drafters_name_methods() -> None:
+    bad = []
+    for path in FILES:
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith("backend/") or name.startswith("backend/drafters/") or name in METHOD_FILES:
+            continue
+        nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+        constants = [n for n in nodes if isinstance(n, ast.Constant) and n.value in METHODS and name != "backend/detokenizer.py"]
+        bad += [f"{name}:{n.lineno} names {n.value}" for n in constants]
+    assert not bad, "\n".join(bad)
+    named = ("backend.drafters.mtp", "backend.drafters.ngram", "backend.drafters.suffix", "backend.drafters.hybrid", "backend.models.mtp")
+    outside = [i for i in imports_of("backend", "kernels") if not i.file.startswith("backend/drafters/") and i.file not in METHOD_FILES]
+    none_of([i for i in outside if i.is_in(*named)], "a step or an engine knows drafters by their protocol")
+
+
 def test_drafters_import_what_they_draft_with() -> None:
-    allowed = ("backend.drafters", "backend.core", "backend.config", "backend.errors", "backend.models", "kernels")
+    names = ("drafters", "core", "config", "errors", "models", "kv_store", "pages", "parallel")
+    allowed = (*(f"backend.{name}" for name in names), "kernels")
     none_of([i for i in of_project(imports_of("backend/drafters")) if not i.is_in(*allowed)], "a drafter knows neither engine nor scheduler")
 
 
-def test_runner_and_models_are_below_the_engine() -> None:
-    above = ("backend.engine", "backend.scheduler", "backend.adapters")
-    none_of([i for i in imports_of("backend/runner.py", "backend/models") if i.is_in(*above)], "they compute what a batch says")
+def test_the_step_is_below_the_engine() -> None:
+    """A worker on another rank has no scheduler, and decides nothing."""
+    above = tuple(f"backend.{name}" for name in ("engine", "scheduler", "planner", "pages", "prefix_cache", "pacing", "intake", "open_requests"))
+    none_of([i for i in imports_of("backend/step", "backend/models", "backend/kv_store.py") if i.is_in(*above)], "they compute what a plan says")
 
 
 def test_backend_knows_nobody_above_it() -> None:

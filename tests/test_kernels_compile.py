@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels import wide_linear
-from kernels._load import ARCHITECTURES, SOURCES, Gpu, KernelError, compile_source, find_nvcc
+from kernels import _load, sampling, wide_linear
+from kernels._load import ARCHITECTURES, SOURCES, Gpu, KernelError, compile_source, find_nvcc, target_of
+from kernels._signature import formats_of, kernels_of
 from kernels.attention import choose_shape
+from kernels.structs import StepSizes, format_of
 
-H200, A100 = Gpu(132, 233472, 9), Gpu(108, 167936, 8)
+GPUS = {
+    "sm_80": Gpu(108, 167936, 8, 166912),
+    "sm_86": Gpu(84, 102400, 8, 101376),
+    "sm_89": Gpu(128, 102400, 8, 101376),
+    "sm_90": Gpu(132, 233472, 9, 232448),
+    "sm_100": Gpu(148, 233472, 10, 232448),
+    "sm_120": Gpu(170, 102400, 12, 101376),
+}
 DEFINES = {
     "activation": {"ELEMENT": "__nv_bfloat16"},
     "append_kv": {"DTYPE": 0, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128},
@@ -21,7 +31,7 @@ DEFINES = {
     "ngram": {"THREADS": 512},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
     "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 64, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 13},
-    "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512},
+    "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512, "RING": 4},
 }
 
 
@@ -33,15 +43,88 @@ def nvcc() -> str:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("*.cu")))
+NAMES = sorted(path.stem for path in SOURCES.glob("*.cu"))
+KINDS = [(name, a) for name in NAMES for a in ("sm_80", "sm_90", "sm_100")] + [(name, a) for name in ("attention", "sampling") for a in ARCHITECTURES]
+"""All that differs between a generation's architectures is how much shared memory there is."""
+
+
+@pytest.mark.parametrize(("source", "architecture"), list(dict.fromkeys(KINDS)))
 def test_compiles(nvcc: str, source: str, architecture: str) -> None:
     if source == "attention":
-        gpu = A100 if architecture == "sm_80" else H200
-        defines = dict(choose_shape(8, 4, 16, 32, 8, 128, torch.bfloat16, False, gpu))
+        defines = dict(choose_shape(8, 4, 16, (32, 8, 128), torch.bfloat16, False, GPUS[architecture]))
     else:
         defines = dict(DEFINES.get(source, {}))
-    assert compile_source(source, architecture, defines).stat().st_size > 0
+    if architecture not in _load._known_to(nvcc):
+        pytest.skip(f"this nvcc does not know {architecture}")
+    assert compile_source(source, architecture, defines).suffix == ".cubin"
+
+
+def test_an_architecture_that_is_not_on_the_list_gets_ptx(nvcc: str) -> None:
+    """The nearest one's before it; the driver finishes it."""
+    text = compile_source("step", "sm_87").read_text()
+    assert ".target sm_86" in text and ".entry prepare_step" in text
+
+
+def test_targets() -> None:
+    known = {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90"}
+    assert target_of("sm_90", known) == ("sm_90", False)
+    assert target_of("sm_103", known) == target_of("sm_100", known) == ("sm_90", True)  # an old nvcc, or a GPU that is newer than this list
+    assert target_of("sm_87", known) == ("sm_86", True)
+    with pytest.raises(KernelError, match="kernels are made for sm_80 and later, not for sm_75; this nvcc knows sm_75, sm_80"):
+        target_of("sm_75", known)
+
+
+@pytest.mark.parametrize("architecture", GPUS)
+def test_every_shape_fits_the_gpu(architecture: str) -> None:
+    """Shared memory of each kernel, at the sizes of models that are about: what does not fit is said before nvcc or the driver says it."""
+    gpu = GPUS[architecture]
+    for vocab_size in (32000, 49152, 128256, 151936, 202048, 262144):
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows in (1, 20, 64, 1000):
+                try:
+                    _, shared = sampling.choose_shape(rows, vocab_size, dtype, gpu)
+                except ValueError as error:
+                    assert gpu.block_memory < 110_000 and dtype == torch.float32 and vocab_size > 160_000, error
+                else:
+                    assert shared + sampling.STATIC_SHARED <= gpu.block_memory
+    for head_dim in (64, 128, 256):
+        try:
+            defines = choose_shape(8, 6, 16, (32, 8, head_dim), torch.bfloat16, False, gpu)
+        except KernelError as error:
+            assert head_dim == 256 and gpu.block_memory < 110_000, error
+        else:
+            assert gpu.has_clusters or defines["CLUSTER"] == 1
+
+
+KERNELS = [(path, name) for path in sorted(SOURCES.glob("*.cu")) for name in kernels_of(path)]
+
+
+@pytest.mark.parametrize(("source", "name"), KERNELS, ids=lambda value: getattr(value, "stem", value))
+def test_the_arguments_of_every_kernel_are_read_off_its_source(source: Path, name: str) -> None:
+    assert formats_of(source, name)
+
+
+def test_no_kernel_is_missed() -> None:
+    count = sum(path.read_text().count("__global__") for pattern in ("*.cu", "*.cuh") for path in SOURCES.glob(pattern))
+    assert len(KERNELS) == count - 1  # append_attention is there twice, by type
+
+
+def test_arguments_are_packed_as_the_compiler_lays_them_out() -> None:
+    formats = formats_of(SOURCES / "step.cu", "prepare_step")
+    assert "".join(formats[:7]) == "PPPPPPi" and struct.calcsize("".join(formats[:7])) == 52
+    # The request table is aligned as its pointers are, and so is what follows it.
+    assert struct.calcsize("".join(formats[:8])) == 56 + struct.calcsize(format_of("Requests")) == 56 + 12 * 8 + 4 * 4
+    assert formats[-1] == "i" * len(StepSizes._fields)
+    assert formats_of(SOURCES / "wide_linear.cu", "wide_linear")[:3] == ("128s", "128s", "P")
+    with pytest.raises(ValueError, match=r"step.cu has no kernel prepare\b"):
+        formats_of(SOURCES / "step.cu", "prepare")
+
+
+def test_a_struct_that_python_does_not_know_is_said(tmp_path: Path) -> None:
+    (tmp_path / "odd.cu").write_text('#include "odd.cuh"\n// __global__ void odd(int* commented) {\nextern "C" __global__ void odd(Odd argument) {}')
+    (tmp_path / "odd.cuh").write_text("struct Odd { int x; };")
+    with pytest.raises(ValueError, match=r"odd.cu: odd takes a Odd, whose layout is not known"):
+        formats_of(tmp_path / "odd.cu", "odd")
 
 
 @pytest.mark.parametrize("out_size", [32, 576, 2048, 3072, 4096, 6144, 28672, 33824, 128256])

@@ -1,16 +1,19 @@
-"""Every drafter, every count, every batch: the tokens are those of plain decoding, greedy and seeded."""
+"""Every drafter, every count, every batch, either way of scheduling: the tokens are those of plain decoding, which are transformers' own."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
 
 from backend import LLM, SamplingParams
-from backend.core import Delta
-from tests.conftest import code_prompts
+from tests.conftest import EVERY_METHOD, code_prompts, greedy
+from tests.histories import run_histories
 
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "naive": {"method": "naive"},
     "ngram": {"method": "ngram"},
     "suffix": {"method": "suffix"},
@@ -18,6 +21,7 @@ METHODS = {
     "mtp with ngram": {"method": "mtp", "mtp_strategy": "with_ngram"},
     "mtp with suffix": {"method": "mtp", "mtp_strategy": "with_suffix"},
 }
+PLAIN = {"method": "none"}
 TOKENS = 20
 
 
@@ -27,19 +31,50 @@ def mixed(index: int, **options) -> SamplingParams:
     return SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=1000 + index, ignore_eos=True, **options)
 
 
-def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], choice: dict | None, batch: int = 256) -> list:
-    """Outputs of all prompts, `batch` at a time."""
-    outputs = []
-    for i in range(0, len(prompts), batch):
-        contents = [{"prompt_token_ids": ids} for ids in prompts[i : i + batch]]
-        outputs += [r.outputs[0] for r in llm.generate(contents, params[i : i + batch], speculative=choice, use_tqdm=False)]
+@dataclasses.dataclass
+class Asked:
+    """One request of a batch in which each makes its own choice."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    choice: dict[str, Any] | None = None
+
+
+def run(llm: LLM, asked: Sequence[Asked], batch: int = 1000) -> list:
+    """Outputs of all requests, `batch` of them put in at a time."""
+    outputs: list = []
+    for begin in range(0, len(asked), batch):
+        results = {}
+        for number, one in enumerate(asked[begin : begin + batch]):
+            results[number] = submit(llm, str(number), one)
+        while llm.engine.step():
+            pass
+        outputs += [results[number] for number in sorted(results)]
     llm.engine.scheduler.check()
-    assert llm.engine.scheduler.pool.num_held == 0
+    assert llm.engine.scheduler.num_open == 0 == llm.engine.scheduler.pool.num_held
     return outputs
 
 
-def ids_of(outputs: list) -> list[list[int]]:
+def submit(llm: LLM, request_id: str, asked: Asked):
+    """The completion that the deltas will fill."""
+    from backend.llm import Completion, Generation, collect
+
+    result = Generation(request_id, None, list(asked.prompt), [Completion(0)])
+    llm.engine.submit(list(asked.prompt), asked.params, lambda d: collect(result, d), request_id=request_id, speculative=asked.choice)
+    return result.outputs[0]
+
+
+def ids_of(outputs: Sequence) -> list[list[int]]:
     return [o.token_ids for o in outputs]
+
+
+def drafted(output) -> tuple[int, int, list[int]]:
+    return output.stats.drafted, output.stats.accepted, output.stats.accepted_per_position
+
+
+@pytest.fixture(params=["waiting", "ahead"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return request.getfixturevalue({"waiting": "llm_all", "ahead": "llm_ahead"}[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -48,207 +83,325 @@ def prompts(llm_all) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain(prompts) -> list[list[int]]:
+def plain(llm_plain, prompts) -> list[list[int]]:
     """From an engine that knows nothing of drafters."""
-    return ids_of(run(LLM(enable_prefix_caching=False), prompts, [mixed(i) for i in range(len(prompts))], None))
+    return ids_of(run(llm_plain, [Asked(p, mixed(i)) for i, p in enumerate(prompts)]))
+
+
+def test_greedy_tokens_are_those_of_transformers(llm_plain, llm, hf_model, prompts):
+    expected: dict[int, list[int]] = {}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), 8):
+        group = order[start : start + 8]
+        width = max(len(prompts[i]) for i in group)
+        ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in group])
+        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in group])
+        with torch.inference_mode():
+            out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1)
+        expected.update(zip(group, out[:, width:].tolist()))
+    for engine in (llm_plain, llm):
+        outputs = run(engine, [Asked(p, greedy(TOKENS), PLAIN) for p in prompts])
+        assert ids_of(outputs) == [expected[i] for i in range(len(prompts))]
+
+
+# -- drafts change nothing ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-@pytest.mark.parametrize("method", METHODS)
-def test_any_count_gives_plain_tokens(llm_all, prompts, plain, method, count):
-    outputs = run(llm_all, prompts[:7], [mixed(i) for i in range(7)], {**METHODS[method], "num_speculative_tokens": count})
-    assert ids_of(outputs) == plain[:7]
-    if method == "mtp":
-        assert max(len(o.stats.accepted_per_position) for o in outputs) == count
-        assert sum(o.stats.accepted for o in outputs) > 0
+def test_any_count_gives_plain_tokens(llm, prompts, plain, count):
+    """All methods in one batch, with requests that have none and some that want another number."""
+    choices = [{**own, "num_speculative_tokens": count} for own in METHODS.values()]
+    choices += [PLAIN, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 9 - count}, {"verify_strategy": "target_match"}, None]
+    outputs = run(llm, [Asked(p, mixed(i), choices[i % len(choices)]) for i, p in enumerate(prompts)])
+    assert ids_of(outputs) == plain
+    own = [o for i, o in enumerate(outputs) if choices[i % len(choices)] == {"method": "mtp", "num_speculative_tokens": count}]
+    assert max(len(o.stats.accepted_per_position) for o in own) == count
+    assert sum(o.stats.accepted for o in own) > 0
+    assert {s for o in outputs for s in o.sources} == {"target", "ngram", "suffix", "mtp"}
 
 
 @pytest.mark.parametrize("batch", [1, 7, 32])
 @pytest.mark.parametrize("method", METHODS)
-def test_any_batch_gives_plain_tokens(llm_all, prompts, plain, method, batch):
-    count = 12 if batch == 1 else 32
-    assert ids_of(run(llm_all, prompts[:count], [mixed(i) for i in range(count)], METHODS[method], batch)) == plain[:count]
+def test_any_batch_gives_plain_tokens(llm, prompts, plain, method, batch):
+    count = {1: 3, 7: 7, 32: 32}[batch]
+    outputs = run(llm, [Asked(p, mixed(i), METHODS[method]) for i, p in enumerate(prompts[:count])], batch)
+    assert ids_of(outputs) == plain[:count]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_num_batched_tokens": 24, "max_batch_size": 16, "enable_prefix_caching": False},
-        {"max_num_batched_tokens": 33, "max_batch_size": 32},
-        {"page_size": 64},
-        {"page_size": 1},
-        {"kv_cache_memory": 20 * 1024 * 16 * 60},
-        {"kv_cache_memory": 20 * 1024 * 16 * 60, "enable_prefix_caching": False},
-    ],
-    ids=["small chunks", "odd chunks", "page 64", "page 1", "few pages", "few pages, no cache"],
-)
-@pytest.mark.parametrize("method", ["mtp", "mtp with suffix"])
-def test_chunks_cache_and_preemption_change_nothing(prompts, plain, options, method):
-    speculative = {"num_speculative_tokens": 3, "num_model_steps": 2, "mtp_strategy": "with_suffix", "adaptive": False}
-    llm = LLM(speculative_config={"method": "mtp", **speculative}, **options)
-    batch = 4 if "max_num_batched_tokens" in options else 32  # a small budget leaves nothing for the drafts of many
-    outputs = run(llm, prompts, [mixed(i) for i in range(32)], METHODS[method], batch)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "whole prompts, no cache": {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
+    "small chunks, no cache": {"max_num_batched_tokens": 24, "max_batch_size": 16, "enable_prefix_caching": False},
+    "odd chunks": {"max_num_batched_tokens": 33, "max_batch_size": 32},
+    "page 64": {"page_size": 64},
+    "page 1": {"page_size": 1},
+    "few pages": {"num_pages": 60},
+    "few pages, no cache": {"num_pages": 60, "enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_chunks_cache_and_preemption_change_nothing(llm_all, prompts, plain, name, is_ahead):
+    options = dict(OPTIONS[name])
+    if "num_pages" in options:
+        options["kv_cache_memory"] = options.pop("num_pages") * llm_all.engine.worker.store.page_bytes
+    own = LLM(speculative_config={**EVERY_METHOD, "num_model_steps": 2}, async_scheduling=is_ahead, **options)
+    choices = [*METHODS.values(), {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 5}, PLAIN]
+    outputs = run(own, [Asked(p, mixed(i), choices[i % len(choices)]) for i, p in enumerate(prompts)])
     assert ids_of(outputs) == plain
-    assert (llm.engine.metrics.preemptions > 0) == ("kv_cache_memory" in options)
-    drafts, accepted = sum(o.stats.drafted for o in outputs), sum(o.stats.accepted for o in outputs)
+    assert (own.engine.metrics.preemptions > 0) == ("kv_cache_memory" in options)
+    stats = [o.stats for i, o in enumerate(outputs) if choices[i % len(choices)]["method"] == "mtp"]
+    drafts, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
     assert drafts > 200 and accepted / drafts > 0.35, "drafts were made from the wrong states"
 
 
-def test_adaptive_drafting_changes_nothing(prompts, plain):
-    llm = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 5, "request_methods": ["suffix"]})
-    for method in METHODS.values():
-        assert ids_of(run(llm, prompts, [mixed(i) for i in range(32)], method)) == plain
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_adaptive_drafting_changes_nothing(prompts, plain, is_ahead):
+    own = LLM(speculative_config={**EVERY_METHOD, "adaptive": True, "num_speculative_tokens": 5}, async_scheduling=is_ahead)
+    choices = list(METHODS.values())
+    for turn in range(2):
+        outputs = run(own, [Asked(p, mixed(i), choices[(i + turn) % len(choices)]) for i, p in enumerate(prompts)])
+        assert ids_of(outputs) == plain
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_random_histories_leave_no_page_behind(llm_plain, is_ahead):
+    """Cancels, preemptions and mixed methods in few pages: every request ends, with the tokens of an engine that has room."""
+    tight = LLM(
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3, "adaptive": False},
+        async_scheduling=is_ahead,
+        max_batch_size=6,
+        max_num_batched_tokens=64,
+        max_model_len=192,
+        kv_cache_memory="4.2MB",
+    )
+    run_histories(tight, llm_plain, 40, arrivals=2, cancels=0.2)
 
 
 # -- what a drafter remembers ------------------------------------------------------------------------------------------
 
 
-def drafted(output) -> tuple[int, int, list[int]]:
-    return output.stats.drafted, output.stats.accepted, output.stats.accepted_per_position
-
-
-@pytest.mark.parametrize("first", [{"method": "mtp"}, {"method": "none"}, {"method": "ngram"}], ids=["mtp", "none", "ngram"])
-def test_a_cached_prefix_drafts_as_well_as_a_fresh_one(prompts, first):
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_a_cached_prefix_drafts_as_well_as_a_fresh_one(llm_all, is_ahead):
     """Whoever computed the prefix, and also where the hit ends within a page: the drafter's memory is made or caught up."""
     config = {"method": "mtp", "num_speculative_tokens": 4, "adaptive": False}
-    for ids in (p[:-3] for p in prompts if len(p) > 100):
-        fresh = run(LLM(speculative_config=config), [ids], [mixed(0)], None)[0]
-        llm = LLM(speculative_config=config)
-        run(llm, [ids[:77]], [mixed(0)], first)
-        again = llm.generate({"prompt_token_ids": ids}, mixed(0), use_tqdm=False)[0]
+    texts = [llm_all.engine.tokenizer.encode(p)[:97] for p in code_prompts(3, (400, 500), seed=17)]
+    fresh = run(LLM(speculative_config=config, enable_prefix_caching=False), [Asked(ids, greedy(TOKENS)) for ids in texts])
+    own = LLM(speculative_config=config, async_scheduling=is_ahead)
+    for ids, first, expected in zip(texts, ({"method": "mtp"}, PLAIN, {"method": "ngram"}), fresh):
+        run(own, [Asked(ids[:77], greedy(TOKENS), first)])
+        again = own.generate({"prompt_token_ids": ids}, greedy(TOKENS), use_tqdm=False)[0]
         assert again.num_cached_tokens >= 76
-        assert drafted(again.outputs[0]) == drafted(fresh)
-        break
-    else:
-        pytest.fail("no prompt is long enough")
+        assert drafted(again.outputs[0]) == drafted(expected), first
 
 
-def test_requests_of_one_batch_draft_as_they_would_alone(llm_all, prompts):
+def test_requests_of_one_batch_draft_as_they_would_alone(llm, prompts):
     """Nothing of one request reaches another's drafts."""
-    params = [mixed(0)] * 8
-    together = run(llm_all, prompts[:8], params, None)
-    alone = run(llm_all, prompts[:8], params, None, batch=1)
+    asked = [Asked(p, greedy(TOKENS)) for p in prompts[:8]]
+    together, alone = run(llm, asked), run(llm, asked, batch=1)
     assert [drafted(o) for o in together] == [drafted(o) for o in alone]
 
 
-def test_every_method_in_one_batch(llm_all, prompts, plain):
-    outputs: dict[str, list[Delta]] = {}
-    choices = [
-        *METHODS.values(),
-        {"method": "none"},
-        {"num_speculative_tokens": 0},
-        {"num_speculative_tokens": 8},
-        {"verify_strategy": "target_match"},
-    ]
-    for i in range(30):
-        outputs[str(i)] = []
-        sink = lambda d: outputs[d.request_id].append(d)  # noqa: E731
-        llm_all.engine.submit(prompts[i], mixed(i), sink, request_id=str(i), speculative=choices[i % len(choices)])
-    while llm_all.engine.step():
-        pass
-    assert [[t for d in outputs[str(i)] for t in d.token_ids] for i in range(30)] == plain[:30]
-    sources = {s for deltas in outputs.values() for d in deltas for s in d.sources}
-    assert sources == {"target", "ngram", "suffix", "mtp"}
-
-
-def test_sources_say_who_drafted_each_token(llm_all):
+def test_sources_say_who_drafted_each_token(llm):
     text = "".join(f"    def get_{n}(self):\n        return self._{n}\n\n" for n in ("width", "height", "depth", "colour", "age"))
-    prompt = llm_all.engine.tokenizer.encode(f"class Box:\n{text}    def get_weight(self):")
-    params = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-    choice = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 8}
-    llm = LLM(speculative_config={"num_model_steps": 2, **choice, "adaptive": False})
-    for engine, own in ((llm, None), (llm_all, choice)):
-        output = run(engine, [prompt], [params], own)[0]
+    prompt = llm.engine.tokenizer.encode(f"class Box:\n{text}    def get_weight(self):")
+    for method in ("ngram", "mtp", "mtp with ngram", "mtp with suffix"):
+        (output,) = run(llm, [Asked(prompt, greedy(48), {**METHODS[method], "num_speculative_tokens": 8})])
         assert len(output.sources) == len(output.token_ids) == 48
-        counts = {name: output.sources.count(name) for name in ("mtp", "ngram", "target")}
-        assert counts["mtp"] + counts["ngram"] == output.stats.accepted and counts["target"] == output.stats.steps
-        assert output.stats.accepted > 0  # by whom is a matter of measured times
+        counts = {name: output.sources.count(name) for name in ("mtp", "ngram", "suffix", "target")}
+        assert counts["target"] == output.stats.steps and sum(counts.values()) == 48
+        assert counts["mtp"] + counts["ngram"] + counts["suffix"] == output.stats.accepted > 0
+        assert sum(output.stats.accepted_per_position) == output.stats.accepted
+        assert {name for name, count in counts.items() if count} <= {"target", *(s.removeprefix("with_") for s in METHODS[method].values())}
 
 
 # -- with every sampling parameter -------------------------------------------------------------------------------------
 
-PARAMETERS = {
-    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
-    "bias": {"logit_bias": {300: 4.0, 301: -100.0, 12: 2.5}},
-    "filters": {"top_k": 40, "top_p": 0.9, "min_p": 0.02},
-    "bad words": {"bad_words": ("self", " return", "\n    ")},
-    "stop": {"stop": ("self.", "):\n", "= ")},
-    "min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(200, 420))},
-    "logprobs": {"logprobs": 4},
-}
+PARAMETERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.5, "top_k": 40},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.9},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.2},
+    {"frequency_penalty": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"logit_bias": {278: 3.0, 361: -100.0, 267: 2.5}},
+    {"bad_words": ("return", "self.", " def")},
+    {"temperature": 0.0, "bad_words": ("self", " return", "\n    ", "x = 1; " * 9)},
+    {"min_tokens": 12, "logit_bias": {0: 11.0}},
+    {"temperature": 0.0, "min_tokens": 20, "logit_bias": {0: 12.0}},
+    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": tuple(range(200, 420))},
+    {"temperature": 0.6, "top_p": 0.95, "stop": ("\n\n", "return ", "):\n")},
+    {"logprobs": 4},
+    {"temperature": 0.9, "logprobs": 0, "repetition_penalty": 1.3, "bad_words": ("self",)},
+]
+REPEATING = "".join(f"    def get_{n}(self):\n        return self._{n}\n\n" for n in ("width", "height", "depth", "width", "height"))
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_sampling_parameters_act_as_in_plain_decoding(llm_all, prompts, name):
-    params = [dataclasses.replace(mixed(i), max_tokens=24, ignore_eos=False, **PARAMETERS[name]) for i in range(8)]
-    expected = run(llm_all, prompts[:8], params, {"method": "none"})
-    for method in ("ngram", "suffix", "mtp", "mtp with ngram", "mtp with suffix"):
-        outputs = run(llm_all, prompts[:8], params, {**METHODS[method], "num_speculative_tokens": 4})
-        assert ids_of(outputs) == ids_of(expected)
-        assert [(o.text, o.finish_reason) for o in outputs] == [(o.text, o.finish_reason) for o in expected]
-        for ours, theirs in zip(outputs, expected):
-            assert (ours.logprobs is None) == (theirs.logprobs is None) == (name != "logprobs")
-            for a, b in zip(ours.logprobs or (), theirs.logprobs or ()):
-                assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, abs=1e-4)
-                assert dict(a.top) == pytest.approx(dict(b.top), abs=1e-4)
-    if name in ("stop", "min_tokens"):
-        assert any(o.finish_reason == "stop" for o in expected)
+@pytest.fixture(scope="module")
+def texts(llm_all) -> list[list[int]]:
+    """Some that repeat themselves, so that lookups find something, and some that do not."""
+    texts = [f"class Box:\n{REPEATING}    def get_depth(self):", "x = [\n" + "    ('a', 1),\n" * 12 + "    ('a'", *code_prompts(4, seed=3)]
+    return [llm_all.engine.tokenizer.encode(text) for text in texts]
 
 
-def test_an_end_inside_a_draft(llm_all, prompts):
+def params_of(number: int, text: int) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 28, "seed": 100 + text, **PARAMETERS[number]})
+
+
+@pytest.fixture(scope="module")
+def expected(llm_all, texts) -> dict[tuple[int, int], Any]:
+    """By parameters and text: of plain decoding, all in one batch."""
+    keys = [(number, text) for number in range(len(PARAMETERS)) for text in range(len(texts))]
+    return dict(zip(keys, run(llm_all, [Asked(texts[text], params_of(number, text), PLAIN) for number, text in keys])))
+
+
+def test_sampling_parameters_act_as_in_plain_decoding(llm, texts, expected):
+    """Every set with every method, all in one batch, where none may have another's; counts of 1, 4 and 8 drafts."""
+    keys = []
+    for number in range(len(PARAMETERS)):
+        for place, name in enumerate(METHODS):
+            text = number % 2 if place % 2 else 2 + (number + place) % 4
+            keys.append((number, text, name, (4, 1, 8)[(number + place) % 3]))
+    asked = [Asked(texts[text], params_of(number, text), {**METHODS[name], "num_speculative_tokens": count}) for number, text, name, count in keys]
+    outputs = run(llm, asked)
+    for key, ours in zip(keys, outputs):
+        theirs = expected[key[:2]]
+        where = f"{PARAMETERS[key[0]]}, {key[2]}"
+        assert (ours.token_ids, ours.text, ours.finish_reason) == (theirs.token_ids, theirs.text, theirs.finish_reason), where
+        assert (ours.logprobs is None) == (theirs.logprobs is None) == ("logprobs" not in PARAMETERS[key[0]]), where
+        for a, b in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, abs=1e-4), where
+            assert dict(a.top) == pytest.approx(dict(b.top), abs=1e-4), where
+    for name in METHODS:
+        own = [o.stats for key, o in zip(keys, outputs) if key[2] == name]
+        drafts, accepted = sum(s.drafted for s in own), sum(s.accepted for s in own)
+        assert (accepted > 20 and drafts - accepted > 10) == (name != "naive"), f"{name}: {accepted} of {drafts}"
+
+
+def test_each_parameter_changes_something(expected, texts):
+    base = [expected[0, text].token_ids for text in range(len(texts))]
+    for number, parameters in enumerate(PARAMETERS[1:], 1):
+        found = [expected[number, text] for text in range(len(texts))]
+        if set(parameters) <= {"logprobs"}:
+            assert ids_of(found) == base
+        else:
+            assert ids_of(found) != base, parameters
+        if "stop" in parameters or "stop_token_ids" in parameters:
+            assert any(o.finish_reason == "stop" for o in found), parameters
+
+
+def test_an_end_inside_a_draft(llm, prompts):
     """Any token of the answer as the stop id, and any length: the end falls on every place of a draft."""
-    full = run(llm_all, prompts[:1], [SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)], {"method": "none"})[0].token_ids
-    for count in range(1, 24):
-        cut = run(llm_all, prompts[:1], [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)], None)[0]
+    (full,) = ids_of(run(llm, [Asked(prompts[0], greedy(24), PLAIN)]))
+    lengths = run(llm, [Asked(prompts[0], greedy(count)) for count in range(1, 24)])
+    for count, cut in enumerate(lengths, 1):
         assert cut.token_ids == full[:count] and cut.finish_reason == "length"
         assert cut.stats.emitted == count == cut.stats.steps + cut.stats.accepted
-        end = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(full[count],), ignore_eos=True)
-        stopped = run(llm_all, prompts[:1], [end], None)[0]
-        assert stopped.token_ids == full[: full.index(full[count]) + 1] and stopped.finish_reason == "stop"
-    llm_all.engine.scheduler.check()
+    stopped = run(llm, [Asked(prompts[0], greedy(24, stop_token_ids=(end,))) for end in full])
+    for end, cut in zip(full, stopped):
+        assert cut.token_ids == full[: full.index(end) + 1] and cut.finish_reason == "stop"
+    texts = run(llm, [Asked(prompts[0], greedy(24, stop=(stop,))) for stop in ("\n", "self", "(")])
+    unstopped = llm.engine.tokenizer.decode(full)
+    for stop, cut in zip(("\n", "self", "("), texts):
+        assert cut.text == unstopped.partition(stop)[0]
+
+
+# -- strategies that look at whole distributions -----------------------------------------------------------------------
+
+STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "greedy": ({"method": "mtp", "verify_strategy": "greedy"}, {"temperature": 0.8}),
+    "rejection of what the model drew": ({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.8, "logprobs": 0}),
+    "rejection, filtered": (
+        {"method": "mtp", "verify_strategy": "rejection"},
+        {"temperature": 1.1, "top_p": 0.9, "top_k": 30, "min_p": 0.01, "presence_penalty": 0.4, "bad_words": ["self"]},
+    ),
+    "rejection of certain drafts": ({"method": "ngram", "num_speculative_tokens": 5, "verify_strategy": "rejection"}, {"temperature": 0.7}),
+    "rejection, drafted on the host": ({"method": "suffix", "verify_strategy": "rejection"}, {"temperature": 0.7}),
+    "rejection, drafted by both": (
+        {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 5, "verify_strategy": "rejection"},
+        {"temperature": 0.7},
+    ),
+    "rejection, greedy": ({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.0}),
+    "topp": ({"method": "mtp", "verify_strategy": "topp"}, {"temperature": 0.8, "top_p": 0.8}),
+    "topp, filtered": (
+        {"method": "ngram", "num_speculative_tokens": 5, "verify_strategy": "topp"},
+        {"temperature": 1.2, "top_p": 0.7, "top_k": 4, "min_p": 0.05, "logprobs": 20},
+    ),
+}  # fmt: skip
+
+
+def asked_with(name: str, prompts: Sequence[list[int]]) -> list[Asked]:
+    choice, sampling = STRATEGIES[name]
+    return [Asked(p, SamplingParams(max_tokens=TOKENS, seed=50 + i, ignore_eos=True, **sampling), choice) for i, p in enumerate(prompts)]
+
+
+def all_of(outputs: Sequence) -> list[tuple]:
+    return [(o.token_ids, o.text, o.sources, o.finish_reason, o.stats.drafted, o.stats.accepted, o.logprobs) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def answered_alone(llm_all, prompts) -> dict[str, list]:
+    return {name: run(llm_all, asked_with(name, prompts[:4])) for name in STRATEGIES}
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if "both" not in name])  # which of the two drafts is a matter of measured times
+def test_answers_do_not_depend_on_the_scheduling(llm_ahead, prompts, answered_alone, name):
+    assert all_of(run(llm_ahead, asked_with(name, prompts[:4]))) == all_of(answered_alone[name])
+
+
+def test_strategies_run_mixed_with_exact_requests(llm, prompts, plain, answered_alone):
+    """Each answers as it would alone, and what shares their batch keeps its tokens."""
+    exact = [Asked(prompts[i], mixed(i), choice) for i, choice in enumerate((None, *METHODS.values()))]
+    outputs = run(llm, [*exact, *(one for name in STRATEGIES for one in asked_with(name, prompts[:4]))])
+    assert ids_of(outputs[: len(exact)]) == plain[: len(exact)]
+    for number, name in enumerate(STRATEGIES):
+        own = outputs[len(exact) + 4 * number :][:4]
+        if "both" not in name:
+            for mine, alone in zip(own, answered_alone[name]):
+                assert (mine.token_ids, mine.sources, drafted(mine)) == (alone.token_ids, alone.sources, drafted(alone)), name
+        assert all(len(o.token_ids) == TOKENS for o in own)
+
+
+def test_greedy_requests_do_not_depend_on_the_strategy(llm, texts):
+    """Nor does `greedy` depend on the temperature."""
+    asked = [Asked(texts[0], greedy(48), {"method": "ngram", "verify_strategy": s}) for s in ("greedy", "target_match", "rejection", "topp")]
+    hot = SamplingParams(max_tokens=48, temperature=1.5, seed=3, ignore_eos=True)
+    first, *others = run(llm, [Asked(texts[0], greedy(48), PLAIN), *asked, Asked(texts[0], hot, {"method": "ngram", "verify_strategy": "greedy"})])
+    assert all(o.token_ids == first.token_ids and o.stats.accepted > 0 for o in others)
 
 
 @pytest.mark.parametrize("policy", ["accept_all", "reject_all"])
 def test_accept_policies(prompts, plain, policy):
-    llm = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 3, "accept_policy": policy, "adaptive": False})
-    outputs = run(llm, prompts[:4], [mixed(i) for i in range(4)], None)
-    for output, expected in zip(outputs, plain):
-        assert output.stats.drafted > 0
-        if policy == "reject_all":
-            assert output.token_ids == expected and output.stats.accepted == 0 and output.stats.steps == TOKENS
-        else:
-            assert output.stats.accepted == output.stats.drafted and output.sources.count("mtp") == output.stats.accepted
+    own = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 3, "accept_policy": policy, "adaptive": False})
+    for method in ("mtp", "ngram"):
+        for output, wanted in zip(run(own, [Asked(p, mixed(i), {"method": method}) for i, p in enumerate(prompts[:4])]), plain):
+            assert output.stats.drafted > 0
+            if policy == "reject_all":
+                assert output.token_ids == wanted and output.stats.accepted == 0 and output.stats.steps == TOKENS
+            else:
+                assert output.stats.accepted == output.stats.drafted and output.sources.count(method) == output.stats.accepted
 
 
-def test_shared_noise_accepts_more_than_greedy_drafts(prompts):
+def test_shared_noise_accepts_more_than_greedy_drafts(llm_all, prompts):
     """Daliri et al. 2024. The tokens are the same, for the drafts do not matter to them."""
     params = [SamplingParams(max_tokens=24, temperature=1.0, seed=i, ignore_eos=True) for i in range(32)]
+    other = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 1, "draft_sampling": "greedy", "adaptive": False})
     rates, answers = [], []
-    for sampling in ("shared_noise", "greedy"):
-        llm = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 1, "draft_sampling": sampling, "adaptive": False})
-        outputs = run(llm, prompts, params, None)
+    for own in (llm_all, other):
+        outputs = run(own, [Asked(p, s, {"method": "mtp", "num_speculative_tokens": 1}) for p, s in zip(prompts, params)])
         answers.append(ids_of(outputs))
         rates.append(sum(o.stats.accepted for o in outputs) / sum(o.stats.drafted for o in outputs))
     assert answers[0] == answers[1]
     assert rates[0] > rates[1] + 0.02
 
 
-@pytest.mark.parametrize("strategy", ["greedy", "rejection", "topp"])
-def test_other_strategies_run_mixed_with_exact_ones(llm_all, prompts, plain, strategy):
-    """They answer for themselves; what shares their batch keeps its tokens."""
-    outputs: dict[str, list[int]] = {str(i): [] for i in range(16)}
-    for i in range(16):
-        choice = {"verify_strategy": strategy, "num_speculative_tokens": 4} if i % 2 else None
-        llm_all.engine.submit(prompts[i], mixed(i), lambda d: outputs[d.request_id].extend(d.token_ids), request_id=str(i), speculative=choice)
-    while llm_all.engine.step():
-        pass
-    assert [outputs[str(i)] for i in range(0, 16, 2)] == plain[:16:2]
-    assert all(len(ids) == TOKENS for ids in outputs.values())
-
-
-def test_quantized_drafters_change_no_token(prompts, plain):
-    for scheme in ("wint8", "wint4", "fp8"):
-        llm = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 3, "quantization": scheme, "adaptive": False})
-        outputs = run(llm, prompts[:8], [mixed(i) for i in range(8)], None)
-        assert ids_of(outputs) == plain[:8]
-        assert sum(o.stats.accepted for o in outputs) > 0.3 * sum(o.stats.drafted for o in outputs)
+@pytest.mark.parametrize("scheme", ["wint8", "wint4", "fp8"])
+def test_quantized_drafters_change_no_token(prompts, plain, scheme):
+    own = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 3, "quantization": scheme, "adaptive": False})
+    outputs = run(own, [Asked(p, mixed(i)) for i, p in enumerate(prompts[:8])])
+    assert ids_of(outputs) == plain[:8]
+    assert sum(o.stats.accepted for o in outputs) > 0.3 * sum(o.stats.drafted for o in outputs)

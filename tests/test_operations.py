@@ -240,17 +240,17 @@ class TestLocust:
         """Answers of a run without speculation, then the same under load with it; then one that is known to be other."""
         path = tmp_path / "answers.json"
         common = ("GrpcUser", f"--grpc-url={server.grpc}", f"--answers={path}")
-        first = locust(*common, "--run-time=3s", "--load-shape=ramp", "--speculative", '{"method": "none"}')
+        first = locust(*common, "--run-time=2s", "--load-shape=ramp", "--speculative", '{"method": "none"}')
         assert first.returncode == 0, first.stderr
         found = statistics_of(first)
         assert set(found) == {"request", "first token", "time per token"}
         assert all(count and not failures for count, failures in found.values())
-        second = locust(*common, "--run-time=3s", "--load-shape=spike")
+        second = locust(*common, "--run-time=2s", "--load-shape=spike")
         assert second.returncode == 0, second.stderr
         answers = json.loads(path.read_text())
         assert len(answers) == 4  # each prompt has its turn
         path.write_text(json.dumps({prompt: f"{text}?" for prompt, text in answers.items()}))
-        third = locust(*common, "--run-time=3s")
+        third = locust(*common, "--run-time=2s")
         assert third.returncode == 1 and "not the first answer to this prompt" in third.stderr
         count, failures = statistics_of(third)["request"]
         assert count == failures > 0
@@ -261,7 +261,7 @@ class TestLocust:
         assert {s["method"] for s in json.loads(result.stdout) if s["name"] == "request" and s["num_requests"]} == {"grpc", "openai"}
 
     def test_a_server_that_is_not_there(self):
-        result = locust("GrpcUser", "OpenAIUser", "--grpc-url=127.0.0.1:1", "--openai-url=http://127.0.0.1:1", "--run-time=4s")
+        result = locust("GrpcUser", "OpenAIUser", "--grpc-url=127.0.0.1:1", "--openai-url=http://127.0.0.1:1", "--run-time=2s")
         assert result.returncode == 1, result.stderr
         found = statistics_of(result)
         assert found and all(count == failures for count, failures in found.values())

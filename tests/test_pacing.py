@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from backend.core import Draft, Request, SamplingParams, Scheduled, Speculation, Verdict
-from backend.pacing import Pacer
+from backend.core import Outcome, Request, SamplingParams, Scheduled, Speculation
+from backend.pacing import ChunkLimit, Pacer
 
 Cost = Callable[[int], float]
 
@@ -30,44 +30,49 @@ def make_requests(count: int, method: str = "mtp", drafts: int = 5) -> list[Requ
     ]
 
 
+MEAN_NOISE = 1.05
+"""One step in twenty takes up to three times as long."""
+
+
 class Machine:
     """Runs steps of requests whose drafts are right with a probability each, and keeps the time."""
 
-    def __init__(self, cost: Cost, draft_cost: float, acceptance: float, pacer: Pacer | None, seed: int = 0) -> None:
+    def __init__(self, cost: Cost, draft_cost: float, acceptance: float, pacer: Pacer, seed: int = 0) -> None:
         self.cost, self.draft_cost, self.acceptance, self.pacer = cost, draft_cost, acceptance, pacer
         self.numbers = random.Random(seed)
         self.seconds = 0.0
         self.emitted = 0
         self.limits: list[int] = []
 
-    def step(self, requests: list[Request], fixed: int = 0) -> None:
-        if self.pacer is not None:
-            self.pacer.choose(requests)
-        entries, rows, accepted = [], [], []
+    def step(self, requests: list[Request]) -> None:
+        self.pacer.choose(requests)
+        entries, outcomes = [], []
         for request in requests:
-            limit = fixed if self.pacer is None else min(self.pacer.limit(request), request.speculation.num_speculative_tokens)
-            entries.append(Scheduled(request, 1, limit))
-            rows.append([7] * limit)
+            limit = min(self.pacer.limit(request), request.speculation.num_speculative_tokens)
+            entries.append(Scheduled(request, 1, limit, is_decoding=True))
             right = 0
             while right < limit and self.numbers.random() < self.acceptance:
                 right += 1
-            accepted.append(right)
-        draft = Draft(rows, [["mtp"] * len(r) for r in rows])
-        verdict = Verdict([[7] * (a + 1) for a in accepted], accepted, [None] * len(rows), [False] * len(rows))
-        most = max(map(len, rows))
+            outcomes.append(Outcome([7] * (right + 1), limit, right))
+        most, num_drafts = max(o.num_drafts for o in outcomes), sum(o.num_drafts for o in outcomes)
         noise = 1 + (self.numbers.random() < 0.05) * 2 * self.numbers.random()  # now and then, something else runs
-        propose, rest = noise * most * self.draft_cost, noise * self.cost(sum(map(len, rows)) + len(rows))
-        if self.pacer is not None:
-            self.pacer.observe(entries, draft, verdict, propose, rest)
+        propose, rest = noise * most * self.draft_cost, noise * self.cost(num_drafts + len(entries))
+        self.pacer.observe(entries, outcomes, propose, rest)
         self.seconds += propose + rest
-        self.emitted += sum(accepted) + len(rows)
+        self.emitted += sum(len(o.token_ids) for o in outcomes)
         self.limits.append(most)
 
-    def speed(self, requests: list[Request], steps: int, fixed: int = 0) -> float:
+    def speed(self, requests: list[Request], steps: int) -> float:
         self.seconds, self.emitted, self.limits = 0.0, 0, []
         for _ in range(steps):
-            self.step(requests, fixed)
+            self.step(requests)
         return self.emitted / self.seconds
+
+
+def expected_speed(cost: Cost, draft_cost: float, acceptance: float, batch: int, limit: int) -> float:
+    """Tokens a second with a fixed number of drafts, as `Machine` counts them."""
+    emitted = batch * sum(acceptance**position for position in range(limit + 1))
+    return emitted / (MEAN_NOISE * (limit * draft_cost + cost(batch * (1 + limit))))
 
 
 CASES = [
@@ -82,7 +87,7 @@ CASES = [
 @pytest.mark.parametrize(("cost", "batch", "acceptance", "draft_cost"), CASES)
 def test_as_fast_as_the_best_fixed_number(cost, batch, acceptance, draft_cost):
     requests = make_requests(batch)
-    fixed = [Machine(cost, draft_cost, acceptance, None).speed(requests, 400, k) for k in range(6)]
+    fixed = [expected_speed(cost, draft_cost, acceptance, batch, limit) for limit in range(6)]
     machine = Machine(cost, draft_cost, acceptance, Pacer())
     machine.speed(requests, 100)  # a server's first hundred steps
     speed = machine.speed(requests, 400)
@@ -139,3 +144,43 @@ def test_plain_requests_are_left_alone():
     pacer.choose(make_requests(4, "none", 0))
     assert pacer.limit(make_requests(1)[0]) == 5
     pacer.choose([])
+
+
+# -- how much of a prompt a step takes ---------------------------------------------------------------------------------
+
+
+def per_token(tokens: int) -> float:
+    return 2e-3 + 0.1e-3 * tokens
+
+
+@pytest.mark.parametrize("seen", [(100, 400), (64, 128, 256, 512), (1000, 2000), (4096,)], ids=str)
+def test_prompts_are_cut_to_what_a_step_has_time_for(seen):
+    """Whatever sizes come first, a few steps later they are right: 400 tokens take as long as a step may."""
+    limit = ChunkLimit(max_seconds=per_token(400))
+    for count in seen:
+        limit.observe(count, per_token(count))
+    for _ in range(12):
+        chosen = limit.choose(num_decoding=8)
+        assert chosen is not None
+        limit.observe(chosen, per_token(chosen))
+    assert 300 <= chosen <= 440
+
+
+def test_a_prompt_goes_on_however_slow_steps_are():
+    limit = ChunkLimit(max_seconds=1e-3)
+    for count in (64, 128, 256):
+        limit.observe(count, per_token(count))
+    assert limit.choose(num_decoding=1) == ChunkLimit.LEAST
+
+
+def test_chunks_are_not_cut_where_nobody_waits_or_nothing_is_known():
+    limit = ChunkLimit(max_seconds=1e-3)
+    assert limit.choose(num_decoding=5) is None
+    limit.observe(0, 5.0)  # a step without prompts says nothing
+    assert limit.choose(num_decoding=5) is None
+    limit.observe(512, per_token(512))
+    assert limit.choose(num_decoding=0) is None
+    roomy = ChunkLimit(max_seconds=1e3)
+    roomy.observe(128, per_token(128))
+    roomy.observe(256, per_token(256))
+    assert roomy.choose(num_decoding=5) is None

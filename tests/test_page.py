@@ -11,7 +11,6 @@ from playwright.sync_api import expect, sync_playwright
 from client import Client
 from client.gateway import answers
 from deploy.demo import running_gateway
-from tests.servers import serve
 from tests.test_gateway import LOOPS, PROMPT, gateway_in_this_process
 from tests.test_server import wait_until
 
@@ -19,9 +18,8 @@ WIDE, NARROW = {"width": 1280, "height": 1500}, {"width": 360, "height": 740}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serve(tmp_path_factory.mktemp("server") / "log", "--drain-seconds=5") as running:
-        yield running
+def server(servers):
+    return servers.get()
 
 
 @pytest.fixture(scope="module")
@@ -178,27 +176,36 @@ def luminance(colour: str) -> float:
 # Chromium may drop the bodies of responses before it is asked for them, so the page keeps a copy of each.
 KEEP_BODIES = """
     const ask = fetch;
+    window.begun = 0;
     window.bodies = [];
     window.fetch = async (...request) => {
         const response = await ask(...request);
-        if (response.url.includes("completions")) response.clone().text().then((body) => bodies.push(body));
+        if (response.url.includes("completions")) {
+            begun += 1;
+            response.clone().text().then((body) => bodies.push(body));
+        }
         return response;
     };
 """
 
 
-def test_one_pane_waits_for_the_other(browser, tmp_path, monkeypatch):
-    """The comments that keep its connection do not show."""
+def test_panes_wait_for_their_turn(browser, servers, monkeypatch):
+    """Behind another client's request, then one behind the other. The comments that keep their connections do not show."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.1)
-    with serve(tmp_path / "log", "--max-batch-size=1") as server, gateway_in_this_process(server.grpc) as address:
+    server = servers.get("--max-batch-size=1")
+    with gateway_in_this_process(server.grpc) as address, Client(server.grpc) as client:
         page = browser.new_page(viewport=WIDE)
         page.add_init_script(KEEP_BODIES)
         page.goto(address)
-        fill(page, PROMPT, 300)
+        fill(page, PROMPT, 60)
+        first = client.stream(PROMPT, max_tokens=1900, n=8, temperature=0.0, ignore_eos=True)
+        next(first)
         page.get_by_role("button", name="Run").click()
+        assert wait_until(lambda: page.evaluate("begun") == 2, 30)  # by comments: there is nothing else to begin with
+        first.close()
         expect(page.locator("#verdict")).to_have_text(re.compile("same text"), timeout=60_000)
-        page.wait_for_function("bodies.length == 2")
-        assert any(": keep-alive\n\n" in body for body in page.evaluate("bodies"))
+        assert wait_until(lambda: page.evaluate("bodies.length") == 2)
+        assert all(": keep-alive\n\n" in body for body in page.evaluate("bodies"))
         texts = {page.locator(f"#{pane} .output").text_content() for pane in ("on", "off")}
         assert len(texts) == 1 and "keep-alive" not in texts.pop()
         page.close()

@@ -7,6 +7,7 @@ import torch
 
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
+from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
 from backend.quantization import make_linear
 from backend.quantization.weight_only import GROUP, WeightOnlyLinear
@@ -179,7 +180,7 @@ def test_projections_that_are_joined_do_not_share_scales(scheme: str, tmp_path) 
     save_file({f"{name}.weight": weight for name, weight in parts.items()}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
         weights = Weights(checkpoint, torch.float32, torch.device("cpu"), Ranks(), scheme)
-        joined = weights.split_rows([("a", OUT), ("b", OUT)], IN)
+        joined = weights.split_rows([Projection("a", OUT, IN), Projection("b", OUT, IN)])
         single = weights.linear("b", OUT, IN)
     assert isinstance(joined, WeightOnlyLinear) and isinstance(single, WeightOnlyLinear)
     assert torch.equal(joined.expand()[OUT:], single.expand())

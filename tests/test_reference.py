@@ -12,8 +12,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from backend.models.layers import rope_frequencies, rope_tables
+from backend.models.rope import rope_frequencies, rope_tables
 from kernels import reference as ops
+from kernels.step_attention import StepAttention, append_attention
 
 NEGATIVE = float("-inf")
 
@@ -330,21 +331,22 @@ def test_append_kv_rotates_as_complex_numbers_do(num_q: int, num_kv: int, size: 
     before = qkv.clone()
     frequencies = rope_frequencies({"rope_theta": 10000.0}, size)
     cos, sin = rope_tables(frequencies, 2000, torch.float32, torch.device("cpu"))
-    slots = torch.tensor([3, 0, 17, 9, 8])
-    keys, values = pages_of(5, 4, num_kv, size), pages_of(5, 4, num_kv, size)
+    slots = torch.tensor([3, 0, 51, 28, 27])
+    pool = pages_of(5, 13, num_kv, size)  # pages of 4 tokens lie 13 apart: what is between them is others'
+    keys, values = pool[:, :4], pool[:, 7:11]
     queries = ops.append_kv(qkv, cos[positions], sin[positions], slots, keys, values)
     exponents = [10000.0 ** (-2 * i / size) for i in range(half)]
     turns = torch.polar(torch.ones(count, half).double(), torch.tensor([[p * f for f in exponents] for p in positions]).double())
     points = torch.complex(before[..., :half].double(), before[..., half:].double()) * turns[:, None]
     turned = torch.cat([points.real, points.imag], dim=-1)
     torch.testing.assert_close(queries.double(), turned[:, :num_q], rtol=0, atol=3e-4)  # angles of 2000 radians in float32
-    torch.testing.assert_close(keys.view(-1, num_kv, size)[slots].double(), turned[:, num_q : num_q + num_kv], rtol=0, atol=3e-4)
-    assert torch.equal(values.view(-1, num_kv, size)[slots], before[:, num_q + num_kv :]), "values are stored as they are"
-    untouched = torch.ones(20, dtype=torch.bool)
-    untouched[slots] = False
-    for plane in (keys, values):
-        assert plane.view(-1, num_kv, size)[untouched].isnan().all(), "a slot that is not listed was written"
-        assert plane.view(-1, num_kv, size)[slots].isfinite().all()
+    stored = pool.view(-1, num_kv, size)
+    torch.testing.assert_close(stored[slots].double(), turned[:, num_q : num_q + num_kv], rtol=0, atol=3e-4)
+    assert torch.equal(stored[slots + 7], before[:, num_q + num_kv :]), "values are stored as they are"
+    untouched = torch.ones(65, dtype=torch.bool)
+    untouched[slots] = untouched[slots + 7] = False
+    assert stored[untouched].isnan().all(), "a slot that is not listed was written"
+    assert torch.equal(ops.token_rows(keys)[slots], stored[slots].flatten(1)) and ops.token_rows(values).shape == (56, num_kv * size)
 
 
 def test_append_kv_keeps_lengths_and_position_zero() -> None:
@@ -353,6 +355,20 @@ def test_append_kv_keeps_lengths_and_position_zero() -> None:
     queries = ops.append_kv(qkv.clone(), cos[[0, 20, 49]], sin[[0, 20, 49]], torch.arange(3), pages_of(1, 4, 2, 8), pages_of(1, 4, 2, 8))
     torch.testing.assert_close(queries.norm(dim=-1), qkv[:, :2].norm(dim=-1))
     assert torch.equal(queries[0], qkv[0, :2])
+
+
+def test_slots_that_are_not_written() -> None:
+    pages = [pages_of(1, 4, 1, 8), pages_of(1, 4, 1, 8)]
+    table = torch.ones(3, 1, 8)
+    ops.append_kv(torch.randn(3, 3, 8), table, table, torch.tensor([-1, 2, -1]), pages[0], pages[1])
+    for plane in pages:
+        assert plane.isfinite().flatten(2).all(dim=2).tolist() == [[False, False, True, False]]
+
+
+def test_what_is_no_plane_is_refused() -> None:
+    for odd in (torch.zeros(3, 4, 2, 8).transpose(1, 2), torch.zeros(3, 4, 2, 9)[..., :8], torch.zeros(3, 70)[:, :64].view(3, 4, 2, 8)):
+        with pytest.raises(ValueError, match=r"pages in one piece, \d+ n apart, are needed"):
+            ops.token_rows(odd)
 
 
 # -- attention ------------------------------------------------------------------------------------------------------------------
@@ -380,7 +396,8 @@ def check_attention(shapes: Sequence[tuple[int, int]], *, page: int, num_q: int,
     needed = [-(-length // page) for _, length in shapes]
     num_pages = sum(needed) + 3
     free = numbers.sample(range(num_pages), num_pages)
-    keys, values = pages_of(num_pages, page, num_kv, size, dtype), pages_of(num_pages, page, num_kv, size, dtype)
+    pool = pages_of(num_pages, 2 * page + 1, num_kv, size, dtype)
+    keys, values = pool[:, :page], pool[:, page + 1 :]
     page_ids: list[list[int]] = []
     whole: list[tuple[torch.Tensor, torch.Tensor]] = []
     for (_, length), count in zip(shapes, needed):
@@ -395,6 +412,7 @@ def check_attention(shapes: Sequence[tuple[int, int]], *, page: int, num_q: int,
     query = torch.randn(sum(query_lens), num_q, size, generator=generator, dtype=dtype)
     plan = ops.plan_attention(query_lens, [length for _, length in shapes], page_ids, page, num_q // num_kv, dtype)
     out = ops.append_attention(query, keys, values, plan)
+    assert torch.equal(attend_in_a_step(query, keys, values, query_lens, [length for _, length in shapes], page_ids, numbers), out)
     assert out.shape == query.shape and out.dtype == dtype
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
     start = 0
@@ -402,6 +420,46 @@ def check_attention(shapes: Sequence[tuple[int, int]], *, page: int, num_q: int,
         expected = plain_attention(query[start : start + count], k, v)
         torch.testing.assert_close(out[start : start + count].double(), expected, rtol=tolerance, atol=tolerance)
         start += count
+
+
+def attend_in_a_step(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_lens: list[int],
+    seq_lens: list[int],
+    page_ids: list[list[int]],
+    rng: random.Random,
+) -> torch.Tensor:
+    """The same by lengths and pages in tensors, with an inactive row between the others."""
+    batch, page = len(query_lens) + 1, keys.shape[1]
+    lens, ends, indices = list(query_lens), list(seq_lens), rng.sample(range(batch + 2), batch)
+    idle = rng.randrange(batch)
+    lens.insert(idle, 0)
+    ends.insert(idle, rng.choice([0, 9]))
+    table = torch.full((batch + 2, max(len(own) for own in page_ids)), UNREAD, dtype=torch.int32)
+    for own, index in zip(page_ids, indices[:idle] + indices[idle + 1 :], strict=True):
+        table[index, : len(own)] = torch.tensor(own)
+    plan = StepAttention(
+        cu_query_lens=torch.tensor([0, *lens]).cumsum(0).int(),
+        seq_lens=torch.tensor(ends, dtype=torch.int32),
+        request_indices=torch.tensor(indices, dtype=torch.int32),
+        page_table=table,
+        num_prompts=1,
+        num_prompt_rows=lens[0] or 1,
+        max_prompt_query_len=lens[0] or 1,
+        max_prompt_seq_len=ends[0] or 1,
+        num_prompt_keys=ends[0] or 1,
+        max_query_len=max(lens),
+        max_seq_len=max(ends),
+        page_size=page,
+        num_query_heads=query.shape[1],
+        num_kv_heads=keys.shape[2],
+        head_dim=query.shape[2],
+        dtype=query.dtype,
+    )
+    plan.refresh()
+    return append_attention(query, keys, values, plan)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -49,9 +50,18 @@ def plain_output(request: Request, max_model_len: int) -> list[int]:
     return output
 
 
+@dataclass(slots=True)
+class Launched:
+    """A step under way: what the device makes of it is settled, and the host has not read it yet."""
+
+    entries: list[Scheduled]
+    emitted: list[list[int]]
+    num_drafts: list[int]
+
+
 @dataclass
 class World:
-    """A scheduler with a fake model and a simulated KV memory, stepped the way `Engine.step` and `Runner.forward` do."""
+    """A scheduler with a fake model and a simulated KV memory, stepped the way `Engine.step` and a worker do."""
 
     num_pages: int
     page_size: int
@@ -60,11 +70,22 @@ class World:
     max_model_len: int = 48
     max_waiting: int = 1000
     caching: bool = True
+    num_ahead: int = 0
+    """Steps under way while the next one is scheduled."""
+    num_after: int = 0
+    """Tokens past a step's own that pages are held for."""
+    max_prompt_tokens: int | None = None
     scheduler: Scheduler = field(init=False)
     names: dict[tuple[int, int], int] = field(default_factory=dict)
     """(name of the prefix before, token) -> name of the prefix: exact, no hash may collide."""
     kv: list[list[int]] = field(init=False)
     """[page][slot] the prefix that was computed there; -1: nothing yet."""
+    device: dict[str, list[int]] = field(default_factory=dict)
+    """What the worker knows of the tokens of running requests: as much as the host, or some steps more."""
+    in_flight: list[Launched] = field(default_factory=list)
+    is_short: bool = False
+    waits_for_host: set[str] = field(default_factory=set)
+    """Requests that sit out while a step of theirs is under way."""
     ended: dict[str, str] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
@@ -79,6 +100,7 @@ class World:
             max_model_len=self.max_model_len,
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.caching,
+            num_tokens_after_step=self.num_after,
         )
         self.kv = [[-1] * self.page_size for _ in range(self.num_pages)]
 
@@ -104,8 +126,7 @@ class World:
 
     def cancel(self, request: Request) -> None:
         self.seen["cancelled while it ran" if request in self.scheduler.running else "cancelled while it waited"] += 1
-        self.ended[request.request_id] = "cancelled"
-        self.scheduler.finish(request)
+        self._end(request, "cancelled")
 
     def prefixes(self, token_ids: Sequence[int]) -> list[int]:
         """The name of every prefix of `token_ids`, from one token on."""
@@ -115,23 +136,55 @@ class World:
             names.append(parent)
         return names
 
-    def draft(self, entry: Scheduled, numbers: random.Random) -> list[int]:
+    def _end(self, request: Request, reason: str) -> None:
+        self.ended[request.request_id] = reason
+        self.scheduler.finish(request)
+        self.device.pop(request.request_id, None)
+
+    def end_of(self, request: Request) -> int:
+        """Tokens at which the worker stops; stop ids are the host's business."""
+        return min(len(request.prompt_token_ids) + max(1, request.params.max_tokens), self.max_model_len)
+
+    @staticmethod
+    def draft(token_ids: list[int], most: int, numbers: random.Random) -> list[int]:
         """Some drafts: the first of them right, the rest wrong."""
-        token_ids = list(entry.request.token_ids)
-        count = numbers.randint(0, entry.max_drafts)
+        count = numbers.randint(0, max(most, 0))
         right = numbers.randint(0, count)
-        drafts = []
+        drafts: list[int] = []
         for place in range(count):
             good = next_token(token_ids + drafts)
             drafts.append(good if place < right else (good + 1) % VOCABULARY)
         return drafts
 
     def step(self, numbers: random.Random) -> Batch:
+        scheduler = self.scheduler
+        if self.is_short:
+            self._finish_all()
+        running = {r.request_id for r in scheduler.running}
+        batch = scheduler.schedule(
+            may_preempt=not self.in_flight,
+            is_held=lambda r: r.request_id in self.waits_for_host and r.num_steps_ahead > 0,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+        self.is_short = batch.is_short
+        self.seen["short of pages"] += batch.is_short
+        self._check_batch(batch, running)
+        for request in batch.preempted:
+            self.device.pop(request.request_id, None)
+        if not batch:
+            self._finish_all()
+        else:
+            self._prepare_pages(batch)
+            self.in_flight.append(self._compute(batch, numbers))
+            scheduler.launch(batch.entries)
+            while len(self.in_flight) > self.num_ahead:
+                self._finish()
+        self.check()
+        return batch
+
+    def _prepare_pages(self, batch: Batch) -> None:
+        """As `KvStore.copy`: all sources are read, fresh pages are cleared, targets are written."""
         scheduler, size = self.scheduler, self.page_size
-        decoding_first = {r.request_id: r.is_decoding for r in scheduler.running}
-        batch = scheduler.schedule()
-        self._check_batch(batch, decoding_first)
-        # As in backend.runner.prepare_pages: all sources are read, fresh pages are cleared, targets are written.
         sources = [list(self.kv[source]) for source, _, _ in batch.page_copies]
         targets = [target for _, target, _ in batch.page_copies]
         assert set(targets) <= set(batch.fresh_pages) and len(set(batch.fresh_pages)) == len(batch.fresh_pages)
@@ -144,74 +197,104 @@ class World:
             held = {page for r in scheduler.running for page in r.page_ids}
             self.seen["source given out in the same step"] += source in held and source != target
             self.kv[target] = content[:count] + [-1] * (size - count)
-        drafts = [self.draft(entry, numbers) if entry.max_drafts else [] for entry in batch.entries]
+
+    def _compute(self, batch: Batch, numbers: random.Random) -> Launched:
+        """What the worker does, in the order of launches, with the tokens that it knows."""
+        launched, size = Launched(batch.entries, [], []), self.page_size
         spans = []
-        for entry, own in zip(batch.entries, drafts, strict=True):
-            request, begin = entry.request, entry.request.num_computed_tokens
-            sequence = request.token_ids[: begin + entry.num_tokens] + own
+        for entry in batch.entries:
+            request = entry.request
+            known = self.device.setdefault(request.request_id, list(request.token_ids))
+            end = self.end_of(request)
+            if not entry.is_decoding:
+                begin, sequence, drafts = entry.begin, known[: entry.begin + entry.num_tokens], []
+            elif len(known) >= end:  # it ended in a step under way
+                self.seen["nothing left to compute"] += 1
+                begin, sequence, drafts = 0, [], []
+            else:
+                assert len(known) == len(request.token_ids) or request.num_steps_ahead, "the worker knows what nobody emitted"
+                self.seen["computed ahead of the host"] += len(known) > len(request.token_ids)
+                begin = len(known) - 1
+                drafts = self.draft(known, min(entry.max_drafts, end - len(known) - 1), numbers)
+                sequence = known + drafts
             names = self.prefixes(sequence)
             spans.append(names)
+            assert len(sequence) <= len(request.page_ids) * size, f"{request.request_id} holds no page for what the step writes"
             for i in range(begin):
                 found = self.kv[request.page_ids[i // size]][i % size]
                 assert found == names[i], f"{request.request_id}: slot {i} of {begin} computed ones holds another prefix before the step"
             for i in range(begin, len(sequence)):
                 self.kv[request.page_ids[i // size]][i % size] = names[i]
+            emitted: list[int] = []
+            while entry.emits and sequence and len(emitted) <= len(drafts) and len(known) + len(emitted) < end:
+                emitted.append(next_token(known + emitted))
+                if len(emitted) > len(drafts) or emitted[-1] != drafts[len(emitted) - 1]:
+                    break
+            known += emitted
+            launched.emitted.append(emitted)
+            launched.num_drafts.append(len(drafts))
         # Attention reads after all entries have written, so nobody may have written into what another one reads.
         for entry, names in zip(batch.entries, spans, strict=True):
             held = [self.kv[page][slot] for page in entry.request.page_ids for slot in range(size)]
             assert held[: len(names)] == names, f"{entry.request.request_id}: another request wrote into its slots"
-        for entry, own in zip(batch.entries, drafts, strict=True):
-            self._commit(entry, own)
-        self.check()
-        return batch
+        return launched
 
-    def _commit(self, entry: Scheduled, drafts: list[int]) -> None:
+    def _finish_all(self) -> None:
+        while self.in_flight:
+            self._finish()
+
+    def _finish(self) -> None:
+        launched = self.in_flight.pop(0)
+        for entry, emitted, num_drafts in zip(launched.entries, launched.emitted, launched.num_drafts, strict=True):
+            if entry.request.request_id in self.ended:
+                self.seen["ended while a step was under way"] += 1
+            elif not entry.emits:
+                self.seen["chunks"] += 1
+            else:
+                self._commit(entry, emitted, num_drafts)
+
+    def _commit(self, entry: Scheduled, emitted: list[int], num_drafts: int) -> None:
         request = entry.request
-        if not entry.emits:
-            self.seen["chunks"] += 1
-            self.scheduler.commit(entry, ())
-            return
-        token_ids = list(request.token_ids)
-        emitted: list[int] = []
-        while len(emitted) <= len(drafts):
-            emitted.append(next_token(token_ids + emitted))
-            if len(emitted) > len(drafts) or emitted[-1] != drafts[len(emitted) - 1]:
-                break
-        self.seen["drafts rejected"] += len(drafts) - (len(emitted) - 1)
-        self.seen["drafts accepted"] += len(emitted) - 1
+        self.seen["drafts rejected"] += num_drafts - max(len(emitted) - 1, 0)
+        self.seen["drafts accepted"] += max(len(emitted) - 1, 0)
         counted, reason = cut_at_end(request, emitted, self.max_model_len)
         self.seen["spans cut"] += len(counted) < len(emitted)
         self.scheduler.commit(entry, counted)
         assert request.num_computed_tokens == len(request.token_ids) - 1
-        assert len(request.page_ids) == self.scheduler.pool.pages_for(request.num_computed_tokens), "pages past the accepted prefix are kept"
+        least = self.scheduler.pool.pages_for(request.num_computed_tokens)
+        ahead = request.num_tokens_ahead + self.num_after if request.num_steps_ahead else min(self.num_after, 1)
+        most = self.scheduler.pool.pages_for(request.num_computed_tokens + ahead)
+        assert least <= len(request.page_ids) <= most, "pages past the accepted prefix and the steps under way are kept"
         if reason is not None:
-            self.ended[request.request_id] = reason
-            self.scheduler.finish(request)
+            self._end(request, reason)
 
-    def _check_batch(self, batch: Batch, decoding_first: dict[str, bool]) -> None:
+    def _check_batch(self, batch: Batch, running: set[str]) -> None:
         scheduler = self.scheduler
         ids = [e.request.request_id for e in batch.entries]
         assert len(set(ids)) == len(ids), f"a request is in the batch twice: {ids}"
         assert not {r.request_id for r in batch.preempted} & set(ids), "a preempted request is in the batch"
-        assert sum(e.num_tokens + e.max_drafts for e in batch.entries) <= self.max_num_batched_tokens
+        assert not (batch.preempted and self.in_flight), "pages are taken whose tokens are not known yet"
+        assert sum(e.num_tokens for e in batch.entries) <= self.max_num_batched_tokens
+        prompts = sum(e.num_tokens for e in batch.entries if not e.is_decoding and e.num_tokens > 1)
+        assert self.max_prompt_tokens is None or prompts <= self.max_prompt_tokens
         assert len(scheduler.running) <= self.max_batch_size
         order = [(r.priority, r.arrival) for r in scheduler.running]
         assert order == sorted(order), f"running requests are out of order: {order}"
-        if scheduler.num_open:
+        if scheduler.num_open and not self.in_flight:
             assert batch.entries, "requests are open and nothing runs: the engine would sleep for ever"
         for entry in batch.entries:
             request = entry.request
             assert request in scheduler.running
+            assert not (request.request_id in self.waits_for_host and request.num_steps_ahead), "the host has not seen what it waits for"
             assert entry.num_tokens >= 1
             assert 0 <= entry.max_drafts <= request.speculation.num_speculative_tokens
-            assert entry.max_drafts == 0 or decoding_first[request.request_id], "drafts are given to a request that does not decode"
-            end = request.num_computed_tokens + entry.num_tokens + entry.max_drafts
-            assert len(request.page_ids) * self.page_size >= end, f"{request.request_id} holds no page for what the step writes"
+            assert entry.max_drafts == 0 or entry.is_decoding, "drafts are given to a request that does not decode"
             # A step may emit max_drafts + 1 tokens; more drafts than could be emitted are work for nothing.
+            ahead = request.num_steps_ahead
             if entry.max_drafts:
-                assert request.num_output_tokens + entry.max_drafts + 1 <= request.params.max_tokens
-                assert len(request.token_ids) + entry.max_drafts + 1 <= self.max_model_len
-            self.seen["full pages from the cache"] += entry.request.request_id not in decoding_first and bool(request.page_hashes)
+                assert request.num_output_tokens + ahead + entry.max_drafts + 1 <= request.params.max_tokens
+                assert len(request.token_ids) + ahead + entry.max_drafts + 1 <= self.max_model_len
+            self.seen["full pages from the cache"] += request.request_id not in running and bool(request.page_hashes)
         self.seen["preemptions"] += len(batch.preempted)
 
     def check(self) -> None:
@@ -236,6 +319,7 @@ class World:
             self.step(numbers)
             steps += 1
             assert steps < 1000, f"{self.scheduler.num_open} requests never end"
+        self._finish_all()
         assert not self.scheduler.schedule(), "nothing is open and something runs"
         assert self.scheduler.pool.num_held == 0, "all requests ended and pages are held"
 
@@ -261,11 +345,26 @@ class SchedulerHistory(RuleBasedStateMachine):
         max_batch_size=st.integers(1, 5),
         spare=st.integers(0, 20),
         caching=st.booleans(),
+        num_ahead=st.integers(0, 1),
+        num_after=st.sampled_from([0, 0, 1, 3]),
+        max_prompt_tokens=st.sampled_from([None, None, 3]),
         seed=st.integers(0, 2**16),
     )
-    def start(self, num_slots: int, page_size: int, max_batch_size: int, spare: int, caching: bool, seed: int) -> None:
+    def start(
+        self,
+        num_slots: int,
+        page_size: int,
+        max_batch_size: int,
+        spare: int,
+        caching: bool,
+        num_ahead: int,
+        num_after: int,
+        max_prompt_tokens: int | None,
+        seed: int,
+    ) -> None:
         # EngineConfig holds max_num_batched_tokens >= max_batch_size.
-        self.world = World(num_slots // page_size, page_size, max_batch_size, max_batch_size + spare, max_model_len=48, caching=caching)
+        more: dict[str, Any] = {"caching": caching, "num_ahead": num_ahead, "num_after": num_after, "max_prompt_tokens": max_prompt_tokens}
+        self.world = World(num_slots // page_size, page_size, max_batch_size, max_batch_size + spare, max_model_len=48, **more)
         self.numbers = random.Random(seed)
 
     @rule(
@@ -277,8 +376,13 @@ class SchedulerHistory(RuleBasedStateMachine):
         drafts=st.integers(0, 6),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stops=st.booleans(),
+        waits=st.booleans(),
     )
-    def arrive(self, base: int, shared: int, suffix: list[int], max_tokens: int, min_tokens: int, drafts: int, priority: int, stops: bool) -> None:
+    def arrive(
+        self, base: int, shared: int, suffix: list[int], max_tokens: int, min_tokens: int, drafts: int, priority: int, stops: bool, waits: bool
+    ) -> None:
+        if waits:
+            self.world.waits_for_host.add(f"r{len(self.world.requests)}")
         self._add([*BASES[base][:shared], *suffix] or [1], max_tokens, min_tokens, drafts, priority, stops)
 
     @precondition(lambda self: self.world.requests)
@@ -320,10 +424,12 @@ def test_any_history() -> None:
     )
 
 
-def random_history(seed: int, *, caching: bool, page_size: int) -> World:
+def random_history(seed: int, *, caching: bool, page_size: int, num_ahead: int) -> World:
     """A long crowded history; unlike the property above it is the same one each time."""
     numbers = random.Random(seed)
-    world = World(num_pages=40 // page_size + 3, page_size=page_size, max_batch_size=4, max_num_batched_tokens=14, caching=caching)
+    world = World(
+        num_pages=40 // page_size + 3, page_size=page_size, max_batch_size=4, max_num_batched_tokens=14, caching=caching, num_ahead=num_ahead
+    )
     for _ in range(60):
         choice = numbers.random()
         if choice < 0.4:
@@ -350,13 +456,16 @@ def random_history(seed: int, *, caching: bool, page_size: int) -> World:
     return world
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("caching", [True, False])
-def test_histories_meet_what_they_should(caching: bool) -> None:
+def test_histories_meet_what_they_should(caching: bool, num_ahead: int) -> None:
     """The same checks over fixed histories, and proof that these come by sharing, copying, preempting and rejecting."""
     seen: Counter[str] = Counter()
     for seed in range(24):
-        seen += random_history(seed, caching=caching, page_size=(2, 4, 8)[seed % 3]).seen
+        seen += random_history(seed, caching=caching, page_size=(2, 4, 8)[seed % 3], num_ahead=num_ahead).seen
     expected = {"preemptions", "chunks", "drafts accepted", "drafts rejected", "spans cut", "cancelled while it ran", "cancelled while it waited"}
+    if num_ahead:
+        expected |= {"computed ahead of the host", "nothing left to compute", "ended while a step was under way", "short of pages"}
     from_cache = {"copies", "full pages from the cache", "copied onto itself", "source given out in the same step"}
     assert expected <= set(seen), f"never met: {expected - set(seen)}"
     assert (from_cache & set(seen)) == (from_cache if caching else set()), f"met: {seen}"
@@ -386,36 +495,38 @@ def test_budget_bounds_a_prompt_to_chunks() -> None:
     assert request.num_output_tokens == 1
 
 
-def test_budget_is_shared_between_decoding_and_prompts() -> None:
+def test_budget_is_shared_between_decoding_and_prompts_and_drafts_come_on_top() -> None:
     world = World(num_pages=32, page_size=4, max_batch_size=4, max_num_batched_tokens=12)
-    decoding = decode_only(world, [2, 2])
+    decoding = decode_only(world, [5, 2])
     late = world.add(BASES[0][:20], 4)
     batch = run(world)[0]
-    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(decoding[0], 1, 0), (decoding[1], 1, 0), (late, 10, 0)]
-
-
-def test_prompts_go_before_drafts_and_drafts_take_what_they_leave() -> None:
-    world = World(num_pages=32, page_size=4, max_batch_size=4, max_num_batched_tokens=12)
-    decoding = decode_only(world, [5, 5])
-    late = world.add(BASES[0][:4], 4)
-    batch = run(world)[0]
-    rest = 4 - late.num_cached_tokens
-    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(decoding[0], 1, 3), (decoding[1], 1, 3), (late, rest, 0)]
+    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(decoding[0], 1, 5), (decoding[1], 1, 2), (late, 10, 0)]
 
 
 def test_decoding_needs_no_more_than_the_batch_size() -> None:
-    """max_num_batched_tokens may equal max_batch_size: every decoding request still gets its token, and nobody drafts."""
+    """max_num_batched_tokens may equal max_batch_size: every decoding request still gets its token, and all of its drafts."""
     world = World(num_pages=32, page_size=4, max_batch_size=4, max_num_batched_tokens=4)
-    requests = decode_only(world, [5, 5, 5, 5])
+    requests = decode_only(world, [5, 5, 5, 0])
     batch = run(world)[0]
-    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(r, 1, 0) for r in requests]
+    assert [(e.request, e.num_tokens, e.max_drafts) for e in batch.entries] == [(r, 1, r.speculation.num_speculative_tokens) for r in requests]
 
 
-@pytest.mark.parametrize(("budget", "share"), [(3, 0), (5, 0), (6, 1), (8, 1), (9, 2), (18, 5), (100, 5)])
-def test_drafts_are_shared_fairly(budget: int, share: int) -> None:
-    world = World(num_pages=32, page_size=4, max_batch_size=3, max_num_batched_tokens=budget)
-    decode_only(world, [5, 5, 5])
-    assert [e.max_drafts for e in run(world)[0].entries] == [share] * 3
+def test_prompts_are_cut_to_what_the_caller_allows() -> None:
+    """Beside requests that decode, whatever the budget would leave."""
+    world = World(num_pages=32, page_size=4, max_batch_size=4, max_num_batched_tokens=32, caching=False)
+    decoding = decode_only(world, [2])
+    late, later = world.add(BASES[0][:20], 4), world.add(BASES[1][:9], 4)
+    batch = world.scheduler.schedule(max_prompt_tokens=23)
+    assert [(e.request, e.num_tokens) for e in batch.entries] == [(decoding[0], 1), (late, 20), (later, 3)]
+
+
+def test_a_request_that_is_held_sits_out_alone() -> None:
+    world = World(num_pages=32, page_size=4, num_ahead=1)
+    requests = [world.add([1 + i], 20, drafts=2) for i in range(3)]
+    world.waits_for_host.add(requests[1].request_id)
+    parts = [[e.request for e in batch.entries] for batch in run(world, 7)]
+    others = [requests[0], requests[2]]
+    assert parts == [requests, others, requests, others, requests, others, requests]
 
 
 def test_drafts_stop_at_max_tokens_and_at_the_context() -> None:
@@ -897,9 +1008,9 @@ def test_a_tail_that_fills_up_is_found_as_a_full_page() -> None:
 
 def test_a_waiting_request_is_not_starved_by_drafts() -> None:
     """While it does not fit, drafts may have the room; once pages are free, it must get in beside a request that drafts all it can."""
-    world = World(num_pages=12, page_size=4, max_batch_size=4, max_num_batched_tokens=7, caching=False)
+    world = World(num_pages=15, page_size=4, max_batch_size=4, max_num_batched_tokens=64, caching=False)
     (eager,) = decode_only(world, [6], max_tokens=40)
-    holder = world.add([4] * 28, 2)
+    holder = world.add([4] * 44, 3)
     while holder.num_output_tokens == 0:
         run(world)
     late = world.add([3] * 16, 2)

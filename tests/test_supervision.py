@@ -9,11 +9,14 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,11 +26,12 @@ from backend import LLM
 from backend.core import Delta
 from backend.errors import EngineError
 from client import AsyncClient, Chunk, Client, GenerateError, HttpClient
-from deploy.demo import free_ports, running_gateway
+from deploy.demo import FORETOKEN, free_ports, running_gateway
+from deploy.launcher import RESTRICTED_APIS
 from deploy.supervision import watch
 from deploy.supervision.probe import progress_pattern
-from deploy.supervision.processes import Stub, find_stubs, is_running, parse_stub, read_state
-from deploy.supervision.watch import Backoff, ModelState
+from deploy.supervision.processes import Stub, find_stubs, has_children, hide_argument, is_running, parse_stub, read_memory, read_state
+from deploy.supervision.watch import Backoff, ModelState, RestartBudget
 from tests.conftest import greedy
 from tests.servers import RunningServer, serve
 
@@ -52,6 +56,44 @@ def test_attempts_are_spaced_and_end() -> None:
     assert Backoff(limit=0).next(1e9) is None
     patient = Backoff(limit=100)
     assert max(filter(None, (patient.next(1.0) for _ in range(99)))) == watch.MAX_DELAY
+
+
+def test_restarts_are_spaced_and_never_end() -> None:
+    """A server that is crashed again and again is back within half a minute, however often."""
+    now = 0.0
+    budget = RestartBudget(3, clock=lambda: now)
+    waits = []
+    for _ in range(1000):
+        wait = budget.next()
+        assert wait is not None
+        waits.append(wait)
+        now += wait + 0.5  # it comes up, and is crashed
+    assert waits[:3] == [0.0, 0.0, 0.0], "some at once"
+    assert min(waits[3:]) > 0 and max(waits) <= watch.REFILL_SECONDS
+    assert now / 1000 > watch.REFILL_SECONDS * 0.9, "then one each half minute"
+    now += 3 * watch.REFILL_SECONDS
+    assert [budget.next() for _ in range(3)] == [0.0] * 3, "what was up for long starts afresh"
+    assert RestartBudget(0).next() is None
+
+
+SLEEPER = "import sys, subprocess, time; child = subprocess.Popen(['sleep', '60']); print(sys.argv[1], flush=True); input(); print(sys.argv[1])"
+
+
+def test_a_secret_leaves_the_command_line() -> None:
+    """As every user of the machine reads it; the process has its own copy."""
+    command = [sys.executable, "-c", SLEEPER, "--key=s3cret-s3cret", "--more"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            assert process.stdout.readline() == "--key=s3cret-s3cret\n"
+            line = Path(f"/proc/{process.pid}/cmdline")
+            assert has_children(process.pid) and b"s3cret" in line.read_bytes()
+            assert hide_argument(process.pid, "s3cret-s3cret")
+            assert line.read_bytes().split(b"\0")[3:5] == [b"--key=" + b"*" * 13, b"--more"]
+            assert read_memory(process.pid) > 0
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not hide_argument(process.pid, "s3cret") and read_memory(process.pid) == 0 and not has_children(process.pid)
 
 
 def test_a_models_process_is_known_by_its_command_line() -> None:
@@ -104,8 +146,9 @@ def test_how_long_a_model_was_up() -> None:
 
 def test_progress_is_read_from_the_servers_metrics() -> None:
     lines = ('nv_inference_exec_count{model="tokenizer",version="1"} 12', 'foretoken_steps_total{model="decode"} 345')
-    page = "\n".join((*lines, 'foretoken_responses_total{model="decode"} 6', ""))
-    assert [re.findall(progress_pattern(model), page, re.MULTILINE) for model in MODELS] == [["345", "6"], ["12"], []]
+    lines += ('foretoken_responses_total{model="decode"} 6', 'foretoken_request_errors_total{code="INVALID_ARG",model="decode"} 7')
+    page = "\n".join((*lines, ""))
+    assert [re.findall(progress_pattern(model), page, re.MULTILINE) for model in MODELS] == [["345", "6", "7"], ["12"], []]
 
 
 def test_the_engine_refuses_ends_and_answers() -> None:
@@ -161,10 +204,7 @@ class Supervised:
     @property
     def pid(self) -> int:
         """Of tritonserver."""
-        own = self.server.process.pid
-        found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and read_state(int(p.name))[1] == own and is_running(int(p.name))]
-        (pid,) = (p for p in found if b"tritonserver" in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")[0])
-        return pid
+        return self.server.pid
 
     def stub(self, model: str) -> int:
         (stub,) = (s for s in find_stubs(self.pid) if s.model == model)
@@ -182,9 +222,10 @@ def wait_for(condition, what: str, seconds: float = 60) -> None:
 
 
 @contextlib.contextmanager
-def start(folder: Path, *options: str) -> Iterator[Supervised]:
+def start(folder: Path, *options: str, program: Sequence[str] = FORETOKEN) -> Iterator[Supervised]:
     (port,) = free_ports(1)
-    with serve(folder / "log", f"--status-port={port}", f"--speculative-config={json.dumps(SPECULATIVE)}", *options) as running:
+    own = (f"--status-port={port}", f"--speculative-config={json.dumps(SPECULATIVE)}")
+    with serve(folder / "log", *own, *options, program=program) as running:
         supervised = Supervised(running, port)
         supervised.await_ready()
         yield supervised
@@ -312,7 +353,7 @@ def test_the_repository_api_is_closed_to_others(supervised):
         status, text = supervised.server.post(f"/v2/repository/{path}", {})
         assert status == 403 and "restricted" in text
     assert supervised.server.get("/v2/logging")[0] == 403
-    assert re.search("restricted-api=model-repository,logging,trace:foretoken-key=SECRET", supervised.server.log.read_text("utf-8", "replace"))
+    assert f"restricted-api={RESTRICTED_APIS}:foretoken-key=SECRET" in supervised.server.log.read_text("utf-8", "replace")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -449,7 +490,7 @@ def test_sigterm_drains(tmp_path):
     """New requests are refused, running ones finish up to the limit, those beyond it have an error, the suffix cache is saved."""
     path = tmp_path / "suffix.npz"
     speculative = {**SPECULATIVE, "request_methods": ["suffix"], "suffix_decoding_cache_path": str(path)}
-    with start(tmp_path, "--drain-seconds=8", f"--speculative-config={json.dumps(speculative)}") as supervised:
+    with start(tmp_path, "--drain-seconds=5", f"--speculative-config={json.dumps(speculative)}") as supervised:
         server = supervised.server
         Client(server.grpc).generate("x = ", **SHORT, speculative={"method": "suffix"})
         long = open_streams(server)
@@ -495,6 +536,67 @@ def test_a_stream_that_was_left_at_its_end_does_not_keep_the_server(tmp_path, mo
         assert path.is_file()
 
 
+def test_a_server_that_is_crashed_again_and_again_comes_back(tmp_path):
+    """More often than there are restarts at once. One more is earned in 8 seconds, here."""
+    program = "import sys; from deploy import cli; from deploy.supervision import watch; watch.REFILL_SECONDS = 8.0; sys.exit(cli.main())"
+    with start(tmp_path, "--max-restarts=1", program=(sys.executable, "-c", program)) as supervised:
+        for count in (1, 2):
+            os.kill(supervised.pid, signal.SIGKILL)
+            wait_for(lambda n=count: supervised.counts()["server"] == n, "the news of it", 20)
+            supervised.await_ready()
+            assert_serves(supervised.server)
+
+
+def test_the_end_of_another_server_is_not_this_ones(tmp_path):
+    """What drains is named by the server's process; and a model that refuses its requests does not count as up."""
+    with start(tmp_path, "--max-restarts=5", "--drain-seconds=1") as supervised:
+        version = Path(next(p for p in tmp_path.glob("repository-*"))) / "decode" / "1"
+        for name in ("drain", "drain-1", f"drain-{supervised.server.process.pid}"):
+            (version / name).write_text("0")
+        for _ in range(3):
+            time.sleep(0.3)
+            assert_serves(supervised.server)
+        before = supervised.counts()
+        streams = open_streams(supervised.server)  # they keep the engine open, which refuses what is new
+        (version / f"drain-{supervised.pid}").write_text("1800")
+        wait_for(lambda: supervised.health()[0] == 503, "the news that it refuses", 20)
+        assert_told(streams, time.monotonic() + 10)
+        supervised.await_ready()
+        assert supervised.counts()["server"] == before["server"] + 1
+        assert_serves(supervised.server)
+
+
+@contextlib.contextmanager
+def held_upload(address: str, size: int) -> Iterator[None]:
+    """An HTTP request that has sent so many bytes of its body and does not go on: the server keeps them."""
+    host, _, port = address.partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"POST /v2/models/decode/infer HTTP/1.1\r\nHost: {host}\r\nContent-Length: {2 * size}\r\n\r\n".encode())
+        piece = b"x" * 2**20
+        for _ in range(size // len(piece)):
+            connection.sendall(piece)
+        yield
+
+
+def test_a_server_that_grows_is_drained_and_started_again(tmp_path):
+    """What was open has its answer first."""
+    limit = 150 * 2**20
+    with start(tmp_path, f"--max-server-memory={limit}", "--drain-seconds=60") as supervised:
+        before, generation = supervised.counts(), supervised.pid
+        assert 0 < supervised.health()[1]["server_memory"] < limit
+        answers = open_streams(supervised.server, max_tokens=300)
+        with held_upload(supervised.server.http, limit + 2**26):
+            wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining", 20)
+        for answer in answers:
+            answer.thread.join(100)
+            assert answer.error is None and answer.num_tokens == 300
+        wait_for(lambda: supervised.counts()["server"] == before["server"] + 1, "the news of it", 30)
+        supervised.await_ready()
+        assert supervised.pid != generation and supervised.health()[1]["server_memory"] < limit
+        assert_serves(supervised.server)
+        assert f"the limit is {limit} (max_server_memory): it is drained" in supervised.server.log.read_text("utf-8", "replace")
+
+
 def test_giving_up_ends_with_an_error_and_leaves_nothing(tmp_path):
     with start(tmp_path, "--max-restarts=0") as supervised:
         streams, pids = open_streams(supervised.server), [supervised.pid, *(s.pid for s in find_stubs(supervised.pid))]
@@ -502,7 +604,7 @@ def test_giving_up_ends_with_an_error_and_leaves_nothing(tmp_path):
         assert_told(streams, time.monotonic())
         assert supervised.server.process.wait(20) == 1
         log = supervised.server.log.read_text("utf-8", "replace")
-        assert "the server ended (exit status 137); not started again: 0 attempts have failed (max_restarts)" in log
+        assert "the server ended (exit status 137); not started again (max_restarts is 0)" in log
         wait_for(lambda: not any(map(is_running, pids)), "the end of all its processes", 5)
 
 

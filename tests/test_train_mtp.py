@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from backend.drafters.calls import LIKELIEST, DraftCall
-from backend.drafters.mtp_service import MtpService
+from backend.drafters.mtp import MtpDrafter
+from backend.drafters.remote_service import RemoteDrafterService
 from backend.models import load_model as load_served
 from backend.models.mtp import Mtp as ServedMtp
 from backend.parallel.ranks import Ranks
@@ -107,7 +108,8 @@ def test_the_loss_goes_down_and_the_server_reads_what_is_written(
     for name, weight in objective.mtp.named().items():
         assert torch.equal(weights[name], weight.detach().bfloat16()), name
     served = ServedMtp(out, load_served(folder, torch.float32, CPU, Ranks(), only_head=True), torch.float32, CPU)
-    assert served.num_layers == layers and len(served.cache_planes) == 3 * layers - 1
+    specs = MtpDrafter(served, max_steps=8).cache_specs(torch.float32)
+    assert served.num_layers == layers and sum(spec.num_planes for spec in specs) == 3 * layers - 1
 
 
 def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,10 +487,10 @@ class Served:
             return self.scores[-1]
 
         model.logits = logits  # type: ignore[method-assign]
-        self.service = MtpService(model, torch.zeros, lambda count: contextlib.nullcontext(), max_steps)
+        self.service = RemoteDrafterService(MtpDrafter(model, max_steps), torch.float32, CPU, lambda count: contextlib.nullcontext())
         self.service.open(self.NUM_PAGES, self.PAGE)
-        for plane in self.service._planes:
-            plane.fill_(float("nan"))
+        assert self.service._store is not None
+        self.service._store.memory.fill_(255)  # as float32: not a number
         self._free = random.Random(0).sample(range(self.NUM_PAGES), self.NUM_PAGES)
         self._pages: dict[int, list[int]] = {}
         self._seen: dict[int, int] = {}

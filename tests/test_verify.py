@@ -1,4 +1,4 @@
-"""Verification: rejection sampling keeps the target's distribution, FastDeploy's rule is what its statement says, policies override."""
+"""Verification: rejection sampling keeps the target's distribution, and FastDeploy's rule is what its statement says."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from backend import LLM, SamplingParams
+from backend import SamplingParams
 from backend.config import SpeculativeConfig
-from backend.core import Batch, Draft, Request, Scheduled, Speculation
-from backend.runner import Forward
-from backend.sampling import Sampler
-from backend.verify import verify
-from kernels import reference as ops
-from tests.conftest import greedy
-from tests.test_sampling import SAMPLES, assert_follows, draw, exact
+from backend.step.distributions import Distributions
+from backend.step.options import Options
+from kernels import ops, reference
+from kernels.request_state import Admission
+from kernels.request_table import RequestTable
+from tests.test_sampling import assert_follows
 
 VOCABULARY, DRAFTS, DRAWS = 5, 2, 60_000
 
@@ -69,7 +68,7 @@ def follows(counts: Counter, target) -> float:
 @pytest.mark.parametrize("drafter_seed", [1, 2], ids=["as the target", "bad"])
 def test_rejection_keeps_the_distribution(is_certain, drafter_seed):
     target, drafter = conditional(1), conditional(drafter_seed)
-    assert follows(draw_pairs(target, drafter, is_certain, ops.verify_rejection), target) > 1e-4
+    assert follows(draw_pairs(target, drafter, is_certain, reference.verify_rejection), target) > 1e-4
 
 
 @pytest.mark.parametrize("is_certain", [False, True], ids=["drawn", "one-hot"])
@@ -77,9 +76,9 @@ def test_the_test_above_catches_a_verifier_without_residual(is_certain):
     """Replacing a rejected draft from p itself, not from what is left of it, must show."""
 
     def careless(probs, drafts, lengths, draft_probs, seeds, positions):
-        token_ids, accepted = ops.verify_rejection(probs, drafts, lengths, draft_probs, seeds, positions)
+        token_ids, accepted = reference.verify_rejection(probs, drafts, lengths, draft_probs, seeds, positions)
         rows = torch.arange(len(drafts))
-        noise = ops.gumbel_noise(seeds, positions + accepted, probs.shape[-1], ops.RECOVER_STREAM)
+        noise = reference.gumbel_noise(seeds, positions + accepted, probs.shape[-1], reference.RECOVER_STREAM)
         token_ids[rows, accepted] = (probs[rows, accepted].log() + noise).argmax(-1)
         return token_ids, accepted
 
@@ -91,7 +90,7 @@ def test_ragged_drafts():
     probs = torch.tensor(conditional(3)[()]).repeat(3, 4, 1)
     drafts = torch.tensor([[1, 2, 3], [2, -1, -1], [4, 0, -1]])
     seeds = torch.tensor([1, 2, 3])
-    token_ids, accepted = ops.verify_rejection(probs, drafts, torch.tensor([3, 1, 2]), None, seeds, torch.tensor([9, 9, 9]))
+    token_ids, accepted = reference.verify_rejection(probs, drafts, torch.tensor([3, 1, 2]), None, seeds, torch.tensor([9, 9, 9]))
     for row, count, draft, length in zip(token_ids.tolist(), accepted.tolist(), drafts.tolist(), (3, 1, 2)):
         assert count <= length and row[:count] == draft[:count] and row[count] >= 0 and set(row[count + 1 :]) <= {-1}
 
@@ -103,36 +102,42 @@ def test_drafts_of_mixed_origin_keep_the_distribution(known):
     In one batch with entries of the other two kinds, and with shorter ones. The distributions have to be used: a drawn draft that is
     taken for a certain one is accepted less often, and the tokens would not show it.
     """
-    count, rng = 8000, random.Random(known)
+    batch, rounds, rng = 200, 40, random.Random(known)
     target, other = conditional(1), conditional(2)
     drafter = {history: [(a + b) / 2 for a, b in zip(weights, other[history])] for history, weights in target.items()}
     proposed = {h: [[float(i == max(range(VOCABULARY), key=w.__getitem__)) for i in range(VOCABULARY)], w] for h, w in drafter.items()}
-    kinds = [known if i % 4 else (known + 1 + i // 4 % 2) % 3 for i in range(count)]
-    draft, entries, rows, starts = Draft([], []), [], [], [0]
-    for i, kind in enumerate(kinds):
-        speculation = Speculation("mtp", DRAFTS, "rejection")
-        entries.append(Scheduled(Request(f"r{i}", [3, 1, 4], SamplingParams(), speculation, seed=104729 * i + 7, num_computed_tokens=2), 1, DRAFTS))
-        history: tuple[int, ...] = ()
-        for place in range(1 if i % 7 == 0 else DRAFTS):
-            history += (rng.choices(range(VOCABULARY), proposed[history][place < kind])[0],)
-        draft.token_ids.append(list(history))
-        rows += [target[history[:place]] for place in range(len(history) + 1)]
-        starts.append(len(rows))
-        if kind:
-            draft.probs[i] = torch.tensor([drafter[history[:place]] for place in range(min(kind, len(history)))])
-    config = SpeculativeConfig(method="mtp", num_speculative_tokens=DRAFTS)
-    forward = Forward(torch.tensor(rows).log(), starts, {})
-    verdict = verify(Batch(entries), draft, forward, Sampler(VOCABULARY, torch.device("cpu")), config)
+    table = RequestTable(batch, 8, DRAFTS, VOCABULARY, torch.device("cpu"))
+    distributions = Distributions(table, SpeculativeConfig(method="mtp", num_speculative_tokens=DRAFTS), DRAFTS)
+    indices = torch.arange(batch, dtype=torch.int32)
     spans: Counter[tuple[int, ...]] = Counter()
     accepted: Counter[int] = Counter()
-    for i in range(count):
-        span, num_accepted = tuple(verdict.token_ids[i]), verdict.num_accepted[i]
-        assert span[:-1] == tuple(draft.token_ids[i][:num_accepted]) and len(span) == num_accepted + 1
-        if kinds[i] == known:
-            accepted[num_accepted] += len(draft.token_ids[i]) == DRAFTS
-            while len(span) < DRAFTS:
-                span += (rng.choices(range(VOCABULARY), target[span])[0],)
-            spans[span[:DRAFTS]] += 1
+    for turn in range(rounds):
+        seeds = [104729 * (batch * turn + i) + 7 for i in range(batch)]
+        table.admit([Admission(i, [3, 1, 4], 3, 8, seed=seed, is_rejection=True) for i, seed in enumerate(seeds)])
+        kinds = [known if i % 4 else (known + 1 + i // 4 % 2) % 3 for i in range(batch)]
+        drafts, rows, starts = [], [], [0]
+        for i, kind in enumerate(kinds):
+            history: tuple[int, ...] = ()
+            for place in range(1 if i % 7 == 0 else DRAFTS):
+                history += (rng.choices(range(VOCABULARY), proposed[history][place < kind])[0],)
+            drafts.append(history)
+            rows += [target[history[:place]] for place in range(len(history) + 1)]
+            starts.append(len(rows))
+            table.drafts[i, : len(history)] = torch.tensor(history, dtype=torch.int32)
+            distributions.put(i, torch.tensor([drafter[history[:place]] for place in range(min(kind, len(history)))]).view(-1, VOCABULARY))
+        table.num_drafts[:batch] = num_drafts = torch.tensor([len(history) for history in drafts], dtype=torch.int32)
+        logits, cu = torch.tensor(rows).log(), torch.tensor(starts, dtype=torch.int32)
+        chosen, _ = ops.process_and_choose(logits, table, indices, cu)
+        emitted, num_emitted, num_accepted = ops.verify_drafts(chosen, table, indices, cu)
+        distributions.verify(logits, indices, cu, num_drafts, DRAFTS + 1, Options.REJECTION, (emitted, num_emitted, num_accepted))
+        for i in range(batch):
+            span = tuple(emitted[i, : num_emitted[i]].tolist())
+            assert span[:-1] == drafts[i][: num_accepted[i]] and len(span) == num_accepted[i] + 1
+            if kinds[i] == known:
+                accepted[int(num_accepted[i])] += len(drafts[i]) == DRAFTS
+                while len(span) < DRAFTS:
+                    span += (rng.choices(range(VOCABULARY), target[span])[0],)
+                spans[span[:DRAFTS]] += 1
     assert_follows(spans, {(a, b): target[()][a] * target[a,][b] for a in range(VOCABULARY) for b in range(VOCABULARY)}, spans.total())
     overlap = {h: sum(map(min, target[h], proposed[h][len(h) < known])) for h in target}  # how often the draft after h is accepted
     both = sum(min(p, q) * overlap[a,] for a, (p, q) in enumerate(zip(target[()], proposed[()][known > 0])))
@@ -182,9 +187,9 @@ def test_top_p_rule_against_its_plain_statement():
         drafts = [sorted(range(6), key=lambda i, r=row: -r[i])[min(int(rng.expovariate(1.5)), 5)] for row in rows[:count]]
         place, allowed = plain_top_p(drafts, rows, top_p, most, window)
         probs = torch.tensor(rows, dtype=torch.float64)
-        ids, weights, num = ops.top_p_candidates(probs, torch.full((count + 1,), top_p, dtype=torch.float64), most)
+        ids, weights, num = reference.top_p_candidates(probs, torch.full((count + 1,), top_p, dtype=torch.float64), most)
         corrections = ids[:, :1].T  # the likeliest: any of the candidates would do
-        token_ids, accepted = ops.verify_top_p(torch.tensor([drafts]), torch.tensor([count]), ids[None], num[None], corrections, window)
+        token_ids, accepted = reference.verify_top_p(torch.tensor([drafts]), torch.tensor([count]), ids[None], num[None], corrections, window)
         assert accepted.tolist() == [place], trial
         assert token_ids[0].tolist() == [*drafts[:place], corrections[0, place], *[-1] * (count - place)], trial
         assert set(ids[place, : num[place]].tolist()) == set(allowed)
@@ -194,11 +199,7 @@ def test_top_p_rule_against_its_plain_statement():
     assert min(seen.values()) > 50, seen
 
 
-@pytest.fixture(scope="module")
-def strategies():
-    return {s: {"verify_strategy": s, "num_speculative_tokens": 4} for s in ("greedy", "target_match", "rejection", "topp")}
-
-
+STRATEGIES = {s: {"method": "ngram", "verify_strategy": s, "num_speculative_tokens": 4} for s in ("target_match", "topp")}
 REPEATING = (
     "class Box:\n"
     + "".join(f"    def get_{n}(self):\n        return self._{n}\n\n" for n in ("width", "height", "depth"))
@@ -206,48 +207,10 @@ REPEATING = (
 )
 
 
-@pytest.mark.parametrize("strategy", ["greedy", "target_match", "rejection", "topp"])
-def test_greedy_requests_do_not_depend_on_the_strategy(llm_ngram, strategies, strategy):
-    plain = llm_ngram.generate(REPEATING, greedy(48), speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]
-    out = llm_ngram.generate(REPEATING, greedy(48), speculative=strategies[strategy], use_tqdm=False)[0].outputs[0]
-    assert out.token_ids == plain.token_ids and out.stats.accepted > 0
-
-
-def test_strategy_greedy_ignores_temperature(llm_ngram, strategies):
-    hot = SamplingParams(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True)
-    out = llm_ngram.generate(REPEATING, hot, speculative=strategies["greedy"], use_tqdm=False)[0].outputs[0]
-    assert out.token_ids == llm_ngram.generate(REPEATING, greedy(24), use_tqdm=False)[0].outputs[0].token_ids
-
-
-def test_rejection_in_the_engine_follows_the_model(llm_ngram, hf_model, strategies):
-    ids = llm_ngram.engine.tokenizer.encode("a = b\na = c\na = b\na = d\na = b\na")
-    before = llm_ngram.engine.metrics.accepted_tokens["ngram"]
-    counts = draw(llm_ngram, ids, {"max_tokens": 3, "temperature": 1.2, "top_k": 5, "ignore_eos": True}, strategies["rejection"])
-    assert SAMPLES / 20 < llm_ngram.engine.metrics.accepted_tokens["ngram"] - before < 2 * SAMPLES
-    probabilities = {
-        (a, b, c): pa * pb * pc
-        for a, pa in exact(hf_model, ids, 1.2, 5, 1.0).items()
-        for b, pb in exact(hf_model, [*ids, a], 1.2, 5, 1.0).items()
-        for c, pc in exact(hf_model, [*ids, a, b], 1.2, 5, 1.0).items()
-    }
-    assert_follows(counts, probabilities, SAMPLES)
-
-
-def test_top_p_accepts_more_than_target_match(llm_ngram, strategies):
+def test_top_p_accepts_more_than_target_match(llm_all):
     accepted = {}
     for strategy in ("target_match", "topp"):
         params = [SamplingParams(max_tokens=40, temperature=1.0, top_p=0.95, seed=i, ignore_eos=True) for i in range(16)]
-        results = llm_ngram.generate([REPEATING] * 16, params, speculative=strategies[strategy], use_tqdm=False)
+        results = llm_all.generate([REPEATING] * 16, params, speculative=STRATEGIES[strategy], use_tqdm=False)
         accepted[strategy] = sum(r.outputs[0].stats.accepted for r in results) / sum(r.outputs[0].stats.drafted for r in results)
     assert accepted["topp"] > accepted["target_match"]
-
-
-def test_accept_policies(llm_ngram):
-    settings = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-    everything = LLM(speculative_config={**settings, "accept_policy": "accept_all"})
-    out = everything.generate(REPEATING, greedy(40), use_tqdm=False)[0].outputs[0]
-    assert out.stats.accepted == out.stats.drafted > 0 and len(out.token_ids) == 40
-    nothing = LLM(speculative_config={**settings, "accept_policy": "reject_all"})
-    out = nothing.generate(REPEATING, greedy(40), use_tqdm=False)[0].outputs[0]
-    assert out.stats.accepted == 0 < out.stats.drafted
-    assert out.token_ids == llm_ngram.generate(REPEATING, greedy(40), use_tqdm=False)[0].outputs[0].token_ids

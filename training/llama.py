@@ -15,8 +15,8 @@ from torch import nn
 
 from backend.errors import ModelError
 from backend.model_files import read_config
-from backend.models.layers import rope_frequencies
 from backend.models.loader import Checkpoint
+from backend.models.rope import rope_frequencies
 from training.tokenizer import END_OF_TEXT, load_tokenizer
 
 CONFIG = {

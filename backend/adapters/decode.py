@@ -1,10 +1,12 @@
 """The decoupled `decode` model: requests from Triton go to the engine, its deltas go back as responses.
 
-Three threads beside the server's own: the engine's, a sender (each send is a blocking round trip to the server) and a watcher
-(which asks for keep-alives and cancellation checks of requests that send nothing, and publishes metrics).
+Threads beside the server's own: the engine's, two that tokenize (backend/adapters/intake_workers.py), a sender (each send is a blocking
+round trip to the server) and a watcher (which asks for keep-alives and cancellation checks of requests that send nothing, ends those whose
+deadline is over before they were tokenized, and publishes metrics).
 
-Only the sender thread touches a request's response sender: the server crashed (segmentation fault in
-TRITONBACKEND_ResponseFactoryIsCancelled, release 24.10) when `is_cancelled` ran beside the final `send`.
+Only the sender thread touches a request's response sender, for refusals too, and never again once it has sent the final response: the
+server crashed (segmentation fault in TRITONBACKEND_ResponseFactoryIsCancelled, release 24.10) when `is_cancelled` ran beside the final
+`send`. Everybody else puts what there is to say into the outbox.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import gc
 import itertools
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -24,13 +27,23 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.adapters.draft_io import BlsDraftService
+from backend.adapters.intake_workers import IntakeWorkers
 from backend.adapters.metrics import MetricsPublisher
-from backend.adapters.request_io import Answer, CancelCall, read_request
-from backend.adapters.stub import check_interpreter, end_with_server, log_to_server, model_folder, read_parameters, resolve_model
+from backend.adapters.request_io import Answer, CancelCall, GenerateCall, InputLimits, read_id, read_messages, read_request
+from backend.adapters.stub import (
+    check_interpreter,
+    describe_error,
+    end_with_server,
+    error_code,
+    log_to_server,
+    model_folder,
+    read_parameters,
+    resolve_model,
+)
 from backend.config import EngineConfig
-from backend.core import Delta
+from backend.core import Delta, FinishReason, SpeculationStats
 from backend.engine import Engine
-from backend.errors import CapacityError, EngineError
+from backend.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +53,15 @@ DRAFTER_FOLDER = "../../mtp_drafter/1"
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
-DRAIN_FILE = "drain"
-"""In the version folder. Whoever stops the server writes it: the seconds for which open requests may go on. New ones are refused; when
-none is open the engine ends, what it keeps is saved, and the file is removed. A file, since the server itself refuses nobody until it stops,
-does not wait for streams, and may never come to `finalize`: a stream that its client left at a bad moment holds the model (see finalize)."""
+DRAIN_FILE = "drain-{pid}"
+"""In the version folder; pid: of the server, this process's parent, so that another server's end is not taken for its own. Whoever stops the
+server writes it: the seconds for which open requests may go on. New ones are refused; when none is open the engine ends, what it keeps is saved,
+and the file is removed. A file, since the server itself refuses nobody until it stops, does not wait for streams, and may never come to
+`finalize`: a stream that its client left at a bad moment holds the model (see finalize)."""
 WATCH_SECONDS = 0.1
 JOIN_SECONDS = 10.0
+LEAST_SECONDS = 1e-6
+"""What is given to a request whose deadline is over when it gets to the engine: which ends it at once, as it ends all that are late."""
 MAX_CHECKS_PER_WATCH = 64
 """Quiet requests whose cancellation is looked at each time, in turn; each look is a round trip."""
 
@@ -54,16 +70,29 @@ MAX_CHECKS_PER_WATCH = 64
 class _Exchange:
     """One Triton request and the way back to its client."""
 
-    key: str
-    client_id: str
     sender: Any
-    num_open: int
+    client_id: str = ""
+    key: str = ""
+    """The engine's name for it."""
+    call: GenerateCall | None = None
+    """Until it is tokenized; None for a request to end another one too."""
+    deadline: float | None = None
+    num_completions: int = 1
+    num_open: int = 1
+    """Completions whose end was not sent. The sender thread's, once the engine has the request."""
     is_streamed: bool = True
     answer: Answer = field(default_factory=Answer)
     last_sent: float = 0.0
+    is_submitted: bool = False
+    """Whoever tokenizes is through with it: the engine has it, or it was refused."""
     is_cancelled: bool = False
+    """Its end was asked for, by its client or by another request."""
+    is_closed: bool = False
+    """Its final response was sent, or is being sent. The sender thread's."""
     is_due: bool = False
     """The sender is to look at it, and has not come to it yet."""
+    waits_for: list[_Exchange] = field(default_factory=list)
+    """Requests that it ended: its own answer comes after theirs."""
 
 
 _News = tuple[_Exchange, Delta | None]
@@ -88,13 +117,18 @@ class TritonPythonModel:
             drafter = str((model_folder(args) / (speculative.model or DRAFTER_FOLDER)).resolve())
             config = dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
         self._engine = Engine(config, draft_service=service)
+        self._limits = InputLimits(self._engine.scheduler.max_model_len)
         self._keys = itertools.count()
-        self._exchanges: dict[str, _Exchange] = {}
+        self._exchanges: set[_Exchange] = set()
+        """Every request whose final response was not sent."""
         self._lock = threading.Lock()
         self._made: list[_News] = []  # by the engine's thread, in the step that runs
         self._outbox: queue.SimpleQueue[list[_News] | None] = queue.SimpleQueue()
+        self._held: list[tuple[_Exchange, Answer]] = []  # by the sender: what waits for other requests' ends
         self._is_stopping = threading.Event()
-        self._drain_file = model_folder(args) / DRAIN_FILE
+        self._is_refusing = False
+        self._intake = IntakeWorkers(self._submit, config.max_batch_size + config.max_waiting)
+        self._drain_file = model_folder(args) / DRAIN_FILE.format(pid=os.getppid())
         self._drain_end: float | None = None
         self._publisher = MetricsPublisher(self._engine, args["model_name"])
         self._publisher.publish()
@@ -118,74 +152,121 @@ class TritonPythonModel:
             self._take(request)
 
     def _take(self, request: Any) -> None:
-        sender = request.get_response_sender()
-        client_id = request.request_id() or uuid.uuid4().hex
-        exchange = None
+        """Copies what the request holds, and queues it to be tokenized."""
+        now = time.monotonic()
+        exchange = _Exchange(request.get_response_sender(), last_sent=now)
+        with self._lock:
+            self._exchanges.add(exchange)
         try:
-            call = read_request(request)
+            exchange.client_id = read_id(request) or uuid.uuid4().hex
+            exchange.key = f"{exchange.client_id}#{next(self._keys)}"  # clients may use an id twice
+            call = read_request(request, self._limits)
             if isinstance(call, CancelCall):
-                self._cancel(call, client_id, sender)
+                self._cancel(call, exchange)
                 return
-            prompt = call.prompt
-            if call.is_chat:  # the template writes the special tokens itself
-                prompt = self._engine.tokenizer.encode(self._engine.tokenizer.render_chat(prompt), add_special_tokens=False)
-            key = f"{client_id}#{next(self._keys)}"  # clients may use an id twice
-            exchange = _Exchange(key, client_id, sender, call.params.n, call.is_streamed, last_sent=time.monotonic())
-            with self._lock:
-                self._exchanges[key] = exchange
-            self._engine.submit(
-                prompt,
-                call.params,
-                lambda delta: self._made.append((exchange, delta)),
-                request_id=key,
-                speculative=call.speculative,
-                priority=call.priority,
-                timeout=call.timeout,
-            )
+            if self._is_refusing:
+                raise EngineError("the server is shutting down: send the request to another, or again later")
+            exchange.call, exchange.is_streamed = call, call.is_streamed
+            exchange.num_completions = exchange.num_open = call.params.n
+            if call.timeout is not None:
+                exchange.deadline = now + call.timeout
+            self._intake.put(exchange, len(call.prompt))
         except Exception as error:  # whatever it is, it belongs to this request only
-            if exchange is not None:
-                with self._lock:
-                    self._exchanges.pop(exchange.key, None)
-            self._send_error(sender, client_id, error)
+            self._refuse(exchange, error)
 
-    def _cancel(self, call: CancelCall, client_id: str, sender: Any) -> None:
+    def _refuse(self, exchange: _Exchange, error: Exception) -> None:
+        self._outbox.put([(exchange, Delta(exchange.key, error=error))])
+
+    def _end(self, exchange: _Exchange, reason: FinishReason) -> None:
+        """Ends a request that the engine never had."""
+        deltas = [Delta(exchange.key, i, finish_reason=reason, stats=SpeculationStats()) for i in range(exchange.num_completions)]
+        self._publisher.count_end(reason, len(deltas))
+        self._outbox.put([(exchange, delta) for delta in deltas])
+
+    def _cancel(self, call: CancelCall, exchange: _Exchange) -> None:
         """Ends every open request with that id; the answer's finish_reason is `cancelled` when there was one, else `stop`.
 
-        The answer comes from the engine's thread, when they have ended: an unknown id asks whether that thread steps.
+        The answer comes from the engine's thread, and after those of the requests that it ended: an unknown id asks whether that thread steps.
+        While new requests are refused that has an error: whoever asks whether this model serves must not hear that it does.
         """
+        exchange.is_streamed = False  # one answer, and nothing before it
         with self._lock:
-            found = [e for e in self._exchanges.values() if e.client_id == call.target_id]
-        count = sum(self._engine.cancel(e.key) for e in found)
-        answer = Delta(call.target_id, finish_reason="cancelled" if count else "stop")
-        exchange = _Exchange(f"{client_id}#{next(self._keys)}", client_id, sender, num_open=1)
+            found = [e for e in self._exchanges if e.client_id == call.target_id and e is not exchange]
+        exchange.waits_for = [e for e in found if self._end_early(e)]
+        answer = Delta(call.target_id, finish_reason="cancelled" if exchange.waits_for else "stop")
+        if not exchange.waits_for and self._is_refusing:
+            answer = Delta(call.target_id, error=EngineError("the server is shutting down"))
         self._engine.call(lambda: self._made.append((exchange, answer)))
+
+    def _end_early(self, exchange: _Exchange) -> bool:
+        """Cancels a request, wherever it is. False when its end is on its way already."""
+        exchange.is_cancelled = True  # before the engine is asked: see _submit
+        if self._intake.withdraw(exchange):
+            self._end(exchange, "cancelled")
+            return True
+        return self._engine.cancel(exchange.key) or (exchange.call is not None and not exchange.is_submitted)
+
+    # -- intake threads ---------------------------------------------------------------------------------------------
+
+    def _submit(self, exchange: _Exchange) -> None:
+        """Tokenizes a request and gives it to the engine."""
+        call = exchange.call
+        assert call is not None
+        try:
+            self._engine.submit(
+                read_messages(call.prompt) if call.is_chat else call.prompt,
+                call.params,
+                lambda delta: self._made.append((exchange, delta)),
+                request_id=exchange.key,
+                speculative=call.speculative,
+                priority=call.priority,
+                timeout=None if exchange.deadline is None else max(exchange.deadline - time.monotonic(), LEAST_SECONDS),
+            )
+        except Exception as error:  # whatever it is, it belongs to this request only
+            self._refuse(exchange, error)
+        exchange.is_submitted = True
+        exchange.call = None  # the prompt may be megabytes
+        if exchange.is_cancelled:  # while it was tokenized, when the engine did not know it
+            self._engine.cancel(exchange.key)
 
     # -- sender thread ----------------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        """Sends what the engine made, one response per request and step; steps that piled up meanwhile go together."""
+        """Sends what the others made, one response per request and step; steps that piled up meanwhile go together."""
         is_open = True
         while is_open:
             groups = [self._outbox.get()]
             while not self._outbox.empty():
                 groups.append(self._outbox.get())
             is_open = None not in groups
-            merged: dict[tuple[str, int], tuple[_Exchange, Answer]] = {}
-            for exchange, delta in itertools.chain.from_iterable(filter(None, groups)):
+            merged: dict[tuple[int, int], tuple[_Exchange, Answer]] = {}
+            for number, (exchange, delta) in enumerate(itertools.chain.from_iterable(filter(None, groups)), 1):
                 if delta is None or delta.error is not None:
-                    merged[f"{exchange.key}!", len(merged)] = (exchange, Answer([delta] if delta else []))
+                    merged[id(exchange), -number] = (exchange, Answer([delta] if delta else []))
                 else:
-                    merged.setdefault((exchange.key, delta.index), (exchange, Answer()))[1].add(delta)
+                    merged.setdefault((id(exchange), delta.index), (exchange, Answer()))[1].add(delta)
             for exchange, answer in merged.values():
-                try:
-                    self._send(exchange, answer)
-                except Exception:
-                    logger.exception("request %r: the response could not be sent", exchange.client_id)
-                    self._engine.cancel(exchange.key)
+                self._send_safely(exchange, answer)
+            held, self._held = self._held, []
+            for exchange, answer in held:
+                self._send_safely(exchange, answer)
+
+    def _send_safely(self, exchange: _Exchange, answer: Answer) -> None:
+        """Whatever goes wrong belongs to this request only, and ends it."""
+        try:
+            self._send(exchange, answer)
+        except Exception as error:
+            logger.exception("request %r: the response could not be sent", exchange.client_id)
+            self._engine.cancel(exchange.key)
+            try:
+                self._send_error(exchange, error)
+            except Exception:
+                logger.exception("request %r: nor could the error", exchange.client_id)
+                self._close(exchange)
 
     def _send(self, exchange: _Exchange, answer: Answer) -> None:
         """Sends one completion's news; with none: looks whether the client is still there, and tells it that the server is."""
-        if exchange.num_open == 0:
+        if exchange.is_closed:
             return  # its end was sent: the response sender is not to be touched any more
         now = time.monotonic()
         if not answer.deltas:
@@ -197,20 +278,19 @@ class TritonPythonModel:
             if exchange.is_streamed:
                 exchange.sender.send(pb_utils.InferenceResponse(Answer([Delta(exchange.key)]).tensors()))
             return
+        if not all(e.is_closed for e in exchange.waits_for):
+            self._held.append((exchange, answer))
+            return
         self._publisher.num_responses += 1
         (delta,) = answer.deltas
         if delta.error is not None:
-            self._close(exchange)
-            exchange.num_open = 0
             self._engine.cancel(exchange.key)  # its siblings, if it has any
-            self._send_error(exchange.sender, exchange.client_id, delta.error)
+            self._send_error(exchange, delta.error)
             return
         if delta.is_final:
             exchange.num_open -= 1
         is_last = exchange.num_open == 0
-        if is_last:
-            self._close(exchange)
-        else:
+        if not is_last:
             self._check_cancelled(exchange)
         if not exchange.is_streamed:
             exchange.answer.add(delta)
@@ -218,29 +298,36 @@ class TritonPythonModel:
                 return
             answer = exchange.answer
         exchange.last_sent = now
-        exchange.sender.send(pb_utils.InferenceResponse(answer.tensors()), flags=FINAL if is_last else 0)
+        response = pb_utils.InferenceResponse(answer.tensors())
+        if is_last:
+            self._send_final(exchange, response)
+        else:
+            exchange.sender.send(response)
 
     def _check_cancelled(self, exchange: _Exchange) -> None:
         if not exchange.is_cancelled and exchange.sender.is_cancelled():
-            exchange.is_cancelled = True
-            self._engine.cancel(exchange.key)
+            self._end_early(exchange)
 
-    def _close(self, exchange: _Exchange) -> None:
-        with self._lock:
-            self._exchanges.pop(exchange.key, None)
-
-    def _send_error(self, sender: Any, client_id: str, error: Exception) -> None:
-        if isinstance(error, CapacityError | EngineError):
-            name = "UNAVAILABLE"
-        elif isinstance(error, ValueError):
-            name = "INVALID_ARG"
-        else:
-            name = "INTERNAL"
-            logger.exception("request %r failed", client_id, exc_info=error)
+    def _send_error(self, exchange: _Exchange, error: Exception) -> None:
+        if exchange.is_closed:
+            return
+        name = error_code(error)
+        if name == "INTERNAL":
+            logger.error("request %r failed", exchange.client_id, exc_info=error)
         self._publisher.count_error(name)
         # gRPC streams carry the message alone, so it names the code too.
-        message = f"[{name}] request {client_id!r:.100}: {error}"
-        sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, name))), flags=FINAL)
+        message = f"[{name}] request {exchange.client_id!r:.100}: {describe_error(error)}"
+        self._send_final(exchange, pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, name))))
+
+    def _send_final(self, exchange: _Exchange, response: Any) -> None:
+        exchange.is_closed = True
+        exchange.sender.send(response, flags=FINAL)
+        self._close(exchange)
+
+    def _close(self, exchange: _Exchange) -> None:
+        exchange.is_closed = True
+        with self._lock:
+            self._exchanges.discard(exchange)
 
     # -- watcher thread ---------------------------------------------------------------------------------------------
 
@@ -249,7 +336,11 @@ class TritonPythonModel:
         while not self._is_stopping.wait(WATCH_SECONDS):
             now = time.monotonic()
             with self._lock:
-                quiet = [e for e in self._exchanges.values() if now - e.last_sent > WATCH_SECONDS and not e.is_cancelled and not e.is_due]
+                exchanges = list(self._exchanges)
+            for exchange in exchanges:
+                if exchange.deadline is not None and now >= exchange.deadline and self._intake.withdraw(exchange):
+                    self._end(exchange, "timeout")
+            quiet = [e for e in exchanges if now - e.last_sent > WATCH_SECONDS and not e.is_cancelled and not e.is_due]
             due = [e for e in quiet if now - e.last_sent > KEEP_ALIVE_SECONDS] or quiet[turn : turn + MAX_CHECKS_PER_WATCH]
             if due:
                 for exchange in due:  # once: a sender that is late must not get the same work again and again
@@ -271,29 +362,36 @@ class TritonPythonModel:
         if self._drain_end is None:
             seconds = float(self._drain_file.read_text())
             self._drain_end = now + seconds
-            self._engine.refuse()
+            self._is_refusing = True  # here, not in the engine: what is being tokenized was taken, and goes on
             logger.info("shutting down: no new requests; %d open ones have %g s", len(self._exchanges), seconds)
         elif not self._exchanges:
             self._shut_down()
             self._drain_file.unlink()
         elif now >= self._drain_end:
             error = EngineError("the server is shutting down, and the time for open requests is over")
+            self._engine.refuse()  # what is being tokenized
+            for exchange in self._intake.withdraw_all():
+                self._refuse(exchange, error)
             self._engine.call(lambda: self._engine.end_all(error))
             self._drain_end = math.inf
 
     def _shut_down(self) -> None:
-        """Ends the engine, which saves what it keeps, and sends what it made last: requests that are still open get an error."""
+        """Ends the engine, which saves what it keeps: requests that are still open get an error."""
+        self._is_refusing = True
         gc.unfreeze()  # the interpreter's end hung one time in five without (measured)
         self._engine.shutdown()
-        self._outbox.put(None)
-        self._sender.join(JOIN_SECONDS)
+        for exchange in self._intake.withdraw_all():
+            self._refuse(exchange, EngineError("the server was shut down"))
+        self._intake.stop(JOIN_SECONDS)
         self._is_stopping.set()
 
     def finalize(self) -> None:
-        """Nothing calls the server after this.
+        """Sends what was made last. Nothing calls the server after this.
 
         Not called while the server's gRPC front end holds a request whose stream was cancelled just as its answer ended (release 24.10:
         the front end then waits for an answer that it has had).
         """
         self._shut_down()
         self._watcher.join(JOIN_SECONDS)
+        self._outbox.put(None)
+        self._sender.join(JOIN_SECONDS)

@@ -1,7 +1,7 @@
 """Draft calls as Triton tensors, and the decode model's side of placement `bls`.
 
-A session begins with call 0 and counts its calls: a drafter that was loaded anew, or that missed a call, does not know the next
-one's number and says so, and the decode model opens a new session.
+Each engine has a session of its own. It begins with call 0 and counts its calls: a drafter that was loaded anew, that missed a call, or
+that needed the memory, does not know the next one's number and says so, and the engine opens a new session.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from backend.drafters.calls import OWN_NOISE, DraftCall, DraftError, DraftReply
+from backend.drafters.sessions import CallNumber
 
 CALL_SECONDS = 2.0
 """A drafter that has not answered by then counts as dead: the server never answers for a process that died during a call."""
@@ -32,14 +33,14 @@ def _to_torch(tensor: Any) -> torch.Tensor:
     return torch.from_numpy(tensor.as_numpy()) if tensor.is_cpu() else from_dlpack(tensor.to_dlpack())
 
 
-def call_tensors(call: DraftCall, session: tuple[int, int, int, int]) -> list[Any]:
-    """The inputs of `mtp_drafter`. session: its number, the call's number in it, the target's pages and their size."""
+def call_tensors(call: DraftCall, number: CallNumber) -> list[Any]:
+    """The inputs of `mtp_drafter`."""
     requests = [
         (queries, length, drafts, len(pages), *choice)
         for queries, length, drafts, pages, choice in zip(call.query_lens, call.seq_lens, call.num_drafts, call.page_ids, call.choices, strict=True)
     ]
     return [
-        pb_utils.Tensor("session", np.array(session, dtype=np.int64)),
+        pb_utils.Tensor("session", np.array([number.session, number.count, number.num_pages, number.page_size], dtype=np.int64)),
         pb_utils.Tensor("tokens", np.array(call.token_ids, dtype=np.int32)),
         _to_tensor("hidden", call.hidden),
         pb_utils.Tensor("requests", np.array(requests, dtype=np.int64)),
@@ -49,13 +50,13 @@ def call_tensors(call: DraftCall, session: tuple[int, int, int, int]) -> list[An
     ]
 
 
-def read_call(request: Any, vocab_size: int, max_model_len: int) -> tuple[DraftCall, tuple[int, int, int, int]]:
+def read_call(request: Any, vocab_size: int, max_model_len: int) -> tuple[DraftCall, CallNumber]:
     """The reverse of `call_tensors`. Raises ValueError naming the input that does not fit the others, or the model.
 
     Anybody can call the model, and an index out of range would end the process on a GPU.
     """
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
-    number, count, num_pages, page_size = inputs["session"].as_numpy().tolist()
+    session, count, num_pages, page_size = inputs["session"].as_numpy().tolist()
     requests = inputs["requests"].as_numpy().tolist()
     call = DraftCall(
         fresh_pages=inputs["fresh_pages"].as_numpy().tolist(),
@@ -84,7 +85,7 @@ def read_call(request: Any, vocab_size: int, max_model_len: int) -> tuple[DraftC
             f"{len(requests)} requests of {sum(call.query_lens)} tokens came with {len(call.token_ids)} tokens, {len(call.hidden)} hidden rows "
             f"and {len(call.filters)} filters"
         )
-    return call, (number, count, num_pages, page_size)
+    return call, CallNumber(session, count, num_pages, page_size)
 
 
 def reply_tensors(reply: DraftReply, vocab_size: int) -> list[Any]:
@@ -134,21 +135,21 @@ class _Worker(threading.Thread):
 class BlsDraftService:
     """A DraftService that calls the `mtp_drafter` model of the same server."""
 
-    page_entries: list[tuple[int, ...]] = []
-
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._worker = _Worker()
-        self._session = self._count = self._num_pages = self._page_size = 0
+        self._session = secrets.randbits(62)
+        self._count = self._num_pages = self._page_size = 0
 
     def open(self, num_pages: int, page_size: int) -> None:
-        self._session, self._count, self._num_pages, self._page_size = secrets.randbits(62), 0, num_pages, page_size
+        """By the same name each time: the pages of the session before it are given back, not kept beside the new one's."""
+        self._count, self._num_pages, self._page_size = 0, num_pages, page_size
 
     def draft(self, call: DraftCall) -> DraftReply:
-        session = (self._session, self._count, self._num_pages, self._page_size)
+        number = CallNumber(self._session, self._count, self._num_pages, self._page_size)
         self._count += 1
         request = pb_utils.InferenceRequest(
-            model_name=self._model_name, requested_output_names=["drafts", "probs"], inputs=call_tensors(call, session)
+            model_name=self._model_name, requested_output_names=["drafts", "probs"], inputs=call_tensors(call, number)
         )
         self._worker.calls.put(request)
         try:

@@ -32,14 +32,20 @@ class MetricsPublisher:
         """Sent with news from the engine. Counted by the thread that sends."""
         self._is_on = True
         self._errors = Counter(dict.fromkeys(ERROR_CODES, 0))
-        self._errors_lock = threading.Lock()
+        self._ends = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._lock = threading.Lock()
         loaded = engine.config.speculative_config.loaded_methods
         self._methods = [m for m in loaded if m not in ("none", "naive")]
 
     def count_error(self, code: str) -> None:
         """One request was answered with an error; code: one of ERROR_CODES. May be called from any thread."""
-        with self._errors_lock:
+        with self._lock:
             self._errors[code] += 1
+
+    def count_end(self, reason: str, count: int) -> None:
+        """So many completions ended before the engine had them. May be called from any thread."""
+        with self._lock:
+            self._ends[reason] += count
 
     def publish(self) -> None:
         if not self._is_on:
@@ -80,7 +86,7 @@ class MetricsPublisher:
             self._count(
                 "requests_finished_total",
                 "Completions that came to an end, by finish reason",
-                metrics.finished_requests[reason],
+                metrics.finished_requests[reason] + self._ends[reason],
                 finish_reason=reason,
             )
         for code in ERROR_CODES:

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
-import torch
 import triton_python_backend_utils as pb_utils
 
 from backend.adapters.draft_io import read_call, reply_tensors
-from backend.adapters.stub import check_interpreter, end_with_server, log_to_server, model_folder, read_parameters, resolve_model
+from backend.adapters.stub import (
+    check_interpreter,
+    describe_error,
+    end_with_server,
+    log_to_server,
+    model_folder,
+    read_parameters,
+    resolve_model,
+)
 from backend.config import EngineConfig, SpeculativeConfig
+from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
 from backend.drafters.calls import DraftError
-from backend.drafters.mtp_service import MtpService
+from backend.drafters.mtp import MtpDrafter
+from backend.drafters.remote_service import RemoteDrafterService
+from backend.drafters.sessions import DEFAULT_MEMORY, DraftSessions
 from backend.errors import ConfigError
 from backend.models import load_model
 from backend.models.mtp import Mtp
 from backend.parallel.ranks import Ranks
-from backend.runner import cpu_threads, keep_temporaries_on_heap, make_plane, pick_device, pick_dtype
 
 logger = logging.getLogger(__name__)
 
 OWN_KEYS = ("target", "quantization", "num_model_steps")
-ENGINE_KEYS = ("dtype", "device", "num_threads", "single_thread_tokens")
+ENGINE_KEYS = ("dtype", "device", "num_threads", "single_thread_tokens", "kv_cache_memory")
 
 
 class TritonPythonModel:
-    """Holds the drafter's weights and its paged memory, whose pages are numbered as the decode model numbers its own."""
+    """Holds the drafter's weights, and paged memory for each instance of the decode model, numbered as that one numbers its own."""
 
     def initialize(self, args: dict[str, str]) -> None:
         check_interpreter()
@@ -49,19 +57,17 @@ class TritonPythonModel:
         dtype = pick_dtype(engine, device)
         if device.type == "cpu":
             keep_temporaries_on_heap()
-        num_threads = engine.num_threads or torch.get_num_threads()
-        # The server may call from another thread: a pool of this one would stall that one's (see Runner).
+        # The server may call from another thread: a pool of this one would stall that one's (see Worker).
         with cpu_threads(1):
             self._target = load_model(target, dtype, device, Ranks(), only_head=True)
             model = Mtp(resolve_model(values, args), self._target, dtype, device, config.quantization)
-        self._service = MtpService(
-            model,
-            functools.partial(make_plane, dtype=dtype, device=device),
-            lambda count: cpu_threads(num_threads if count >= engine.single_thread_tokens else 1),
-            config.num_model_steps or 1,
-        )
+        threads, steps = threads_for(engine), config.num_model_steps or 1
+
+        def make_service() -> RemoteDrafterService:
+            return RemoteDrafterService(MtpDrafter(model, steps), dtype, device, threads)
+
+        self._sessions = DraftSessions(make_service, int(engine.kv_cache_memory or DEFAULT_MEMORY))
         self._device, self._dtype = device, dtype
-        self._expected = (-1, 0)
         logger.info("drafter ready: %d layers, %s on %s, %d steps", model.num_layers, dtype, device, config.num_model_steps)
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -69,19 +75,13 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         try:
-            call, (session, count, num_pages, page_size) = read_call(request, self._target.vocab_size, self._target.max_model_len)
+            call, number = read_call(request, self._target.vocab_size, self._target.max_model_len)
         except Exception as error:  # nobody's session ends by it: the supervisor asks with such calls whether this process answers
             return _refuse(error)
         try:
             call.hidden = call.hidden.to(self._device, self._dtype)
-            if count == 0:
-                self._service.open(num_pages, page_size)
-            elif (session, count) != self._expected:
-                raise DraftError(f"call {count} of session {session:x} is not the one expected here: open a new session")
-            self._expected = (session, count + 1)
-            return pb_utils.InferenceResponse(reply_tensors(self._service.draft(call), self._target.vocab_size))
+            return pb_utils.InferenceResponse(reply_tensors(self._sessions.draft(call, number), self._target.vocab_size))
         except Exception as error:  # whatever it is, the decode model goes on without these drafts
-            self._expected = (-1, 0)
             if not isinstance(error, DraftError):
                 logger.exception("a call failed")
             return _refuse(error)
@@ -89,4 +89,4 @@ class TritonPythonModel:
 
 def _refuse(error: Exception) -> Any:
     code = pb_utils.TritonError.INVALID_ARG if isinstance(error, ValueError) else pb_utils.TritonError.INTERNAL
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}", code))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {describe_error(error)}", code))

@@ -10,8 +10,17 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.core import Delta, SamplingParams
+from backend.core import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Delta,
+    SamplingParams,
+)
 from backend.errors import RequestError
+from backend.intake import MAX_CHARACTERS_PER_TOKEN
 
 SAMPLING_SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -21,6 +30,39 @@ SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
 PROMPTS = ("text_input", "input_ids", "messages")
 MAX_JSON_CHARACTERS = 65536
 MAX_MESSAGES_CHARACTERS = 2_000_000
+MAX_ID_CHARACTERS = 65536
+MAX_UTF8_BYTES = 4
+"""Of one character."""
+
+
+class InputLimits:
+    """How large each input may be, looked at before anything is made of it."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.counts = {"stop": MAX_STOP_STRINGS, "bad_words": MAX_BAD_WORDS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+        """Elements; every other input has one, but for input_ids."""
+        self.characters = {
+            "text_input": max_model_len * MAX_CHARACTERS_PER_TOKEN,
+            "messages": MAX_MESSAGES_CHARACTERS,
+            "logit_bias": MAX_JSON_CHARACTERS,
+            "speculative": MAX_JSON_CHARACTERS,
+            "stop": MAX_STOP_CHARACTERS,
+            "bad_words": MAX_BAD_WORD_CHARACTERS,
+            "cancel": MAX_ID_CHARACTERS,
+        }
+        """Of all elements together."""
+
+    def check(self, name: str, array: np.ndarray) -> None:
+        """Raises RequestError for a tensor that nothing could be made of."""
+        if name == "input_ids":
+            if array.size >= self.max_model_len:
+                raise RequestError(f"the prompt has {array.size} tokens; the context holds {self.max_model_len}, one output token included")
+            return
+        if array.size > (limit := self.counts.get(name, 1)):
+            raise RequestError(f"{name} has {array.size} {'strings' if array.dtype == object else 'values'}; the limit is {limit}")
+        if array.dtype == object and (size := sum(map(len, array.reshape(-1)))) > MAX_UTF8_BYTES * (limit := self.characters[name]):
+            raise RequestError(f"{name} has {size} bytes; the limit is {limit} characters")
 
 
 @dataclass(slots=True)
@@ -28,7 +70,7 @@ class GenerateCall:
     """One request as the engine takes it."""
 
     prompt: Any
-    """Text, token ids, or with `is_chat` a list of messages."""
+    """Text, token ids, or with `is_chat` messages as JSON, which `read_messages` reads."""
     params: SamplingParams
     is_chat: bool = False
     speculative: dict[str, Any] | None = None
@@ -69,7 +111,8 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _messages(text: str) -> list[dict[str, Any]]:
+def read_messages(text: str) -> list[dict[str, Any]]:
+    """Raises RequestError for what is no list of messages."""
     value = _json("messages", text, MAX_MESSAGES_CHARACTERS)
     good = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
     if not good:
@@ -77,12 +120,21 @@ def _messages(text: str) -> list[dict[str, Any]]:
     return value
 
 
-def read_request(request: Any) -> GenerateCall | CancelCall:
-    """Parses one Triton request. Raises RequestError or ValueError naming the input, the value seen and the rule."""
+def read_id(request: Any) -> str:
+    """The client's name for a request. Raises RequestError for one that is no text."""
+    try:
+        return request.request_id()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the request's id is not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
+
+
+def read_request(request: Any, limits: InputLimits) -> GenerateCall | CancelCall:
+    """Copies and parses one Triton request. Raises RequestError or ValueError naming the input, the value seen and the rule."""
     values: dict[str, Any] = {}
     for tensor in request.inputs():
         array = tensor.as_numpy()
         name = tensor.name()
+        limits.check(name, array)
         if array.size == 0 and name != "input_ids":
             continue
         if array.dtype == object:
@@ -95,8 +147,6 @@ def read_request(request: Any) -> GenerateCall | CancelCall:
     if len(given) != 1:
         raise RequestError(f"give one of {', '.join(PROMPTS)}; got {' and '.join(given) or 'none'}")
     prompt: Any = values[given[0]] if given[0] == "input_ids" else values[given[0]][0]
-    if given[0] == "messages":
-        prompt = _messages(prompt)
     arguments: dict[str, Any] = {name: values[name][0] for name in SAMPLING_SCALARS if name in values}
     arguments |= {name: tuple(values[name]) for name in SAMPLING_LISTS if name in values}
     if values.get("logit_bias", [""])[0]:

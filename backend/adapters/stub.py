@@ -6,6 +6,7 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import numpy
 import triton_python_backend_utils as pb_utils
 
-from backend.errors import ConfigError
+from backend.errors import CapacityError, ConfigError, EngineError
 
 SERVER_LOOK_SECONDS = 0.5
 STUCK_SECONDS = 15.0
@@ -91,3 +92,19 @@ def read_parameters(arguments: dict[str, str]) -> dict[str, Any]:
 def resolve_model(values: dict[str, Any], arguments: dict[str, str]) -> str:
     """The weights' folder: the `model` parameter, relative to the version folder; default: the version folder itself."""
     return str((model_folder(arguments) / values.get("model", ".")).resolve())
+
+
+def error_code(error: Exception) -> str:
+    """Triton's name for what went wrong."""
+    if isinstance(error, CapacityError | EngineError):
+        return "UNAVAILABLE"
+    return "INVALID_ARG" if isinstance(error, ValueError) else "INTERNAL"
+
+
+_PRIVATE = re.compile(r"\S*triton_python_backend_shm\S*|/dev/shm/\S*")
+"""Names of shared-memory regions: who knows one can have the server map it."""
+
+
+def describe_error(error: Exception) -> str:
+    """An error's message as clients may see it: without names of shared-memory regions, and as text that the server can carry."""
+    return _PRIVATE.sub("(a shared-memory region)", str(error)).encode("utf-8", "backslashreplace").decode()

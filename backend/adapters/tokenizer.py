@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.stub import check_interpreter, end_with_server, log_to_server, read_parameters, resolve_model
-from backend.errors import ConfigError, RequestError
+from backend.adapters.request_io import MAX_UTF8_BYTES, read_id
+from backend.adapters.stub import check_interpreter, describe_error, end_with_server, error_code, log_to_server, read_parameters, resolve_model
+from backend.errors import ConfigError, ModelError, RequestError
+from backend.intake import MAX_CHARACTERS_PER_TOKEN
+from backend.model_files import read_json
 from backend.text import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 MAX_CHARACTERS = 8_000_000
+"""Of a model whose configuration does not say how long its context is."""
+MAX_TOKENS = 1_000_000
 PARAMETERS = ("model",)
 INPUTS = ("text_input", "input_ids")
+
+
+def _max_characters(folder: Path) -> int:
+    """As many for each token of the context as the decode model takes: tokenizing more would hold up everybody else."""
+    config = folder / "config.json"
+    try:
+        length = read_json(config).get("max_position_embeddings") if config.is_file() else None
+    except ModelError:  # which the decode model reports
+        length = None
+    return length * MAX_CHARACTERS_PER_TOKEN if isinstance(length, int) and length > 0 else MAX_CHARACTERS
 
 
 class TritonPythonModel:
@@ -26,35 +45,49 @@ class TritonPythonModel:
         values = read_parameters(args)
         if unknown := set(values) - set(PARAMETERS):
             raise ConfigError(f"tokenizer: unknown parameters {sorted(unknown)}; known: {', '.join(PARAMETERS)}")
-        self._tokenizer = Tokenizer(resolve_model(values, args))
+        folder = resolve_model(values, args)
+        self._tokenizer = Tokenizer(folder)
+        self._max_characters = _max_characters(Path(folder))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
+        name = ""
         try:
+            name = read_id(request)
             values = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
             if len(values) != 1:
                 raise RequestError(f"give one of {', '.join(INPUTS)}; got {' and '.join(values) or 'none'}")
-            outputs = self._encode(values["text_input"][0]) if "text_input" in values else self._decode(values["input_ids"].tolist())
+            outputs = self._encode(values["text_input"]) if "text_input" in values else self._decode(values["input_ids"])
             return pb_utils.InferenceResponse(outputs)
         except Exception as error:  # whatever it is, it belongs to this request only
-            code = pb_utils.TritonError.INVALID_ARG if isinstance(error, ValueError) else pb_utils.TritonError.INTERNAL
-            message = f"request {request.request_id()!r:.100}: {error}"
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+            code = error_code(error)
+            if code == "INTERNAL":
+                logger.error("request %r failed", name, exc_info=error)
+            message = f"[{code}] request {name!r:.100}: {describe_error(error)}"  # a stream of the ensemble carries the message alone
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
 
-    def _encode(self, value: Any) -> list[Any]:
+    def _encode(self, values: np.ndarray) -> list[Any]:
+        if values.size != 1:
+            raise RequestError(f"text_input has {values.size} texts; give one")
+        value = values[0]
+        if len(value) > MAX_UTF8_BYTES * self._max_characters:
+            raise RequestError(f"text_input has {len(value)} bytes; the limit is {self._max_characters} characters")
         try:
             text = value if isinstance(value, str) else bytes(value).decode("utf-8")
         except UnicodeDecodeError as error:
             raise RequestError(f"text_input is not valid UTF-8 at byte {error.start}") from None
         if not text:
             raise RequestError("the prompt is empty")
-        if len(text) > MAX_CHARACTERS:
-            raise RequestError(f"text_input has {len(text)} characters; the limit is {MAX_CHARACTERS}")
+        if len(text) > self._max_characters:
+            raise RequestError(f"text_input has {len(text)} characters; the limit is {self._max_characters}")
         return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(text), dtype=np.int32))]
 
-    def _decode(self, token_ids: list[int]) -> list[Any]:
+    def _decode(self, values: np.ndarray) -> list[Any]:
+        if values.size > MAX_TOKENS:
+            raise RequestError(f"input_ids has {values.size} tokens; the limit is {MAX_TOKENS}")
+        token_ids = values.tolist()
         tokens = [self._tokenizer.token_bytes(i) for i in token_ids]
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return [

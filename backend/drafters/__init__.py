@@ -1,109 +1,194 @@
-"""Drafters: what proposes tokens for the target to verify. One Protocol; nothing outside this package names a method."""
+"""Drafters: what proposes tokens for the target to verify. Nothing outside this package names a method."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from backend.config import SpeculativeConfig
-from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
+from backend.config import BUNDLED_DRAFTER, EngineConfig, SpeculativeConfig
+from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
-from backend.drafters.hybrid import HybridDrafter
-from backend.drafters.lookup import LookupDrafter
-from backend.drafters.ngram import NgramLookup
-from backend.drafters.protocol import Drafter, Lookup
+from backend.drafters.choice import LookupChoice
+from backend.drafters.lookup import LookupDrafter, StepDrafts
+from backend.drafters.protocol import HIDDEN, HostDrafter, Lookup, StepDrafter
 
 if TYPE_CHECKING:
-    from backend.drafters.mtp import MtpDrafter
+    import torch
+
+    from backend.kv_store import KvStore
+    from backend.models import Model
 
 logger = logging.getLogger(__name__)
 
+_MODEL, _LOOKUP = "mtp", "ngram"
 
-def load_drafters(
-    config: SpeculativeConfig, vocab_size: int, max_tokens: int, make_service: Callable[[], DraftService], fingerprint: str
-) -> Drafters:
-    """Every method that requests may choose.
 
-    max_tokens: tokens that a model drafter catches up on in one step; make_service: runs the drafter's model, called only when a
-    method needs one; fingerprint: of the tokenizer, for token ids that outlive this process. Raises ConfigError, ModelError.
-    """
-    loaded: dict[str, Drafter] = {}
-    lookups: dict[str, Lookup] = {}
-    for method in config.loaded_methods:
-        if method == "ngram":
-            assert config.min_ngram_size is not None
-            lookups[method] = NgramLookup(config.max_ngram_size, config.min_ngram_size)
-        elif method == "suffix":
-            from backend.drafters.suffix import SuffixLookup
+def needed_taps(config: SpeculativeConfig) -> tuple[str, ...]:
+    """What some drafter reads of every token that the target computed, wherever the drafter runs."""
+    return (HIDDEN,) if _MODEL in config.loaded_methods else ()
 
-            lookups[method] = SuffixLookup(
-                max_tree_depth=config.suffix_decoding_max_tree_depth,
-                max_cached_requests=config.suffix_decoding_max_cached_requests,
-                max_spec_factor=config.suffix_decoding_max_spec_factor,
-                min_token_prob=config.suffix_decoding_min_token_prob,
-                cache_path=config.suffix_decoding_cache_path,
-                fingerprint=fingerprint,
-            )
-    loaded |= {name: LookupDrafter(lookup) for name, lookup in lookups.items()}
-    if "mtp" in config.loaded_methods:
-        from backend.drafters.mtp import MtpDrafter
 
-        model = MtpDrafter(make_service(), config.draft_sampling, max_tokens)
-        loaded["mtp"] = HybridDrafter(model, {f"with_{name}": lookup for name, lookup in lookups.items()})
-        return Drafters(loaded, vocab_size, model)
-    return Drafters(loaded, vocab_size)
+def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device) -> StepDrafter | None:
+    """The model drafter that runs in the step, if the configuration has one. Raises ConfigError, ModelError."""
+    speculative = config.speculative_config
+    if _MODEL not in speculative.loaded_methods or speculative.placement == "bls":
+        return None
+    from backend.drafters.mtp import MtpDrafter
+    from backend.models.mtp import Mtp
+
+    folder = speculative.model or BUNDLED_DRAFTER
+    return MtpDrafter(Mtp(folder, target, dtype, device, speculative.quantization, config.load_format), speculative.num_model_steps or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the drafts of a method are made."""
+
+    has_model: bool = False
+    """The step's model drafter makes the first ones."""
+    has_lookup: bool = False
+    """The step's own lookup makes the others."""
+    host: str = ""
+    """Key of the host drafter that makes or lengthens them; "": none."""
+
+
+Placements = dict[tuple[str, str], Placement]
+"""By method and, of the model drafter, its strategy."""
+
+
+def make_placements(config: SpeculativeConfig, *, has_step_drafter: bool) -> Placements:
+    """Of every method that requests may choose."""
+    lookups = [method for method in config.loaded_methods if method in (_LOOKUP, "suffix")]
+    found: Placements = {(name, ""): Placement(has_lookup=True) if name == _LOOKUP else Placement(host=name) for name in lookups}
+    if _MODEL in config.loaded_methods:
+        for strategy in ("default", *(f"with_{name}" for name in lookups)):
+            own_lookup, is_alone = strategy == f"with_{_LOOKUP}", strategy == "default"
+            in_step = Placement(has_model=True, has_lookup=own_lookup, host="" if own_lookup or is_alone else f"{_MODEL} {strategy}")
+            found[_MODEL, strategy] = in_step if has_step_drafter else Placement(host=_MODEL)
+    return found
+
+
+def find_place(placements: Placements, speculation: Speculation) -> Placement:
+    """Where a request's drafts are made."""
+    strategy = speculation.mtp_strategy if speculation.method == _MODEL else ""
+    return placements.get((speculation.method, strategy), _NOWHERE)
 
 
 class Drafters:
-    """The loaded drafters as one: sends each entry of a batch to the drafter that its request chose."""
+    """Which drafter serves a request, and those on the host as one."""
 
-    def __init__(self, loaded: dict[str, Drafter], vocab_size: int, model_drafter: MtpDrafter | None = None) -> None:
-        self._loaded = loaded
+    model_name, lookup_name = _MODEL, _LOOKUP
+    """As in `token_sources`."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        vocab_size: int,
+        *,
+        has_step_drafter: bool,
+        make_service: Callable[[], DraftService],
+        fingerprint: str,
+    ) -> None:
+        """Loads every method that requests may choose.
+
+        make_service: reaches the drafter's model in another process, called only when a method needs one; fingerprint: of the
+        tokenizer, for token ids that outlive this process. Raises ConfigError, ModelError.
+        """
         self._vocab_size = vocab_size
         self.faults = DraftFaults()
-        self.taps = tuple(dict.fromkeys(tap for drafter in loaded.values() for tap in drafter.taps))
-        self.page_entries = [entry for drafter in loaded.values() for entry in drafter.page_entries]
-        self.model_drafter = model_drafter
+        self.choice = LookupChoice()
+        self._step_drafts: StepDrafts | None = None
+        self._host: dict[str, HostDrafter] = {}
+        self._placements = make_placements(config, has_step_drafter=has_step_drafter)
+        lookups = _make_lookups(config, fingerprint)
+        for name in lookups:
+            if host := self._placements[name, ""].host:
+                self._host[host] = LookupDrafter(lookups[name])
+        if _MODEL in config.loaded_methods:
+            self._load_model_hosts(config, lookups, has_step_drafter, make_service)
 
-    def attach(self, num_pages: int, page_size: int, taps: dict[str, torch.Tensor]) -> None:
-        for drafter in self._loaded.values():
-            drafter.attach(num_pages, page_size, taps)
+    def _load_model_hosts(
+        self, config: SpeculativeConfig, lookups: dict[str, Lookup], is_in_step: bool, make_service: Callable[[], DraftService]
+    ) -> None:
+        """What is on the host of the model drafter's strategies: all of it, or the lookups that lengthen the step's drafts."""
+        from backend.drafters.hybrid import HybridDrafter
+
+        strategies = {f"with_{name}": lookup for name, lookup in lookups.items()}
+        if not is_in_step:
+            from backend.drafters.remote import RemoteDrafter
+
+            self._host[_MODEL] = HybridDrafter(RemoteDrafter(make_service(), config.draft_sampling), strategies)
+            return
+        self._step_drafts = StepDrafts(_MODEL)
+        for strategy, lookup in strategies.items():
+            if host := self._placements[_MODEL, strategy].host:
+                self._host[host] = HybridDrafter(self._step_drafts, {strategy: lookup})
+
+    def place(self, speculation: Speculation) -> Placement:
+        return find_place(self._placements, speculation)
+
+    def attach(self, store: KvStore) -> None:
+        for drafter in self._host.values():
+            drafter.attach(store)
+
+    # A drafter that fails costs its drafts, never a request: every call of one is guarded.
 
     def start(self, request: Request) -> None:
-        if drafter := self._loaded.get(request.speculation.method):
-            drafter.start(request)
+        key = self.place(request.speculation).host
+        if key:
+            self._guard(key, "start", lambda: self._host[key].start(request))
 
     def stop(self, request: Request) -> None:
-        if drafter := self._loaded.get(request.speculation.method):
-            drafter.stop(request)
+        self.choice.stop(request.request_id)
+        key = self.place(request.speculation).host
+        if key:
+            self._guard(key, "stop", lambda: self._host[key].stop(request))
 
     def close(self) -> None:
-        for drafter in self._loaded.values():
-            drafter.close()
+        for key, drafter in self._host.items():
+            self._guard(key, "close", drafter.close)
 
     def begin_step(self, batch: Batch) -> None:
         """Before each step, with all of its entries."""
-        for drafter in self._loaded.values():
-            drafter.begin_step(batch)
+        for key, drafter in self._host.items():
+            self._guard(key, "begin_step", lambda drafter=drafter: drafter.begin_step(batch))  # type: ignore[misc]
+
+    def put_step_drafts(self, request: Request, token_ids: list[int]) -> None:
+        """What the step's model drafter made for the request's next step."""
+        if self._step_drafts is not None:
+            self._step_drafts.put(request, token_ids)
+
+    def _guard(self, key: str, what: str, action: Callable[[], object]) -> bool:
+        try:
+            action()
+            return True
+        except Exception:
+            logger.exception("drafter %s failed in %s", key, what)
+            self.faults.failures[key.split()[0]] += 1
+            return False
 
     def propose(self, entries: Sequence[Scheduled]) -> Draft:
-        """A row of drafts per entry, empty for those that take none. Drafts are optional: a drafter that fails leaves them out."""
+        """A row of drafts per entry, of the host's drafters; empty for those that take none. Drafts are optional: a drafter that fails leaves
+        them out."""
         draft = Draft([[] for _ in entries], [[] for _ in entries])
-        for method, drafter in self._loaded.items():
-            own = [b for b, e in enumerate(entries) if e.max_drafts and e.request.speculation.method == method]
-            if not own:
-                continue
-            try:
-                part = drafter.propose([entries[b] for b in own], self.faults)
-            except Exception:
-                logger.exception("drafter %s failed: %d requests go on without its drafts", method, len(own))
-                self.faults.failures[method] += 1
+        by_host: dict[str, list[int]] = {}
+        for b, entry in enumerate(entries):
+            key = self.place(entry.request.speculation).host
+            if key and entry.max_drafts:
+                by_host.setdefault(key, []).append(b)
+        for key, own in by_host.items():
+            method = key.split()[0]
+            part = Draft([], [])
+
+            def ask(key: str = key, own: list[int] = own) -> None:
+                nonlocal part
+                part = self._host[key].propose([entries[b] for b in own], self.faults)
+
+            if not self._guard(key, "propose", ask):
                 self.faults.undrafted[method] += len(own)
                 continue
-            draft.is_behind |= part.is_behind
             for i, b in enumerate(own):
                 if self._is_good(method, entries[b], part.token_ids[i]):
                     draft.token_ids[b], draft.sources[b] = part.token_ids[i], part.sources[i]
@@ -122,3 +207,28 @@ class Drafters:
         logger.error("request %r: drafter %s proposed %s: it goes on without these drafts", entry.request.group_id, method, what)
         self.faults.invalid[method] += 1
         return False
+
+
+_NOWHERE = Placement()
+
+
+def _make_lookups(config: SpeculativeConfig, fingerprint: str) -> dict[str, Lookup]:
+    lookups: dict[str, Lookup] = {}
+    for method in config.loaded_methods:
+        if method == _LOOKUP:
+            from backend.drafters.ngram import NgramLookup
+
+            assert config.min_ngram_size is not None
+            lookups[method] = NgramLookup(config.max_ngram_size, config.min_ngram_size)
+        elif method == "suffix":
+            from backend.drafters.suffix import SuffixLookup
+
+            lookups[method] = SuffixLookup(
+                max_tree_depth=config.suffix_decoding_max_tree_depth,
+                max_cached_requests=config.suffix_decoding_max_cached_requests,
+                max_spec_factor=config.suffix_decoding_max_spec_factor,
+                min_token_prob=config.suffix_decoding_min_token_prob,
+                cache_path=config.suffix_decoding_cache_path,
+                fingerprint=fingerprint,
+            )
+    return lookups

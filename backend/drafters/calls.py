@@ -53,9 +53,6 @@ class DraftReply:
 class DraftService(Protocol):
     """Whoever runs the drafter's model."""
 
-    page_entries: list[tuple[int, ...]]
-    """Shapes of what it keeps of each token in this process's memory; [] when its memory is elsewhere."""
-
     def open(self, num_pages: int, page_size: int) -> None:
         """Begins a session: everything remembered of earlier calls is void. Raises DraftError."""
         ...

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
+from backend.config import MAX_SPECULATIVE_TOKENS
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
-from backend.drafters.protocol import Drafter, Lookup
+from backend.drafters.protocol import HostDrafter, Lookup
+from backend.kv_store import KvStore
 
 SMOOTHING, OWN_SMOOTHING = 0.05, 0.25
 """Share of the newest measurement in the averages: of all requests, and of one, which begin where those of all are."""
@@ -46,14 +46,12 @@ class _Watched:
 
 
 class HybridDrafter:
-    """A Drafter over a model drafter and the lookup that the request's mtp_strategy names; with strategy `default`, the model alone."""
+    """A HostDrafter over a model drafter and the lookup that the request's mtp_strategy names; with strategy `default`, the model alone."""
 
-    def __init__(self, model: Drafter, lookups: dict[str, Lookup]) -> None:
+    def __init__(self, model: HostDrafter, lookups: dict[str, Lookup]) -> None:
         """lookups: by mtp_strategy."""
         self._model = model
         self._lookups = lookups
-        self.taps = model.taps
-        self.page_entries = model.page_entries
         self._watched: dict[str, _Watched] = {}
         self._right: dict[str, dict[int, float]] = defaultdict(dict)  # as _Watched.right, by strategy
         self._model_share = PRIOR_SHARE
@@ -62,8 +60,8 @@ class HybridDrafter:
         self._last_call = 0.0
         self._last_end = 0.0
 
-    def attach(self, num_pages: int, page_size: int, taps: dict[str, torch.Tensor]) -> None:
-        self._model.attach(num_pages, page_size, taps)
+    def attach(self, store: KvStore) -> None:
+        self._model.attach(store)
 
     def start(self, request: Request) -> None:
         self._model.start(request)
@@ -90,8 +88,7 @@ class HybridDrafter:
         if asked:
             started = time.perf_counter()
             part = self._model.propose([entries[b] for b in asked], faults)
-            draft.is_behind = part.is_behind
-            self._time_call([entries[b].request for b in asked], time.perf_counter() - started, part.is_behind)
+            self._time_call([entries[b].request for b in asked], time.perf_counter() - started)
             for i, b in enumerate(asked):
                 draft.token_ids[b], draft.sources[b] = part.token_ids[i], part.sources[i]
                 if i in part.probs:
@@ -100,13 +97,14 @@ class HybridDrafter:
         self._last_end = time.perf_counter()
         return draft
 
-    def _time_call(self, requests: Sequence[Request], seconds: float, is_behind: bool) -> None:
-        if not is_behind:
+    def _time_call(self, requests: Sequence[Request], seconds: float) -> None:
+        backlogs = [len(r.token_ids) - self._watched[r.request_id].seen_by_model for r in requests if r.request_id in self._watched]
+        # A request that took part in the last step has no more than these to be shown.
+        if all(backlog <= MAX_SPECULATIVE_TOKENS + 1 for backlog in backlogs):
             self._last_call = seconds
             self._call_seconds += SMOOTHING * (seconds - self._call_seconds) if self._call_seconds else seconds
         elif self._call_seconds:
-            backlog = sum(len(r.token_ids) - self._watched[r.request_id].seen_by_model for r in requests if r.request_id in self._watched)
-            one = max(0.0, seconds - self._call_seconds) / max(1, backlog) / self._call_seconds
+            one = max(0.0, seconds - self._call_seconds) / max(1, sum(backlogs)) / self._call_seconds
             self._catch_up += SMOOTHING * (min(one, 1.0) - self._catch_up)
 
     def _look_up(self, b: int, entry: Scheduled, lookup: Lookup, draft: Draft) -> bool:

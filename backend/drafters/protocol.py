@@ -1,25 +1,28 @@
-"""What the engine asks of drafters, and what they ask of lookups."""
+"""What the engine asks of drafters on the host, what the step asks of those that run in it, and what both ask of lookups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
+from backend.kv_store import CacheSpec, KvStore
+from kernels import ops
+
+HIDDEN = "hidden"
+"""The tap: the target's state of each token after its final norm."""
+ATTENTION = "drafter.attention"
+"""The cache spec of a step drafter's keys and values."""
 
 
-class Drafter(Protocol):
-    """Proposes tokens for requests that chose its method. Called by the engine thread only."""
+class HostDrafter(Protocol):
+    """Proposes tokens when a step is planned, so it needs to know every token of its requests. Called by the engine thread only."""
 
-    taps: tuple[str, ...]
-    """What it reads of every token that the target computed (`Runner.allocate_cache`); () for lookups."""
-    page_entries: list[tuple[int, ...]]
-    """Shapes of what it keeps of each token in this process, so that the memory for pages can be shared out."""
-
-    def attach(self, num_pages: int, page_size: int, taps: dict[str, torch.Tensor]) -> None:
-        """The paged memory is made: taps [P, page, ...] by name."""
+    def attach(self, store: KvStore) -> None:
+        """The paged memory is made."""
         ...
 
     def start(self, request: Request) -> None:
@@ -40,6 +43,46 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """The engine was shut down."""
+        ...
+
+
+@dataclass(slots=True)
+class DrafterRows:
+    """T packed tokens that the drafter computes; each [T] int64."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+    """Of its keys and values."""
+    state_slots: torch.Tensor
+    """Of its layers' states, and of the tap."""
+    before_slots: torch.Tensor
+    """The same of the tokens before these; any slot before a first token."""
+    plan: ops.Plan
+
+
+class StepDrafter(Protocol):
+    """A model drafter that runs in the step, on every rank: it computes the tokens that the step computed, then drafts."""
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Of queries, of keys and values, and their size."""
+        ...
+
+    def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]: ...
+
+    def attach(self, store: KvStore) -> None: ...
+
+    def advance(self, rows: DrafterRows, last: torch.Tensor) -> list[torch.Tensor]:
+        """Computes known tokens [T] -> states [B, hidden] at rows last [B], in a list of its own kind."""
+        ...
+
+    def extend(self, rows: DrafterRows, states: list[torch.Tensor], step: int) -> list[torch.Tensor]:
+        """Computes draft number step - 1 [B] -> the states that draft number `step` is chosen from."""
+        ...
+
+    def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
+        """What draft number `step` is chosen by [B, V]."""
         ...
 
 

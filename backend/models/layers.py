@@ -1,17 +1,41 @@
-"""Layers that model families share, built already split for the rank that holds them."""
+"""A checkpoint's weights as layers take them, already split for the rank that holds them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from backend.errors import ModelError
 from backend.models.loader import Checkpoint
+from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
 from backend.quantization import Linear, make_linear
+from kernels import ops
+
+ATTENTION = "attention"
+"""The cache spec of a model's keys and values: two planes a layer."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Of which tokens the states are wanted, where it is not all: the last layer computes but keys and values for the others."""
+
+    rows: torch.Tensor
+    """[R] int64"""
+    plan: ops.Plan
+    """Of the attention of these rows alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Output rows that are split over the ranks in units, such as a head's."""
+
+    name: str
+    rows: int
+    unit: int = 1
+    order: torch.Tensor | None = None
+    """[unit]: in which order a unit's rows are wanted."""
 
 
 class Weights:
@@ -31,56 +55,41 @@ class Weights:
         """A projection that every rank holds whole."""
         return make_linear(self.whole(f"{name}.weight", (out_features, in_features)), None, self.quantization)
 
-    def split_rows(self, parts: Sequence[tuple[str, int]], in_features: int, unit: int = 1) -> Linear:
-        """Several projections of one input as one; each gives this rank its share of output rows, in units of `unit`."""
-        weights, biases = [], []
-        for name, out_features in parts:
-            own = self.ranks.part(out_features // unit, name)
-            rows = slice(own.start * unit, own.stop * unit)
-            weights.append(self.checkpoint.get(f"{name}.weight", (out_features, in_features))[rows])
-            if f"{name}.bias" in self.checkpoint:
-                biases.append(self.checkpoint.get(f"{name}.bias", (out_features,))[rows])
-        bias = torch.cat(biases).to(self.device, self.dtype) if biases else None
-        return make_linear(torch.cat(weights).to(self.device, self.dtype), bias, self.quantization)
+    def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
+        """A norm's weights; offset: what is added to the stored ones."""
+        stored = self.checkpoint.get(name, (size,))
+        return (stored.float() + offset if offset else stored).to(self.device, self.dtype)
 
-    def split_columns(self, name: str, out_features: int, in_features: int) -> Linear:
+    def split_rows(self, projections: Sequence[Projection], parts: Sequence[Part] | None = None) -> Linear:
+        """Projections of one input as one, each with its share of output rows on this rank.
+
+        parts: what the rows are split in, of one projection that holds several or of each projection; None: each is one.
+        """
+        stored = [self._read(projection) for projection in projections]
+        parts = parts or [Part(projection.name, projection.out_features) for projection in projections]
+        weights, biases, begin = [], [], 0
+        for i, part in enumerate(parts):
+            weight, bias = stored[i if len(stored) > 1 else 0]
+            own = self.ranks.part(part.rows // part.unit, part.name)
+            rows: slice | torch.Tensor = slice(begin + own.start * part.unit, begin + own.stop * part.unit)
+            if part.order is not None:
+                rows = (begin + torch.arange(own.start, own.stop)[:, None] * part.unit + part.order).flatten()
+            weights.append(weight[rows])
+            if bias is not None:
+                biases.append(bias[rows])
+            begin += part.rows if len(stored) == 1 else 0
+        joined = torch.cat(biases).to(self.device, self.dtype) if biases else None
+        return make_linear(torch.cat(weights).to(self.device, self.dtype), joined, self.quantization)
+
+    def _read(self, projection: Projection) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = self.checkpoint.get(f"{projection.name}.weight", (projection.out_features, projection.in_features))
+        name = f"{projection.name}.bias"
+        return weight, self.checkpoint.get(name, (projection.out_features,)) if projection.has_bias or name in self.checkpoint else None
+
+    def split_columns(self, projection: Projection) -> Linear:
         """A projection of an input that is split over the ranks; its results add up (`Ranks.all_reduce`)."""
-        own = self.ranks.part(in_features, name)
-        weight = self.checkpoint.get(f"{name}.weight", (out_features, in_features))[:, own].contiguous()
-        bias = None
-        if f"{name}.bias" in self.checkpoint and self.ranks.rank == 0:
-            bias = self.whole(f"{name}.bias", (out_features,))
-        return make_linear(weight.to(self.device, self.dtype), bias, self.quantization)
-
-
-def rope_frequencies(config: dict[str, Any], head_dim: int) -> torch.Tensor:
-    """Inverse frequencies [head_dim / 2] in float32, with the scaling that the config names: default, linear or llama3.
-
-    Llama 3.1's rule keeps short wavelengths, divides long ones by `factor`, and blends between.
-    Raises ModelError for a scaling that is not known.
-    """
-    # Newer files keep both in rope_parameters, older ones apart.
-    parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or parameters
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / scaling["factor"]
-    if kind != "llama3":
-        raise ModelError(f"rope scaling {kind!r} is not supported; known: default, linear, llama3")
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original = scaling["original_max_position_embeddings"]
-    turns = original * frequencies / (2 * math.pi)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * frequencies / factor + smooth * frequencies
-
-
-def rope_tables(frequencies: torch.Tensor, length: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [length, 1, D] as `kernels.reference.append_kv` wants them: sin negated in its first half."""
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return cos[:, None].to(device, dtype), sin[:, None].to(device, dtype)
+        weight, bias = self._read(projection)
+        own = self.ranks.part(projection.in_features, projection.name)
+        if bias is not None:
+            bias = bias.to(self.device, self.dtype) if self.ranks.rank == 0 else None
+        return make_linear(weight[:, own].contiguous().to(self.device, self.dtype), bias, self.quantization)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from backend.errors import ModelError
-from backend.model_files import read_json
+from backend.model_files import find_weights, open_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -20,17 +20,7 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            files = read_json(index).get("weight_map")
-            if not isinstance(files, dict):
-                raise ModelError(f"{index} has no weight_map")
-            self._files: dict[str, Path] = {name: self.directory / file for name, file in files.items()}
-        else:
-            single = self.directory / "model.safetensors"
-            if not single.is_file():
-                raise ModelError(f"{self.directory} has neither model.safetensors nor model.safetensors.index.json")
-            self._files = dict.fromkeys(self._open(single).keys(), single)
+        self._files = find_weights(self.directory)
         self._handles: dict[Path, Any] = {}
 
     def __enter__(self) -> Self:
@@ -38,15 +28,6 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._handles.clear()
-
-    @staticmethod
-    def _open(path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except FileNotFoundError:
-            raise ModelError(f"{path} is missing") from None
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} cannot be read (truncated download?): {error}") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -57,7 +38,7 @@ class Checkpoint:
         if path is None:
             raise ModelError(f"{self.directory}: weight {name} is missing")
         if path not in self._handles:
-            self._handles[path] = self._open(path)
+            self._handles[path] = open_weights(path, "pt")
         try:
             tensor = self._handles[path].get_tensor(name)
         except SafetensorError as error:

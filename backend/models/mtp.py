@@ -1,4 +1,4 @@
-"""Multi-token-prediction modules (DeepSeek-V3, 2024, section 2.2) over paged memory, for Llama layers.
+"""Multi-token-prediction modules (DeepSeek-V3, 2024, section 2.2) over paged memory.
 
 Layer k at token s takes the embedding of s and the state of layer k - 1 at the token before it (k = 1: the target's hidden state
 after its final norm; before the first token: zeros), and scores what follows s. So what a layer keeps of a token depends on the
@@ -12,34 +12,31 @@ from pathlib import Path
 
 import torch
 
-from backend.errors import ModelError
+from backend.model_checks import check_drafter, check_fits_target
 from backend.model_files import read_config
 from backend.models import Model, open_checkpoint
-from backend.models.layers import Weights, rope_frequencies, rope_tables
-from backend.models.llama import LlamaLayer
+from backend.models.layers import Weights
+from backend.models.parts import DecoderLayer
+from backend.models.rope import RopeTables
+from backend.models.spec import MtpLayerSpec
 from backend.parallel.ranks import Ranks
 from kernels import ops
-
-ARCHITECTURE = "LlamaMTP"
 
 
 class _Layer:
     """One module: norms, projection, decoder layer, norm before the shared head."""
 
-    def __init__(self, prefix: str, config: dict, weights: Weights, head_dim: int) -> None:
-        hidden = config["hidden_size"]
-        self.embedding_norm = weights.whole(f"{prefix}.enorm.weight", (hidden,))
-        self.hidden_norm = weights.whole(f"{prefix}.hnorm.weight", (hidden,))
-        self.head_norm = weights.whole(f"{prefix}.shared_head.norm.weight", (hidden,))
-        self.projection = weights.linear(f"{prefix}.eh_proj", hidden, 2 * hidden)
-        self.decoder = LlamaLayer(prefix, config, weights, head_dim)
+    def __init__(self, spec: MtpLayerSpec, weights: Weights) -> None:
+        hidden = spec.decoder.hidden_size
+        self.embedding_norm = weights.norm(spec.embedding_norm, hidden)
+        self.hidden_norm = weights.norm(spec.hidden_norm, hidden)
+        self.head_norm = weights.norm(spec.head_norm, hidden)
+        self.projection = weights.linear(spec.projection.name, spec.projection.out_features, spec.projection.in_features)
+        self.decoder = DecoderLayer(spec.decoder, weights)
 
 
 class Mtp:
-    """The drafter's layers; embedding and head are the target's own tensors.
-
-    cache_planes holds, layer after layer, what is kept of each token: keys, values, and for all but the last layer its state.
-    """
+    """The drafter's layers; embedding and head are the target's own tensors. Each layer keeps keys and values of each token."""
 
     def __init__(
         self,
@@ -52,31 +49,18 @@ class Mtp:
     ) -> None:
         """Raises ModelError for what is missing, damaged, or not a drafter of this target."""
         config = read_config(directory)
-        where = f"{directory}/config.json"
-        if config.get("architectures") != [ARCHITECTURE]:
-            raise ModelError(f"{where}: architectures {config.get('architectures')} is no drafter; known: {ARCHITECTURE}")
-        for key, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-            if config.get(key) != own:
-                raise ModelError(f"{where}: {key} is {config.get(key)}; the target's is {own}")
-        if config.get("max_position_embeddings", 0) < target.max_model_len:
-            raise ModelError(f"{where}: max_position_embeddings is {config.get('max_position_embeddings')}; the target's is {target.max_model_len}")
+        check_fits_target(config, directory, hidden_size=target.hidden_size, vocab_size=target.vocab_size, max_model_len=target.max_model_len)
+        spec = check_drafter(directory, has_weights=load_format != "dummy")
         self._target = target
         self.hidden_size: int = target.hidden_size
-        try:
-            self.num_layers: int = config["num_nextn_predict_layers"]
-            self.eps: float = config["rms_norm_eps"]
-            num_q = config["num_attention_heads"]
-            num_kv = config.get("num_key_value_heads") or num_q
-            head_dim = config.get("head_dim") or self.hidden_size // num_q
-            self.heads = (num_q, num_kv, head_dim)
-            with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
-                weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
-                self.layers = [_Layer(f"model.layers.{i}", config, weights, head_dim) for i in range(self.num_layers)]
-        except KeyError as error:
-            raise ModelError(f"{where} has no {error}") from None
-        self.cos, self.sin = rope_tables(rope_frequencies(config, head_dim), target.max_model_len, dtype, device)
-        entry = (num_kv, head_dim)
-        self.cache_planes = [s for i in range(self.num_layers) for s in (entry, entry, *([(self.hidden_size,)] if i + 1 < self.num_layers else []))]
+        self.num_layers = len(spec.layers)
+        first = spec.layers[0].decoder
+        own, self.eps = first.attention, first.eps
+        self.heads = (own.num_q, own.num_kv, own.head_dim)
+        with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
+            weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
+            self.layers = [_Layer(layer, weights) for layer in spec.layers]
+        self._tables = RopeTables(own.rope, own.head_dim, target.max_model_len, dtype, device, own.scale)
 
     def forward(
         self,
@@ -85,14 +69,14 @@ class Mtp:
         previous: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        planes: list[torch.Tensor],
+        cache: tuple[torch.Tensor, ...],
         plan: ops.Plan,
     ) -> torch.Tensor:
         """States [T, hidden] of one layer at tokens [T]; previous [T, hidden]: states at the tokens before them."""
         own = self.layers[layer]
         embedded = ops.rms_norm(self._target.embed(token_ids), own.embedding_norm, self.eps)
         x = own.projection(torch.cat([embedded, ops.rms_norm(previous, own.hidden_norm, self.eps)], dim=-1))
-        return own.decoder.forward(x, self.cos[positions], self.sin[positions], slots, (planes[3 * layer], planes[3 * layer + 1]), plan)
+        return own.decoder.forward(x, self._tables.at(positions), slots, cache, plan)
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, V] in the model's dtype."""

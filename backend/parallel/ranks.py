@@ -3,32 +3,77 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from backend.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process's place in the group, and the group's exchanges."""
+    """One process's place in the group, and the group's exchanges, which every rank makes in the same order."""
 
     rank: int = 0
     size: int = 1
+    group: Any = None
+    """torch.distributed's process group, of the backend's own class; None when the rank is alone."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank is {self.rank}; the group has ranks 0 to {self.size - 1}")
 
     def part(self, count: int, what: str) -> slice:
-        """This rank's share of `count` rows or heads. Raises ValueError when it does not divide."""
-        if count % self.size:
-            raise ValueError(f"{what}: {count} does not divide by {self.size} ranks")
-        share = count // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
+        """This rank's share of `count` rows or heads. Where there are more ranks than rows, several ranks hold the same one.
+
+        Raises ConfigError when it does not divide.
+        """
+        if count % self.size == 0:
+            share = count // self.size
+            return slice(self.rank * share, (self.rank + 1) * share)
+        if self.size % count == 0:
+            own = self.rank // (self.size // count)
+            return slice(own, own + 1)
+        raise ConfigError(f"tensor_parallel_size {self.size}: {what} is {count}, which does not divide by it")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
+        if self.size > 1:
+            self._group.allreduce([x]).wait()
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' parts side by side along the last axis."""
-        return x
+        """The ranks' parts [R, V / size] side by side along the last axis."""
+        return x if self.size == 1 else self.gather(x).movedim(0, -2).flatten(-2)
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values, in place."""
-        return x
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape]: what each rank has."""
+        parts = x.new_empty(self.size, *x.shape)
+        self._group.allgather([list(parts.unbind())], [x.contiguous()]).wait()
+        return parts
+
+    def least(self, value: int, device: torch.device) -> int:
+        """The least of the ranks' values, for what all of them must agree on. Waits for all."""
+        return value if self.size == 1 else int(self.gather(torch.tensor([value], dtype=torch.int64, device=device)).min())
+
+    def close(self) -> None:
+        """Leaves the group, as all ranks do at the same time; graphs with exchanges in them are gone by then (`Worker.release`)."""
+        if self.group is not None and hasattr(self.group, "shutdown"):
+            self.group.shutdown()
+
+    @property
+    def _group(self) -> Any:
+        assert self.group is not None, "a group of several ranks has exchanges"
+        return self.group
+
+
+def make_ranks(rank: int, size: int, store: dist.Store, device_type: str, timeout: timedelta) -> Ranks:
+    """Meets the other ranks. Raises RuntimeError when they do not come in time."""
+    own = dist.PrefixStore("exchanges", store)
+    if device_type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options))
+    return Ranks(rank, size, dist.ProcessGroupGloo(own, rank, size, timeout))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from client.loopback import open_url
 
 PREFIX = "foretoken_spec_decode_num_"
 Counters = dict[tuple[str, str, int], float]
@@ -16,7 +17,7 @@ Counters = dict[tuple[str, str, int], float]
 
 def read_counters(url: str, timeout: float = 10.0) -> Counters:
     """The server's speculation counters. Raises OSError when the address does not answer, ValueError when it answers something else."""
-    with urllib.request.urlopen(url, timeout=timeout) as response:
+    with open_url(url, timeout) as response:
         text = response.read().decode()
     counters: Counters = defaultdict(float)
     for family in text_string_to_metric_families(text):

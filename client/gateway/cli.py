@@ -6,12 +6,14 @@ import argparse
 import logging
 import resource
 import signal
+import socket
 import sys
 
 from client.messages import DEFAULT_GRPC_URL
 
 DEFAULT_PORT = 8080
 DRAIN_SECONDS = 30
+BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep an idle connection: one that closes first loses no request to the race."""
 
@@ -49,10 +51,15 @@ def run(args: argparse.Namespace) -> int:
     # uvicorn raises the signal again once it has ended in order: by default that would be a death by it, with a status that tells of a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     app = create_app(Settings(args.url, "decode", args.served_model_name, tuple(keys), tuple(args.cors_origin), args.max_body_bytes))
-    uvicorn.run(
+    try:  # before anything is served: who started the gateway must learn of it
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.create_server((args.host, args.port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        message = f"cannot listen on {args.host}, port {args.port}: {error}; choose another address with --host, --port"
+        print(f"foretoken gateway: {message}", file=sys.stderr)
+        return 1
+    config = uvicorn.Config(
         app,
-        host=args.host,
-        port=args.port,
         loop="uvloop",
         http=LimitedHeadProtocol,
         ws="none",
@@ -62,4 +69,6 @@ def run(args: argparse.Namespace) -> int:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
-    return 0
+    server = uvicorn.Server(config)
+    server.run(sockets=[listener])
+    return 0 if server.started else 1

@@ -24,6 +24,7 @@ class Upstream:
         self._client = AsyncClient(url, model=model)
         self._tokens: dict[int, bytes] = {}
         self._answered = -FRESH_SECONDS
+        """When a request that was begun lately had its first answer."""
         self._probe: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -34,9 +35,12 @@ class Upstream:
     async def stream(self, request_id: str, parameters: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
         """As AsyncClient.stream, with its keep-alives."""
         chunks = self._client.stream(request_id=request_id, keep_alives=True, **parameters)
+        is_answered = False
         try:
             async for chunk in chunks:
-                if not chunk.is_empty:  # the others come from a server whose engine may do nothing
+                # Empty ones come from a server whose engine may do nothing; later ones from one that may refuse all who come now.
+                if not (chunk.is_empty or is_answered):
+                    is_answered = True
                     self._answered = time.monotonic()
                 yield chunk
         except GenerateError as error:
@@ -62,7 +66,10 @@ class Upstream:
         return [self._tokens[i] for i in token_ids]
 
     async def check(self) -> None:
-        """Raises GenerateError unless the decode model has generated within the last second, or does now. Callers share one probe."""
+        """Raises GenerateError unless the decode model has taken and answered a request within the last second, or does now.
+
+        Callers share one probe.
+        """
         if time.monotonic() - self._answered < FRESH_SECONDS:
             return
         if self._probe is None or self._probe.done():

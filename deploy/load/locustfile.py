@@ -27,6 +27,7 @@ from locust.env import Environment
 
 from client import Client, GenerateError
 from client.bench.dataset import Prompt, read_prompts
+from client.loopback import is_loopback
 from deploy.load.answers import Answer, Answers, WrongAnswer
 from training.heldout import list_heldout
 
@@ -167,6 +168,7 @@ class OpenAIUser(StreamingUser):
 
     def on_start(self) -> None:
         self.session = requests.Session()
+        self.session.trust_env = not is_loopback(self.environment.parsed_options.openai_url)
         if key := os.environ.get("OPENAI_API_KEY"):
             self.session.headers["Authorization"] = f"Bearer {key}"
         try:

@@ -16,6 +16,8 @@ DECODE = "decode"
 KEY_HEADER = "foretoken-key"
 LOOK_SECONDS = 0.1
 CONNECT_SECONDS = 1.0
+CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
+"""The server is on this machine, whatever its address: gRPC would take the way that http_proxy names even so."""
 
 
 def _tensor(name: str, datatype: str, shape: list[int], data: list[int]) -> dict[str, Any]:
@@ -47,10 +49,10 @@ def probe_request(model: str) -> tuple[str, dict[str, Any], str]:
 def progress_pattern(model: str) -> str:
     """The lines of the server's metrics that grow while a model works, though it may be too busy to come to a probe.
 
-    decode: its engine's steps, or what is sent of those that are over.
+    decode: its engine's steps, or what is sent of those that are over, or requests refused before they come to one.
     """
     if model == DECODE:
-        return r"^foretoken_(?:steps|responses)_total\{.*?\} (\S+)$"
+        return r"^foretoken_(?:steps|responses|request_errors)_total\{.*?\} (\S+)$"
     return rf'^nv_inference_exec_count\{{model="{model}".*?\}} (\S+)$'
 
 
@@ -79,7 +81,7 @@ class ServerApi:
         from tritonclient.utils import InferenceServerException
 
         try:
-            with triton_grpc.InferenceServerClient(f"{self.host}:{self.grpc_port}") as client:
+            with triton_grpc.InferenceServerClient(f"{self.host}:{self.grpc_port}", channel_args=CHANNEL_OPTIONS) as client:
                 client.load_model(model, headers={f"triton-grpc-protocol-{KEY_HEADER}": self.key})
         except InferenceServerException as error:
             return str(error)

@@ -53,3 +53,34 @@ def find_stubs(server_pid: int) -> list[Stub]:
                 if stub is not None and read_state(stub.pid)[1] == server_pid and is_running(stub.pid):
                     found.append(stub)
     return found
+
+
+def has_children(pid: int) -> bool:
+    return any(entry.name.isdigit() and read_state(int(entry.name))[1] == pid for entry in Path("/proc").iterdir())
+
+
+def read_memory(pid: int) -> int:
+    """Bytes of memory that a process has for itself: not what it shares with others, nor files. 0 when it cannot be told."""
+    try:
+        match = re.search(r"^RssAnon:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text("utf-8", "replace"), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0
+
+
+def hide_argument(pid: int, secret: str) -> bool:
+    """Overwrites a secret on a child's command line, which every user of the machine can read. False when this system does not allow it.
+
+    For when the child has read its arguments: it sees the change too.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])
+        with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(start)
+            line = memory.read(end - start)
+            memory.seek(start)
+            memory.write(line.replace(secret.encode(), b"*" * len(secret)))
+        return secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError, OverflowError):
+        return False

@@ -27,6 +27,9 @@ def make_metrics(supervisor: Supervisor) -> prometheus_client.CollectorRegistry:
                 restarts.add_metric([state.name], state.num_restarts)
             yield up
             yield restarts
+            limit = float(supervisor.max_server_memory or "inf")
+            yield families.GaugeMetricFamily("foretoken_server_memory_bytes", "Memory of tritonserver itself", value=supervisor.server_memory)
+            yield families.GaugeMetricFamily("foretoken_server_memory_limit_bytes", "Beyond it the server is drained and restarted", value=limit)
             yield families.CounterMetricFamily("foretoken_server_restarts", "Times the server was started anew", value=supervisor.num_server_restarts)
 
     registry.register(Collector())  # type: ignore[arg-type]

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from deploy.supervision.probe import DECODE, LOOK_SECONDS, ServerApi
-from deploy.supervision.processes import find_stubs
-from deploy.supervision.watch import Backoff, ModelState, ModelWatch
+from deploy.supervision.processes import find_stubs, has_children, hide_argument, read_memory
+from deploy.supervision.watch import ModelState, ModelWatch, RestartBudget
 
 logger = logging.getLogger(__name__)
 
 NEEDED = (DECODE, "tokenizer")
 """Without a drafter answers only take longer."""
-DRAIN_FILE = "drain"
-"""What backend/adapters/decode.py looks for in its version folder."""
+DRAIN_FILE = "drain-{pid}"
+"""What backend/adapters/decode.py looks for in its version folder, by the server's process id: nobody else's end is taken for its own."""
+MEMORY_SECONDS = 5.0
 JOIN_SECONDS = 5.0
 DRAIN_SLACK_SECONDS = 5.0
 SAVE_SECONDS = 60
@@ -41,6 +42,10 @@ def _die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
+class MemoryFull(Exception):
+    """tritonserver has grown beyond its limit: it is to be drained and started again."""
+
+
 class Supervisor:
     """Runs a server until it is told to stop by SIGTERM or SIGINT; the second one ends it at once."""
 
@@ -55,20 +60,21 @@ class Supervisor:
         drain_seconds: float,
         hang_seconds: float,
         max_restarts: int,
+        max_server_memory: int | None = None,
     ) -> None:
-        """models: those with a process."""
+        """models: those with a process. max_server_memory: of tritonserver alone, in bytes."""
         self.states = [ModelState(name) for name in models]
         self.is_draining = False
         self.num_server_restarts = 0
         self._command = list(command)
         self._environment = dict(environment)
         self._repository = repository
-        self._drain_file = repository / DECODE / "1" / DRAIN_FILE
         self._api = api
         self._drain_seconds = drain_seconds
         self._hang_seconds = hang_seconds
         self._max_restarts = max_restarts
-        self._backoff = Backoff(max_restarts)
+        self.max_server_memory = max_server_memory
+        self._budget = RestartBudget(max_restarts)
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._watches: list[ModelWatch] = []
         self._num_signals = 0
@@ -86,7 +92,13 @@ class Supervisor:
 
     def describe(self) -> dict[str, Any]:
         models = {s.name: {"state": s.state, "seconds": round(s.seconds, 1), "restarts": s.num_restarts, "detail": s.detail} for s in self.states}
-        return {"status": self.status, "server_restarts": self.num_server_restarts, "models": models}
+        return {"status": self.status, "server_restarts": self.num_server_restarts, "server_memory": self.server_memory, "models": models}
+
+    @property
+    def server_memory(self) -> int:
+        """Bytes that tritonserver has for itself; 0 while it does not run."""
+        process = self._process
+        return read_memory(process.pid) if process is not None else 0
 
     # -- the server's life ------------------------------------------------------------------------------------------
 
@@ -104,22 +116,29 @@ class Supervisor:
         was_up = False
         while True:
             self._start()
-            failure = self._attend()
-            if failure is None:
-                return self._drain()
+            try:
+                failure = self._attend()
+                if failure is None:
+                    return self._drain()
+            except MemoryFull as error:
+                failure = str(error)
+                logger.warning("%s: it is drained and started again", failure)
+                self._drain()
+                if self._num_signals:
+                    return 0
             was_up = was_up or any(s.state != "loading" for s in self.states)
-            up_seconds = min(s.up_seconds for s in self.states)
             exit_status = self._end()
+            self.is_draining = False
             for state in self.states:
                 state.set("loading")
             if not was_up:
                 logger.error("%s before it could answer", failure)
                 return exit_status
-            delay = self._backoff.next(up_seconds)
+            delay = self._budget.next()
             if delay is None:
-                logger.error("%s; not started again: %d attempts have failed (max_restarts)", failure, self._max_restarts)
+                logger.error("%s; not started again (max_restarts is 0)", failure)
                 return 1
-            logger.error("%s; the server is started again%s", failure, f" in {delay:g} s" if delay else "")
+            logger.error("%s; the server is started again%s", failure, f" in {delay:.0f} s" if delay else "")
             self.num_server_restarts += 1
             ending = time.monotonic() + delay
             while time.monotonic() < ending:
@@ -158,14 +177,28 @@ class Supervisor:
         return self._process.returncode
 
     def _attend(self) -> str | None:
-        """Returns why the server must be started anew, or None after a signal."""
+        """Returns why the server must be started again, or None after a signal. Raises MemoryFull."""
+        assert self._process is not None
+        is_hidden, memory_due = False, time.monotonic()
         while not self._num_signals:
             if (status := self._exit_status) is not None:
                 return f"the server ended (exit status {status})"
             with contextlib.suppress(queue.Empty):
                 return self._failures.get_nowait()
+            if not is_hidden and has_children(self._process.pid):  # it has read its arguments, and loads models
+                is_hidden = True
+                if not hide_argument(self._process.pid, self._api.key):
+                    logger.warning("the key of the restricted APIs stays on the server's command line: users of this machine can read it")
+            if time.monotonic() >= memory_due:
+                memory_due = time.monotonic() + MEMORY_SECONDS
+                self._check_memory()
             time.sleep(LOOK_SECONDS)  # a signal during a SimpleQueue's timed get can make it wait for ever (CPython 3.11)
         return None
+
+    def _check_memory(self) -> None:
+        memory, limit = self.server_memory, self.max_server_memory
+        if limit is not None and memory > limit and all(s.state == "up" for s in self.states):
+            raise MemoryFull(f"the server holds {memory} bytes; the limit is {limit} (max_server_memory)")
 
     def _wait(self, seconds: float) -> Iterator[None]:
         """Looks until the server has ended, or for so long."""
@@ -177,6 +210,7 @@ class Supervisor:
     def _drain(self) -> int:
         """Lets open requests end, then the decode model, then the server."""
         assert self._process is not None
+        drain_file = self._repository / DECODE / "1" / DRAIN_FILE.format(pid=self._process.pid)
         self.is_draining = True
         is_up = any(s.name == DECODE and s.state == "up" for s in self.states)
         for watch in self._watches:
@@ -184,13 +218,14 @@ class Supervisor:
         if not is_up:  # nothing is open, and a server that loads its models does not listen to signals
             return 0
         logger.info("shutting down: open requests have %g s; a second signal ends them at once", self._drain_seconds)
-        fresh = self._drain_file.with_suffix(".new")
+        fresh = drain_file.with_suffix(".new")
         fresh.write_text(str(self._drain_seconds))
-        fresh.replace(self._drain_file)
+        fresh.replace(drain_file)
         for _ in self._wait(self._drain_seconds + DRAIN_SLACK_SECONDS + SAVE_SECONDS):
-            if not self._drain_file.exists() or not self._has_decode():
+            if not drain_file.exists() or not self._has_decode():
                 break
-        is_saved = not self._drain_file.exists()
+        is_saved = not drain_file.exists()
+        drain_file.unlink(missing_ok=True)  # another server may be given this process id
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGTERM)
         for _ in self._wait(END_SECONDS):

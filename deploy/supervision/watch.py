@@ -25,11 +25,34 @@ MAX_ERRORS = 3
 STABLE_SECONDS = 300.0
 """What was up for this long starts afresh with its attempts."""
 MAX_DELAY = 30.0
+REFILL_SECONDS = 30.0
+
+
+class RestartBudget:
+    """How soon the server may be started again: some restarts at once, then one for every REFILL_SECONDS. There is no last one.
+
+    A server that clients can crash must come back each time, or whoever crashes it a few times has put it out of service.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._left = float(limit)
+        self._since = clock()
+
+    def next(self) -> float | None:
+        """Takes one restart: seconds to wait before it; None: restarts are not wanted (a limit of 0)."""
+        if self._limit == 0:
+            return None
+        now = self._clock()
+        self._left = min(self._left + (now - self._since) / REFILL_SECONDS, float(self._limit)) - 1
+        self._since = now
+        return max(-self._left * REFILL_SECONDS, 0.0)
 
 
 @dataclass
 class Backoff:
-    """How soon to try again, and when to stop trying."""
+    """How soon to load a model again, and when to stop: then the server is started again."""
 
     limit: int
     count: int = 0

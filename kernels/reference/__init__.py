@@ -1,17 +1,25 @@
 """The operations of a step in pure torch: what runs on CPU, and what every CUDA kernel is tested against.
 
 Shape letters: T packed tokens, B requests, R logits rows, V vocabulary, H query heads, Hkv key/value heads, D head size, P pages.
-Keys and values of one layer are two tensors [P, page, Hkv, D]. `slots` and `step` have the operations on the state of captured steps.
+Keys and values of one layer are two planes [P, page, Hkv, D]. `request_table` and `step` have the operations on the request table.
 """
 
-from kernels.reference.attention import MAX_GROUPED_QUERIES, AttentionPlan, append_attention, append_kv, plan_attention
-from kernels.reference.dense import add_linear, add_rms_norm, linear, norm_gated_linear, norm_linear, rms_norm, silu_mul
+from kernels.reference.attention import MAX_GROUPED_QUERIES, AttentionPlan, append_attention, append_kv, plan_attention, token_rows
+from kernels.reference.dense import (
+    add_linear,
+    add_rms_norm,
+    gelu_mul,
+    linear,
+    norm_gated_linear,
+    norm_heads,
+    norm_linear,
+    rms_norm,
+    silu_mul,
+    soft_cap,
+)
 from kernels.reference.sampling import (
-    ACCEPT_STREAM,
-    DRAFT_STREAM,
-    RECOVER_STREAM,
-    SAMPLE_STREAM,
     apply_penalties,
+    argmax,
     draw_tokens,
     filter_logits,
     gumbel_noise,
@@ -21,6 +29,7 @@ from kernels.reference.sampling import (
     token_numbers,
 )
 from kernels.reference.verification import top_p_candidates, verify, verify_rejection, verify_top_p
+from kernels.structs import ACCEPT_STREAM, DRAFT_STREAM, RECOVER_STREAM, SAMPLE_STREAM
 
 __all__ = [
     "ACCEPT_STREAM",
@@ -34,11 +43,14 @@ __all__ = [
     "append_attention",
     "append_kv",
     "apply_penalties",
+    "argmax",
     "draw_tokens",
     "filter_logits",
+    "gelu_mul",
     "gumbel_noise",
     "linear",
     "norm_gated_linear",
+    "norm_heads",
     "norm_linear",
     "philox",
     "plan_attention",
@@ -46,7 +58,9 @@ __all__ = [
     "rms_norm",
     "sample",
     "silu_mul",
+    "soft_cap",
     "token_numbers",
+    "token_rows",
     "top_p_candidates",
     "verify",
     "verify_rejection",

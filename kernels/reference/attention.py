@@ -1,14 +1,34 @@
-"""Keys and values in pages, and attention over them."""
+"""Keys and values in pages, and attention over them.
+
+A plane of the paged memory [P, page, ...] is a view of one pool: its pages lie stride(0) apart, and a page's tokens follow one another.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kernels.reference.dense import soft_cap
+
 MAX_GROUPED_QUERIES = 32
 """Requests with at most this many query tokens are computed together; longer ones (prompts) one by one."""
+
+
+def token_rows(plane: torch.Tensor) -> torch.Tensor:
+    """A plane [P, page, *entry] as rows of one token's numbers: row page * (stride(0) / numbers of a token) + place is a token's KV slot.
+
+    Raises ValueError when pages do not lie so many tokens apart. What lies between the plane's pages belongs to other planes.
+    """
+    num_pages, page_size, size = plane.shape[0], plane.shape[1], plane[0, 0].numel()
+    stride, rest = divmod(plane.stride(0), size)
+    if rest or plane.stride(1) != size or not plane[0].is_contiguous():
+        raise ValueError(f"a plane {list(plane.shape)} has strides {list(plane.stride())}; pages in one piece, {size} n apart, are needed")
+    return plane.as_strided(((num_pages - 1) * stride + page_size, size), (size, 1))
 
 
 def append_kv(
@@ -23,7 +43,7 @@ def append_kv(
     """Rotates queries and keys (RoPE, half-split layout), writes keys and values to their slots, returns the queries [T, H, D].
 
     qkv [T, H + 2 Hkv, D]; cos and sin [T, 1, D], sin negated in its first half, or with positions [T] the whole tables [L, 1, D];
-    slots [T] = page * page_size + offset, a negative one is not written.
+    slots [T]: KV slots (see `token_rows`), a negative one is not written.
     """
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
@@ -32,9 +52,12 @@ def append_kv(
     turning = qkv[:, : num_q + num_kv]
     swapped = turning.unflatten(-1, (2, size // 2)).flip(-2).flatten(-2)
     turned = torch.addcmul(turning * cos, swapped, sin)
-    is_kept = slots >= 0
-    for pages, rows in ((key_pages, turned[:, num_q:]), (value_pages, qkv[:, num_q + num_kv :])):
-        pages.view(-1, num_kv, size).index_copy_(0, slots[is_kept].long(), rows[is_kept])
+    keys, values = turned[:, num_q:].flatten(1), qkv[:, num_q + num_kv :].flatten(1)
+    if bool((slots < 0).any()):
+        is_kept = slots >= 0
+        slots, keys, values = slots[is_kept], keys[is_kept], values[is_kept]
+    for pages, rows in ((key_pages, keys), (value_pages, values)):
+        token_rows(pages).index_copy_(0, slots.long(), rows)
     return turned[:, :num_q]
 
 
@@ -54,6 +77,18 @@ class _Group:
     """Which of the B' * Q rows are real, when some are padding."""
     targets: torch.Tensor | slice
     """Where the real rows go."""
+    gathered: list[torch.Tensor] = field(default_factory=list)
+    """Keys and values of these pages: the same memory for all layers, which is touched for the first time once."""
+
+    def gather(self, pages: torch.Tensor, number: int) -> torch.Tensor:
+        """[B' * N, numbers of a page] of keys (number 0) or values (1)."""
+        flat = pages.view(pages.shape[0], -1)
+        if len(self.gathered) <= number:
+            self.gathered.append(flat.new_empty(len(self.pages), flat.shape[1]))
+        own = self.gathered[number]
+        if own.shape[1] != flat.shape[1] or own.dtype != flat.dtype:
+            return flat.index_select(0, self.pages)
+        return torch.index_select(flat, 0, self.pages, out=own)
 
 
 @dataclass(slots=True)
@@ -61,27 +96,40 @@ class AttentionPlan:
     """How one step's queries are grouped; made once, used by every layer."""
 
     groups: list[_Group]
+    max_seq_len: int
+    _make: Callable[[int], AttentionPlan] | None = None
+    _windowed: dict[int, AttentionPlan] = field(default_factory=dict)
+
+    def within(self, window: int | None) -> AttentionPlan:
+        """The plan of layers whose queries see but the last `window` tokens, themselves with them: made for the first such layer of a step."""
+        if window is None or window >= self.max_seq_len or self._make is None:
+            return self
+        if window not in self._windowed:
+            self._windowed[window] = self._make(window)
+        return self._windowed[window]
 
 
 def plan_attention(
-    query_lens: list[int],
-    seq_lens: list[int],
-    page_ids: list[list[int]],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    page_ids: Sequence[Sequence[int] | np.ndarray],
     page_size: int,
     num_groups: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    window: int | None = None,
 ) -> AttentionPlan:
     """Groups requests of like length, so that one call serves many of them and little of it is padding.
 
     query_lens and seq_lens [B]: new tokens, and all tokens with them; page_ids [B][>= pages of seq_len]; num_groups =
-    H / Hkv. Page ids past those of seq_len are not read.
+    H / Hkv. Page ids past those of seq_len are not read. window: tokens that a query sees, itself with them; None: all.
     """
-    starts, total = [], 0
-    for count in query_lens:
-        starts.append(total)
-        total += count
-    needed = [-(-length // page_size) for length in seq_lens]
+    starts = [0, *itertools.accumulate(query_lens)]
+    # The pages that hold what the queries see.
+    firsts = [0] * len(seq_lens)
+    if window is not None:
+        firsts = [max(0, n - q - window + 1) // page_size for q, n in zip(query_lens, seq_lens)]
+    needed = [-(-length // page_size) - first for length, first in zip(seq_lens, firsts)]
     small = sorted((b for b, q in enumerate(query_lens) if q <= MAX_GROUPED_QUERIES), key=lambda b: needed[b])
     buckets: list[list[int]] = []
     for b in small:
@@ -94,31 +142,48 @@ def plan_attention(
     for bucket in buckets:
         bucket.sort()
         width, most = max(query_lens[b] for b in bucket), max(needed[b] for b in bucket)
-        pages = [page_ids[b][: needed[b]] + [page_ids[b][0]] * (most - needed[b]) for b in bucket]
-        queries = torch.tensor([query_lens[b] for b in bucket], device=device)
-        lengths = torch.tensor([seq_lens[b] for b in bucket], device=device)
-        offsets = torch.arange(width, device=device)
-        first = torch.tensor([starts[b] for b in bucket], device=device)
-        is_real = offsets < queries[:, None]
+        pages = np.empty((len(bucket), most), np.int64)
+        for row, b in zip(pages, bucket):
+            first = firsts[b]
+            row[: needed[b]], row[needed[b] :] = page_ids[b][first : first + needed[b]], page_ids[b][first]
+        queries, lengths = np.array([query_lens[b] for b in bucket])[:, None], np.array([seq_lens[b] for b in bucket])[:, None]
         # Query j of a request sees the tokens up to its own place; padded queries see what the last real one sees.
-        place = (lengths - queries)[:, None] + torch.minimum(offsets, queries[:, None] - 1)
-        hidden = torch.arange(most * page_size, device=device) > place[:, :, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-        rows = (first[:, None] + torch.minimum(offsets, queries[:, None] - 1)).flatten()
-        is_padded = min(query_lens[b] for b in bucket) < width
-        is_packed = not is_padded and bucket[-1] - bucket[0] == len(bucket) - 1
+        offsets = np.minimum(np.arange(width), queries - 1)
+        place = lengths - queries + offsets
+        if window is None:
+            hidden = np.arange(most * page_size) > place[:, :, None]
+        else:
+            place = place - np.array([firsts[b] for b in bucket])[:, None] * page_size
+            numbers = np.arange(most * page_size)
+            hidden = (numbers > place[:, :, None]) | (numbers <= place[:, :, None] - window)
+        mask = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(device, dtype)
         span = slice(starts[bucket[0]], starts[bucket[0]] + len(bucket) * width)
+        is_padded = min(query_lens[b] for b in bucket) < width
+        rows: torch.Tensor | slice = span
+        targets: torch.Tensor | slice = span
+        kept: torch.Tensor | None = None
+        if is_padded or bucket[-1] - bucket[0] != len(bucket) - 1:
+            numbers = (np.array([starts[b] for b in bucket])[:, None] + offsets).ravel()
+            is_real = (np.arange(width) < queries).ravel()
+            rows, targets = torch.from_numpy(numbers).to(device), torch.from_numpy(numbers[is_real]).to(device)
+            kept = torch.from_numpy(is_real).to(device) if is_padded else None
         groups.append(
             _Group(
-                rows=span if is_packed else rows,
-                pages=torch.tensor(pages, device=device).flatten(),
+                rows=rows,
+                pages=torch.from_numpy(pages).flatten().to(device),
                 mask=mask.repeat(1, num_groups, 1).unsqueeze(1),
                 shape=(len(bucket), width),
-                kept=is_real.flatten() if is_padded else None,
-                targets=span if is_packed else rows[is_real.flatten()],
+                kept=kept,
+                targets=targets,
             )
         )
-    return AttentionPlan(groups)
+    if window is not None:
+        return AttentionPlan(groups, max(seq_lens, default=0))
+
+    def make(window: int) -> AttentionPlan:
+        return plan_attention(query_lens, seq_lens, page_ids, page_size, num_groups, dtype, device, window)
+
+    return AttentionPlan(groups, max(seq_lens, default=0), make)
 
 
 def append_attention(
@@ -126,24 +191,30 @@ def append_attention(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     plan: AttentionPlan,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, D] of mixed lengths over paged keys and values, causal among the new tokens -> [T, H, D].
 
-    The new tokens' keys and values are in their pages already.
+    The new tokens' keys and values are in their pages already. window: tokens that a query sees, itself with them; cap: scores become
+    cap tanh(score / cap).
     """
+    plan = plan.within(window)
     num_kv, size = key_pages.shape[-2:]
     num_groups = query.shape[1] // num_kv
-    num_pages = key_pages.shape[0]
-    flat_keys, flat_values = key_pages.view(num_pages, -1), value_pages.view(num_pages, -1)
     out = torch.empty_like(query)
     for group in plan.groups:
         batch, width = group.shape
         q = query[group.rows].view(batch, width, num_kv, num_groups, size)
         # The heads that share keys become more queries of one head.
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, num_kv, num_groups * width, size)
-        k = flat_keys.index_select(0, group.pages).view(batch, -1, num_kv, size).transpose(1, 2)
-        v = flat_values.index_select(0, group.pages).view(batch, -1, num_kv, size).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
+        k = group.gather(key_pages, 0).view(batch, -1, num_kv, size).transpose(1, 2)
+        v = group.gather(value_pages, 1).view(batch, -1, num_kv, size).transpose(1, 2)
+        if cap is None:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
+        else:
+            scores = soft_cap(q @ k.transpose(2, 3) * size**-0.5, cap).add_(group.mask)
+            y = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
         y = y.view(batch, num_kv, num_groups, width, size).permute(0, 3, 1, 2, 4).reshape(batch * width, -1, size)
         out[group.targets] = y if group.kept is None else y[group.kept]
     return out

@@ -17,6 +17,23 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_mul(gate_up: torch.Tensor, is_exact: bool) -> torch.Tensor:
+    """[T, 2N] = gate | up -> gelu(gate) * up [T, N]; by tanh where it is not exact."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="none" if is_exact else "tanh").mul_(up)
+
+
+def norm_heads(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Normalises the leading N heads of heads [T, H, D] in place, each by its own root mean square and with its own weights [N, D]."""
+    own = heads[:, : len(weight)]
+    own.copy_(F.rms_norm(own, own.shape[2:], None, eps).mul_(weight))
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap tanh(x / cap), in place."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds x [T, N] to residual [T, N] in place, and normalises the sum as it was rounded -> [T, N]."""
     return rms_norm(residual.add_(x), weight, eps)

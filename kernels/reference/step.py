@@ -1,109 +1,137 @@
-"""Twins of `kernels.step` in pure torch."""
+"""Twins of `kernels.step`, in NumPy: these tensors are small. Layouts are exact, without padding."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from kernels.step import StepSizes
+from kernels.request_state import RequestState
+from kernels.step_rows import DrafterRows, StepRows
+from kernels.structs import (
+    COUNT,
+    DRAFTER_COUNT,
+    EMITS,
+    END,
+    FIRST,
+    INDEX,
+    MODEL_LIMIT,
+    NUM_PAGES,
+    VERIFY_LIMIT,
+    StepSizes,
+)
 
 
-def _kv_slots(page_table: torch.Tensor, slots: torch.Tensor, num_pages: torch.Tensor, positions: torch.Tensor, sizes: StepSizes) -> torch.Tensor:
-    pages = positions // sizes.page_size
-    ids = page_table[slots, pages.clamp(max=sizes.table_width - 1)].long()
-    ids = torch.where(pages < num_pages, ids, sizes.scratch_page)
-    return ids * sizes.page_size + positions % sizes.page_size
+def _starts_of(counts: np.ndarray, most: int | None) -> np.ndarray:
+    """[B + 1] int32: where each request's rows begin; past `most` there are none."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.add.accumulate(counts, out=starts[1:])
+    return starts if most is None else np.minimum(starts, most, out=starts)
 
 
-def _rows_of(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Owner [N] and place within it [N] of the packed rows that somebody owns."""
-    counts = starts.diff().long()
-    owners = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return owners, torch.arange(len(owners)) - starts.long()[owners]
+class _Pages:
+    """The pages that positions of packed rows lie on, and their places there; the scratch page for what lies past a request's pages."""
+
+    def __init__(self, page_table: torch.Tensor, sizes: StepSizes) -> None:
+        self._ids, self._sizes = page_table.numpy().reshape(-1), sizes
+
+    def find(self, indices: np.ndarray, num_pages: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 page ids and places of positions, of requests that have so many pages."""
+        sizes = self._sizes
+        pages = positions // sizes.page_size
+        is_own = pages < num_pages
+        ids = self._ids.take(indices * sizes.table_width + pages * is_own)
+        if not is_own.all():
+            ids = np.where(is_own, ids, sizes.scratch_page)
+        return ids.astype(np.int64), positions - pages * sizes.page_size
 
 
-def prepare_step(
-    packed: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_verified: torch.Tensor,
-    fields: torch.Tensor,
-    tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
-    drafts: torch.Tensor,
-    num_drafts: torch.Tensor,
-    page_table: torch.Tensor,
-    sizes: StepSizes,
-) -> None:
-    slots, num_pages, end, limits = (row.long() for row in fields[:4])
-    known = num_tokens[slots]
-    allowed = torch.minimum(limits, end - known - 1).clamp(min=0)
-    counts = torch.where((slots != sizes.dummy_slot) & (known < end), 1 + torch.minimum(num_drafts[slots], allowed), 0)
-    cu_query_lens[0] = 0
-    cu_query_lens[1:] = counts.cumsum(0).clamp(max=sizes.rows)
-    counts = cu_query_lens.diff()
-    seq_lens.copy_(torch.where(counts > 0, known - 1 + counts, 0))
-    num_verified.copy_((counts - 1).clamp(min=0))
-    owners, places = _rows_of(cu_query_lens)
-    own, positions = slots[owners], known[owners].long() - 1 + places
-    packed[:2] = 0
-    packed[2] = sizes.scratch_page * sizes.page_size
-    packed[0, : len(owners)] = torch.where(places == 0, tokens[own, known[owners].long() - 1], drafts[own, (places - 1).clamp(min=0)]).long()
-    packed[1, : len(owners)] = positions
-    packed[2, : len(owners)] = _kv_slots(page_table, own, num_pages[owners], positions, sizes)
+def prepare_step(table: RequestState, fields: torch.Tensor, page_table: torch.Tensor, sizes: StepSizes, most_logit_rows: int | None) -> StepRows:
+    own, arrays = fields.numpy(), table.arrays
+    indices, counts, host_first = own[INDEX], own[COUNT], own[FIRST]
+    known = arrays.num_tokens.take(indices)
+    is_newest, room = host_first < 0, own[END] - known
+    first = host_first + known * is_newest
+    drafts = np.minimum(np.minimum(arrays.num_drafts.take(indices), own[VERIFY_LIMIT]), room - 1)
+    is_active = (indices != sizes.dummy_index) & (room > 0)
+    starts = _starts_of((counts + np.maximum(drafts, 0) * is_newest) * is_active, sizes.rows)
+    begins = starts[:-1]
+    lens = starts[1:] - begins
+    verified = np.maximum(lens - counts, 0)
+    logit_counts = (1 + verified) * ((own[EMITS] != 0) & (lens > 0) & (lens >= counts))
+    logit_starts = _starts_of(logit_counts, most_logit_rows)
+
+    total = int(starts[-1])
+    mine, positions = np.repeat(indices, lens), np.repeat(first - begins, lens) + np.arange(total, dtype=np.int32)
+    packed = np.empty((4, total), np.int64)
+    packed[0] = arrays.tokens.reshape(-1).take(mine * table.max_len + positions, mode="clip")
+    if verified.any():
+        ahead = positions - np.repeat(known, lens)
+        is_draft = ahead >= 0
+        packed[0, is_draft] = arrays.drafts[mine[is_draft], ahead[is_draft]]
+    packed[1] = positions
+    pages, places = _Pages(page_table, sizes).find(mine, np.repeat(own[NUM_PAGES], lens), positions)
+    packed[2], packed[3] = pages * sizes.page_stride + places, pages * sizes.tap_stride + places
+    kept = logit_starts[1:] - logit_starts[:-1]
+    logit_rows = np.repeat(starts[1:] - logit_counts - logit_starts[:-1], kept) + np.arange(logit_starts[-1])
+    lists = (starts, (first + lens) * (lens > 0), verified, logit_starts, logit_rows)
+    return StepRows(torch.from_numpy(packed), *(torch.from_numpy(x) for x in lists))
 
 
 def prepare_drafter(
-    packed: torch.Tensor,
-    seq_lens: torch.Tensor,
-    last_rows: torch.Tensor,
-    fields: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    emitted: torch.Tensor,
-    num_emitted: torch.Tensor,
-    num_tokens: torch.Tensor,
-    page_table: torch.Tensor,
-    sizes: StepSizes,
-) -> None:
-    slots, num_pages = fields[0].long(), fields[1].long()
-    counts, out = cu_query_lens.diff(), num_emitted.long()
-    first = num_tokens[slots].long() - out
-    seq_lens.copy_(torch.where(counts > 0, first + counts, 0))
-    last_rows.copy_((cu_query_lens[:-1] + (out - 1).clamp(min=0)).clamp(max=sizes.rows - 1))
-    owners, places = _rows_of(cu_query_lens)
-    positions = first[owners] + places
-    packed[:2] = 0
-    packed[2:] = sizes.scratch_page * sizes.page_size
-    newest = emitted[owners, torch.minimum(places, out[owners] - 1).clamp(min=0)].long()
-    packed[0, : len(owners)] = torch.where(out[owners] > 0, newest, 0)
-    packed[1, : len(owners)] = positions
-    packed[2, : len(owners)] = _kv_slots(page_table, slots[owners], num_pages[owners], positions, sizes)
-    packed[3, : len(owners)] = _kv_slots(page_table, slots[owners], num_pages[owners], positions - 1, sizes)
+    table: RequestState, fields: torch.Tensor, target: StepRows, page_table: torch.Tensor, sizes: StepSizes, most_rows: int | None
+) -> DrafterRows:
+    own, arrays = fields.numpy(), table.arrays
+    indices, asked, target_lens = own[INDEX], own[DRAFTER_COUNT], target.seq_lens.numpy()
+    known, first = arrays.num_tokens.take(indices), arrays.num_drafter_tokens.take(indices)
+    newest = np.maximum(target_lens + 1 - first, 0) * (target_lens > 0)
+    starts = _starts_of(np.where(asked < 0, newest, asked) * (indices != sizes.dummy_index), most_rows)
+    begins = starts[:-1]
+    counts = starts[1:] - begins
+    done = counts > 0
+    lens = (first + counts) * done
+    total = int(starts[-1])
+    last_rows = np.maximum(np.minimum(np.maximum(known - 1 - first, 0), counts - 1), 0) + begins
+    last_rows = np.maximum(np.minimum(last_rows, (total if most_rows is None else most_rows) - 1), 0)
+
+    mine, num_pages = np.repeat(indices, counts), np.repeat(own[NUM_PAGES], counts)
+    positions = np.repeat(first - begins, counts) + np.arange(total, dtype=np.int32)
+    packed, paged = np.empty((5, total), np.int64), _Pages(page_table, sizes)
+    newest = np.maximum(np.minimum(positions, np.repeat(known - 1, counts)), 0)
+    packed[0] = arrays.tokens.reshape(-1).take(mine * table.max_len + newest)
+    packed[1] = positions
+    pages, places = paged.find(mine, num_pages, positions)
+    packed[2], packed[3] = pages * sizes.drafter_stride + places, pages * sizes.tap_stride + places
+    pages, places = paged.find(mine, num_pages, np.maximum(positions - 1, 0))
+    packed[4] = pages * sizes.tap_stride + places
+    arrays.num_drafter_tokens[indices[done]] = np.minimum(lens, known)[done]
+    return DrafterRows(torch.from_numpy(packed), *(torch.from_numpy(x) for x in (starts, lens, last_rows.astype(np.int64))))
 
 
 def append_draft(
-    drafts: torch.Tensor,
-    num_drafts: torch.Tensor,
     packed: torch.Tensor,
     seq_lens: torch.Tensor,
+    table: RequestState,
     fields: torch.Tensor,
     chosen: torch.Tensor,
-    num_tokens: torch.Tensor,
     page_table: torch.Tensor,
     sizes: StepSizes,
     step: int,
+    is_skipped: torch.Tensor | None,
 ) -> None:
-    slots, num_pages, end, _, limits = (row.long() for row in fields[:5])
-    known = num_tokens[slots].long()
-    is_wanted = (slots != sizes.dummy_slot) & (step < torch.minimum(limits, end - known - 1))
-    drafts[slots[is_wanted], step] = chosen[is_wanted].int()
-    num_drafts[slots[is_wanted]] = step + 1
-    positions = torch.where(is_wanted, known + step, 0)
-    packed[0], packed[1] = chosen, positions
-    packed[2] = _kv_slots(page_table, slots, torch.where(is_wanted, num_pages, 0), positions, sizes)
-    seq_lens.copy_(positions + 1)
+    own, arrays, tokens = fields.numpy(), table.arrays, chosen.numpy()
+    indices = own[INDEX]
+    known = arrays.num_tokens.take(indices)
+    is_wanted = (indices != sizes.dummy_index) & (own[DRAFTER_COUNT] != 0) & (step < np.minimum(own[MODEL_LIMIT], own[END] - known - 1))
+    if is_skipped is not None:
+        is_wanted &= is_skipped.numpy() == 0
+    wanting = indices[is_wanted]
+    arrays.drafts[wanting, step] = tokens[is_wanted]
+    arrays.num_drafts[wanting] = step + 1
+    positions = (known + step) * is_wanted
+    pages, places = _Pages(page_table, sizes).find(indices, own[NUM_PAGES] * is_wanted, positions)
+    out = packed.numpy()
+    out[0], out[1], out[2] = tokens, positions, pages * sizes.drafter_stride + places
+    seq_lens.numpy()[:] = positions + 1
 
 
 def pack_results(
@@ -113,36 +141,32 @@ def pack_results(
     num_accepted: torch.Tensor,
     num_verified: torch.Tensor,
     is_broken: torch.Tensor,
-    cu_query_lens: torch.Tensor,
+    cu_logit_rows: torch.Tensor,
 ) -> None:
-    owners, _ = _rows_of(cu_query_lens)
-    broken = torch.zeros(len(results), dtype=torch.int32).index_add_(0, owners, is_broken[: len(owners)].int()).clamp(max=1)
-    results.copy_(torch.cat([torch.stack([num_emitted, num_accepted, num_verified, broken], dim=1), emitted], dim=1))
+    out, starts, broken = results.numpy(), cu_logit_rows.numpy(), is_broken.numpy()
+    out[:, 0], out[:, 1], out[:, 2], out[:, 3] = num_emitted.numpy(), num_accepted.numpy(), num_verified.numpy(), 0
+    out[:, 4:] = emitted.numpy()
+    rows = np.flatnonzero(broken[: starts[-1]])
+    if len(rows):
+        out[np.searchsorted(starts, rows, side="right") - 1, 3] = 1
 
 
-def simulate_acceptance(
-    chosen: torch.Tensor,
-    fields: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    drafts: torch.Tensor,
-    num_tokens: torch.Tensor,
-    sizes: StepSizes,
-    rate: float,
-) -> None:
-    owners, places = _rows_of(cu_query_lens)
-    slots, low = fields[0].long()[owners], 0xFFFFFFFF
-    x = ((num_tokens[slots].long() + places) * 1024 + slots) & low
+def simulate_acceptance(chosen: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, rate: float) -> None:
+    starts, low, arrays = cu_logit_rows.numpy(), 0xFFFFFFFF, table.arrays
+    lens = starts[1:] - starts[:-1]
+    places = np.arange(starts[-1]) - np.repeat(starts[:-1], lens)
+    indices = np.repeat(request_indices.numpy(), lens)
+    x = ((arrays.num_tokens[indices].astype(np.int64) + places) * 1024 + indices) & low
     x = (x ^ 61) ^ (x >> 16)
     x = (x * 9) & low
     x = x ^ (x >> 4)
     x = (x * 0x27D4EB2D) & low
     x = x ^ (x >> 15)
-    has_draft = places + 1 < cu_query_lens.diff()[owners]
-    is_taken = has_draft & ((x >> 8).double() * 2.0**-24 < rate)
-    rows = torch.arange(len(owners))[is_taken]
-    chosen[rows] = drafts[slots[is_taken], places[is_taken]]
+    has_draft = places + 1 < np.repeat(lens, lens)
+    is_taken = has_draft & ((x >> 8) * 2.0**-24 < np.float32(rate))
+    chosen.numpy()[np.flatnonzero(is_taken)] = arrays.drafts[indices[is_taken], places[is_taken]]
 
 
 def write_values(target: torch.Tensor, updates: torch.Tensor, count: int) -> None:
-    pairs = updates[: 2 * count].view(-1, 2)
-    target.view(-1)[pairs[:, 0].long()] = pairs[:, 1]
+    pairs = updates[: 2 * count].numpy().reshape(-1, 2)
+    target.view(-1).numpy()[pairs[:, 0]] = pairs[:, 1]

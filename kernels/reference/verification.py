@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.reference.sampling import ACCEPT_STREAM, RECOVER_STREAM, gumbel_noise, philox
+from kernels.reference.sampling import gumbel_noise, philox
+from kernels.structs import ACCEPT_STREAM, RECOVER_STREAM
 
 
 def verify(draft_token_ids: torch.Tensor, num_drafts: torch.Tensor, target_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ RUNS = {
     "candidates": ("test_verify.py", "candidates"),
     "draft_ngram": ("test_ngram.py", ""),
     "prepare": ("test_step.py", ""),
-    "commit": ("test_state.py", ""),
+    "commit": ("test_request_table.py", ""),
 }
 """Part of a kernel's name: the tests that launch it, and which of them."""
 IN_CLUSTERS = {"wide_linear": "nvjet", "linear": "nvjet"}

@@ -33,15 +33,18 @@ def test_append_kv(case: tuple[int, int, int, int, int, torch.dtype], has_positi
     qkv = draw(count, num_heads + 2 * num_kv + 1, size)[:, : num_heads + 2 * num_kv]  # a view with a stride
     positions = torch.randint(0, 50, (count,), generator=generator, device=device, dtype=torch.int32) if has_positions else None
     cos, sin = (draw(50 if has_positions else count, 1, size) for _ in range(2))
-    slots = torch.randperm(num_pages * page, generator=generator, device=device)[:count].to(index)
+    places = torch.randperm(num_pages * page, generator=generator, device=device)[:count]
+    slots = (places // page * (2 * page + 3) + places % page).to(index)
     slots[torch.rand(count, generator=generator, device=device) < 0.2] = -1
     results = []
     for kind in (None, dtype, torch.float64):
-        planes = [torch.full((num_pages, page, num_kv, size), float("nan"), device=device, dtype=kind or dtype) for _ in range(2)]
+        # Two planes of a pool, whose pages lie three tokens further apart than they are long.
+        pool = torch.full((num_pages, 2 * page + 3, num_kv, size), float("nan"), device=device, dtype=kind or dtype)
+        planes = [pool[:, :page], pool[:, page + 1 : 2 * page + 1]]
         op = append_kv if kind is None else reference.append_kv
         queries = op(qkv.to(kind or dtype) if kind else qkv, cos.to(kind or dtype), sin.to(kind or dtype), slots, *planes, positions)
-        results.append([queries, *planes])
-    for name, got, like, exact in zip(("queries", "keys", "values"), *results):
+        results.append([queries, *planes, pool])
+    for name, got, like, exact in zip(("queries", "keys", "values", "pool"), *results):
         assert torch.equal(got.isnan(), exact.isnan()), f"seed {seed}: {name} written elsewhere"
         got, like, exact = (x.double().nan_to_num(0) for x in (got, like, exact))
         assert (got - exact).norm() <= 2 * (like - exact).norm() + 1e-12, f"seed {seed}: {name}"

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels import _load, attention, reference
+from kernels import _load, attention, reference, step_attention
 from kernels.attention import AttentionPlan, append_attention
+from kernels.step_attention import StepAttention
 
 UNREAD = 10**9
 """A page id that no page has."""
@@ -91,17 +92,33 @@ PERFORMANCE = [
 ]
 
 
+PROMPTS = [(300, 300), (40, 700), (1, 65), (129, 129)]
+STEPS = [
+    (Case([*PROMPTS, *MIXED]), 4),
+    (Case([*PROMPTS, *MIXED], dtype=FP16, page=64, heads=(8, 8), size=64), 4),
+    (Case([*PROMPTS, *MIXED], dtype=FP32, heads=(4, 2), size=64), 4),
+    (Case([*PROMPTS, *MIXED], heads=(4, 1), size=256), 3),
+    (Case(PROMPTS, heads=(32, 8)), 4),
+    (Case([(2000, 2000), *[(6, 900)] * 30], heads=(32, 8)), 1),
+    (Case([(0, 0), *PROMPTS, (1, 300)]), 5),
+    (Case([*PROMPTS[:2], *SHARED], prefixes=[(-1, 0), (-1, 0), *((g + 2 if g >= 0 else -1, n) for g, n in GROUPS)]), 2),
+    (Case([*PROMPTS[:2], *SHARED], dtype=FP32, size=64, prefixes=[(-1, 0), (-1, 0), *((g + 2 if g >= 0 else -1, n) for g, n in GROUPS)]), 2),
+    (Case(MIXED), 0),
+]
+DECODING = [replace(case, shapes=case.shapes[n:], prefixes=case.prefixes[n:]) for case, n in STEPS if n < len(case.shapes)]
+
+
 def jobs_of(cases: Sequence[Case]) -> list[tuple[str, dict[str, int]]]:
     jobs = {}
     for c in cases:
-        defines = attention.choose_shape(len(c.shapes), c.bound, c.page, *c.heads, c.size, c.dtype, bool(c.prefixes))
+        defines = attention.choose_shape(len(c.shapes), c.bound, c.page, (*c.heads, c.size), c.dtype, bool(c.prefixes))
         jobs[str(defines)] = ("attention", defines)
     return list(jobs.values())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(device: torch.device) -> None:
-    _load.compile_all(jobs_of(CORRECTNESS + CORNER + PERFORMANCE), _load.device_of(device).architecture)
+    _load.compile_all(jobs_of([*CORRECTNESS, *CORNER, *PERFORMANCE, *DECODING]), _load.device_of(device).architecture)
 
 
 class Batch:
@@ -116,7 +133,11 @@ class Batch:
         free = numbers.sample(range(num_pages), num_pages)
         shape = (num_pages, case.page, num_kv, case.size)
         self.clean = [torch.randn(shape, generator=generator, device=device).to(case.dtype) for _ in range(2)]
-        self.poisoned = [x.clone() for x in self.clean]
+        # Of a pool, as planes of a page-major memory are: what lies between two pages belongs to others.
+        pool = torch.full((num_pages, 2 * case.page + 3, num_kv, case.size), float("nan"), device=device, dtype=case.dtype)
+        self.poisoned = [pool[:, : case.page], pool[:, case.page + 2 : 2 * case.page + 2]]
+        for plane, values in zip(self.poisoned, self.clean):
+            plane.copy_(values)
         width = table_width or max([*needed, 1]) + 2
         rows = numbers.sample(range(len(case.shapes) + 2), len(case.shapes))
         table = torch.full((len(case.shapes) + 2, width), UNREAD, dtype=torch.int32)
@@ -133,7 +154,7 @@ class Batch:
             if q:
                 is_read[(torch.tensor(own)[:, None] * case.page + torch.arange(case.page)).flatten()[:n]] = True
         for plane in self.poisoned:  # whole pages, and slots of the last page that hold no token yet
-            plane.view(-1, num_kv, case.size)[~is_read.to(device)] = float("nan")
+            plane[~is_read.view(num_pages, case.page).to(device)] = float("nan")
         for plane in self.clean:
             plane.view(-1, num_kv, case.size)[~is_read.to(device)] = 0
         self.total = sum(q for q, _ in case.shapes)
@@ -146,8 +167,8 @@ class Batch:
             "page_table": table.to(device),
             "table_rows": torch.tensor(rows, dtype=torch.int32, device=device),
         }
-        for name, column in zip(("prefix_group", "prefix_len"), zip(*case.prefixes)):
-            self.inputs[name] = torch.tensor(column, dtype=torch.int32, device=device)
+        columns = [torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*case.prefixes)]
+        self.prefixes = (columns[0], columns[1]) if columns else None
 
     def plan(self) -> AttentionPlan:
         case = self.case
@@ -157,10 +178,33 @@ class Batch:
             max_query_len=case.bound,
             max_seq_len=longest,
             page_size=case.page,
+            heads=(*case.heads, case.size),
+            dtype=case.dtype,
+            prefixes=self.prefixes,
+        )
+
+    def step(self, num_prompts: int, *, is_gone: bool = False) -> StepAttention:
+        """The first requests as prompts. is_gone: the host counts tokens of the first one, which computes none."""
+        case, prompts = self.case, self.case.shapes[:num_prompts]
+        return StepAttention(
+            cu_query_lens=self.inputs["cu_query_lens"],
+            seq_lens=self.inputs["seq_lens"],
+            page_table=self.inputs["page_table"],
+            request_indices=self.inputs["table_rows"],
+            num_prompts=num_prompts,
+            num_prompt_rows=sum(q for q, _ in prompts),
+            max_prompt_query_len=max((q for q, _ in prompts), default=0),
+            max_prompt_seq_len=max((n for _, n in prompts), default=0),
+            num_prompt_keys=sum(n for _, n in prompts) + 100 * is_gone,
+            max_query_len=max((q for q, _ in case.shapes[num_prompts:]), default=1),
+            max_seq_len=max(n for _, n in case.shapes),
+            page_size=case.page,
             num_query_heads=case.heads[0],
             num_kv_heads=case.heads[1],
             head_dim=case.size,
             dtype=case.dtype,
+            prefix_group=None if self.prefixes is None else self.prefixes[0],
+            prefix_len=None if self.prefixes is None else self.prefixes[1],
         )
 
     def reference(self, dtype: torch.dtype) -> torch.Tensor:
@@ -173,11 +217,15 @@ class Batch:
         return reference.append_attention(self.query[: self.total].to(dtype), *(x.to(dtype) for x in self.clean), plan)
 
 
-def check(batch: Batch, plan: AttentionPlan) -> None:
-    out = torch.full_like(batch.query, float("nan"))
+def check(batch: Batch, plan: AttentionPlan | StepAttention) -> None:
     plan.refresh()
-    append_attention(batch.query, *batch.poisoned, plan, out)
-    assert out[batch.total :].isnan().all(), "a row past the last request's was written"
+    if isinstance(plan, AttentionPlan):
+        out = torch.full_like(batch.query, float("nan"))
+        append_attention(batch.query, *batch.poisoned, plan, out)
+        assert out[batch.total :].isnan().all(), "a row past the last request's was written"
+    else:
+        keys, values = batch.poisoned
+        out = step_attention.append_attention(batch.query, keys, values, plan)
     got, exact = out[: batch.total].double(), batch.reference(torch.float64)
     assert got.isfinite().all(), f"rows {got.isfinite().flatten(1).all(1).logical_not().nonzero().flatten().tolist()[:20]} are not finite"
     if batch.total:
@@ -213,13 +261,55 @@ def run(case: Case, device: torch.device) -> None:
         raise AssertionError(f"seed {seed}: {error}") from None
 
 
+@pytest.mark.parametrize(("case", "num_prompts"), STEPS, ids=str)
+def test_prompts_and_decoding_rows(case: Case, num_prompts: int, device: torch.device) -> None:
+    seed = int.from_bytes(os.urandom(3))
+    batch = Batch(case, device, seed)
+    plan = batch.step(num_prompts)
+    try:
+        for _ in range(2):
+            check(batch, plan)
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {error}") from None
+
+
+def test_nothing_waits_for_the_host(device: torch.device) -> None:
+    """A step with prompts is planned and computed with what the host knew before."""
+    batch = Batch(STEPS[0][0], device, 3)
+    plan = batch.step(4)
+    check(batch, plan)  # what is made once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan = batch.step(4)
+        plan.refresh()
+        step_attention.append_attention(batch.query, batch.poisoned[0], batch.poisoned[1], plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_prompt_that_computes_nothing_after_all(device: torch.device) -> None:
+    """The host counted more keys than there are: nobody's are read from some page, and nothing else changes."""
+    batch = Batch(Case([*PROMPTS, *MIXED]), device, 4)
+    check(batch, batch.step(4, is_gone=True))
+
+
+def test_lists_of_lengths(device: torch.device) -> None:
+    for shapes in (MIXED[:6], [(5, 16), (300, 300), (1, 90)]):
+        case = Case([(q, n) for q, n in shapes if q])
+        batch = Batch(case, device, 5)
+        lens, heads = list(zip(*case.shapes)), (*case.heads, case.size)
+        plan = step_attention.plan_attention(lens[0], lens[1], batch.page_ids, case.page, heads, case.dtype, device)
+        assert isinstance(plan, StepAttention)
+        check(batch, plan)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_lengths_change_between_replays(dtype: torch.dtype, device: torch.device, stream: None) -> None:
     """One captured graph serves any lengths within its bounds: nothing of them is known on the host."""
     numbers = random.Random(5)
     first = Batch(Case([(6, 3000)] * 9, (8, 2), 64, 16, dtype), device, 0, table_width=200)
     plan = first.plan()
-    query, planes = torch.empty_like(first.query), [torch.empty_like(x) for x in first.poisoned]
+    query, planes = torch.empty_like(first.query), [torch.empty_like(x, memory_format=torch.preserve_format) for x in first.clean]
     out = torch.empty_like(query)
 
     def step() -> None:
@@ -253,6 +343,10 @@ def test_unfit_shapes_are_refused(device: torch.device) -> None:
         append_attention(batch.query[:, :4], *batch.poisoned, plan)
     with pytest.raises(ValueError, match="value_pages is"):
         append_attention(batch.query, batch.poisoned[0], batch.poisoned[1].half(), plan)
+    with pytest.raises(ValueError, match=r"key_pages is .* with strides"):
+        append_attention(batch.query, batch.poisoned[0].transpose(1, 2).contiguous().transpose(1, 2), batch.poisoned[1], plan)
+    with pytest.raises(ValueError, match="pages of keys lie 8960 apart, those of values 4096"):
+        append_attention(batch.query, batch.poisoned[0], batch.poisoned[1].contiguous(), plan)
     with pytest.raises(ValueError, match="seq_lens is"):
         AttentionPlan(**{**batch.inputs, "seq_lens": batch.inputs["seq_lens"].long()}, **SIZES)
     with pytest.raises(ValueError, match="page_table has"):
@@ -265,8 +359,6 @@ SIZES = {
     "max_query_len": 1,
     "max_seq_len": 64,
     "page_size": 16,
-    "num_query_heads": 8,
-    "num_kv_heads": 2,
-    "head_dim": 128,
+    "heads": (8, 2, 128),
     "dtype": BF16,
 }

@@ -66,25 +66,25 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies_are_the_cpus(prompts, name, monkeypatch):
-    """Strategies that look at whole distributions, and log-probabilities, in captured steps. There is room for all prompts and drafts at once,
-    since tokens depend on the drafts here."""
+def test_strategies_are_the_cpus(engines, prompts, name, monkeypatch):
+    """Strategies that look at whole distributions, and log-probabilities: while their shapes run eagerly, and once they are captured. Tokens
+    depend on the drafts here."""
     choice, sampling = STRATEGIES[name]
     params = SamplingParams(max_tokens=48, ignore_eos=True, temperature=0.8, seed=5, **sampling)
-    answers = []
-    for device in ("cpu", "cuda"):
-        llm = LLM(device=device, dtype="float32", speculative_config=SPECULATION, max_batch_size=32, max_num_batched_tokens=16384)
-        if device == "cuda":
-            used = note_shapes(llm, monkeypatch)
-        results = llm.generate(prompts[:32], params, speculative=choice, use_tqdm=False)
-        answers.append([r.outputs[0] for r in results])
-        assert llm.engine.scheduler.pool.num_held == 0
-    assert any(shape.extras for shape in used)
-    for i, (one, other) in enumerate(zip(*answers, strict=True)):
-        assert (other.token_ids, other.sources) == (one.token_ids, one.sources), f"{name}: prompt {i}"
-        for mine, exact in zip(other.logprobs or [], one.logprobs or [], strict=True):
-            assert mine.token_id == exact.token_id and abs(mine.logprob - exact.logprob) < 1e-3
-            assert max(abs(a - b) for (_, a), (_, b) in zip(mine.top, exact.top, strict=True)) < 1e-3
+    one, other = engines["cpu"], engines["cuda"]
+    used = note_shapes(other, monkeypatch)
+    expected = [r.outputs[0] for r in one.generate(prompts[:32], params, speculative=choice, use_tqdm=False)]
+    for way in ("eagerly", "captured"):
+        found = [r.outputs[0] for r in other.generate(prompts[:32], params, speculative=choice, use_tqdm=False)]
+        for i, (exact, mine) in enumerate(zip(expected, found, strict=True)):
+            assert (mine.token_ids, mine.sources) == (exact.token_ids, exact.sources), f"{name}, {way}: prompt {i}"
+            for a, b in zip(mine.logprobs or [], exact.logprobs or [], strict=True):
+                assert a.token_id == b.token_id and abs(a.logprob - b.logprob) < 1e-3
+                assert max(abs(x - y) for (_, x), (_, y) in zip(a.top, b.top, strict=True)) < 1e-3
+        while other.engine._capture():
+            pass
+        assert other.engine.scheduler.pool.num_held == 0
+    assert any(shape.options for shape in used)
 
 
 def test_log_probabilities_of_prompts(engines, prompts):
@@ -172,6 +172,6 @@ def test_many_random_histories():
         max_batch_size=48,
         max_num_batched_tokens=512,
         max_model_len=192,
-        kv_cache_memory=160 * plain.engine.runner.page_bytes,
+        kv_cache_memory=160 * plain.engine.worker.store.page_bytes,
     )
     run_histories(tight, plain, 10_000, num_prompts=48, arrivals=24, cancels=0.5, check_every=50)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.reference import slots as reference_slots
+from kernels.ops import Admission, RequestTable
+from kernels.reference import request_table as reference_table
 from kernels.sampling import choose, process_and_choose, process_logits, sample
-from kernels.state import Admission, SlotTable
 from tests.gpu.logits import make_logits
 
 CORRECTNESS = [(1, 8), (3, 1001), (7, 4096), (40, 4096), (150, 515)]
@@ -76,6 +76,16 @@ def test_sample(rows: int, vocab_size: int, kind: str, dtype: torch.dtype, devic
 def test_sample_large(rows: int, vocab_size: int, kind: str, device: torch.device) -> None:
     logits, parameters = make_logits(kind, rows, vocab_size, torch.bfloat16, device), make_parameters(rows, vocab_size, device)
     check(logits, parameters, sample(logits, *parameters), reference.sample(logits, *parameters))
+
+
+def test_a_vocabulary_that_leaves_no_room_for_chunks_on_their_way(device: torch.device) -> None:
+    """In float32, and with so many rows that each has one block."""
+    rows, vocab_size = 160, 262144
+    logits, parameters = make_logits("flat", rows, vocab_size, torch.float32, device), make_parameters(rows, vocab_size, device)
+    for kind in range(4):
+        own = slice(kind * 40, kind * 40 + 40)  # the reference takes gigabytes for all at once
+        got = sample(logits, *parameters)[own]
+        check(logits[own], [p[own] for p in parameters], got, reference.sample(logits[own], *(p[own] for p in parameters)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,12 +154,12 @@ def test_greedy_takes_the_lowest_id_of_equals(rows: int, dtype: torch.dtype, dev
         assert torch.equal(got.long(), want)
 
 
-def random_admission(slot: int, vocab_size: int, max_len: int, min_room: int = 40) -> Admission:
+def random_admission(index: int, vocab_size: int, max_len: int, min_room: int = 40) -> Admission:
     known = random.randint(1, max_len - min_room)
     ids = [random.randrange(vocab_size) for _ in range(random.choice([2, 30, 3000]))]
     bias_ids = random.sample(range(vocab_size), min(random.choice([0, 0, 5, 1024]), vocab_size))
     return Admission(
-        slot=slot,
+        index=index,
         token_ids=random.choices(ids, k=known),
         num_prompt_tokens=random.randint(1, known),
         max_total_tokens=random.randint(known + 1, max_len),
@@ -168,29 +178,29 @@ def random_admission(slot: int, vocab_size: int, max_len: int, min_room: int = 4
     )
 
 
-def make_tables(requests: int, vocab_size: int, max_len: int, max_drafts: int, device: torch.device) -> tuple[SlotTable, SlotTable]:
+def make_tables(requests: int, vocab_size: int, max_len: int, max_drafts: int, device: torch.device) -> tuple[RequestTable, RequestTable]:
     """The same on the device and on the CPU, with requests admitted twice over and random drafts."""
-    here, there = (SlotTable(requests, max_len, max_drafts, vocab_size, d) for d in (device, torch.device("cpu")))
+    here, there = (RequestTable(requests, max_len, max_drafts, vocab_size, d) for d in (device, torch.device("cpu")))
     for turn in range(2):
-        admissions = [random_admission(slot, vocab_size, max_len) for slot in range(requests)]
+        admissions = [random_admission(index, vocab_size, max_len) for index in range(requests)]
         for table in (here, there):
             table.admit(admissions, ring=turn)
     drafts = torch.randint(0, vocab_size, here.drafts.shape, dtype=torch.int32)
     drafts[::2, 2:] = drafts[::2, :1]  # duplicates
-    for slot in range(0, requests, 3):
-        drafts[slot, 1] = there.tokens[slot, 0]
+    for index in range(0, requests, 3):
+        drafts[index, 1] = there.tokens[index, 0]
     here.drafts.copy_(drafts)
     there.drafts.copy_(drafts)
     return here, there
 
 
 def pack(requests: int, max_drafts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """row_slots and cu_query_lens, some requests without rows, padding requests at the end."""
+    """request_indices and cu_query_lens, some requests without rows, padding requests at the end."""
     order = torch.randperm(requests).tolist()
     counts = [random.randint(0, max_drafts + 1) for _ in order]
-    row_slots = torch.tensor([*order, requests, requests], dtype=torch.int32)
+    request_indices = torch.tensor([*order, requests, requests], dtype=torch.int32)
     cu = torch.tensor([0, *counts, 0, 0]).cumsum(0).int()
-    return row_slots, cu
+    return request_indices, cu
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,30 +209,34 @@ def pack(requests: int, max_drafts: int, device: torch.device) -> tuple[torch.Te
 )
 def test_process_and_choose(requests: int, vocab_size: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
     here, there = make_tables(requests, vocab_size, max_len, 5, device)
-    row_slots, cu = pack(requests, 5, device)
+    request_indices, cu = pack(requests, 5, device)
     num_rows = int(cu[-1]) + 3
     logits = (torch.randn(num_rows, vocab_size) * 3).to(dtype)
     logits[int(cu[-1]) :] = float("nan")  # padding
     expected, got = logits.clone(), logits.to(device)
-    reference_slots.process_logits(expected, there, row_slots, cu)
-    process_logits(got, here, row_slots.to(device), cu.to(device))
+    reference_table.process_logits(expected, there, request_indices, cu)
+    process_logits(got, here, request_indices.to(device), cu.to(device))
     torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    want, want_broken = reference_slots.choose(expected, there, row_slots, cu)
+    want, want_broken = reference_table.choose(expected, there, request_indices, cu)
     outputs = (torch.full((num_rows,), -7, dtype=torch.int32, device=device), torch.ones(num_rows, dtype=torch.bool, device=device))
-    ids, is_broken = choose(got, here, row_slots.to(device), cu.to(device), outputs)
+    ids, is_broken = choose(got, here, request_indices.to(device), cu.to(device), outputs)
     assert not is_broken.any() and not want_broken.any()
     raw = logits.to(device)
-    fused, _ = process_and_choose(raw, here, row_slots.to(device), cu.to(device))
+    fused, _ = process_and_choose(raw, here, request_indices.to(device), cu.to(device))
     torch.testing.assert_close(raw, got, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(fused, ids)
+    ahead, _ = choose(got, here, request_indices.to(device), cu.to(device), ahead=3)
+    here.num_tokens += 3
+    assert torch.equal(choose(got, here, request_indices.to(device), cu.to(device))[0], ahead)
+    here.num_tokens -= 3
     differing = (ids.cpu() != want).nonzero()[:, 0].tolist()
-    owners = torch.repeat_interleave(row_slots.long(), cu.diff().long())
+    owners = torch.repeat_interleave(request_indices.long(), cu.diff().long())
     for row in differing:
-        slot = int(owners[row])
-        place = row - int(cu[row_slots.tolist().index(slot)])
-        own = [t[slot] for t in (there.temperature, there.top_k, there.top_p, there.min_p, there.seeds)]
-        assert not int(there.flags[slot]) & 1
-        assert is_right(expected[row], int(ids[row]), [*own, there.num_tokens[slot].long() + place])
+        index = int(owners[row])
+        place = row - int(cu[request_indices.tolist().index(index)])
+        own = [t[index] for t in (there.temperature, there.top_k, there.top_p, there.min_p, there.seeds)]
+        assert not int(there.flags[index]) & 1
+        assert is_right(expected[row], int(ids[row]), [*own, there.num_tokens[index].long() + place])
     assert len(differing) <= 1 + num_rows // 50
 
 
@@ -230,7 +244,7 @@ def test_process_and_choose(requests: int, vocab_size: int, max_len: int, dtype:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("requests", [8, 40])
 def test_rows_that_are_not_finite_are_marked(requests: int, value: float, dtype: torch.dtype, device: torch.device) -> None:
-    table = SlotTable(requests, 64, 3, 40000, device)
+    table = RequestTable(requests, 64, 3, 40000, device)
     table.admit([Admission(s, [1, 2], 2, 60, is_greedy=s % 2 == 0, top_p=[1.0, 0.9][s // 2 % 2], top_k=s // 4 % 2 * 9) for s in range(requests)])
     cu = torch.arange(requests + 1, dtype=torch.int32, device=device) * 4
     logits = torch.randn(4 * requests, 40000, device=device).to(dtype)

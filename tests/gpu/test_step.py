@@ -2,99 +2,107 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from kernels import step as ops
-from kernels.step import END, LOOKUP_LIMIT, MODEL_LIMIT, NUM_FIELDS, NUM_PAGES, RESULT_HEAD, SLOT, VERIFY_LIMIT, StepSizes
+from kernels.ops import RequestTable, commit
+from kernels.reference import step as reference
+from kernels.step_rows import DrafterRows, StepRows
+from kernels.structs import DRAFTER_COUNT, INDEX, RESULT_HEAD
+from tests.test_step_layout import MAX_DRAFTS, MAX_LEN, POISON, Step, V
 
-CORRECTNESS = [(1, 1, 0, 16), (4, 4, 3, 16), (32, 6, 5, 16), (128, 4, 3, 64)]
-CORNER = [(2, 1, 3, 16), (5, 9, 5, 16), (3, 17, 16, 16), (8, 2, 7, 64)]
-"""Rows, most queries of a row, most drafts, page size. Queries may have less room than drafts, or more."""
-PERFORMANCE = [(256, 6, 5, 16)]
-VOCAB, MAX_TOKENS = 1000, 300
-
-
-def make_state(batch: int, num_queries: int, max_drafts: int, page_size: int) -> tuple[StepSizes, dict[str, torch.Tensor]]:
-    """Slots in any order, some rows without a request, some at their end or past their pages."""
-    num_slots, width = batch + 3, -(-MAX_TOKENS // page_size)
-    sizes = StepSizes(batch, batch * num_queries, MAX_TOKENS, max_drafts, width, page_size, scratch_page=num_slots * width, dummy_slot=num_slots)
-    fields = torch.zeros(NUM_FIELDS, batch, dtype=torch.int32)
-    fields[SLOT] = torch.tensor([s if random.random() < 0.9 else num_slots for s in random.sample(range(num_slots), batch)])
-    num_tokens = torch.randint(1, MAX_TOKENS - 40, (num_slots + 1,), dtype=torch.int32)
-    known = num_tokens[fields[SLOT].long()]
-    fields[NUM_PAGES] = torch.clamp(-(-(known + torch.randint(-2, 20, (batch,))) // page_size), 1, width)
-    fields[END] = known + torch.randint(0, 12, (batch,))
-    fields[VERIFY_LIMIT], fields[MODEL_LIMIT] = (
-        torch.randint(0, min(max_drafts, num_queries - 1) + 1, (batch,)),
-        torch.randint(0, max_drafts + 1, (batch,)),
-    )
-    fields[LOOKUP_LIMIT] = -1
-    state = {
-        "fields": fields,
-        "tokens": torch.randint(0, VOCAB, (num_slots + 1, MAX_TOKENS), dtype=torch.int32),
-        "num_tokens": num_tokens,
-        "drafts": torch.randint(0, VOCAB, (num_slots + 1, max(max_drafts, 1)), dtype=torch.int32),
-        "num_drafts": torch.randint(0, max_drafts + 1, (num_slots + 1,), dtype=torch.int32),
-        "page_table": torch.randperm((num_slots + 1) * width).int().view(num_slots + 1, width) % sizes.scratch_page,
-    }
-    return sizes, state
+CORRECTNESS = [(1, 0), (4, 1), (32, 0), (128, 9)]
+CORNER = [(1, 1), (2, 2), (33, 33), (7, 3)]
+PERFORMANCE = [(254, 0), (256, 40)]
+"""Rows, and how many of them are prompts."""
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("batch", "num_queries", "max_drafts", "page_size"), CORRECTNESS + CORNER + PERFORMANCE)
-def test_a_step(batch: int, num_queries: int, max_drafts: int, page_size: int, seed: int, device: torch.device) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    sizes, state = make_state(batch, num_queries, max_drafts, page_size)
-    rows, width = sizes.rows, max_drafts + 1
-    random_inputs = {
-        "chosen": torch.randint(0, VOCAB, (rows,), dtype=torch.int32),
-        "emitted": torch.randint(0, VOCAB, (batch, width), dtype=torch.int32),
-        "num_accepted": torch.randint(0, width, (batch,), dtype=torch.int32),
-        "is_broken": torch.rand(rows) < 0.1,
-        "own_choice": torch.randint(0, VOCAB, (batch,), dtype=torch.int32),
-    }
+def padded(tensor: torch.Tensor, size: int, fill: list[int]) -> torch.Tensor:
+    """[k, T] with columns `fill` [k] up to T = size."""
+    out = torch.tensor(fill)[:, None].repeat(1, size)
+    out[:, : tensor.shape[1]] = tensor
+    return out
 
-    def run(where: torch.device) -> dict[str, torch.Tensor]:
-        own = {name: tensor.to(where, copy=True) for name, tensor in (state | random_inputs).items()}
-        on_device = sizes.to(where)
 
-        def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.full(shape, -7, dtype=dtype, device=where)
+@pytest.mark.parametrize("room", ["plenty", "little"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("batch", "num_prompts"), CORRECTNESS + CORNER + PERFORMANCE)
+def test_a_step(batch: int, num_prompts: int, seed: int, room: str, device: torch.device) -> None:
+    step = Step(seed, batch, num_prompts)
+    there, fields, page_table = step.table, step.fields, step.page_table
+    total = reference.prepare_step(there, fields, page_table, step.sizes, None)
+    rows, most_logits = total.packed.shape[1] + 5, len(total.logit_rows) + 3
+    if room == "little":
+        rows, most_logits = max(rows * 2 // 3, 1), max(most_logits // 2, 1)
+    sizes = step.sizes._replace(rows=rows)
+    here = RequestTable(there.size - 1, MAX_LEN, MAX_DRAFTS, V, device)
+    for name in ("tokens", "num_tokens", "drafts", "num_drafts", "num_drafter_tokens", "params"):
+        getattr(here, name).copy_(getattr(there, name))
+    on = [x.to(device) for x in (fields, page_table)]
 
-        out = {"packed": make(3, rows, dtype=torch.long), "cu": make(batch + 1), "seq_lens": make(batch), "num_verified": make(batch)}
-        shared = [own[n] for n in ("tokens", "num_tokens", "drafts", "num_drafts", "page_table")]
-        ops.prepare_step(*out.values(), own["fields"], *shared, sizes, on_device)
-        ops.simulate_acceptance(own["chosen"], own["fields"], out["cu"], own["drafts"], own["num_tokens"], sizes, on_device, 0.6)
-        counts = out["cu"].diff()
-        num_emitted = torch.minimum(counts, own["num_accepted"] + 1)  # as verification and commit leave them
-        slots = own["fields"][SLOT].long()
-        own["num_tokens"][slots] += num_emitted
-        results = make(batch, RESULT_HEAD + width)
-        ops.pack_results(results, own["emitted"], num_emitted, own["num_accepted"], out["num_verified"], own["is_broken"], out["cu"])
-        out["results"] = results
-        drafter = {"drafter": make(4, rows, dtype=torch.long), "drafter_lens": make(batch), "last_rows": make(batch, dtype=torch.long)}
-        ops.prepare_drafter(
-            *drafter.values(), own["fields"], out["cu"], own["emitted"], num_emitted, own["num_tokens"], own["page_table"], sizes, on_device
+    expected = reference.prepare_step(there, fields, page_table, sizes, most_logits)
+    got = StepRows.make(sizes, most_logits, device)
+    for tensor in (got.packed, got.cu_query_lens, got.seq_lens, got.num_verified, got.cu_logit_rows, got.logit_rows):
+        tensor.fill_(-7)
+    assert ops.prepare_step(here, *on, sizes, got) is got
+    scratch = sizes.scratch_page
+    want = padded(expected.packed, rows, [0, 0, scratch * sizes.page_stride, scratch * sizes.tap_stride])
+    assert torch.equal(got.packed.cpu(), want)
+    assert torch.equal(got.logit_rows.cpu(), padded(expected.logit_rows[None], most_logits, [0])[0])
+    for name in ("cu_query_lens", "seq_lens", "num_verified", "cu_logit_rows"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+
+    chosen = torch.randint(0, V, (most_logits,), dtype=torch.int32)
+    others = (fields[INDEX], expected.cu_logit_rows)
+    simulated = chosen.to(device)
+    ops.simulate_acceptance(simulated, here, *(x.to(device) for x in others), 0.6)
+    ops.simulate_acceptance(chosen, there, *others, 0.6)
+    assert torch.equal(simulated.cpu(), chosen)
+
+    num_emitted = torch.minimum(expected.cu_logit_rows.diff(), torch.randint(1, MAX_DRAFTS + 2, (batch,), dtype=torch.int32))
+    emitted = torch.randint(0, V, (batch, MAX_DRAFTS + 1), dtype=torch.int32)
+    emitted[torch.arange(MAX_DRAFTS + 1) >= num_emitted[:, None]] = -1
+    outputs = [x.to(device) for x in (emitted, num_emitted)]
+    commit(emitted, num_emitted, there, fields[INDEX])
+    commit(outputs[0], outputs[1], here, on[0][INDEX])
+    results, is_broken = torch.full((batch, RESULT_HEAD + MAX_DRAFTS + 1), POISON, dtype=torch.int32), torch.rand(most_logits) < 0.1
+    on_device = results.to(device)
+    accepted = torch.randint(0, 4, (batch,), dtype=torch.int32)
+    inputs = (accepted, expected.num_verified, is_broken, expected.cu_logit_rows)
+    ops.pack_results(results, emitted, num_emitted, *inputs)
+    ops.pack_results(on_device, *outputs, *(x.to(device) for x in inputs))
+    assert torch.equal(on_device.cpu(), results)
+
+    fields[DRAFTER_COUNT, ::3] = 0  # so that room for few rows is taken by several requests
+    on[0].copy_(fields)
+    first = there.num_drafter_tokens.clone()
+    num_rows = reference.prepare_drafter(there, fields, expected, page_table, sizes, None).packed.shape[1] + 4
+    there.num_drafter_tokens.copy_(first)
+    num_rows = num_rows if room == "plenty" else max(num_rows // 2, 1)
+    want_drafter = reference.prepare_drafter(there, fields, expected, page_table, sizes, num_rows)
+    drafter = DrafterRows.make(sizes, num_rows, device)
+    for tensor in (drafter.packed, drafter.cu_rows, drafter.seq_lens, drafter.last_rows):
+        tensor.fill_(-7)
+    ops.prepare_drafter(here, on[0], got, on[1], sizes, drafter)
+    tap = scratch * sizes.tap_stride
+    assert torch.equal(drafter.packed.cpu(), padded(want_drafter.packed, num_rows, [0, 0, scratch * sizes.drafter_stride, tap, tap]))
+    for name in ("cu_rows", "seq_lens", "last_rows"):
+        assert torch.equal(getattr(drafter, name).cpu(), getattr(want_drafter, name)), name
+
+    is_skipped = torch.randint(0, 3, (batch,), dtype=torch.int32) // 2
+    for number in range(MAX_DRAFTS):
+        chosen = torch.randint(0, V, (batch,), dtype=torch.int32)
+        packed, lens = torch.full((3, batch), POISON), torch.full((batch,), POISON, dtype=torch.int32)
+        packed_here, lens_here = packed.to(device), lens.to(device)
+        skipped = is_skipped if number else None
+        ops.append_draft(packed, lens, there, fields, chosen, page_table, sizes, number, skipped)
+        ops.append_draft(
+            packed_here, lens_here, here, on[0], chosen.to(device), on[1], sizes, number, None if skipped is None else skipped.to(device)
         )
-        out |= drafter
-        for number in range(max_drafts):
-            packed, lens = make(3, batch, dtype=torch.long), make(batch)
-            inputs = (own["fields"], own["own_choice"], own["num_tokens"], own["page_table"])
-            ops.append_draft(own["drafts"], own["num_drafts"], packed, lens, *inputs, sizes, on_device, number)
-            out |= {f"draft {number}": packed, f"draft_lens {number}": lens}
-        return out | {"chosen": own["chosen"], "drafts": own["drafts"], "num_drafts": own["num_drafts"]}
-
-    got, expected = run(device), run(torch.device("cpu"))
-    dummy = sizes.dummy_slot  # what lies there is nobody's
-    for name, value in expected.items():
-        mine = got[name].cpu()
-        if name in ("drafts", "num_drafts"):
-            mine, value = mine[:dummy], value[:dummy]
-        assert torch.equal(mine, value), name
+        assert torch.equal(packed_here.cpu(), packed) and torch.equal(lens_here.cpu(), lens)
+    for name in ("tokens", "num_tokens", "drafts", "num_drafts", "num_drafter_tokens"):
+        assert torch.equal(getattr(here, name).cpu(), getattr(there, name)), name
 
 
 def test_values_are_written(device: torch.device) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from kernels import reference
 from kernels import verify as ops
-from kernels.reference import slots as reference_slots
-from kernels.state import SlotTable
+from kernels.ops import Policy, RequestTable
+from kernels.reference import request_table as reference_table
 
 CORRECTNESS = [(1, 1, 50), (5, 3, 500), (20, 5, 1001)]
 CORNER = [(3, 0, 40), (4, 16, 4096), (2, 31, 77)]
@@ -37,19 +37,19 @@ def test_verify(batch: int, width: int, vocab_size: int, device: torch.device) -
         assert torch.equal(g.cpu().long(), e.long())
 
 
-@pytest.mark.parametrize("policy", ["normal", "accept_all", "reject_all"])
+@pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize(("batch", "max_drafts"), [(1, 3), (9, 5), (40, 31), (3, 0)])
-def test_verify_drafts(batch: int, max_drafts: int, policy: str, device: torch.device) -> None:
-    here, there = (SlotTable(batch, 64, max_drafts, 100, d) for d in (device, torch.device("cpu")))
+def test_verify_drafts(batch: int, max_drafts: int, policy: Policy, device: torch.device) -> None:
+    here, there = (RequestTable(batch, 64, max_drafts, 100, d) for d in (device, torch.device("cpu")))
     there.drafts.random_(0, 2)
     here.drafts.copy_(there.drafts)
-    row_slots = torch.tensor([*torch.randperm(batch).tolist(), batch, batch], dtype=torch.int32)
+    request_indices = torch.tensor([*torch.randperm(batch).tolist(), batch, batch], dtype=torch.int32)
     counts = [random.randint(0, max_drafts + 1) for _ in range(batch)]
     cu = torch.tensor([0, *counts, 0, 0]).cumsum(0).int()
     chosen = torch.randint(0, 2, (int(cu[-1]) + 3,), dtype=torch.int32)
-    expected = reference_slots.verify_drafts(chosen, there, row_slots, cu, policy)
+    expected = reference_table.verify_drafts(chosen, there, request_indices, cu, policy)
     outputs = tuple(torch.full_like(x, -77).to(device) for x in expected)
-    got = ops.verify_drafts(chosen.to(device), here, row_slots.to(device), cu.to(device), policy, outputs)  # type: ignore[arg-type]
+    got = ops.verify_drafts(chosen.to(device), here, request_indices.to(device), cu.to(device), policy, outputs)  # type: ignore[arg-type]
     for g, e in zip(got, expected):
         assert torch.equal(g.cpu(), e)
 
@@ -88,7 +88,7 @@ def test_top_p_candidates(rows: int, vocab_size: int, most: int, device: torch.d
     assert torch.equal(got[1].cpu().double(), expected[1])
     assert torch.equal(got[2].cpu().long(), expected[2])
     seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 9999, (rows,), dtype=torch.int32)
-    want = reference_slots.sample_candidates(got[0].cpu(), got[1].cpu(), got[2].cpu(), seeds, positions)
+    want = reference_table.sample_candidates(got[0].cpu(), got[1].cpu(), got[2].cpu(), seeds, positions)
     assert torch.equal(ops.sample_candidates(*got, seeds.to(device), positions.to(device)).cpu(), want)
 
 

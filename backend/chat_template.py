@@ -1,0 +1,321 @@
+"""Chat templates: messages to a prompt, as transformers writes it, within limits of time, memory and length.
+
+A template is a program that came with the weights. Jinja's sandbox keeps it from the interpreter's insides, and from
+nothing else: it may loop for ever, or ask for any amount of memory in one operation, which no check inside the interpreter
+ends. So templates run in a process of their own, which ends itself when its time is over: the request that it had in hand
+is refused, and the next one gets a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from backend.errors import CapacityError, ModelError, RequestError
+
+logger = logging.getLogger(__name__)
+
+MAX_TEMPLATE_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 8_000_000
+"""Of the messages, and of the prompt that is made of them, where the caller has no lower limit."""
+RENDER_SECONDS = 2.0
+"""Processor time of one rendering. Real templates take milliseconds for their context's worth of messages."""
+ANSWER_SECONDS = 20.0
+"""Until the process is taken for lost: ten times as long, since other work may hold the processor."""
+QUEUE_SECONDS = 10.0
+"""How long a request waits for others to be rendered."""
+MAX_MEMORY_BYTES = 1 << 30
+_HEADER = struct.Struct("<Q")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, the first of which templates read."""
+
+
+# -- in the process that renders ----------------------------------------------------------------------------------------
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what the assistant wrote, for those who train on it; here its content is written as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"names of a namespace must not begin with an underscore, got {name!r:.100}")
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without names that begin with an underscore, which lead to the interpreter's insides."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` is a template's right
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class _Dict:
+    """`dict`, without the type that it is."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """What templates find, as transformers gives it to them."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(format: str) -> str:
+        return datetime.now().strftime(format)
+
+    def tojson(
+        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:  # jinja's own escapes HTML, and sorts keys
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.globals |= {"dict": _Dict(), "namespace": _Namespace}
+    return environment
+
+
+def _render(template: jinja2.Template, variables: dict[str, Any], max_characters: int) -> dict[str, str]:
+    pieces, count = [], 0
+    try:
+        for piece in template.generate(**variables):
+            pieces.append(piece)
+            count += len(piece)
+            if count > max_characters:
+                return {"error": f"the prompt that it writes has more than {max_characters} characters, the limit"}
+        return {"text": "".join(pieces)}
+    except MemoryError:
+        pieces.clear()
+        return {"error": f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory, the limit"}
+    except Exception as error:  # a template may fail in any way
+        return {"error": f"{error}"[:1000]}
+
+
+def main() -> None:
+    """Serves one template: its source comes first, then what it is to be rendered with, each answered in turn."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal, it is meant for the parent, whose end is this one's
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends this process, in the midst of one endless operation too
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+
+    def receive() -> Any:
+        header = requests.read(_HEADER.size)
+        return json.loads(requests.read(_HEADER.unpack(header)[0])) if len(header) == _HEADER.size else None
+
+    def answer(value: dict[str, str]) -> None:
+        data = json.dumps(value).encode()
+        answers.write(_HEADER.pack(len(data)) + data)
+        answers.flush()
+
+    template = None
+    while (request := receive()) is not None:
+        signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)
+        if template is None:
+            try:
+                template = make_environment().from_string(request["source"])
+            except (Exception, MemoryError) as error:
+                answer({"error": f"{error}"[:1000]})
+                return
+            result = {"text": ""}
+        else:
+            result = _render(template, request["variables"], request["max_characters"])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answer(result)
+
+
+# -- in the server's process --------------------------------------------------------------------------------------------
+
+
+class _Lost(Exception):
+    """The process ended, or gave no answer."""
+
+
+class _Renderer:
+    """The process, as its parent sees it."""
+
+    def __init__(self) -> None:
+        if not sys.executable:
+            raise ModelError("chat templates need an interpreter of their own, and sys.executable names none")
+        # Modules are looked for where this process found them, whatever was done to its path.
+        path = [p for p in sys.path if p]
+        code = f"import sys; sys.path[:] = {path!r}; from backend.chat_template import main; main()"
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, bufsize=0)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._requests, False)
+        self.end = weakref.finalize(self, _end, self._process)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, str]:
+        """Raises _Lost."""
+        data = json.dumps(request).encode()
+        end = time.monotonic() + ANSWER_SECONDS
+        try:
+            self._write(_HEADER.pack(len(data)) + data, end)
+            (length,) = _HEADER.unpack(self._read(_HEADER.size, end))
+            return json.loads(self._read(length, end))
+        except BrokenPipeError:
+            raise _Lost(self._reason()) from None
+
+    def _wait(self, reading: Sequence[int], writing: Sequence[int], end: float) -> None:
+        poll = select.poll()  # select itself takes no descriptor above 1,023
+        for descriptor in reading:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor in writing:
+            poll.register(descriptor, select.POLLOUT)
+        if not poll.poll(1e3 * max(end - time.monotonic(), 0)):
+            raise _Lost(f"it gave no answer for {ANSWER_SECONDS:g} s")
+
+    def _write(self, data: bytes, end: float) -> None:
+        left = memoryview(data)
+        while left:
+            self._wait([], [self._requests], end)
+            left = left[os.write(self._requests, left[:65536]) :]
+
+    def _read(self, length: int, end: float) -> bytes:
+        parts, left = [], length
+        while left:
+            self._wait([self._answers], [], end)
+            part = os.read(self._answers, min(left, 1 << 20))
+            if not part:
+                raise _Lost(self._reason())
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def _reason(self) -> str:
+        status = self._process.wait(ANSWER_SECONDS)
+        if status == -signal.SIGPROF:
+            return f"it ran for more than {RENDER_SECONDS:g} s, the limit"
+        return f"its process ended with status {status}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what the process did not read any more
+                pipe.close()
+
+
+class ChatTemplate:
+    """A model's chat template. Thread-safe; its process is started by the first request."""
+
+    def __init__(self, source: str, where: str) -> None:
+        """where: said in errors. Raises ModelError for what is no template."""
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            message = f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARACTERS}"
+            raise ModelError(f"{where}: {message}")
+        try:  # no more than its syntax: to compile it computes what is constant in it, which may take for ever
+            make_environment().parse(source)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            raise ModelError(f"{where}: the chat template is not valid: {error}") from None
+        self._source = source
+        self._lock = threading.Lock()
+        self._renderer: _Renderer | None = None
+
+    def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], max_characters: int) -> str:
+        """Raises RequestError where the template refuses or fails, CapacityError when too many wait for it."""
+        if (count := _count_characters(messages, max_characters)) > max_characters:
+            raise RequestError(f"messages has {count} characters or more; the limit is {max_characters}")
+        variables = {**variables, "messages": [_name_reasoning(m) for m in messages]}
+        request = {"variables": variables, "max_characters": max_characters}
+        try:
+            answer = self._ask(request)
+        except _Lost as error:
+            answer = {"error": str(error)}
+        except (TypeError, ValueError, RecursionError) as error:
+            answer = {"error": f"they cannot be written as JSON: {error}"}
+        if "error" in answer:
+            raise RequestError(f"the chat template refused the messages: {answer['error']}")
+        return answer["text"]
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, str]:
+        if not self._lock.acquire(timeout=QUEUE_SECONDS):
+            raise CapacityError(f"the chat template was busy with other requests for {QUEUE_SECONDS:g} s: retry later")
+        try:
+            if self._renderer is None:
+                self._renderer = _Renderer()
+                answer = self._renderer.ask({"source": self._source})
+                if "error" in answer:
+                    self._end_renderer()
+                    return answer
+            return self._renderer.ask(request)
+        except (TypeError, ValueError, RecursionError):  # of what cannot be sent; nothing was
+            raise
+        except BaseException:
+            # Whatever it was in the middle of, the next request must not have this one's answer.
+            self._end_renderer()
+            raise
+        finally:
+            self._lock.release()
+
+    def _end_renderer(self) -> None:
+        if self._renderer is not None:
+            self._renderer.end()
+            self._renderer = None
+
+
+def _name_reasoning(message: Any) -> Any:
+    """A message whose reasoning has every name that templates know it by, as transformers has it."""
+    if not isinstance(message, dict):
+        return message
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _count_characters(value: Any, limit: int) -> int:
+    """Of all texts in the messages, keys too; counting ends beyond the limit."""
+    count, left = 0, [value]
+    while left and count <= limit:
+        item = left.pop()
+        if isinstance(item, str):
+            count += len(item)
+        elif isinstance(item, dict):
+            left += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            left += item
+    return count

@@ -1,0 +1,429 @@
+"""Token ids to text, piece by piece: what a tokenizer's own decoder writes of all of them, for any ids and any split.
+
+The library's DecodeStream is not used: it decodes a window of tokens again and again and compares, which raises for some
+sequences of bytes (`<0x0A>`, `<0xE6>`, `,`) and writes others differently from `decode`. Here each of the library's
+decoders is a stage that keeps what it cannot yet decide, so that text once given out is never taken back, and a token
+costs the same however long its context is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders
+
+logger = logging.getLogger(__name__)
+
+BROKEN = "\ufffd"
+MAX_TOKEN_ID = 2**32 - 1
+"""The library has no larger ones, and raises for negative ones."""
+
+Piece = str | int | bytes
+"""One token as its decoder reads it: text; a byte (of byte fallback); or bytes (of a byte-level vocabulary)."""
+
+
+@functools.cache
+def byte_level_table() -> dict[str, int]:
+    """Which byte each character of a byte-level vocabulary stands for: GPT-2's table."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [b for b in range(256) if b not in shown]
+    return {chr(b): b for b in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
+
+
+def decoder_stages(inner: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """A tokenizer's decoders in their order, as its file has them; empty for a tokenizer without any."""
+
+    def flatten(stage: dict[str, Any]) -> list[dict[str, Any]]:
+        return [s for part in stage["decoders"] for s in flatten(part)] if stage["type"] == "Sequence" else [stage]
+
+    return [] if inner.decoder is None else flatten(json.loads(inner.decoder.__getstate__()))
+
+
+def decode_whole(inner: tokenizers.Tokenizer, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
+    """The library's `decode`, which skips ids outside the vocabulary; here those that it has no number for, too."""
+    ids = [i for i in token_ids if 0 <= i <= MAX_TOKEN_ID]
+    try:
+        return inner.decode(ids, skip_special_tokens=skip_special_tokens)
+    except BaseException as error:
+        # Strip, with a `stop`, panics on a text shorter than what it strips, and a panic is no Exception.
+        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+            raise
+        logger.warning("the tokenizer's decoder failed on %d tokens: %s", len(ids), error)
+        return ""
+
+
+# -- stages that make text of tokens ------------------------------------------------------------------------------------
+
+
+class _Joiner:
+    """Plain text: every token is written as it is. Others override what differs."""
+
+    def push(self, piece: Any) -> str:
+        """The text that is certain now."""
+        return piece
+
+    def flush(self) -> str:
+        """The rest, when no token follows."""
+        return ""
+
+    @property
+    def num_held(self) -> int:
+        """Whole characters that are not certain."""
+        return 0
+
+    def peek(self, limit: int) -> tuple[str, int]:
+        """The last `limit` characters, or more, of what `flush` would write, and how many are before them.
+
+        Nothing while a character is incomplete.
+        """
+        return "", 0
+
+
+class _Spaced(_Joiner):
+    """No decoder at all: tokens are words."""
+
+    _is_first = True
+
+    def push(self, piece: str) -> str:
+        if self._is_first:
+            self._is_first = False
+            return piece
+        return " " + piece
+
+
+class _ByteLevel(_Joiner):
+    """Bytes of UTF-8; what is broken is replaced as soon as that is certain."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.push = self._decoder.decode  # type: ignore[assignment]  # one call less for every token
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class _ByteFallback(_Joiner):
+    """Tokens of text, and runs of tokens that stand for a byte each.
+
+    One bad byte spoils its whole run, every byte of which is replaced then: a run is not certain before it ends.
+    """
+
+    def __init__(self) -> None:
+        self._start_run()
+
+    def _start_run(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        self._characters: list[str] = []
+        self._num_bytes = 0
+        self._is_valid = True
+
+    def push(self, piece: str | int) -> str:
+        if isinstance(piece, str):
+            return self.flush() + piece if self._num_bytes else piece
+        self._num_bytes += 1
+        if self._is_valid:
+            try:
+                if character := self._decoder.decode(bytes((piece,))):
+                    self._characters.append(character)
+            except UnicodeDecodeError:
+                self._is_valid = False
+        return ""
+
+    def flush(self) -> str:
+        if not self._num_bytes:
+            return ""
+        is_valid = self._is_valid and not self._decoder.getstate()[0]
+        text = "".join(self._characters) if is_valid else BROKEN * self._num_bytes
+        self._start_run()
+        return text
+
+    @property
+    def num_held(self) -> int:
+        return len(self._characters)
+
+    def peek(self, limit: int) -> tuple[str, int]:
+        if not self._is_valid or self._decoder.getstate()[0]:
+            return "", 0
+        return "".join(self._characters[-limit:]), max(len(self._characters) - limit, 0)
+
+
+class _WordPiece(_Joiner):
+    """BERT's: words are apart unless a token begins with a prefix such as ##."""
+
+    _CLEANED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " do not": " don't"}
+    _CLEANED |= {" 's": "'s", " 've": "'ve", " 're": "'re"}
+
+    def __init__(self, prefix: str, cleanup: bool) -> None:
+        self._prefix = prefix
+        self._cleanup = cleanup
+        self._is_first = True
+
+    def push(self, piece: str) -> str:
+        if self._is_first:
+            self._is_first = False
+        elif piece.startswith(self._prefix):
+            piece = piece[len(self._prefix) :]
+        else:
+            piece = " " + piece
+        return self.clean(piece) if self._cleanup else piece
+
+    @classmethod
+    def clean(cls, text: str) -> str:
+        for found, instead in cls._CLEANED.items():
+            text = text.replace(found, instead)
+        return text
+
+
+class _Metaspace(_Joiner):
+    """SentencePiece's: a character such as ▁ is a space, and none at the start of the first token."""
+
+    def __init__(self, replacement: str, is_prepended: bool) -> None:
+        self._replacement = replacement
+        self._is_dropped = is_prepended
+
+    def push(self, piece: str) -> str:
+        if self._is_dropped:
+            self._is_dropped = False
+            return piece.replace(self._replacement, "")
+        return piece.replace(self._replacement, " ")
+
+
+class _Suffixed(_Joiner):
+    """BPE with a mark such as </w> at the ends of words: a space, except in the last token, so the latest one waits."""
+
+    def __init__(self, suffix: str) -> None:
+        self._suffix = suffix
+        self._latest = ""
+
+    def push(self, piece: str) -> str:
+        text, self._latest = self._latest.replace(self._suffix, " "), piece
+        return text
+
+    def flush(self) -> str:
+        text, self._latest = self._latest.replace(self._suffix, ""), ""
+        return text
+
+    @property
+    def num_held(self) -> int:
+        return len(self.peek(0)[0])
+
+    def peek(self, limit: int) -> tuple[str, int]:
+        return self._latest.replace(self._suffix, ""), 0
+
+
+class _Ctc(_Joiner):
+    """Speech models': a token that repeats the one before it is not written."""
+
+    def __init__(self, pad_token: str, word_delimiter: str, cleanup: bool) -> None:
+        self._pad_token = pad_token
+        self._word_delimiter = word_delimiter
+        self._cleanup = cleanup
+        self._latest: str | None = None
+
+    def push(self, piece: str) -> str:
+        if piece == self._latest:
+            return ""
+        self._latest = piece
+        text = piece.replace(self._pad_token, "") if self._pad_token else piece
+        return _WordPiece.clean(text).replace(self._word_delimiter, " ") if self._cleanup else text
+
+
+class _Strip:
+    """Drops up to `start` of a character where the text begins, and up to `stop` where it ends."""
+
+    def __init__(self, content: str, start: int, stop: int) -> None:
+        self._content = content
+        self._num_left = start
+        self._stop = stop
+        self._num_held = 0
+
+    def push(self, text: str) -> str:
+        if self._num_left and text:
+            bare = self._without_start(text)
+            self._num_left = 0 if bare else self._num_left - len(text)
+            text = bare
+        if not self._stop or not text:
+            return text
+        text = self._content * self._num_held + text
+        self._num_held = min(self._stop, len(text) - len(text.rstrip(self._content)))
+        return text[: len(text) - self._num_held]
+
+    def _without_start(self, text: str) -> str:
+        count = min(self._num_left, len(text) - len(text.lstrip(self._content)))
+        return text[count:]
+
+    def peek(self, text: str, num_before: int) -> str:
+        """What `push` and the end would leave of a text that is not certain, behind so many characters of its kind."""
+        if not num_before:
+            text = self._without_start(text)
+        num_cut = min(self._stop, len(text) - len(text.rstrip(self._content)))
+        return text[: len(text) - num_cut]
+
+
+def _strip_token(token: str, content: str, start: int, stop: int) -> str:
+    strip = _Strip(content, start, stop)
+    return strip.push(token)
+
+
+# -- a tokenizer's decoder ----------------------------------------------------------------------------------------------
+
+
+class Decoding:
+    """How a tokenizer's tokens become text. One for a tokenizer; safe from any thread."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self.inner = inner
+        self.make_joiner: Callable[[], _Joiner] = _Joiner
+        self.make_strip: Callable[[], _Strip] | None = None
+        self.is_streamed = True
+        """False for decoders whose text is not certain before the last token: all of it comes at the end."""
+        self._special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+        self._token_maps: list[Callable[[str], str]] = []
+        self._to_piece: Callable[[str], Piece] = str
+        self._pieces: dict[int, Piece | None] = {}
+        stages = decoder_stages(inner)
+        if inner.decoder is None:
+            self.make_joiner = _Spaced
+            return
+        while stages and (token_map := _token_map(stages[0])):
+            self._token_maps.append(token_map)
+            stages = stages[1:]
+        is_joined = self._read_joiner(stages)
+        stages = stages[1:] if is_joined else stages
+        if not self._read_rest(stages, is_fused=self._to_piece is read_byte_level):
+            self.is_streamed = False
+            names = ", ".join(stage["type"] for stage in decoder_stages(inner))
+            logger.warning("text comes at a completion's end only: what the decoders %s write is not certain before", names)
+
+    def _read_joiner(self, stages: Sequence[dict[str, Any]]) -> bool:
+        """Whether the first stage is one."""
+        if not stages:
+            return False
+        stage = stages[0]
+        match stage["type"]:
+            case "ByteLevel":
+                self._to_piece, self.make_joiner = read_byte_level, _ByteLevel
+            case "ByteFallback":
+                self._to_piece, self.make_joiner = _read_byte_fallback, _ByteFallback
+            case "WordPiece":
+                self.make_joiner = functools.partial(_WordPiece, stage["prefix"], stage["cleanup"])
+            case "Metaspace":
+                is_prepended = stage.get("prepend_scheme", "always") != "never"
+                self.make_joiner = functools.partial(_Metaspace, stage["replacement"], is_prepended)
+            case "BPEDecoder":
+                self.make_joiner = functools.partial(_Suffixed, stage["suffix"])
+            case "CTC":
+                names = ("pad_token", "word_delimiter_token", "cleanup")
+                self.make_joiner = functools.partial(_Ctc, *(stage[name] for name in names))
+            case _:
+                return False
+        return True
+
+    def _read_rest(self, stages: Sequence[dict[str, Any]], is_fused: bool) -> bool:
+        """Whether all that follows keeps text certain: nothing but a Strip of the text as a whole."""
+        for stage in stages:
+            if stage["type"] == "Fuse":
+                is_fused = True
+            elif stage["type"] == "Strip" and is_fused and self.make_strip is None:
+                self.make_strip = functools.partial(_Strip, stage["content"], stage["start"], stage["stop"])
+            else:
+                return False
+        return True
+
+    def piece(self, token_id: int) -> Piece | None:
+        """None: the token writes nothing, since it is special or unknown."""
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            pass
+        token = self.inner.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
+        if token is None or token in self._special:
+            if token is None:
+                return None  # and is not kept: there is no end of unknown ids
+            piece = None
+        else:
+            for token_map in self._token_maps:
+                token = token_map(token)
+            piece = self._to_piece(token)
+        self._pieces[token_id] = piece
+        return piece
+
+
+def _token_map(stage: dict[str, Any]) -> Callable[[str], str] | None:
+    """What a stage does to each token alone, whatever stands beside it; None for one that does more."""
+    if stage["type"] == "Strip":
+        return lambda token: _strip_token(token, stage["content"], stage["start"], stage["stop"])
+    if stage["type"] == "Replace":
+        ((kind, pattern),) = stage["pattern"].items()
+        replace = decoders.Replace(tokenizers.Regex(pattern) if kind == "Regex" else pattern, stage["content"])
+        return lambda token: replace.decode([token])
+    return None
+
+
+def read_byte_level(token: str) -> bytes:
+    table = byte_level_table()
+    try:
+        return bytes([table[c] for c in token])
+    except KeyError:  # an added token's text, written as it is
+        return token.encode()
+
+
+def _read_byte_fallback(token: str) -> str | int:
+    value = byte_of(token)
+    return token if value is None else value
+
+
+def byte_of(token: str) -> int | None:
+    """The byte that a token such as <0x0A> stands for; None for text."""
+    if len(token) != 6 or not token.isascii() or not (token.startswith("<0x") and token.endswith(">")):
+        return None
+    digits = token[3:5].removeprefix("+")  # which the library takes for a number's sign
+    return int(digits, 16) if digits and all(c in "0123456789abcdefABCDEF" for c in digits) else None
+
+
+class Detokenizer:
+    """One completion's tokens as text. Never raises, whatever the ids."""
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._decoding = decoding
+        self._joiner = decoding.make_joiner()
+        self._strip = decoding.make_strip() if decoding.make_strip is not None else None
+        self._token_ids: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain with this token, whatever follows."""
+        if not self._decoding.is_streamed:
+            self._token_ids.append(token_id)
+            return ""
+        piece = self._decoding.piece(token_id)
+        if piece is None:
+            return ""
+        text = self._joiner.push(piece)
+        return text if self._strip is None else self._strip.push(text)
+
+    @property
+    def num_held(self) -> int:
+        """Whole characters of tokens that were pushed, which are not certain."""
+        return self._joiner.num_held
+
+    def peek(self, limit: int) -> tuple[str, int]:
+        """The last `limit` characters, or more, of what `flush` would write, and how many are before them.
+
+        Nothing while a character is incomplete.
+        """
+        text, num_before = self._joiner.peek(limit)
+        return (text if self._strip is None or not text else self._strip.peek(text, num_before)), num_before
+
+    def flush(self) -> str:
+        """The rest, when no token follows."""
+        if self._token_ids:
+            token_ids, self._token_ids = self._token_ids, []
+            return decode_whole(self._decoding.inner, token_ids, skip_special_tokens=True)
+        text = self._joiner.flush()
+        return text if self._strip is None else self._strip.push(text)

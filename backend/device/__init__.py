@@ -1,1 +1,0 @@
-"""Decoding steps whose state lives on the device: captured once, launched ahead of what they emit."""

@@ -1,0 +1,105 @@
+"""Where a process computes: what `device` and `dtype` mean on this machine, streams and CPU threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from backend.config import EngineConfig
+from backend.errors import ConfigError
+from backend.model_files import read_config
+from kernels._load import KernelError, check_device, device_stream
+
+logger = logging.getLogger(__name__)
+
+DRIVER_FILE = Path("/dev/nvidiactl")
+"""There where NVIDIA's driver runs."""
+GPU_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What kernels are tested in from end to end."""
+
+
+def pick_device(config: EngineConfig) -> torch.device:
+    """Where the engine runs. Raises ConfigError for a GPU that is not there, or that cannot be used.
+
+    auto is the GPU when there is one. One that cannot be used is an error under auto too: who has bought it wants to know, and
+    answers from the CPU are many times slower.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    is_auto = config.device == "auto"
+    if not torch.cuda.is_available():
+        reason = f"torch {torch.__version__} sees no GPU"
+        if not is_auto:
+            raise ConfigError(f"device {config.device}: {reason}; use --device cpu")
+        if DRIVER_FILE.exists() and not is_hidden():
+            raise ConfigError(f"device auto: this machine has a GPU ({DRIVER_FILE}), but {reason}: install a torch that does, or use --device cpu")
+        return torch.device("cpu")
+    device = torch.device("cuda" if is_auto else config.device)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise ConfigError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs, from cuda:0")
+    try:
+        check_device(device)
+    except KernelError as error:
+        raise ConfigError(f"device {config.device}: this machine has a GPU that cannot be used: {error}") from None
+    return device
+
+
+def is_hidden() -> bool:
+    """Whether the machine's GPUs are taken from this process, by CUDA's own variable: then there is none for it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
+def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """auto: float32 on CPU, the checkpoint's on GPU; one that the kernels are not tested in becomes bfloat16, and it is said."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if device.type == "cpu":
+        return torch.float32
+    values = read_config(config.model)
+    name = str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if name not in GPU_DTYPES:
+        logger.warning(
+            "the checkpoint is in %s and is served in bfloat16, which keeps 8 of its 11 bits of precision; --dtype float32 keeps all", name
+        )
+    return GPU_DTYPES.get(name, torch.bfloat16)
+
+
+def on_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """What everything on a device runs in: the stream that kernels, torch and graphs share."""
+    return device_stream(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def keep_temporaries_on_heap() -> None:
+    """Stops glibc from mapping and unmapping every large temporary.
+
+    A step's gathered keys and values are some megabytes, and page faults would dominate copying them.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD; glibc takes no more
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+    except (OSError, AttributeError):
+        pass  # another libc: slower, not wrong
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Runs torch on that many CPU threads, and leaves its setting as it was: it is the whole process's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_for(config: EngineConfig) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """CPU threads for a step of so many tokens: waking the others for a few costs more than it brings."""
+    num_threads = config.num_threads or torch.get_num_threads()
+    return lambda num_tokens: cpu_threads(num_threads if num_tokens >= config.single_thread_tokens else 1)

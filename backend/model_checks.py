@@ -1,0 +1,178 @@
+"""Checks a model folder before anything is loaded: what config.json says, and that its weights are the ones it speaks of.
+
+A damaged folder that loads serves wrong answers with every light green, so the launcher checks in the first second, and whoever
+loads a model checks again. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from backend.errors import ConfigError, ModelError
+from backend.model_files import find_weights, open_weights, read_config, read_json
+from backend.models.families import ARCHITECTURES, DRAFTERS
+from backend.models.spec import DecoderSpec, MtpSpec, Shapes, WeightList
+from backend.models.values import Values
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Beside config.json, where some tools write what others write in it."""
+BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)$")
+"""Tables that older files hold beside the weights: they are computed anew."""
+MAX_LISTED = 5
+
+
+def _describe(names: Sequence[str]) -> str:
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+# -- config.json ------------------------------------------------------------------------------------------------------------------
+
+
+def check_config(config: Mapping[str, Any], directory: str | Path) -> Values:
+    """Raises ModelError for values of config.json that no model of any family has; returns the values."""
+    where = f"{directory}/config.json"
+    values = Values(config, where)
+    _check_quantization(values, where, Path(directory))
+    values.integer("vocab_size", 2**22)
+    values.integer("max_position_embeddings", 2**24)
+    for key in ("bos_token_id", "eos_token_id"):
+        _check_token_ids(values, key, config["vocab_size"])
+    return values
+
+
+def _check_quantization(values: Values, where: str, directory: Path) -> None:
+    """Weights of a quantized checkpoint that are read as plain ones give fluent nonsense, or fail at some odd shape."""
+    for key in QUANTIZATION_KEYS:
+        if found := values.get(key):
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ModelError(f"{where}: {key} of quant_method {method!r:.80} is not supported; known: none. Use a checkpoint that is not quantized")
+    if (directory / QUANTIZATION_FILE).exists():
+        raise ModelError(f"{directory / QUANTIZATION_FILE}: quantized checkpoints are not supported. Use one that is not quantized")
+
+
+def _check_token_ids(values: Values, key: str, vocab_size: int) -> None:
+    """One id, a list of them, or none."""
+    found = values.get(key)
+    for token_id in found if isinstance(found, list) else [] if found is None else [found]:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise values.refuse(key, f"token ids from 0 to {vocab_size - 1} (vocab_size {vocab_size}), or null")
+
+
+def find_architecture(config: Mapping[str, Any], directory: str | Path) -> str:
+    """The model's family. Raises ModelError when none that it names is known."""
+    names = config.get("architectures") or []
+    known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES] if isinstance(names, list) else []
+    if not known:
+        raise ModelError(f"{directory}: architectures {names!r:.200} are not supported; known: {', '.join(ARCHITECTURES)}")
+    return known[0]
+
+
+def _find_drafter(config: Mapping[str, Any], directory: str | Path) -> str:
+    names = config.get("architectures")
+    if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in DRAFTERS:
+        return names[0]
+    raise ModelError(f"{directory}/config.json: architectures {names!r:.200} is no drafter; known: {', '.join(DRAFTERS)}")
+
+
+def check_max_model_len(asked: int | None, own: int) -> None:
+    if asked is not None and asked > own:
+        raise ConfigError(f"max_model_len {asked} is beyond the model's own limit {own}")
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Raises ModelError when the tokenizer's files are damaged as JSON; what they mean is for the one who loads them."""
+    path = directory / "tokenizer.json"
+    if not isinstance(read_json(path).get("model"), dict):
+        raise ModelError(f"{path} has no object 'model': it is no tokenizer of the tokenizers library")
+    settings = directory / "tokenizer_config.json"
+    if settings.exists():
+        read_json(settings)
+
+
+def check_fits_target(config: Mapping[str, Any], directory: str | Path, *, hidden_size: int, vocab_size: int, max_model_len: int) -> None:
+    """Raises ModelError when a drafter's config.json is that of no drafter, or of another model's."""
+    where = f"{directory}/config.json"
+    _find_drafter(config, directory)
+    for key, own in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+        if config.get(key) != own:
+            raise ModelError(f"{where}: {key} is {config.get(key)!r:.80}; the target's is {own}")
+    length = config.get("max_position_embeddings", 0)
+    if not isinstance(length, int) or length < max_model_len:
+        raise ModelError(f"{where}: max_position_embeddings is {length!r:.80}; the target's is {max_model_len}")
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------------------
+
+
+def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSpec:
+    """What the model of a folder is made of, which can be served. has_weights: false where they are made up.
+
+    Raises ModelError for what is missing, damaged, left over or not supported.
+    """
+    config = read_config(directory)
+    family = ARCHITECTURES[find_architecture(config, directory)]
+    spec = family(check_config(config, directory))
+    if has_weights:
+        weights = WeightList()
+        spec.list_weights(weights)
+        check_weights(Path(directory), weights, f"num_hidden_layers is {config['num_hidden_layers']}")
+    return spec
+
+
+def check_drafter(directory: str | Path, *, has_weights: bool = True) -> MtpSpec:
+    """The same of a drafter (`check_fits_target` comes before it: a drafter of another model is called that)."""
+    config = read_config(directory)
+    spec = DRAFTERS[_find_drafter(config, directory)](check_config(config, directory))
+    if has_weights:
+        weights = WeightList()
+        spec.list_weights(weights)
+        check_weights(Path(directory), weights, f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}")
+    return spec
+
+
+def check_weights(directory: Path, weights: WeightList, num_layers: str) -> None:
+    """Raises ModelError unless the folder's weights are the required ones, and whole groups of the optional ones.
+
+    A layer's weight that nobody reads means that config.json is another model's; others are named in a warning.
+    """
+    files = find_weights(directory)
+    required, optional = weights.required, weights.optional
+    known = required | {name: shape for group in optional for name, shape in group.items()}
+    if missing := [name for name in required if name not in files]:
+        raise ModelError(f"{directory}: weight {_describe(missing)} is missing")
+    for group in optional:
+        if 0 < len(absent := [name for name in group if name not in files]) < len(group):
+            raise ModelError(f"{directory}: weight {_describe(absent)} is missing, though the projections beside it have theirs")
+    unused = [name for name in files if name not in known and not BUFFERS.search(name)]
+    if layers := [name for name in unused if name.startswith("model.layers.")]:
+        raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
+    if unused:
+        logger.warning("%s: %d weights are not used: %s", directory, len(unused), _describe(unused))
+    by_file: dict[Path, list[str]] = {}
+    for name in known:
+        if name in files:
+            by_file.setdefault(files[name], []).append(name)
+    for path, names in by_file.items():
+        _check_file(path, {name: known[name] for name in names})
+
+
+def _check_file(path: Path, shapes: Shapes) -> None:
+    with open_weights(path, "np") as file:
+        held = set(file.keys())
+        for name, shape in shapes.items():
+            if name not in held:
+                raise ModelError(f"{path}: weight {name} is missing, though the index says that it is there")
+            entry = file.get_slice(name)
+            if tuple(entry.get_shape()) != shape:
+                raise ModelError(f"{path}: weight {name} has shape {tuple(entry.get_shape())}; config.json makes it {shape}")
+            if entry.get_dtype() not in WEIGHT_DTYPES:
+                raise ModelError(f"{path}: weight {name} is of dtype {entry.get_dtype()}; known: {', '.join(WEIGHT_DTYPES)}")

@@ -1,0 +1,92 @@
+"""A decoder of any family: embedding, layers, final norm, head (tied or not), as its spec says. Fulfils `backend.models.Model`."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.kv_store import CacheSpec
+from backend.models.layers import ATTENTION, Wanted, Weights
+from backend.models.loader import Checkpoint
+from backend.models.parts import DecoderLayer
+from backend.models.rope import RopeTables
+from backend.models.spec import DecoderSpec, Projection
+from backend.parallel.ranks import Ranks
+from backend.quantization import make_linear
+from kernels import ops
+
+
+class Decoder:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        context_len: int,
+        *,
+        only_head: bool = False,
+    ) -> None:
+        """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run."""
+        self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
+        self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
+        own = spec.layers[0].attention
+        own_q, own_kv = ranks.part(own.num_q, "num_attention_heads"), ranks.part(own.num_kv, "num_key_value_heads")
+        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, own.head_dim)
+        self.eps = spec.layers[-1].eps
+        scale = spec.embedding_scale
+        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it
+        self._logit_soft_cap = spec.logit_soft_cap
+        weights = Weights(checkpoint, dtype, device, ranks)
+        self.embedding = weights.whole(f"{spec.embedding}.weight", (self.vocab_size, self.hidden_size))
+        self.layers: list[DecoderLayer] = []
+        self._tables: list[RopeTables] = []
+        self._table_of: list[int] = []
+        """Of each layer, its place among the tables: layers that turn alike share one."""
+        if not only_head:
+            self._build_layers(spec, weights, context_len)
+        self.norm = weights.norm(spec.norm, self.hidden_size, spec.norm_offset)
+        if spec.is_tied and ranks.size == 1:
+            self.head = make_linear(self.embedding)
+        else:
+            name = spec.embedding if spec.is_tied else spec.head
+            self.head = weights.split_rows([Projection(name, self.vocab_size, self.hidden_size)])
+
+    def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
+        places: dict[tuple, int] = {}
+        for layer in spec.layers:
+            part = layer.attention
+            self.layers.append(DecoderLayer(layer, weights, context_len))
+            key = (part.rope, part.head_dim, part.scale)
+            if key not in places:
+                places[key] = len(places)
+                self._tables.append(RopeTables(part.rope, part.head_dim, context_len, weights.dtype, weights.device, part.scale))
+            self._table_of.append(places[key])
+
+    def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
+        return [CacheSpec(ATTENTION, self.heads[1:], dtype, 2 * self.num_layers)]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: list[tuple[torch.Tensor, ...]],
+        plan: ops.Plan,
+        wanted: Wanted | None = None,
+    ) -> torch.Tensor:
+        x = self.embed(token_ids)
+        angles = [tables.at(positions) for tables in self._tables]
+        for layer, place, layer_cache in zip(self.layers[:-1], self._table_of[:-1], cache[:-1], strict=True):
+            x = layer.forward(x, angles[place], slots, layer_cache, plan)
+        rows, plan = (None, plan) if wanted is None else (wanted.rows, wanted.plan)
+        x = self.layers[-1].forward(x, angles[self._table_of[-1]], slots, cache[-1], plan, rows)
+        return ops.rms_norm(x, self.norm, self.eps)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding[token_ids]
+        return x if self._embedding_scale is None else x.mul_(self._embedding_scale)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.ranks.all_gather(self.head(hidden))
+        return logits if self._logit_soft_cap is None else ops.soft_cap(logits, self._logit_soft_cap)

@@ -1,0 +1,33 @@
+"""Model families: each reads config.json's values and says what parts its models are made of. Nothing else names a family. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from backend.models.families.ernie import ernie4_5
+from backend.models.families.gemma import gemma2, gemma3_text
+from backend.models.families.glm import glm, glm4
+from backend.models.families.llama import llama, llama_mtp
+from backend.models.families.mistral import ministral, ministral3, mistral
+from backend.models.families.phi import phi3
+from backend.models.families.qwen import qwen2, qwen3
+from backend.models.spec import DecoderSpec, MtpSpec
+from backend.models.values import Values
+
+ARCHITECTURES: dict[str, Callable[[Values], DecoderSpec]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "MinistralForCausalLM": ministral,
+    "Ministral3ForCausalLM": ministral3,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Phi3ForCausalLM": phi3,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3_text,
+    "Ernie4_5ForCausalLM": ernie4_5,
+    "GlmForCausalLM": glm,
+    "Glm4ForCausalLM": glm4,
+}
+"""By the name that config.json's `architectures` gives."""
+
+DRAFTERS: dict[str, Callable[[Values], MtpSpec]] = {"LlamaMTP": llama_mtp}

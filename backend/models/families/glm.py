@@ -1,0 +1,40 @@
+"""GLM-4, the dense models: half of a head turns, in interleaved pairs; fused gate and up. The files of 0414 have norms after each part too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from backend.models.rope_spec import read_rope
+from backend.models.spec import (
+    ACTIVATIONS,
+    DecoderSpec,
+    attention,
+    gated_mlp,
+    pre_norm_layer,
+    read_decoder,
+    read_eps,
+    read_num_layers,
+    read_sizes,
+)
+from backend.models.values import Values
+
+
+def glm(values: Values) -> DecoderSpec:
+    sizes, eps, has_bias = read_sizes(values, head_dim=128), read_eps(values), values.flag("attention_bias", default=True)
+    rope = read_rope(values, sizes.head_dim, partial=0.5, is_interleaved=True)
+    activation = values.choice("hidden_act", ACTIVATIONS, "silu")
+    layers = []
+    for i in range(read_num_layers(values)):
+        prefix = f"model.layers.{i}"
+        part = attention(f"{prefix}.self_attn", sizes, rope, has_bias=has_bias)
+        layers.append(pre_norm_layer(prefix, sizes, eps, part, gated_mlp(f"{prefix}.mlp", sizes, activation, is_fused=True)))
+    return read_decoder(values, layers)
+
+
+def glm4(values: Values) -> DecoderSpec:
+    spec = glm(values)
+    layers = []
+    for i, layer in enumerate(spec.layers):
+        attention_norm, mlp_norm = (f"model.layers.{i}.{name}.weight" for name in ("post_self_attn_layernorm", "post_mlp_layernorm"))
+        layers.append(dataclasses.replace(layer, attention_post_norm=attention_norm, mlp_post_norm=mlp_norm))
+    return dataclasses.replace(spec, layers=tuple(layers))

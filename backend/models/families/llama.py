@@ -1,0 +1,52 @@
+"""Llama: RMS norm, rotary grouped-query attention, SwiGLU (Touvron et al. 2023); and the drafters that are trained for it here."""
+
+from __future__ import annotations
+
+from backend.models.rope_spec import read_rope
+from backend.models.spec import (
+    ACTIVATIONS,
+    DecoderSpec,
+    LayerSpec,
+    MtpLayerSpec,
+    MtpSpec,
+    Projection,
+    attention,
+    gated_mlp,
+    pre_norm_layer,
+    read_decoder,
+    read_eps,
+    read_num_layers,
+    read_sizes,
+)
+from backend.models.values import Values
+
+
+def _layer(values: Values, prefix: str) -> LayerSpec:
+    sizes = read_sizes(values)
+    has_bias = values.flag("attention_bias")
+    rope = read_rope(values, sizes.head_dim)
+    parts = attention(f"{prefix}.self_attn", sizes, rope, has_bias=has_bias, has_output_bias=has_bias)
+    mlp = gated_mlp(f"{prefix}.mlp", sizes, values.choice("hidden_act", ACTIVATIONS, "silu"), has_bias=values.flag("mlp_bias"))
+    return pre_norm_layer(prefix, sizes, read_eps(values), parts, mlp)
+
+
+def llama(values: Values) -> DecoderSpec:
+    return read_decoder(values, (_layer(values, f"model.layers.{i}") for i in range(read_num_layers(values))))
+
+
+def llama_mtp(values: Values) -> MtpSpec:
+    """Names as DeepSeek-V3's."""
+    hidden = values.integer("hidden_size", 2**17)
+
+    def module(prefix: str) -> MtpLayerSpec:
+        return MtpLayerSpec(
+            embedding_norm=f"{prefix}.enorm.weight",
+            hidden_norm=f"{prefix}.hnorm.weight",
+            projection=Projection(f"{prefix}.eh_proj", hidden, 2 * hidden),
+            decoder=_layer(values, prefix),
+            head_norm=f"{prefix}.shared_head.norm.weight",
+            repeated=(f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"),
+        )
+
+    count = values.integer("num_nextn_predict_layers", 1024)
+    return MtpSpec(values.integer("vocab_size", 2**22), hidden, tuple(module(f"model.layers.{i}") for i in range(count)))

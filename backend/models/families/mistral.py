@@ -1,0 +1,59 @@
+"""Mistral: Llama with a sliding window in every layer (Jiang et al. 2023). Ministral: in some, or with queries that grow with the position."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from backend.models.rope_spec import RopeSpec, read_rope
+from backend.models.spec import (
+    ACTIVATIONS,
+    LAYER_TYPES,
+    DecoderSpec,
+    Sizes,
+    attention,
+    gated_mlp,
+    pre_norm_layer,
+    read_decoder,
+    read_eps,
+    read_layer_types,
+    read_num_layers,
+    read_sizes,
+    read_window,
+)
+from backend.models.values import Values
+
+WINDOW = 4096
+FULL, SLIDING = LAYER_TYPES
+
+
+def _decoder(values: Values, sizes: Sizes, rope: RopeSpec, windows: Sequence[int | None]) -> DecoderSpec:
+    eps, activation = read_eps(values), values.choice("hidden_act", ACTIVATIONS, "silu")
+    layers = []
+    for i, window in enumerate(windows):
+        prefix = f"model.layers.{i}"
+        part = attention(f"{prefix}.self_attn", sizes, rope, window=window)
+        layers.append(pre_norm_layer(prefix, sizes, eps, part, gated_mlp(f"{prefix}.mlp", sizes, activation)))
+    return read_decoder(values, layers)
+
+
+def mistral(values: Values) -> DecoderSpec:
+    sizes = read_sizes(values)
+    return _decoder(values, sizes, read_rope(values, sizes.head_dim), [read_window(values, WINDOW)] * read_num_layers(values))
+
+
+def ministral(values: Values) -> DecoderSpec:
+    sizes, window = read_sizes(values), read_window(values, WINDOW)
+    types = read_layer_types(values, [SLIDING] * read_num_layers(values))
+    return _decoder(values, sizes, read_rope(values, sizes.head_dim), [window if kind == SLIDING else None for kind in types])
+
+
+def ministral3(values: Values) -> DecoderSpec:
+    """Ministral 3, the text model: its rope parameters also say how queries grow past the context that it was trained with."""
+    sizes = read_sizes(values, head_dim=128)
+    rope = read_rope(values, sizes.head_dim)
+    parameters = values.section("rope_parameters")
+    if parameters.has("llama_4_scaling_beta"):
+        original = parameters.integer("original_max_position_embeddings", 2**24)
+        rope = dataclasses.replace(rope, query_scale_beta=parameters.number("llama_4_scaling_beta", 1e3), original_len=original)
+    return _decoder(values, sizes, rope, [read_window(values)] * read_num_layers(values))

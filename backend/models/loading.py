@@ -1,0 +1,97 @@
+"""Loads the model of a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from backend.errors import ModelError
+from backend.kv_store import CacheSpec
+from backend.model_checks import check_model
+from backend.models.decoder import Decoder
+from backend.models.layers import Wanted
+from backend.models.loader import Checkpoint, DummyCheckpoint
+from backend.models.spec import DecoderSpec
+from backend.parallel.ranks import Ranks
+from kernels import ops
+from kernels.attention import HEAD_DIMS
+
+
+class Model(Protocol):
+    """What the step needs of a family. T packed tokens, R rows that need logits."""
+
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    num_layers: int
+    heads: tuple[int, int, int]
+    """Of queries, of keys and values, and their size; on this rank."""
+
+    def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
+        """What it keeps of each token."""
+        ...
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: list[tuple[torch.Tensor, ...]],
+        plan: ops.Plan,
+        wanted: Wanted | None = None,
+    ) -> torch.Tensor:
+        """Hidden states after the final norm [T, hidden], or [R, hidden] of those wanted; keys and values of all go to their slots."""
+        ...
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [T] -> [T, hidden], as the first layer takes them."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, V] in the model's dtype."""
+        ...
+
+
+def open_checkpoint(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
+    """A folder's weights, or with load_format dummy random ones."""
+    return DummyCheckpoint(directory, device, dtype) if load_format == "dummy" else Checkpoint(directory)
+
+
+def load_model(
+    directory: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    only_head: bool = False,
+    load_format: str = "safetensors",
+    max_model_len: int | None = None,
+) -> Model:
+    """The model in a Hugging Face folder; only_head: embedding and head alone, for a drafter that shares them.
+
+    max_model_len: the longest context that will be served, which decides whether windows matter; None: the model's own limit.
+    Raises ModelError for what is missing, truncated, mismatched or not supported.
+    """
+    spec = check_model(directory, has_weights=load_format != "dummy")
+    context_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
+    if device.type == "cuda" and not only_head:
+        check_gpu(spec, context_len)
+    with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
+        return Decoder(spec, checkpoint, dtype, device, ranks, context_len, only_head=only_head)
+
+
+def check_gpu(spec: DecoderSpec, context_len: int) -> None:
+    """Raises ModelError for parts that the CUDA kernels do not compute; on CPU all are served."""
+    for layer in spec.layers:
+        part, key = layer.attention, None
+        if part.window is not None and part.window < context_len:
+            key = f"sliding_window {part.window} (a context of {context_len} does not fit in it; one that does is served: max_model_len)"
+        elif part.soft_cap is not None:
+            key = f"attn_logit_softcapping {part.soft_cap:g}"
+        elif part.head_dim not in HEAD_DIMS:
+            key = f"head_dim {part.head_dim} (known: {', '.join(map(str, HEAD_DIMS))})"
+        if key is not None:
+            raise ModelError(f"{spec.where}: attention on a GPU has no {key} yet; use --device cpu")

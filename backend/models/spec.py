@@ -1,0 +1,302 @@
+"""What a model is made of, as its family reads it from config.json: parts, sizes and the names of their weights. No torch.
+
+`backend.model_checks` compares a folder with it before anything is loaded; `backend.models.decoder` builds the model from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from backend.models.rope_spec import RopeSpec
+from backend.models.values import Values
+
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class WeightList:
+    """The weights of a checkpoint, by name."""
+
+    required: Shapes = field(default_factory=dict)
+    optional: list[Shapes] = field(default_factory=list)
+    """Groups of which it has all or none."""
+
+    def add_norm(self, name: str | None, size: int) -> None:
+        if name is not None:
+            self.required[name] = (size,)
+
+    def add(self, *projections: Projection) -> None:
+        """Projections of one input, whose biases go together."""
+        biases: Shapes = {f"{p.name}.bias": (p.out_features,) for p in projections}
+        self.required |= {f"{p.name}.weight": (p.out_features, p.in_features) for p in projections}
+        if projections[0].has_bias:
+            self.required |= biases
+        else:
+            self.optional.append(biases)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A stored weight [out, in], and its bias."""
+
+    name: str
+    """Without `.weight`."""
+    out_features: int
+    in_features: int
+    has_bias: bool = False
+    """It must be there; else it is taken where the checkpoint has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention."""
+
+    num_q: int
+    num_kv: int
+    head_dim: int
+    qkv: tuple[Projection, ...]
+    """Of queries, keys and values; or one, whose rows are theirs in this order."""
+    o: Projection
+    rope: RopeSpec
+    query_norm: str | None = None
+    key_norm: str | None = None
+    scale: float | None = None
+    """What scores are multiplied with; None: head_dim ** -0.5."""
+    window: int | None = None
+    """Tokens that a query sees, itself with them."""
+    soft_cap: float | None = None
+    """Scores become cap tanh(score / cap)."""
+
+    def list_weights(self, weights: WeightList) -> None:
+        weights.add(*self.qkv)
+        weights.add(self.o)
+        for name in (self.query_norm, self.key_norm):
+            weights.add_norm(name, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """act(gate) * up, and down."""
+
+    gate_up: tuple[Projection, ...]
+    """Gate and up; or one, whose rows are theirs in this order."""
+    down: Projection
+    activation: str = "silu"
+
+    def list_weights(self, weights: WeightList) -> None:
+        weights.add(*self.gate_up)
+        weights.add(self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A decoder layer: norms, attention, MLP. A post norm is of what a part adds to the residual stream."""
+
+    hidden_size: int
+    eps: float
+    input_norm: str
+    attention: AttentionSpec
+    mlp_norm: str
+    mlp: MlpSpec
+    attention_post_norm: str | None = None
+    mlp_post_norm: str | None = None
+    norm_offset: float = 0.0
+    """Added to the weights of norms: Gemma's say how far from 1 they are."""
+
+    def list_weights(self, weights: WeightList) -> None:
+        for name in (self.input_norm, self.mlp_norm, self.attention_post_norm, self.mlp_post_norm):
+            weights.add_norm(name, self.hidden_size)
+        self.attention.list_weights(weights)
+        self.mlp.list_weights(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A whole model: embedding, layers, final norm, head."""
+
+    where: str
+    """The file that said so."""
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    layers: tuple[LayerSpec, ...]
+    is_tied: bool
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head"
+    norm_offset: float = 0.0
+    embedding_scale: float | None = None
+    logit_soft_cap: float | None = None
+
+    def list_weights(self, weights: WeightList) -> None:
+        head: Shapes = {f"{self.head}.weight": (self.vocab_size, self.hidden_size)}
+        weights.required |= {f"{self.embedding}.weight": (self.vocab_size, self.hidden_size), self.norm: (self.hidden_size,)}
+        if self.is_tied:
+            weights.optional.append(head)  # some files repeat it
+        else:
+            weights.required |= head
+            weights.optional.append({f"{self.head}.bias": (self.vocab_size,)})
+        for layer in self.layers:
+            layer.list_weights(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayerSpec:
+    """One module of a multi-token-prediction drafter: norms, projection of both, decoder layer, norm before the shared head."""
+
+    embedding_norm: str
+    hidden_norm: str
+    projection: Projection
+    decoder: LayerSpec
+    head_norm: str
+    repeated: tuple[str, ...] = ()
+    """The target's embedding and head, which some files hold again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpSpec:
+    """A drafter's modules; embedding and head are the target's."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[MtpLayerSpec, ...]
+
+    def list_weights(self, weights: WeightList) -> None:
+        for layer in self.layers:
+            for name in (layer.embedding_norm, layer.hidden_norm, layer.head_norm):
+                weights.add_norm(name, self.hidden_size)
+            weights.required[f"{layer.projection.name}.weight"] = (self.hidden_size, 2 * self.hidden_size)
+            weights.optional += [{name: (self.vocab_size, self.hidden_size)} for name in layer.repeated]
+            layer.decoder.list_weights(weights)
+
+
+# -- what families read alike -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a decoder layer."""
+
+    hidden: int
+    inner: int
+    num_q: int
+    num_kv: int
+    head_dim: int
+
+
+def read_sizes(values: Values, head_dim: int | None = None) -> Sizes:
+    """head_dim: the family's own where the file has none; None: hidden / heads."""
+    hidden, num_q = values.integer("hidden_size", 2**17), values.integer("num_attention_heads", 1024)
+    num_kv = values.integer("num_key_value_heads", num_q) if values.has("num_key_value_heads") else num_q
+    if num_q % num_kv:
+        raise values.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({num_q})")
+    size = values.integer("head_dim", 1024) if values.get("head_dim") else head_dim or hidden // num_q
+    if size < 2 or size % 2:
+        raise values.refuse("head_dim", f"even, since RoPE turns pairs; hidden_size // num_attention_heads is {hidden // num_q}")
+    return Sizes(hidden, values.integer("intermediate_size", 2**20), num_q, num_kv, size)
+
+
+def attention(
+    prefix: str,
+    sizes: Sizes,
+    rope: RopeSpec,
+    *,
+    has_bias: bool = False,
+    has_output_bias: bool = False,
+    has_head_norms: bool = False,
+    is_fused: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> AttentionSpec:
+    """Grouped-query attention under the names that most families use."""
+    query, key = sizes.num_q * sizes.head_dim, sizes.num_kv * sizes.head_dim
+    parts = (("qkv_proj", query + 2 * key),) if is_fused else (("q_proj", query), ("k_proj", key), ("v_proj", key))
+    return AttentionSpec(
+        sizes.num_q,
+        sizes.num_kv,
+        sizes.head_dim,
+        qkv=tuple(Projection(f"{prefix}.{name}", rows, sizes.hidden, has_bias) for name, rows in parts),
+        o=Projection(f"{prefix}.o_proj", sizes.hidden, query, has_output_bias),
+        rope=rope,
+        query_norm=f"{prefix}.q_norm.weight" if has_head_norms else None,
+        key_norm=f"{prefix}.k_norm.weight" if has_head_norms else None,
+        scale=None if scale == sizes.head_dim**-0.5 else scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+
+
+def gated_mlp(prefix: str, sizes: Sizes, activation: str, *, has_bias: bool = False, is_fused: bool = False) -> MlpSpec:
+    """A gated MLP under the names that most families use."""
+    parts = (("gate_up_proj", 2 * sizes.inner),) if is_fused else (("gate_proj", sizes.inner), ("up_proj", sizes.inner))
+    gate_up = tuple(Projection(f"{prefix}.{name}", rows, sizes.hidden, has_bias) for name, rows in parts)
+    return MlpSpec(gate_up, Projection(f"{prefix}.down_proj", sizes.hidden, sizes.inner, has_bias), activation)
+
+
+def read_decoder(
+    values: Values,
+    layers: Iterable[LayerSpec],
+    *,
+    is_tied: bool = False,
+    norm_offset: float = 0.0,
+    embedding_scale: float | None = None,
+    logit_soft_cap: float | None = None,
+) -> DecoderSpec:
+    """is_tied: where the file does not say."""
+    end = values.get("eos_token_id")
+    return DecoderSpec(
+        values.where,
+        values.integer("vocab_size", 2**22),
+        values.integer("hidden_size", 2**17),
+        values.integer("max_position_embeddings", 2**24),
+        frozenset([end] if isinstance(end, int) else end or []),
+        tuple(layers),
+        values.flag("tie_word_embeddings", default=is_tied),
+        norm_offset=norm_offset,
+        embedding_scale=embedding_scale,
+        logit_soft_cap=logit_soft_cap,
+    )
+
+
+def read_layer_types(values: Values, default: Sequence[str]) -> list[str]:
+    """Of each layer; `default` where the file does not say."""
+    types = values.get("layer_types")
+    if types is None:
+        return list(default)
+    if not isinstance(types, list) or len(types) != len(default) or any(kind not in LAYER_TYPES for kind in types):
+        raise values.refuse("layer_types", f"a list of num_hidden_layers ({len(default)}) of: {', '.join(LAYER_TYPES)}")
+    return types
+
+
+def read_window(values: Values, default: int | None = None) -> int | None:
+    """sliding_window; `default` where the file does not name it, which is not the same as null."""
+    if not values.has("sliding_window"):
+        return None if values.names("sliding_window") else default
+    return values.integer("sliding_window", 2**24)
+
+
+def read_soft_cap(values: Values, key: str, default: float | None = None) -> float | None:
+    """A cap of scores; null: none."""
+    if not values.has(key):
+        return None if values.names(key) else default
+    return values.number(key, 1e9)
+
+
+def pre_norm_layer(prefix: str, sizes: Sizes, eps: float, attention: AttentionSpec, mlp: MlpSpec) -> LayerSpec:
+    """A layer with a norm before each part, under the names that most families use."""
+    norms = (f"{prefix}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
+    return LayerSpec(sizes.hidden, eps, next(norms), attention, next(norms), mlp)
+
+
+def read_eps(values: Values) -> float:
+    return values.number("rms_norm_eps", 1.0)
+
+
+def read_num_layers(values: Values) -> int:
+    return values.integer("num_hidden_layers", 1024)

@@ -1,0 +1,100 @@
+"""Step plans from rank 0 to the other ranks of a host, by shared memory: one writer, and readers that each see every message."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+SLOT_WORDS, NUM_SLOTS = 1 << 14, 256
+"""A message takes as many slots as it needs; a prompt of 131,072 tokens takes nine."""
+SPINS = 2000
+"""Looks before a waiting rank begins to sleep between them: a step is some milliseconds."""
+PAUSE_SECONDS = 5e-5
+MAX_READERS = 63
+MEMORY_FOLDER = Path("/dev/shm")
+
+
+class PlanRing:
+    """Slots of int32 words. The writer waits for the slowest reader where the ring is full.
+
+    `numbers` [0]: pieces written; [1 + i]: pieces that reader i has read; each written by its owner alone. A piece is written whole before its
+    number is, and the processors that this runs on keep that order.
+    """
+
+    def __init__(self, num_readers: int, path: str | None = None) -> None:
+        """path: of the ring to read; None makes one. (Python's own shared memory starts a process, which the server's stub does not let it.)"""
+        if not 1 <= num_readers <= MAX_READERS:
+            raise ValueError(f"num_readers is {num_readers}; the limit is {MAX_READERS}")
+        head = 8 * (MAX_READERS + 1)
+        size = head + 4 * NUM_SLOTS * (SLOT_WORDS + 2)
+        if path is None:
+            file, path = tempfile.mkstemp(prefix="foretoken-plans-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None)
+            os.truncate(file, size)
+            self._owned: Path | None = Path(path)
+        else:
+            file, self._owned = os.open(path, os.O_RDWR), None
+        self.path, self._num_readers = path, num_readers
+        self._memory = mmap.mmap(file, size)
+        os.close(file)
+        self._numbers = np.frombuffer(self._memory, dtype=np.int64, count=MAX_READERS + 1)
+        self._slots = np.frombuffer(self._memory, dtype=np.int32, offset=head, count=NUM_SLOTS * (SLOT_WORDS + 2)).reshape(NUM_SLOTS, -1)
+
+    def write(self, words: np.ndarray, check: Callable[[], None]) -> None:
+        """One message. check is called while there is no room, and may raise."""
+        begin = 0
+        while True:
+            piece = words[begin : begin + SLOT_WORDS]
+            begin += len(piece)
+            number = int(self._numbers[0])
+            _wait(functools.partial(self._has_room, number), check)
+            slot = self._slots[number % NUM_SLOTS]
+            slot[0], slot[1] = len(piece), begin >= len(words)
+            slot[2 : 2 + len(piece)] = piece
+            self._numbers[0] = number + 1
+            if begin >= len(words):
+                return
+
+    def read(self, reader: int, check: Callable[[], None]) -> np.ndarray:
+        """The next message of a reader (0 to num_readers - 1). check is called while there is none, and may raise."""
+        pieces = []
+        while True:
+            number = int(self._numbers[1 + reader])
+            _wait(functools.partial(self._has_news, number), check)
+            slot = self._slots[number % NUM_SLOTS]
+            count, is_last = slot[:2].tolist()
+            pieces.append(slot[2 : 2 + count].copy())
+            self._numbers[1 + reader] = number + 1
+            if is_last:
+                return np.concatenate(pieces)
+
+    def _has_room(self, number: int) -> bool:
+        return number - int(self._numbers[1 : 1 + self._num_readers].min()) < NUM_SLOTS
+
+    def _has_news(self, number: int) -> bool:
+        return int(self._numbers[0]) > number
+
+    def unlink(self) -> None:
+        """Once every reader has opened it: it is gone with the last of them, however they end."""
+        if self._owned is not None:
+            self._owned.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.unlink()
+        del self._numbers, self._slots
+        self._memory.close()
+
+
+def _wait(is_ready: Callable[[], bool], check: Callable[[], None]) -> None:
+    for _ in range(SPINS):
+        if is_ready():
+            return
+    while not is_ready():
+        check()
+        time.sleep(PAUSE_SECONDS)

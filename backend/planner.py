@@ -1,0 +1,326 @@
+"""Turns a batch into the step plan that every worker runs, and reads a step's outcome back. Integers only; rank 0 alone has one.
+
+It knows of each running request what the workers know: its place in the request table, the pages and drafts that they have, how far
+the step's model drafter has come.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
+from backend.config import SpeculativeConfig
+from backend.core import Batch, Draft, Outcome, Request, Scheduled
+from backend.drafters import Drafters, Placement
+from backend.drafters.choice import MODEL, NEVER
+from backend.pages import SeenPages
+from backend.prefixes import find_shared
+from backend.step.options import Options, is_deterministic, options_of
+from backend.step.plan import Arrival, StepPlan
+from kernels.request_state import Admission
+from kernels.structs import DRAFTER_COUNT, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class Drafted:
+    """Who made the drafts that the next step verifies. It may hold fewer than these."""
+
+    sources: list[str] = field(default_factory=list)
+    alone_score: int = NEVER
+    score: int = 0
+    """Of the lookup, once the step was read."""
+
+    def who(self, count: int, lookup_name: str) -> list[str]:
+        if self.score >= self.alone_score:
+            return [lookup_name] * count
+        return self.sources[:count]
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What the workers know of a running request."""
+
+    index: int
+    place: Placement
+    options: int = 0
+    num_pages: int = 0
+    """Leading page ids in the page table."""
+    is_admitted: bool = False
+    drafted: Drafted = field(default_factory=Drafted)
+    num_drafter_tokens: int = 0
+    """Leading tokens that the model drafter has computed, by the steps that were read or whose rows the host named."""
+    is_followed: bool = False
+    """The model drafter computes every token in the step that emits it; where not, it lags behind num_drafter_tokens."""
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step's plan, and what the host needs to read its outcome."""
+
+    plan: StepPlan
+    entries: list[Scheduled]
+    """In the plan's order."""
+    verified: list[Drafted]
+    """[B]: who made the drafts that each entry verifies."""
+    made: list[Drafted]
+    """[B]: who makes those for the next step."""
+    host_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    """(request index, distributions) of drafts that the host writes."""
+
+
+class Planner:
+    """Called by the engine thread only."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        drafters: Drafters,
+        *,
+        max_batch_size: int,
+        max_model_len: int,
+        num_pages: int,
+        page_size: int,
+        max_drafter_tokens: int,
+        has_step_drafter: bool,
+        is_layout_exact: bool,
+        cascade_heads: tuple[int, int] | None = None,
+    ) -> None:
+        """max_drafter_tokens: that the model drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so
+        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once."""
+        self._config, self._drafters = config, drafters
+        self._max_model_len, self._page_size = max_model_len, page_size
+        self._table_width = -(-max_model_len // page_size)
+        self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
+        self._cascade_heads = cascade_heads
+        self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size)
+        self._has_step_drafter = has_step_drafter
+        self._free = list(range(max_batch_size - 1, -1, -1))
+        self._known: dict[str, _Known] = {}
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def stop(self, request: Request) -> None:
+        """A request ended, or gave its pages back."""
+        known = self._known.pop(request.request_id, None)
+        if known is not None:
+            self._free.append(known.index)
+
+    def is_held(self, request: Request, limit: int) -> bool:
+        """Whether a request has to sit the next step out, since the host must see what a step under way emits first. limit: most drafts."""
+        if not request.num_steps_ahead or not limit:
+            return False
+        known = self._known.get(request.request_id)
+        if known is None:
+            return False
+        return bool(known.place.host) or (known.place.has_model and not known.is_followed and not self._is_exact)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def plan(self, batch: Batch, draft_limit: Callable[[Request], int]) -> PlannedStep:
+        """The plan of a batch whose pages are held. draft_limit: most drafts of a request in the step after this one."""
+        if self._has_step_drafter:
+            self._seen.reset(batch.fresh_pages)
+            self._seen.copy(batch.page_copies)
+        plan = StepPlan(page_copies=batch.page_copies, cleared_pages=batch.fresh_pages)
+        known = {id(entry): self._take(entry, plan) for entry in batch.entries}
+        decoding = [e for e in batch.entries if self._is_decoding(e, known[id(e)], draft_limit)]
+        decoding_ids = {id(e) for e in decoding}
+        prompts = [e for e in batch.entries if id(e) not in decoding_ids]
+        entries = [*prompts, *decoding]
+        step = PlannedStep(plan, entries, [], [])
+        self._put_host_drafts(step, decoding, known)
+        rows = []
+        for entry in entries:
+            own = known[id(entry)]
+            self._put_pages(plan, own, entry.request)
+            is_prompt = id(entry) not in decoding_ids
+            rows.append(self._row(step, entry, own, is_prompt, min(draft_limit(entry.request), MAX_DRAFTS)))
+        plan.fields = np.zeros((NUM_FIELDS, len(entries)), dtype=np.int32)
+        plan.fields[:PREFIX_GROUP] = np.array(rows, dtype=np.int32).T
+        plan.fields[PREFIX_GROUP] = -1
+        plan.num_prompts = len(prompts)
+        plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
+        plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
+        plan.options = functools.reduce(operator.or_, (known[id(e)].options for e in entries), 0)
+        plan.reports_drafts = any(own.place.has_model for own in known.values())
+        if self._cascade_heads is not None and not prompts:
+            self._put_prefixes(plan, entries)
+        return step
+
+    def _is_decoding(self, entry: Scheduled, known: _Known, draft_limit: Callable[[Request], int]) -> bool:
+        if not entry.is_decoding or not known.is_admitted:
+            return False
+        is_behind = known.place.has_model and not known.is_followed and draft_limit(entry.request) > 0
+        # Rows whose drafter has to catch up are named by the host, where workers do not look themselves.
+        return self._is_exact or not is_behind
+
+    def _take(self, entry: Scheduled, plan: StepPlan) -> _Known:
+        """What is known of an entry's request; one that is new enters the request table in this step."""
+        request = entry.request
+        known = self._known.get(request.request_id)
+        if known is None:
+            known = _Known(self._free.pop(), self._drafters.place(request.speculation))
+            self._known[request.request_id] = known
+            known.options = options_of(request, self._config.accept_policy).value
+            if known.place.has_model:
+                known.num_drafter_tokens = self._seen.count(request.page_ids, entry.begin)
+                known.is_followed = True
+            plan.admissions.append(Arrival(self._admission(request, known), request.bad_word_ids))
+        return known
+
+    def _admission(self, request: Request, known: _Known) -> Admission:
+        params, options = request.params, known.options
+        return Admission(
+            index=known.index,
+            token_ids=request.token_ids,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_total_tokens=self._end_of(request),
+            is_greedy=is_deterministic(request),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=request.signed_seed,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            banned_ids=sorted(request.stop_ids),
+            min_known=len(request.prompt_token_ids) + params.min_tokens,
+            is_rejection=bool(options & Options.REJECTION),
+            is_top_p=bool(options & Options.TOP_P),
+            num_drafter_tokens=known.num_drafter_tokens,
+        )
+
+    def _end_of(self, request: Request) -> int:
+        """The prompt's end is a step even where nothing is to follow it."""
+        return min(len(request.prompt_token_ids) + max(1, request.params.max_tokens), self._max_model_len)
+
+    def _put_pages(self, plan: StepPlan, known: _Known, request: Request) -> None:
+        """The pages that the workers' page table lacks."""
+        begin = known.index * self._table_width
+        for number in range(known.num_pages, len(request.page_ids)):
+            plan.page_writes += (begin + number, request.page_ids[number])
+        known.num_pages = len(request.page_ids)
+
+    def _put_host_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, _Known]) -> None:
+        """Drafts of the host for this step; only of requests all of whose tokens it knows."""
+        asking = [e for e in decoding if e.max_drafts and known[id(e)].place.host and not e.request.num_steps_ahead]
+        if not asking:
+            return
+        draft: Draft = self._drafters.propose(asking)
+        plan = step.plan
+        for b, entry in enumerate(asking):
+            own, token_ids = known[id(entry)], draft.token_ids[b]
+            begin = own.index * MAX_DRAFTS
+            for number, token_id in enumerate(token_ids):
+                plan.draft_writes += (begin + number, token_id)
+            plan.num_draft_writes += (own.index, len(token_ids))
+            own.drafted = Drafted(list(draft.sources[b]))
+            num_model = next((i for i, who in enumerate(draft.sources[b]) if who != self._drafters.model_name), len(token_ids))
+            if own.options & Options.REJECTION and (b in draft.probs or not own.place.has_model or not num_model):
+                plan.num_drawn_writes += (own.index, len(draft.probs[b]) if b in draft.probs else 0)
+            if b in draft.probs and own.options & Options.REJECTION:
+                step.host_probs.append((own.index, draft.probs[b]))
+
+    def _row(self, step: PlannedStep, entry: Scheduled, known: _Known, is_prompt: bool, limit: int) -> tuple[int, ...]:
+        """One row's fields up to LOOKUP_ALONE. Notes what the step will have drafted for the request at its end."""
+        request, plan = entry.request, step.plan
+        verified = Drafted() if is_prompt else known.drafted
+        if len(verified.sources) > entry.max_drafts:
+            verified.sources = verified.sources[: entry.max_drafts]
+        known.is_admitted = True
+        model_limit, lookup_limit, alone = 0, -1, NEVER
+        end = entry.begin + entry.num_tokens
+        drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, limit)
+        limit = min(limit, request.speculation.num_speculative_tokens) if entry.emits else 0
+        is_current = known.place.has_model and (drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits))
+        if limit and is_current:
+            model_limit = min(limit, request.speculation.num_model_steps)
+        if limit and known.place.has_lookup:
+            lookup_limit = limit
+            if model_limit:
+                alone = self._drafters.choice.threshold(request.request_id)
+        made = [self._drafters.model_name] * model_limit + [self._drafters.lookup_name] * (lookup_limit - model_limit)
+        known.drafted = Drafted(made, alone)
+        step.verified.append(verified)
+        step.made.append(known.drafted)
+        plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
+        plan.has_lookup |= lookup_limit >= 0
+        plan.has_lookup_alone |= lookup_limit >= 0 and model_limit > 0
+        first, count = (entry.begin, entry.num_tokens) if is_prompt else (-1, 1)
+        if is_prompt:
+            plan.prompt_seq_lens.append(end)
+            plan.drafter_seq_lens.append(drafter_end if drafter_count else 0)
+            last = len(request.prompt_token_ids) - 1
+            if request.scores_prompt and entry.begin < last:
+                plan.scored.append((len(plan.prompt_seq_lens) - 1, min(end, last) - entry.begin))
+        head = (known.index, len(request.page_ids), self._end_of(request), first, count, int(entry.emits), len(verified.sources))
+        return (*head, drafter_count, model_limit, lookup_limit, alone)
+
+    def _count_drafter(self, entry: Scheduled, known: _Known, is_prompt: bool, end: int, limit: int) -> tuple[int, int]:
+        """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""
+        request = entry.request
+        if not known.place.has_model or not request.speculation.num_speculative_tokens:
+            return 0, known.num_drafter_tokens
+        if is_prompt:
+            wanted = end + entry.emits
+            count = min(wanted - known.num_drafter_tokens, self._max_drafter_tokens)
+            if entry.is_decoding and not limit:
+                count = 0
+            begin, known.num_drafter_tokens = known.num_drafter_tokens, known.num_drafter_tokens + count
+            known.is_followed = known.num_drafter_tokens == wanted
+            self._seen.note(request.page_ids, begin, known.num_drafter_tokens)
+            return count, known.num_drafter_tokens
+        known.is_followed = limit > 0 and (known.is_followed or self._is_exact)
+        return (-1 if known.is_followed else 0), known.num_drafter_tokens
+
+    def _put_prefixes(self, plan: StepPlan, entries: Sequence[Scheduled]) -> None:
+        assert self._cascade_heads is not None
+        groups = find_shared([e.request for e in entries], self._page_size, plan.num_queries, self._cascade_heads)
+        for members, length in groups:
+            plan.fields[PREFIX_GROUP, members], plan.fields[PREFIX_LEN, members] = members[0], length
+        plan.has_prefixes = bool(groups)
+
+    # -- its outcome --------------------------------------------------------------------------------------------------
+
+    def read(self, step: PlannedStep, number: int, outcome: Outcome) -> list[str]:
+        """Notes one row's outcome, before its tokens are booked -> who made each of the drafts that it verified."""
+        entry = step.entries[number]
+        request, verified, made = entry.request, step.verified[number], step.made[number]
+        made.score = outcome.lookup_score
+        who = verified.who(outcome.num_drafts, self._drafters.lookup_name)
+        known = self._known.get(request.request_id)
+        if known is None:
+            return who
+        if known.place.has_model:
+            if entry.emits and outcome.num_drafter_tokens:
+                self._note_drafter(request, known, outcome)
+            if known.place.has_lookup and who:
+                key = verified.score if verified.score >= verified.alone_score else MODEL
+                self._drafters.choice.learn(request.request_id, key, outcome.num_accepted)
+            if known.place.host and entry.emits:
+                self._drafters.put_step_drafts(request, outcome.next_drafts)
+        return who
+
+    def _note_drafter(self, request: Request, known: _Known, outcome: Outcome) -> None:
+        after = min(outcome.num_drafter_tokens, len(request.token_ids) + len(outcome.token_ids))
+        if after > known.num_drafter_tokens:
+            self._seen.note(request.page_ids, known.num_drafter_tokens, after)
+            known.num_drafter_tokens = after
+
+    def keep_pages(self, entries: Sequence[Scheduled]) -> None:
+        """After an outcome was booked: requests may have given pages back."""
+        for entry in entries:
+            known = self._known.get(entry.request.request_id)
+            if known is not None:
+                known.num_pages = min(known.num_pages, len(entry.request.page_ids))

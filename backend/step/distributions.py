@@ -1,0 +1,153 @@
+"""Verification by whole distributions (`rejection`, `topp`), and what the drafts in the request table were drawn from."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.config import SpeculativeConfig
+from backend.step.options import Options
+from backend.step.scores import padded_rows
+from kernels import ops
+from kernels.request_state import RequestState
+from kernels.structs import IS_REJECTION, IS_TOP_P
+
+MAX_ROWS = 256
+"""Distributions that are held at a time: each is some numbers for every token of the vocabulary."""
+
+Verified = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of each request: emitted [B, K + 1], num_emitted [B] and num_accepted [B], as `ops.verify_drafts` gives them."""
+
+
+class Distributions:
+    """What some drafts were drawn from: [S, V] float32 by draft number, kept on the device."""
+
+    def __init__(self, table: RequestState, config: SpeculativeConfig, num_model_drafts: int) -> None:
+        """num_model_drafts: drafts of a model that a request may have; 0: all drafts are certain."""
+        self._table, self._config = table, config
+        self._drawn_from: list[torch.Tensor] = []
+        self.num_drawn = torch.zeros(table.size, dtype=torch.int32, device=table.device)
+        """[S]: so many leading drafts were drawn; the others are certain."""
+        self._most = num_model_drafts
+        if table.device.type == "cuda":
+            self._reserve(num_model_drafts)  # graphs hold the addresses, and memory that is counted now cannot be lacking later
+
+    def _reserve(self, num_drafts: int) -> None:
+        table = self._table
+        while len(self._drawn_from) < num_drafts:
+            self._drawn_from.append(torch.zeros(table.size, table.vocab_size, device=table.device))
+
+    @torch.inference_mode()
+    def put(self, index: int, probs: torch.Tensor) -> None:
+        """What the leading drafts of a request, made outside the step, were drawn from [k, V]."""
+        self._reserve(len(probs))
+        for number, row in enumerate(probs):
+            self._drawn_from[number][index] = row.to(self._table.device)
+        self.num_drawn[index] = len(probs)
+
+    def verify(
+        self,
+        logits: torch.Tensor,
+        indices: torch.Tensor,
+        cu_logit_rows: torch.Tensor,
+        num_verified: torch.Tensor,
+        width: int,
+        options: Options,
+        verified: Verified,
+    ) -> None:
+        """Writes over the verdict of the requests that have drafts and one of these strategies.
+
+        logits [R, V]: processed; indices [B]; num_verified [B]: drafts of each request; width: most of them in this step, and one.
+        """
+        step = max(1, MAX_ROWS // width)
+        for begin in range(0, len(indices), step):
+            part = slice(begin, begin + step)
+            parts = tuple(tensor[part] for tensor in verified)
+            cu = cu_logit_rows[begin : begin + step + 1]
+            self._verify(logits, indices[part].long(), cu, num_verified[part], width, options, (parts[0], parts[1], parts[2]))
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        indices: torch.Tensor,
+        cu_logit_rows: torch.Tensor,
+        num_verified: torch.Tensor,
+        width: int,
+        options: Options,
+        verified: Verified,
+    ) -> None:
+        table = self._table
+        num_drawn = self.num_drawn[indices]
+        self.num_drawn.index_fill_(0, indices, 0)  # the drafts are used up, verified or not
+        if width == 1:
+            return
+        places = torch.arange(width, device=logits.device)
+        drafts, flags = table.drafts[indices, : width - 1], table.flags[indices]
+        owners = indices[:, None].expand(-1, width).flatten()
+        first, seeds = table.num_tokens[indices], table.seeds[owners]
+        positions = (first[:, None] + places).flatten()
+        rows = padded_rows(cu_logit_rows, width, len(logits)).flatten()
+        probs = self._distribution(logits[rows], owners, options).view(len(indices), width, -1)
+        if options & Options.REJECTION:
+            drawn_from = self._read_drawn(indices, drafts, num_drawn)
+            decided = ops.verify_rejection(probs, drafts, num_verified, drawn_from, table.seeds[indices], first)
+            _put_over(verified, flags & IS_REJECTION, num_verified, *decided)
+        if options & Options.TOP_P:
+            config, vocab_size = self._config, probs.shape[-1]
+            top_p = table.top_p[owners]
+            ids, weights, counts = ops.top_p_candidates(probs.view(-1, vocab_size), top_p, config.max_candidate_len)
+            corrections = ops.sample_candidates(ids, weights, counts, seeds, positions).view(-1, width)
+            candidates = (ids.view(len(indices), width, -1), counts.view(-1, width), corrections)
+            decided = ops.verify_top_p(drafts, num_verified, *candidates, config.verify_window)
+            _put_over(verified, flags & IS_TOP_P, num_verified, *decided)
+
+    def draw(self, logits: torch.Tensor, indices: torch.Tensor, chosen: torch.Tensor, number: int, options: Options) -> torch.Tensor:
+        """The model's draft `number` [B] int32 of logits [B, V]: as these strategies have it, and `chosen` for the other requests.
+
+        `rejection`: drawn, with noise of its own, from a distribution that is kept for the next step. `topp`: the likeliest.
+        """
+        table, indices = self._table, indices.long()
+        flags = table.flags[indices]
+        if options & Options.TOP_P:
+            chosen = torch.where(flags & IS_TOP_P != 0, ops.argmax(logits).int(), chosen)
+        if options & Options.REJECTION:
+            self._reserve(number + 1)
+            probs = self._distribution(logits, indices, options)
+            drawn = ops.draw_tokens(probs, table.seeds[indices], table.num_tokens[indices] + number, ops.DRAFT_STREAM)
+            self._drawn_from[number].index_copy_(0, indices, probs)
+            chosen = torch.where(flags & IS_REJECTION != 0, drawn, chosen)
+        return chosen
+
+    def note_drawn(self, indices: torch.Tensor, is_certain: torch.Tensor | None) -> None:
+        """All drafts that the requests have now were drawn; is_certain [B]: none of these were."""
+        indices = indices.long()
+        counts = self._table.num_drafts[indices]
+        self.num_drawn.index_copy_(0, indices, counts if is_certain is None else torch.where(is_certain != 0, 0, counts))
+
+    def _distribution(self, logits: torch.Tensor, indices: torch.Tensor, options: Options) -> torch.Tensor:
+        """[R, V] float32 of rows with request indices [R]; rows that no draw is made for get some distribution."""
+        table = self._table
+        flags = table.flags[indices]
+        temperature = torch.where(flags & (IS_REJECTION | IS_TOP_P) != 0, table.temperature[indices], 1.0)
+        top_p = torch.where(flags & IS_TOP_P != 0, 1.0, table.top_p[indices])
+        return ops.probabilities(logits, temperature, table.top_k[indices], top_p, table.min_p[indices], bool(options & Options.FILTERS))
+
+    def _read_drawn(self, indices: torch.Tensor, drafts: torch.Tensor, num_drawn: torch.Tensor) -> torch.Tensor | None:
+        """[B, K, V] that drafts [B, K] were drawn from, the first num_drawn [B] of them; None: all are certain."""
+        if not self._drawn_from:
+            return None
+        count, known = drafts.shape[1], self._drawn_from
+        drawn_from = drafts.new_zeros(len(indices), count, self._table.vocab_size, dtype=torch.float32)
+        for number in range(min(count, len(known))):
+            drawn_from[:, number] = known[number][indices]
+        is_certain = torch.arange(count, device=drafts.device) >= num_drawn[:, None]
+        drawn_from.masked_fill_(is_certain[:, :, None], 0.0)
+        return drawn_from.scatter_add_(2, drafts.long()[:, :, None], is_certain.float()[:, :, None])
+
+
+def _put_over(verified: Verified, flag: torch.Tensor, num_verified: torch.Tensor, token_ids: torch.Tensor, accepted: torch.Tensor) -> None:
+    emitted, num_emitted, num_accepted = verified
+    own = (flag != 0) & (num_verified > 0)
+    part = emitted[:, : token_ids.shape[1]]
+    part.copy_(torch.where(own[:, None], token_ids.int(), part))
+    num_accepted.copy_(torch.where(own, accepted.int(), num_accepted))
+    num_emitted.copy_(torch.where(own, accepted.int() + 1, num_emitted))

@@ -1,0 +1,257 @@
+"""CUDA graphs of the step's phases. Each phase is captured apart, so that their number adds up and does not multiply.
+
+A shape that has no graph runs eagerly, and is captured when nobody waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import torch
+
+from backend.config import EngineConfig
+from backend.prefixes import MIN_SHARERS
+from backend.step.options import Options
+from backend.step.plan import StepPlan
+from backend.step.program import Program, StepShape, StepTensors
+from kernels import warm_up
+from kernels.request_table import RequestTable
+from kernels.structs import COUNT, FIRST, NUM_FIELDS
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING, MAX_LATER = 256, 128
+"""Shapes that wait to be captured, and graphs that were captured while serving: the least used goes first."""
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17)
+"""Tokens of a decoding row that kernels are compiled for in advance, whatever the server's own method: an eager step takes the next wider."""
+DISTRIBUTIONS = Options.REJECTION | Options.TOP_P | Options.FILTERS
+"""What of the options the draft phase depends on."""
+UNCAPTURED = Options.BAD_WORDS
+"""Their memory may move."""
+
+Phase = tuple[str, int, int, tuple[object, ...]]
+"""Name, batch, queries, and what else the phase depends on."""
+
+
+def batch_sizes(max_batch_size: int) -> list[int]:
+    """Rows that steps are captured for: few enough to capture, and near enough to one another that few rows are idle."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, max_batch_size, 16)]
+    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
+
+
+def _phases(shape: StepShape) -> list[Phase]:
+    batch, queries = shape.batch, shape.num_queries
+    phases: list[Phase] = [("forward", batch, queries, (shape.has_prefixes,)), ("decide", batch, queries, (shape.options,))]
+    if shape.num_model_drafts or shape.has_lookup or shape.reports_drafts:
+        what = (shape.num_model_drafts, shape.has_lookup, shape.has_lookup_alone, shape.reports_drafts, shape.options & DISTRIBUTIONS)
+        phases.append(("draft", batch, queries, what))
+    return phases
+
+
+class Graphs:
+    """Runs steps on a GPU. Used by the engine thread only, on the device's stream."""
+
+    def __init__(self, config: EngineConfig, program: Program, table: RequestTable, device: torch.device, num_words: int) -> None:
+        """num_words: that the host sends for one step at most."""
+        self._program, self._table, self.device = program, table, device
+        self._is_cascade = config.cascade_attention
+        self._batch_sizes = batch_sizes(config.max_batch_size)
+        self.staged = torch.zeros(num_words, dtype=torch.int32, device=device)
+        """What the host sent: the fields first."""
+        self._queries: list[int] = []
+        self._drafts: list[tuple[int, bool]] = []
+        self._tensors: dict[tuple[int, int], StepTensors] = {}
+        """What the graphs of all phases of a batch size and width share."""
+        self._graphs: dict[Phase, tuple[torch.cuda.CUDAGraph, StepTensors]] = {}
+        self._later: OrderedDict[Phase, None] = OrderedDict()
+        self._waiting: OrderedDict[StepShape, None] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def fit(self, shape: StepShape) -> StepShape:
+        """The least shape made in advance that such a step fits in; a step with prompts keeps its rows."""
+        # What was captured is worth some idle rows; a step with prompts is not captured anyway.
+        widths = sorted({*self._queries, *WIDTHS}) if shape.num_prompts else (*self._queries, *WIDTHS)
+        queries = next(n for n in widths if n >= shape.num_queries)
+        drafts = next(((m, has) for m, has in self._drafts if m >= shape.num_model_drafts and has >= shape.has_lookup), None)
+        if not shape.num_prompts:
+            shape = dataclasses.replace(shape, batch=next(size for size in self._batch_sizes if size >= shape.batch))
+        if drafts is not None and (shape.num_model_drafts or shape.has_lookup):
+            shape = dataclasses.replace(shape, num_model_drafts=drafts[0], has_lookup=drafts[1])
+        return dataclasses.replace(shape, num_queries=queries)
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, shape: StepShape) -> tuple[StepTensors, list[torch.cuda.Event]]:
+        """Starts a step whose plan was staged: its tensors, and events at its beginning and at each phase's end."""
+        if shape.num_prompts or (shape.batch, shape.num_queries) not in self._tensors:
+            if not shape.num_prompts:
+                self._wait_for_capture(shape)
+            step = self._program.make_tensors(shape, self._fields(shape.batch))
+            return step, self._time(lambda phase: self._run_eagerly(phase, step), shape)
+        step = self._select(shape)
+        is_missing = False
+
+        def run_phase(phase: Phase) -> None:
+            nonlocal is_missing
+            found = self._graphs.get(phase)
+            if found is None:
+                is_missing = True
+                self._run_eagerly(phase, step)
+                return
+            if phase in self._later:
+                self._later.move_to_end(phase)
+            graph, own = found
+            graph.replay()
+            # What the graph wrote that no other phase shares.
+            if phase[0] == "decide":
+                step.scores = own.scores
+            elif phase[0] == "draft":
+                step.report = own.report
+
+        events = self._time(run_phase, shape)
+        if is_missing:
+            self._wait_for_capture(shape)
+        return step, events
+
+    def _time(self, run_phase: Callable[[Phase], None], shape: StepShape) -> list[torch.cuda.Event]:
+        events = [torch.cuda.Event(enable_timing=True)]
+        events[0].record()
+        for phase in _phases(shape):
+            run_phase(phase)
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record()
+        return events
+
+    def _run_eagerly(self, phase: Phase, step: StepTensors) -> None:
+        {"forward": self._program.forward, "decide": self._program.decide, "draft": self._program.draft}[phase[0]](step)
+        base = self._tensors.get((step.shape.batch, step.shape.num_queries))
+        if phase[0] == "forward" and base is not None and base is not step and step.hidden.shape == base.hidden.shape:
+            base.hidden.copy_(step.hidden)
+            step.hidden = base.hidden
+
+    def _fields(self, batch: int) -> torch.Tensor:
+        return self.staged[: NUM_FIELDS * batch].view(NUM_FIELDS, batch)
+
+    def _select(self, shape: StepShape) -> StepTensors:
+        """Tensors for a step of this shape over those that the phases' graphs share."""
+        base = self._tensors[shape.batch, shape.num_queries]
+        plain = not (shape.has_prefixes or shape.num_model_drafts or shape.reports_drafts or Options.LOGPROBS in shape.options)
+        if plain or all(phase in self._graphs for phase in _phases(shape)):
+            return dataclasses.replace(base, shape=shape)
+        step = self._program.make_tensors(shape, base.fields, base.rows)
+        attention = step.attention if shape.has_prefixes else base.attention
+        return dataclasses.replace(step, attention=attention, hidden=base.hidden, results=base.results)
+
+    # -- capturing ----------------------------------------------------------------------------------------------------
+
+    def _wait_for_capture(self, shape: StepShape) -> None:
+        if not shape.options & UNCAPTURED and len(self._waiting) < MAX_WAITING:
+            self._waiting[shape] = None
+
+    @property
+    def is_capture_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @torch.inference_mode()
+    def capture_waiting(self) -> bool:
+        """Captures one shape that a step ran eagerly. False: there is none."""
+        if not self._waiting:
+            return False
+        shape, _ = self._waiting.popitem(last=False)
+        for phase in self._capture(shape):
+            self._later[phase] = None
+        while len(self._later) > MAX_LATER:
+            phase, _ = self._later.popitem(last=False)
+            del self._graphs[phase]
+        return True
+
+    def _capture(self, shape: StepShape) -> list[Phase]:
+        """The phases of a shape that have no graph yet."""
+        self._clear_fields(shape.batch)
+        key = (shape.batch, shape.num_queries)
+        if key not in self._tensors:
+            plain = StepShape(shape.batch, shape.num_queries)
+            base = self._program.make_tensors(plain, self._fields(shape.batch))
+            self._graphs[("forward", *key, (False,))] = (self._capture_phase(self._program.forward, base), base)
+            self._tensors[key] = base
+        made = []
+        step = None
+        for phase in _phases(shape):
+            if phase in self._graphs:
+                continue
+            if step is None:
+                step = self._select(shape)
+            run = {"forward": self._forward_into(self._tensors[key]), "decide": self._program.decide, "draft": self._program.draft}[phase[0]]
+            self._graphs[phase] = (self._capture_phase(run, step), step)
+            made.append(phase)
+        return made
+
+    def _forward_into(self, base: StepTensors) -> Callable[[StepTensors], None]:
+        def run(step: StepTensors) -> None:
+            self._program.forward(step)
+            base.hidden.copy_(step.hidden)
+            step.hidden = base.hidden
+
+        return run
+
+    def _capture_phase(self, run: Callable[[StepTensors], None], step: StepTensors) -> torch.cuda.CUDAGraph:
+        run(step)  # loads kernels, and lets cuBLAS choose
+        run(step)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        run(step)
+        graph.capture_end()
+        return graph
+
+    def _clear_fields(self, batch: int, prompt: int = 0) -> None:
+        """Rows of nobody."""
+        fields = self._fields(batch)
+        fields.copy_(torch.from_numpy(StepPlan().padded_fields(batch, self._table.dummy_index)))
+        if prompt:
+            fields[FIRST, 0], fields[COUNT, 0] = 0, prompt
+
+    @torch.inference_mode()
+    def warm_up(self, queries: Iterable[int], drafts: Iterable[tuple[int, bool]], max_prompt: int) -> None:
+        """Compiles what any step may need, and captures those of the given widths and drafts (of the model, and whether a lookup follows), of all
+        batch sizes."""
+        started = time.perf_counter()
+        self._queries, self._drafts = sorted(set(queries)), sorted(set(drafts))
+        kinds = [(n, m, has) for n in self._queries for m, has in (self._drafts or [(0, False)])]
+        # As plans say it: where there is a model drafter the host wants to see how far it came, and a lookup may take its place.
+        shapes = [StepShape(b, n, m, has, has and m > 0, reports_drafts=m > 0) for b in reversed(self._batch_sizes) for n, m, has in kinds]
+        if self._is_cascade:
+            shapes += [dataclasses.replace(shape, has_prefixes=True) for shape in shapes if shape.batch >= MIN_SHARERS]
+        with warm_up.compiling(self.device):
+            self._load_kernels(max_prompt)
+        self._load_kernels(max_prompt)
+        for number, shape in enumerate(shapes, 1):
+            self._capture(shape)
+            if number % 64 == 0 or number == len(shapes):
+                logger.info("captured %d of %d steps in %.1f s", number, len(shapes), time.perf_counter() - started)
+
+    def _load_kernels(self, max_prompt: int) -> None:
+        """Everything that a step of any shape launches: the first time inside `compiling`, then to have it at hand."""
+        program, table = self._program, self._table
+        widths, most = sorted({*WIDTHS, *self._queries}), self._batch_sizes[-1]
+        dtype = program.dtype
+        warm_up.load_step(self.device, (dtype, torch.float32) if dtype != torch.float32 else (dtype,), table.vocab_size, most * widths[-1])
+        for heads in program.all_heads:
+            for has_prefixes in (False, True) if self._is_cascade else (False,):
+                warm_up.load_attention(self.device, widths, most, program.page_size, heads, dtype, has_prefixes)
+        for count in warm_up.TOKEN_COUNTS:
+            count = min(count, max_prompt)
+            prompt = StepShape(1, 1, prompt_lens=(count,), prompt_seq_lens=(count,), drafter_counts=(0,), drafter_seq_lens=(0,))
+            self._run_once(prompt)
+        # What torch loads when it is first asked for.
+        self._run_once(StepShape(1, 2, options=Options.LOGPROBS | Options.FLOAT32 | DISTRIBUTIONS))
+
+    def _run_once(self, shape: StepShape) -> None:
+        self._clear_fields(shape.batch, shape.prompt_lens[0] if shape.num_prompts else 0)
+        step = self._program.make_tensors(shape, self._fields(shape.batch))
+        for phase in _phases(shape):
+            self._run_eagerly(phase, step)

@@ -1,0 +1,401 @@
+"""The step: forward, decide, draft. Each phase is one function of a step's tensors, run eagerly or captured as a graph.
+
+What one phase leaves to the next lies in the request table, the paged memory and the step's tensors, never on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
+from backend.config import SpeculativeConfig
+from backend.drafters.protocol import ATTENTION as DRAFTER_ATTENTION
+from backend.drafters.protocol import HIDDEN, DrafterRows, StepDrafter
+from backend.kv_store import KvStore
+from backend.models import ATTENTION, Model, Wanted
+from backend.step.bad_words import BadWords
+from backend.step.distributions import Distributions
+from backend.step.options import Options
+from backend.step.scores import score_emitted, score_prompt, score_width
+from kernels import ops, step_rows
+from kernels.request_table import RequestTable
+from kernels.structs import DRAFTER_COUNT, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, PREFIX_GROUP, PREFIX_LEN, RESULT_HEAD, Policy, StepSizes
+
+REPORT_HEAD = 3
+"""Before the drafts of a row of a report: tokens that the model drafter has computed, score of the lookup, number of drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the phases depend on beside their tensors' contents. Shapes with prompts are never captured."""
+
+    batch: int
+    num_queries: int
+    """Most tokens of a decoding row: its drafts and one more."""
+    num_model_drafts: int = 0
+    has_lookup: bool = False
+    has_lookup_alone: bool = False
+    has_prefixes: bool = False
+    reports_drafts: bool = False
+    options: Options = Options.NONE
+    prompt_lens: tuple[int, ...] = ()
+    """[P] tokens of each prompt row."""
+    prompt_seq_lens: tuple[int, ...] = ()
+    drafter_counts: tuple[int, ...] = ()
+    drafter_seq_lens: tuple[int, ...] = ()
+    scored: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt_lens)
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """One step's tensors. On a GPU those that the host writes or reads have addresses that graphs hold."""
+
+    shape: StepShape
+    sizes: StepSizes
+    fields: torch.Tensor
+    """[NUM_FIELDS, B] int32"""
+    results: torch.Tensor
+    """[B, RESULT_HEAD + K + 1] int32: see `ops.pack_results`."""
+    rows: step_rows.StepRows | None = None
+    """None on CPU before the layout is made, which is exact there."""
+    attention: ops.StepAttention | None = None
+    wanted_attention: ops.StepAttention | None = None
+    """Of the rows that logits are wanted of alone, for the last layer of a step with prompts."""
+    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[T, hidden]: the target's states; where only those are wanted that logits are made of: [R, hidden]."""
+    scores: torch.Tensor | None = None
+    """[B, W, 1 + 2 N] int32: see `backend.step.scores`."""
+    prompt_scores: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By row."""
+    drafter_rows: step_rows.DrafterRows | None = None
+    drafter_attention: ops.StepAttention | None = None
+    draft_packed: torch.Tensor | None = None
+    draft_lens: torch.Tensor | None = None
+    draft_attention: ops.StepAttention | None = None
+    report: torch.Tensor | None = None
+    """[B, REPORT_HEAD + K] int32: what the step drafted for the next one."""
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """[B] int32: request indices."""
+        return self.fields[INDEX]
+
+
+class Program:
+    """The phases over one worker's model, memory and request table."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        model: Model,
+        store: KvStore,
+        table: RequestTable,
+        page_table: torch.Tensor,
+        drafter: StepDrafter | None,
+        max_model_len: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._config, self._model, self._store, self._table, self._page_table = config, model, store, table, page_table
+        self._drafter, self._max_model_len, self.dtype = drafter, max_model_len, dtype
+        planes = store.planes(ATTENTION)
+        self._cache: list[tuple[torch.Tensor, ...]] = [(planes[i], planes[i + 1]) for i in range(0, len(planes), 2)]
+        self._tap = store.rows(HIDDEN) if HIDDEN in store.specs else None
+        self._policy = {"accept_all": Policy.ACCEPT_ALL, "reject_all": Policy.REJECT_ALL}.get(config.accept_policy, Policy.NORMAL)
+        most = (config.num_model_steps or 1) if drafter is not None else 0
+        self.distributions = Distributions(table, config, most)
+        self.bad_words = BadWords(table)
+
+    def run(self, step: StepTensors) -> list[float]:
+        """All phases one after the other, on CPU -> when each of them began, and the last one ended."""
+        times = [time.perf_counter()]
+        self.forward(step)
+        assert step.rows is not None
+        # Nothing is left to compute where every request ended in the step before, whose tokens the host had not seen yet.
+        phases = (self.decide, self.draft) if step.rows.packed.shape[1] else ()
+        for phase in phases:
+            times.append(time.perf_counter())
+            phase(step)
+        return [*times, time.perf_counter()]
+
+    @property
+    def page_size(self) -> int:
+        return self._store.page_size
+
+    @property
+    def all_heads(self) -> list[tuple[int, int, int]]:
+        """Of the target and of the model drafter: queries, keys and values, and their size."""
+        return [self._model.heads] + ([self._drafter.heads] if self._drafter is not None else [])
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def make_tensors(self, shape: StepShape, fields: torch.Tensor, rows: step_rows.StepRows | None = None) -> StepTensors:
+        """fields: [NUM_FIELDS, B], where the plan's will be when the phases run; rows: to be shared with other phases' graphs."""
+        table, store, batch = self._table, self._store, shape.batch
+        prompt_rows, num_decoding = sum(shape.prompt_lens), batch - shape.num_prompts
+        num_rows = prompt_rows + num_decoding * shape.num_queries
+        sizes = StepSizes(
+            batch=batch,
+            num_prompts=shape.num_prompts,
+            prompt_rows=prompt_rows,
+            rows=num_rows,
+            max_tokens=table.max_len,
+            max_drafts=table.drafts.shape[1],
+            table_width=self._page_table.shape[1],
+            page_size=store.page_size,
+            page_stride=store.stride(ATTENTION),
+            tap_stride=store.stride(HIDDEN) if self._tap is not None else store.page_size,
+            drafter_stride=store.stride(DRAFTER_ATTENTION) if self._drafter is not None else store.page_size,
+            scratch_page=store.scratch_page,
+            dummy_index=table.dummy_index,
+        )
+        device = fields.device
+        results = torch.zeros(batch, RESULT_HEAD + MAX_DRAFTS + 1, dtype=torch.int32, device=device)
+        step = StepTensors(shape, sizes, fields, results)
+        if Options.LOGPROBS in shape.options:
+            step.scores = results.new_zeros(batch, shape.num_queries, score_width(table.vocab_size))
+        if shape.num_model_drafts:
+            step.draft_packed = torch.zeros(3, batch, dtype=torch.long, device=device)
+            step.draft_lens = results.new_zeros(batch)
+        if shape.reports_drafts:
+            step.report = results.new_zeros(batch, REPORT_HEAD + MAX_DRAFTS)
+        if device.type == "cuda":
+            step.rows = rows or step_rows.StepRows.make(sizes, shape.num_prompts + num_decoding * shape.num_queries, device)
+            self._plan_target(step, step.rows)
+            if self._drafter is not None and self._drafts_with_model(shape):
+                drafter_rows = sum(shape.drafter_counts) + num_decoding * shape.num_queries
+                step.drafter_rows = step_rows.DrafterRows.make(sizes, drafter_rows, device)
+                self._plan_drafter(step, step.drafter_rows)
+                self._plan_drafts(step)
+        return step
+
+    @staticmethod
+    def _drafts_with_model(shape: StepShape) -> bool:
+        return shape.num_model_drafts > 0 or any(shape.drafter_counts)
+
+    def _attend(
+        self,
+        step: StepTensors,
+        cu_rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        prompt_lens: tuple[int, ...],
+        prompt_seq_lens: tuple[int, ...],
+        heads: tuple[int, int, int],
+        num_queries: int | None = None,
+    ) -> ops.StepAttention:
+        has_prefixes = step.shape.has_prefixes and heads == self._model.heads and num_queries is None
+        if not any(prompt_lens):  # of prompts that are not the drafter's business: rows without queries
+            prompt_lens = prompt_seq_lens = ()
+        return ops.StepAttention(
+            cu_query_lens=cu_rows,
+            seq_lens=seq_lens,
+            request_indices=step.indices,
+            page_table=self._page_table,
+            num_prompts=len(prompt_lens),
+            num_prompt_rows=sum(prompt_lens),
+            max_prompt_query_len=max(prompt_lens, default=0),
+            max_prompt_seq_len=max(prompt_seq_lens, default=0),
+            num_prompt_keys=sum(prompt_seq_lens),
+            max_query_len=num_queries or step.shape.num_queries,
+            max_seq_len=self._max_model_len,
+            page_size=self._store.page_size,
+            num_query_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=heads[2],
+            dtype=self.dtype,
+            prefix_group=step.fields[PREFIX_GROUP] if has_prefixes else None,
+            prefix_len=step.fields[PREFIX_LEN] if has_prefixes else None,
+        )
+
+    def _plan_target(self, step: StepTensors, rows: step_rows.StepRows) -> None:
+        shape = step.shape
+        step.attention = self._attend(step, rows.cu_query_lens, rows.seq_lens, shape.prompt_lens, shape.prompt_seq_lens, self._model.heads)
+
+    def _plan_drafter(self, step: StepTensors, rows: step_rows.DrafterRows) -> None:
+        assert self._drafter is not None
+        shape = step.shape
+        step.drafter_attention = self._attend(step, rows.cu_rows, rows.seq_lens, shape.drafter_counts, shape.drafter_seq_lens, self._drafter.heads)
+
+    def _plan_drafts(self, step: StepTensors) -> None:
+        """Of the forwards that make one draft more for each request."""
+        if step.draft_lens is not None and self._drafter is not None:
+            ones = torch.arange(step.shape.batch + 1, dtype=torch.int32, device=step.fields.device)
+            step.draft_attention = self._attend(step, ones, step.draft_lens, (), (), self._drafter.heads, 1)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, step: StepTensors) -> None:
+        """The target's states of all rows; what is kept of the rows' tokens goes to their slots."""
+        rows = step.rows = ops.prepare_step(self._table, step.fields, self._page_table, step.sizes, step.rows)
+        if not rows.packed.shape[1]:
+            return
+        if step.attention is None:
+            self._plan_target(step, rows)
+        assert step.attention is not None
+        step.attention.refresh()
+        token_ids, positions, slots, tap_slots = rows.packed
+        wanted = None
+        if self._wants_few(step.shape):
+            step.wanted_attention = self._attend(step, rows.cu_logit_rows, rows.seq_lens, (), (), self._model.heads)
+            step.wanted_attention.refresh()
+            wanted = Wanted(rows.logit_rows, step.wanted_attention)
+        step.hidden = self._model.forward(token_ids, positions, slots, self._cache, step.attention, wanted)
+        if self._tap is not None:
+            self._tap.index_copy_(0, tap_slots, step.hidden)
+
+    def _wants_few(self, shape: StepShape) -> bool:
+        """Whether the states of most rows are of no use: those of prompts but for the last, unless a drafter or scores read them."""
+        return bool(shape.num_prompts) and self._tap is None and not shape.scored
+
+    # -- decide -------------------------------------------------------------------------------------------------------
+
+    def decide(self, step: StepTensors) -> None:
+        """What each request emits, by its parameters and strategy; it is in the request table afterwards, and in the results."""
+        table, rows, options = self._table, step.rows, step.shape.options
+        assert rows is not None
+        indices, cu = step.indices, rows.cu_logit_rows
+        is_all = not step.shape.num_prompts or self._wants_few(step.shape)
+        logits = self._model.logits(step.hidden if is_all else step.hidden[rows.logit_rows])
+        if Options.FLOAT32 in options:
+            logits = logits.float()
+        raw = logits.clone() if Options.LOGPROBS in options else logits
+        if Options.BAD_WORDS in options:
+            self.bad_words.ban(logits, indices, cu, step.shape.num_queries)
+        chosen, is_broken = ops.process_and_choose(logits, table, indices, cu)
+        if self._config.accept_policy == "simulated":
+            ops.simulate_acceptance(chosen, table, indices, cu, self._config.simulated_acceptance_rate)
+        emitted, num_emitted, num_accepted = ops.verify_drafts(chosen, table, indices, cu, self._policy)
+        if options & (Options.REJECTION | Options.TOP_P):
+            verified = (emitted, num_emitted, num_accepted)
+            self.distributions.verify(logits, indices, cu, rows.num_verified, step.shape.num_queries, options, verified)
+        ops.commit(emitted, num_emitted, table, indices)
+        ops.pack_results(step.results, emitted, num_emitted, num_accepted, rows.num_verified, is_broken, cu)
+        if step.scores is not None and len(raw):  # none: chunks of prompts alone
+            score_emitted(step.scores, raw, emitted, cu)
+        self._score_prompts(step)
+
+    def _score_prompts(self, step: StepTensors) -> None:
+        begins = [0]
+        for count in step.shape.prompt_lens:
+            begins.append(begins[-1] + count)
+        for row, count in step.shape.scored:
+            states = step.hidden[begins[row] : begins[row] + count]
+            first = step.shape.prompt_seq_lens[row] - step.shape.prompt_lens[row] + 1
+            following = self._table.tokens[step.indices[row].long()][first : first + count]
+            step.prompt_scores[row] = score_prompt(states, following, self._model.logits, self._table.vocab_size)
+
+    # -- draft --------------------------------------------------------------------------------------------------------
+
+    def draft(self, step: StepTensors) -> None:
+        """The drafts for the next step: a lookup's alone where it promises more, else the model's, lengthened by the lookup."""
+        shape, table, fields = step.shape, self._table, step.fields
+        is_alone = scores = None
+        if shape.has_lookup_alone:
+            scores = torch.zeros_like(step.indices)
+            self._look_up(step, fields[LOOKUP_LIMIT], min_scores=fields[LOOKUP_ALONE], scores=scores)
+            is_alone = ((scores >= fields[LOOKUP_ALONE]) & (fields[LOOKUP_LIMIT] >= 0)).int()
+        if self._drafter is not None and self._drafts_with_model(shape):
+            self._draft_with_model(step, is_alone)
+        if shape.has_lookup:
+            limits, given = fields[LOOKUP_LIMIT], table.num_drafts[step.indices.long()]
+            if is_alone is not None:
+                limits = torch.where(is_alone != 0, -1, limits)
+            self._look_up(step, limits, num_given=given)
+        if step.report is not None:
+            own = step.indices.long()
+            step.report[:, 0] = table.num_drafter_tokens[own]
+            step.report[:, 1] = 0 if scores is None else scores
+            step.report[:, 2] = table.num_drafts[own]
+            step.report[:, REPORT_HEAD:] = table.drafts[own]
+
+    def _look_up(
+        self,
+        step: StepTensors,
+        limits: torch.Tensor,
+        *,
+        num_given: torch.Tensor | None = None,
+        min_scores: torch.Tensor | None = None,
+        scores: torch.Tensor | None = None,
+    ) -> None:
+        largest, least = self._config.max_ngram_size, self._config.min_ngram_size
+        assert least is not None
+        ops.draft_ngram(self._table, step.indices, limits, largest, least, num_given, min_scores, scores)
+
+    def _draft_with_model(self, step: StepTensors, is_alone: torch.Tensor | None) -> None:
+        table, drafter = self._table, self._drafter
+        if step.fields.device.type == "cpu":
+            # Nothing is captured here: the model is spared the requests that do not ask it, and catches up when they do.
+            step, is_alone = self._select_drafting(step, is_alone), None
+            if not step.shape.batch:
+                return
+        sizes, shape, fields = step.sizes, step.shape, step.fields
+        assert drafter is not None and step.rows is not None
+        known = step.drafter_rows = ops.prepare_drafter(table, fields, step.rows, self._page_table, sizes, step.drafter_rows)
+        if not known.packed.shape[1]:  # they all ended in the step before, whose tokens the host had not seen yet
+            return
+        if step.drafter_attention is None:
+            self._plan_drafter(step, known)
+        assert step.drafter_attention is not None
+        step.drafter_attention.refresh()
+        states = drafter.advance(_rows_of(known.packed, step.drafter_attention), known.last_rows)
+        if not shape.num_model_drafts:
+            return
+        if step.draft_attention is None:
+            self._plan_drafts(step)
+        packed, lengths = step.draft_packed, step.draft_lens
+        assert packed is not None and lengths is not None and step.draft_attention is not None
+        for number in range(shape.num_model_drafts):
+            chosen = self._choose_draft(step, drafter.logits(states, number), number)
+            ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_alone)
+            if number + 1 < shape.num_model_drafts:
+                step.draft_attention.refresh()
+                # Layers' states are kept of known tokens alone, so drafts need no slots for them.
+                rows = DrafterRows(packed[0], packed[1], packed[2], packed[2], packed[2], step.draft_attention)
+                states = drafter.extend(rows, states, number + 1)
+        if Options.REJECTION in shape.options:
+            self.distributions.note_drawn(step.indices, is_alone)
+
+    @staticmethod
+    def _select_drafting(step: StepTensors, is_alone: torch.Tensor | None) -> StepTensors:
+        """The step of those requests alone that the model drafter computes; on CPU."""
+        is_asked = step.fields[DRAFTER_COUNT] != 0
+        if is_alone is not None:
+            is_asked &= is_alone == 0
+        own = is_asked.nonzero()[:, 0]
+        count, rows = len(own), step.rows
+        assert rows is not None
+        prompts = [row for row in own.tolist() if row < step.shape.num_prompts]
+        counts, seq_lens = (tuple(values[row] for row in prompts) for values in (step.shape.drafter_counts, step.shape.drafter_seq_lens))
+        return dataclasses.replace(
+            step,
+            shape=dataclasses.replace(step.shape, batch=count, drafter_counts=counts, drafter_seq_lens=seq_lens),
+            sizes=step.sizes._replace(batch=count, num_prompts=len(prompts)),
+            fields=step.fields[:, own].contiguous(),
+            rows=dataclasses.replace(rows, seq_lens=rows.seq_lens[own]),
+            draft_packed=torch.zeros(3, count, dtype=torch.long),
+            draft_lens=torch.zeros(count, dtype=torch.int32),
+        )
+
+    def _choose_draft(self, step: StepTensors, logits: torch.Tensor, number: int) -> torch.Tensor:
+        """Draft `number` of each request [B] int32, of logits [B, V]."""
+        table, options = self._table, step.shape.options
+        if self._config.draft_sampling == "greedy":
+            chosen = ops.argmax(logits).int()
+        else:  # with the noise that the target will draw with at that place
+            ones = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
+            chosen, _ = ops.choose(logits, table, step.indices, ones, ahead=number)
+        if options & (Options.REJECTION | Options.TOP_P):
+            chosen = self.distributions.draw(logits, step.indices, chosen, number, options)
+        return chosen
+
+
+def _rows_of(packed: torch.Tensor, attention: ops.StepAttention) -> DrafterRows:
+    token_ids, positions, kv_slots, state_slots, before_slots = packed
+    return DrafterRows(token_ids, positions, kv_slots, state_slots, before_slots, attention)

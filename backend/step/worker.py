@@ -1,0 +1,317 @@
+"""One rank's part of the engine: weights, paged memory, request table, and the step that a plan describes. It schedules nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
+from backend.config import EngineConfig
+from backend.core import Outcome
+from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
+from backend.drafters import find_place, load_step_drafter, make_placements, needed_taps
+from backend.drafters.protocol import HIDDEN
+from backend.errors import ConfigError
+from backend.kv_store import CacheSpec, KvStore, count_page_bytes
+from backend.model_checks import check_max_model_len
+from backend.models import Model, load_model
+from backend.parallel.ranks import Ranks
+from backend.step.distributions import MAX_ROWS
+from backend.step.graphs import Graphs
+from backend.step.options import Options
+from backend.step.plan import StepPlan
+from backend.step.program import REPORT_HEAD, Program, StepShape, StepTensors
+from kernels import ops
+from kernels.request_table import RequestTable
+from kernels.structs import COUNT, NUM_FIELDS, RESULT_HEAD
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CPU_CACHE = 4 * 2**30
+CACHE_SHARE_OF_FREE_MEMORY = 0.5
+ACTIVATIONS_PER_STATE = 24
+"""Values that a forward holds at its widest for each value of a token's state: gate and up take 7, with what they are made of and into."""
+BYTES_PER_PROBABILITY = 40
+"""That whole distributions take for each score: sorted with their places, summed up, and what drafts were drawn from."""
+GRAPHS_BYTES = 512 * 2**20
+"""That the driver and the kernels take for captured phases, about."""
+NUM_BUFFERS = 3
+"""Host buffers in turn: one is written while another's copy may be under way."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of one step's phases, of the device."""
+
+    forward: float = 0.0
+    decide: float = 0.0
+    draft: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.decide + self.draft
+
+
+@dataclass(slots=True)
+class Results:
+    """What the host reads of a step."""
+
+    outcomes: list[Outcome]
+    """[B], in the plan's order. Drafts that were not accepted are known to the worker alone."""
+    rows: np.ndarray
+    """[B, RESULT_HEAD + K + 1] int32, as the step wrote them: the same on every rank."""
+    times: StepTimes = field(default_factory=StepTimes)
+
+
+@dataclass(slots=True)
+class _Read:
+    """Host copies of a step's results."""
+
+    rows: np.ndarray
+    report: np.ndarray | None
+    scores: np.ndarray | None
+    prompt_scores: dict[int, np.ndarray]
+
+
+class Worker:
+    """Called by one thread, on the device's stream (`backend.devices.on_stream`)."""
+
+    def __init__(self, config: EngineConfig, ranks: Ranks) -> None:
+        """Raises ConfigError, ModelError."""
+        self._config = config
+        self.device = pick_device(config)
+        self.dtype = pick_dtype(config, self.device)
+        if self.device.type == "cpu":
+            keep_temporaries_on_heap()
+        self._threads_for = threads_for(config)
+        # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
+        # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
+        with cpu_threads(1):
+            self.model: Model = load_model(
+                config.model, self.dtype, self.device, ranks, load_format=config.load_format, max_model_len=config.max_model_len
+            )
+            self.drafter = load_step_drafter(config, self.model, self.dtype, self.device)
+        check_max_model_len(config.max_model_len, self.model.max_model_len)
+        self.max_model_len = config.max_model_len or self.model.max_model_len
+        self.max_num_batched_tokens = config.max_num_batched_tokens_on(self.device.type)
+        taps = {HIDDEN: (self.model.hidden_size,)}
+        specs = self.model.cache_specs(self.dtype) + [CacheSpec(tap, taps[tap], self.dtype) for tap in needed_taps(config.speculative_config)]
+        specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
+        identity = f"{config.model} rank {ranks.rank} of {ranks.size}"
+        num_pages = ranks.least(self._count_pages(specs), self.device)
+        self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
+        if self.drafter is not None:
+            self.drafter.attach(self.store)
+        self.table = RequestTable(config.max_batch_size, self.max_model_len, MAX_DRAFTS, self.model.vocab_size, self.device)
+        width = -(-self.max_model_len // config.page_size)
+        shape = (self.table.size, width)
+        self.page_table = torch.full(shape, self.store.scratch_page, dtype=torch.int32, device=self.device)
+        self.program = Program(
+            config.speculative_config, self.model, self.store, self.table, self.page_table, self.drafter, self.max_model_len, self.dtype
+        )
+        self.graphs = Graphs(config, self.program, self.table, self.device, self._stage_words) if self.device.type == "cuda" else None
+        self._turn = 0
+        self._pinned: list[torch.Tensor] = []
+
+    def warm_up(self) -> None:
+        """Captures the steps that requests with the server's own method will need."""
+        if self.graphs is None:
+            return
+        speculative = self._config.speculative_config
+        own = speculative.resolve(None)
+        place = find_place(make_placements(speculative, has_step_drafter=self.drafter is not None), own)
+        num_model = own.num_model_steps if place.has_model else 0
+        most = own.num_speculative_tokens if place.has_lookup or place.host else num_model
+        # Fewer drafts than the most are for large batches and the ends of requests: there a step may be a little wider than it has to be.
+        counts = sorted({count for count in (1, 2, 3, 5, 7, 11) if count < most} | {most})
+        drafts = {(0, False), *((min(n, num_model), place.has_lookup) for n in counts)}
+        self.graphs.warm_up({1, *(1 + n for n in counts)}, drafts if most else {(0, False)}, self.max_model_len - 1)
+
+    def release(self) -> None:
+        """Gives the graphs back. Nothing is launched afterwards."""
+        self.graphs = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _count_pages(self, specs: list[CacheSpec]) -> int:
+        """Pages within the memory asked for, never more than a full batch of full contexts."""
+        config = self._config
+        per_request = -(-self.max_model_len // config.page_size)
+        useful = per_request * config.max_batch_size
+        if config.kv_cache_memory is not None:
+            memory = int(config.kv_cache_memory)
+        elif self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            memory = int(free - (1 - config.gpu_memory_utilization) * total) - self._count_working_memory()
+        else:
+            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory = min(DEFAULT_CPU_CACHE, int(available * CACHE_SHARE_OF_FREE_MEMORY))
+        page_bytes = count_page_bytes(specs, config.page_size)
+        pages = min(useful, memory // page_bytes)
+        if pages < 1:
+            key = "gpu_memory_utilization" if self.device.type == "cuda" and config.kv_cache_memory is None else "kv_cache_memory"
+            raise ConfigError(f"{key}: {memory} bytes hold no page; one takes {page_bytes} bytes: raise --{key.replace('_', '-')}")
+        if pages < per_request:
+            logger.warning("the KV cache holds %d tokens, less than one context of %d", pages * config.page_size, self.max_model_len)
+        return pages
+
+    def _count_working_memory(self) -> int:
+        """Bytes that steps take on a GPU beside weights and pages, about: activations, logits, and what is kept of each request.
+
+        Any request may ask for any strategy, so memory for all of them is counted.
+        """
+        config, model, size = self._config, self.model, self.dtype.itemsize
+        num_rows = config.max_batch_size * (1 + (config.speculative_config.num_speculative_tokens or 0))
+        activations = (self.max_num_batched_tokens + num_rows) * model.hidden_size * ACTIVATIONS_PER_STATE * size
+        state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * self.max_model_len) + GRAPHS_BYTES
+        # Whole distributions are held for some rows at a time; float32 logits beside the model's own where penalties ask for them.
+        logits = num_rows * model.vocab_size * (size + 4) + MAX_ROWS * model.vocab_size * BYTES_PER_PROBABILITY
+        drawn = (config.speculative_config.num_model_steps or 1) if self.drafter is not None else 0
+        return activations + logits + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], Results]:
+        """Starts a step; the result waits for it. On CPU the step is over when this returns."""
+        num_tokens = plan.prompt_rows + (plan.num_rows - plan.num_prompts) * plan.num_queries
+        with self._threads_for(num_tokens):
+            self._turn = (self._turn + 1) % NUM_BUFFERS
+            self._prepare(plan)
+            if self.graphs is not None:
+                return self._launch_on_gpu(plan)
+            fields, words = torch.from_numpy(plan.fields), torch.tensor(plan.written, dtype=torch.int32)
+            self._write(plan, words)
+            step = self.program.make_tensors(self._shape(plan, plan.num_rows), fields)
+            times = self.program.run(step)
+            seconds = StepTimes(*(end - begin for begin, end in zip(times, times[1:])))
+            read = _host_copies(step)
+            results = Results(self._read(plan, read), read.rows[: plan.num_rows], seconds)
+        return lambda: results
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Pages and admissions."""
+        # Kernels never read past a request's tokens; on CPU what lies there is multiplied by zero, and must be finite.
+        cleared = plan.cleared_pages if self.device.type == "cpu" else []
+        if plan.page_copies or cleared:
+            self.store.copy(plan.page_copies, cleared)
+        for arrival in plan.admissions:
+            self.program.bad_words.put(arrival.admission.index, arrival.bad_words)
+        self.table.admit([arrival.admission for arrival in plan.admissions], self._turn)
+
+    def put_draft_probs(self, index: int, probs: torch.Tensor) -> None:
+        """What the leading drafts [k, V] that the next plan writes for a request were drawn from."""
+        self.program.distributions.put(index, probs)
+
+    def _write(self, plan: StepPlan, words: torch.Tensor) -> None:
+        """What the plan writes into the page table and the request table; words: `plan.written` on the device."""
+        table, begin = self.table, 0
+        targets = (self.page_table, table.drafts, table.num_drafts, self.program.distributions.num_drawn)
+        for target, pairs in zip(targets, plan.write_lists):
+            ops.write_values(target, words[begin:], len(pairs) // 2)
+            begin += len(pairs)
+
+    def _shape(self, plan: StepPlan, batch: int) -> StepShape:
+        return StepShape(
+            batch=batch,
+            num_queries=plan.num_queries,
+            num_model_drafts=plan.num_model_drafts,
+            has_lookup=plan.has_lookup,
+            has_lookup_alone=plan.has_lookup_alone,
+            has_prefixes=plan.has_prefixes,
+            reports_drafts=plan.reports_drafts,
+            options=Options(plan.options),
+            prompt_lens=tuple(plan.fields[COUNT, : plan.num_prompts].tolist()),
+            prompt_seq_lens=tuple(plan.prompt_seq_lens),
+            drafter_counts=tuple(plan.drafter_counts),
+            drafter_seq_lens=tuple(plan.drafter_seq_lens),
+            scored=tuple(plan.scored),
+        )
+
+    # -- on a GPU -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _stage_words(self) -> int:
+        """Fields of the widest step, and per request a full table of pages and all drafts: what one launch can bring at most."""
+        return self.table.size * (NUM_FIELDS + 2 * (self.page_table.shape[1] + MAX_DRAFTS + 2))
+
+    def _launch_on_gpu(self, plan: StepPlan) -> Callable[[], Results]:
+        graphs = self.graphs
+        assert graphs is not None
+        if not self._pinned:
+            self._pinned = [torch.zeros(self._stage_words, dtype=torch.int32, pin_memory=True) for _ in range(NUM_BUFFERS)]
+        shape = graphs.fit(self._shape(plan, plan.num_rows))
+        fields = plan.padded_fields(shape.batch, self.table.dummy_index).ravel()
+        words = np.concatenate([fields, np.asarray(plan.written, dtype=np.int32)])
+        pinned = self._pinned[self._turn]
+        pinned[: len(words)].numpy()[:] = words
+        graphs.staged[: len(words)].copy_(pinned[: len(words)], non_blocking=True)
+        self._write(plan, graphs.staged[len(fields) :])
+        step, events = graphs.run(shape)
+        copies = _start_copies(step)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def read() -> Results:
+            copied.synchronize()
+            seconds = [begin.elapsed_time(end) / 1000 for begin, end in zip(events, events[1:])]
+            arrays = _as_arrays(copies)
+            return Results(self._read(plan, arrays), arrays.rows[: plan.num_rows], StepTimes(*seconds))
+
+        return read
+
+    @property
+    def is_capture_waiting(self) -> bool:
+        return self.graphs is not None and self.graphs.is_capture_waiting
+
+    def capture_waiting(self) -> bool:
+        """Captures one shape that steps ran eagerly for want of a graph. For when nobody waits; False: there is none."""
+        return self.graphs is not None and self.graphs.capture_waiting()
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _read(self, plan: StepPlan, read: _Read) -> list[Outcome]:
+        outcomes = []
+        for row in read.rows[: plan.num_rows].tolist():
+            num_emitted, num_accepted, num_drafts, is_broken = row[:RESULT_HEAD]
+            outcomes.append(Outcome(row[RESULT_HEAD : RESULT_HEAD + num_emitted], num_drafts, num_accepted, bool(is_broken)))
+        if read.report is not None:
+            for outcome, row in zip(outcomes, read.report.tolist()):
+                outcome.num_drafter_tokens, outcome.lookup_score = row[:2]
+                outcome.next_drafts = row[REPORT_HEAD : REPORT_HEAD + row[2]]
+        if read.scores is not None:
+            for b, outcome in enumerate(outcomes):
+                outcome.scores = read.scores[b]
+        for b, scores in read.prompt_scores.items():
+            outcomes[b].prompt_scores = scores
+        return outcomes
+
+
+def _host_copies(step: StepTensors) -> _Read:
+    prompts = {row: scores.numpy() for row, scores in step.prompt_scores.items()}
+    report, scores = step.report, step.scores
+    return _Read(step.results.numpy(), None if report is None else report.numpy(), None if scores is None else scores.numpy(), prompts)
+
+
+def _start_copies(step: StepTensors) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
+    """On their way to pinned memory of their own: torch keeps it for the next ones."""
+
+    def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    prompts = {row: own for row, scores in step.prompt_scores.items() if (own := copy(scores)) is not None}
+    return [copy(step.results), copy(step.report), copy(step.scores)], prompts
+
+
+def _as_arrays(copies: tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]) -> _Read:
+    (results, *others), prompts = copies
+    assert results is not None
+    report, scores = (None if tensor is None else tensor.numpy() for tensor in others)
+    return _Read(results.numpy(), report, scores, {row: own.numpy() for row, own in prompts.items()})

@@ -1,0 +1,28 @@
+"""The way to a server on this machine, which no proxy of the environment (`http_proxy`) is to stand in."""
+
+from __future__ import annotations
+
+import ipaddress
+import urllib.parse
+import urllib.request
+from typing import Any
+
+
+def is_loopback(address: str) -> bool:
+    """Of "host:port" or a URL: whether it is this machine's own."""
+    host = urllib.parse.urlsplit(address if "//" in address else f"//{address}").hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def without_proxy(options: list[tuple[str, Any]], address: str) -> list[tuple[str, Any]]:
+    """A gRPC channel's options for that address: gRPC takes the way of `http_proxy` to loopback addresses too."""
+    return [*options, ("grpc.enable_http_proxy", 0)] if is_loopback(address) else options
+
+
+def open_url(url: str, timeout: float) -> Any:
+    """`urllib.request.urlopen`, without a proxy where the URL is this machine's."""
+    handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
+    return urllib.request.build_opener(*handlers).open(url, timeout=timeout)

@@ -1,0 +1,251 @@
+"""Twins of the operations on a `RequestState`, in NumPy where tensors are small: a batch costs little more than one request."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels.reference import sampling
+from kernels.request_state import Admission, RequestState
+from kernels.structs import GREEDY, HAS_BANS, HAS_BIAS, HAS_PENALTIES, IN_PROMPT, MAX_SCORE_PAST, RULES, Policy
+
+
+def admit(table: RequestState, admission: Admission) -> None:
+    """Fills one place."""
+    arrays, index, count = table.arrays, admission.index, len(admission.token_ids)
+    tokens = np.asarray(admission.token_ids, np.int32)
+    arrays.params[index] = table.pack_params(admission)[0]
+    arrays.tokens[index, :count] = tokens
+    arrays.num_tokens[index], arrays.num_drafts[index] = count, 0
+    arrays.num_drafter_tokens[index] = admission.num_drafter_tokens
+    biases, banned = admission.logit_bias, admission.banned_ids
+    arrays.bias_ids[index, : len(biases)], arrays.biases[index, : len(biases)] = list(biases), list(biases.values())
+    arrays.banned_ids[index, : len(banned)] = list(banned)
+    arrays.seen_place[index, arrays.seen[index, : arrays.num_seen[index], 0]] = 0  # those of the place's last request
+    arrays.num_seen[index] = 0
+    if admission.flags & HAS_PENALTIES:
+        num_prompt = admission.num_prompt_tokens
+        _see(table, index, tokens[:num_prompt], is_prompt=True)
+        _see(table, index, tokens[num_prompt:], is_prompt=False)
+
+
+def _see(table: RequestState, index: int, token_ids: np.ndarray, is_prompt: bool) -> None:
+    arrays = table.arrays
+    ids, counts = np.unique(token_ids[(token_ids >= 0) & (token_ids < table.vocab_size)], return_counts=True)
+    places, begin = arrays.seen_place[index], int(arrays.num_seen[index])
+    new = ids[places[ids] == 0]
+    end = begin + len(new)
+    arrays.seen[index, begin:end, 0], arrays.seen[index, begin:end, 1] = new, 0
+    places[new] = np.arange(begin + 1, end + 1)
+    arrays.num_seen[index] = end
+    if is_prompt:
+        arrays.seen[index, places[ids] - 1, 1] |= IN_PROMPT
+    else:
+        arrays.seen[index, places[ids] - 1, 1] += counts.astype(np.int32)
+
+
+def process_logits(logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor) -> None:
+    """Penalties, biases and bans of each row, in place."""
+    arrays, indices, starts = table.arrays, request_indices.numpy(), cu_logit_rows.numpy()
+    flags = arrays.params["flags"][indices]
+    has_rules = flags & RULES != 0
+    if not has_rules.any():
+        return
+    for b in np.flatnonzero(has_rules & (starts[1:] > starts[:-1])).tolist():
+        index, rows = int(indices[b]), logits[int(starts[b]) : int(starts[b + 1])]
+        params, known = arrays.params[index], int(arrays.num_tokens[index])
+        if flags[b] & HAS_PENALTIES:
+            _penalize(rows, table, index)
+        if flags[b] & HAS_BIAS:
+            count = int(params["num_biases"])
+            rows[:, table.bias_ids[index, :count].long()] += table.biases[index, :count]
+        if flags[b] & HAS_BANS:
+            early = max(int(params["min_known"]) - known, 0)
+            rows[:early, table.banned_ids[index, : int(params["num_banned"])].long()] = float("-inf")
+
+
+def _penalize(rows: torch.Tensor, table: RequestState, index: int) -> None:
+    """Of the tokens that were seen, and of the drafts before each row: the others are as they were."""
+    arrays, num_rows = table.arrays, len(rows)
+    seen = arrays.seen[index, : arrays.num_seen[index]]
+    drafts = arrays.drafts[index, : num_rows - 1]
+    drafts = np.where((drafts >= 0) & (drafts < table.vocab_size), drafts, -1)
+    ids = np.union1d(seen[:, 0], drafts[drafts >= 0])
+    places = np.searchsorted(ids, seen[:, 0])
+    counts = np.zeros((num_rows, len(ids)), np.float32)
+    counts[:, places] = seen[:, 1] & ~IN_PROMPT
+    for place, token_id in enumerate(drafts.tolist()):
+        counts[place + 1 :, ids == token_id] += 1
+    is_prompt = np.zeros(len(ids), bool)
+    is_prompt[places] = seen[:, 1] & IN_PROMPT != 0
+    columns = torch.from_numpy(ids).long()
+    penalties = (p[index].expand(num_rows) for p in (table.repetition, table.presence, table.frequency))
+    own = rows[:, columns].float()
+    changed = sampling.apply_penalties(own, torch.from_numpy(is_prompt).expand(num_rows, -1), torch.from_numpy(counts), *penalties)
+    rows[:, columns] = changed.to(rows.dtype)
+
+
+def choose(
+    logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, ahead: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's token of each row [R] int32, and whether one of its logits is NaN or +inf [R]."""
+    starts, num_rows, vocab_size = cu_logit_rows.numpy(), *logits.shape
+    total = int(starts[-1])
+    values = logits[:total].float().numpy()
+    best = values.argmax(axis=1)
+    # Where a logit is NaN, or else +inf, the greatest is that one.
+    is_broken = np.zeros(num_rows, bool)
+    np.logical_not(values.reshape(-1).take(best + np.arange(0, total * vocab_size, vocab_size)) < np.inf, out=is_broken[:total])
+    token_ids = np.zeros(num_rows, np.int32)
+    token_ids[:total] = best
+    indices = request_indices.numpy()
+    is_drawn = table.arrays.params["flags"][indices] & GREEDY == 0
+    if is_drawn.any():
+        counts = starts[1:] - starts[:-1]
+        owners = np.repeat(np.arange(len(counts)), counts)
+        drawn = np.flatnonzero(is_drawn[owners])
+        mine, places = indices[owners[drawn]], drawn - starts[owners[drawn]]
+        positions = torch.from_numpy(table.arrays.num_tokens[mine].astype(np.int64) + places + ahead)
+        own = torch.from_numpy(mine).long()
+        parameters = (table.temperature[own], table.top_k[own], table.top_p[own], table.min_p[own], table.seeds[own])
+        rows = logits[:total] if len(drawn) == total else logits[torch.from_numpy(drawn)]
+        token_ids[drawn] = sampling.sample(rows, *parameters, positions).numpy()
+    return torch.from_numpy(token_ids), torch.from_numpy(is_broken)
+
+
+def verify_drafts(
+    chosen: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, policy: Policy = Policy.NORMAL
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What each request emits [B, max_drafts + 1], how much of it, and how many drafts were accepted."""
+    width, starts = table.max_drafts + 1, cu_logit_rows.numpy()
+    counts = np.minimum(starts[1:] - starts[:-1], width)
+    emitted = np.full((len(counts), width), -1, np.int32)
+    most = int(counts.max())
+    accepted = np.zeros(len(counts), np.int32)
+    if most:
+        columns = np.arange(most)
+        own = chosen.numpy().take(starts[:-1, None] + columns, mode="clip")
+        if most > 1:
+            drafts = table.arrays.drafts[request_indices.numpy(), : most - 1]
+            is_draft = columns[1:] < counts[:, None]
+            if policy == Policy.NORMAL:
+                is_draft &= own[:, :-1] == drafts
+                np.logical_and.accumulate(is_draft, axis=1).sum(axis=1, out=accepted)
+            elif policy == Policy.ACCEPT_ALL:
+                is_draft.sum(axis=1, out=accepted)
+                np.copyto(own[:, :-1], drafts, where=is_draft)
+        np.copyto(emitted[:, :most], own, where=columns <= np.where(counts > 0, accepted, -1)[:, None])
+    num_emitted = (accepted + 1) * (counts > 0)
+    return torch.from_numpy(emitted), torch.from_numpy(num_emitted), torch.from_numpy(accepted)
+
+
+def commit(emitted: torch.Tensor, num_emitted: torch.Tensor, table: RequestState, request_indices: torch.Tensor) -> None:
+    """Appends what each request emitted, cut at its end."""
+    arrays, rows, offered, indices = table.arrays, emitted.numpy(), num_emitted.numpy(), request_indices.numpy()
+    known, emits = arrays.num_tokens.take(indices), offered > 0
+    counts = np.maximum(np.minimum(offered, arrays.params["max_total_tokens"][indices] - known), 0)
+    begins = np.add.accumulate(counts) - counts
+    numbers = np.arange(int(begins[-1] + counts[-1]))
+    sources = np.repeat(np.arange(0, rows.size, rows.shape[1]) - begins, counts) + numbers
+    arrays.tokens.reshape(-1)[np.repeat(indices * table.max_len + known - begins, counts) + numbers] = rows.reshape(-1).take(sources)
+    if not np.array_equal(counts, offered):
+        rows[(np.arange(rows.shape[1]) >= counts[:, None]) & emits[:, None]] = -1
+        np.copyto(offered, counts, where=emits)
+    mine = indices[emits]
+    arrays.num_tokens[mine], arrays.num_drafts[mine] = (known + counts)[emits], 0
+    is_counted = arrays.params["flags"][indices] & HAS_PENALTIES != 0
+    if is_counted.any():
+        for b in np.flatnonzero(is_counted & emits).tolist():
+            _see(table, int(indices[b]), rows[b, : counts[b]], is_prompt=False)
+
+
+def draft_ngram(
+    table: RequestState,
+    request_indices: torch.Tensor,
+    draft_limits: torch.Tensor,
+    max_size: int,
+    min_size: int,
+    num_given: torch.Tensor | None = None,
+    min_scores: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+) -> None:
+    """What followed the earliest place of the longest end of each text."""
+    arrays, indices, asked = table.arrays, request_indices.numpy(), draft_limits.numpy()
+    known = arrays.num_tokens[indices]
+    limits = np.maximum(np.minimum(np.minimum(asked, table.drafts.shape[1]), arrays.params["max_total_tokens"][indices] - known - 1), 0)
+    given = np.zeros_like(limits) if num_given is None else np.minimum(num_given.numpy(), limits)
+    ends, drafts = known + given, arrays.drafts
+    found: list[np.ndarray] = []  # of each searched text the places of its last token but the last one
+    searched = np.flatnonzero((asked >= 0) & (given < limits) & (known > 0) & (np.minimum(max_size, ends - 1) >= min_size)).tolist()
+    places_of, starts_of, ends_of = indices.tolist(), known.tolist(), ends.tolist()
+    for b in searched:
+        row, end = arrays.tokens[places_of[b]], ends_of[b]
+        if end > starts_of[b]:  # drafts that end the text: what lies past a request's tokens is nobody's
+            row[starts_of[b] : end] = drafts[places_of[b], : end - starts_of[b]]
+        found.append((row[: end - 1] == row[end - 1]).nonzero()[0])
+    sizes, places = np.zeros(len(indices), np.int32), np.zeros(len(indices), np.int64)
+    if found:
+        _match_longest(table, indices, ends, searched, found, max_size, sizes, places)
+    sizes[sizes < min_size] = 0
+    if scores is not None or min_scores is not None:
+        scored = sizes + _match_back(table, indices, ends, sizes, places)
+        if scores is not None:
+            scores.numpy()[:] = scored
+        if min_scores is not None:
+            sizes[scored < min_scores.numpy()] = 0
+    counts = np.where(sizes > 0, np.minimum(limits - given, ends - 1 - places), 0)
+    for b in np.flatnonzero(counts).tolist():
+        begin = int(places[b]) + 1
+        drafts[indices[b], given[b] : given[b] + counts[b]] = arrays.tokens[indices[b], begin : begin + counts[b]]
+    is_asked = asked >= 0
+    arrays.num_drafts[indices[is_asked]] = (given + counts)[is_asked]
+
+
+def _match_longest(
+    table: RequestState,
+    indices: np.ndarray,
+    ends: np.ndarray,
+    searched: list[int],
+    found: list[np.ndarray],
+    max_size: int,
+    sizes: np.ndarray,
+    places: np.ndarray,
+) -> None:
+    """Writes the longest match of each text, up to max_size tokens, and the place of its last token: the earliest of equals."""
+    text = table.arrays.tokens.ravel()
+    owners, last = np.repeat(searched, [len(own) for own in found]), np.concatenate(found)
+    bases = indices.astype(np.int64) * table.max_len
+    for size in range(1, max_size + 1):
+        if not len(owners):
+            return
+        is_first = np.empty(len(owners), bool)
+        is_first[0] = True
+        np.not_equal(owners[1:], owners[:-1], out=is_first[1:])
+        sizes[owners[is_first]], places[owners[is_first]] = size, last[is_first]
+        if size == max_size:
+            return
+        base = bases[owners]
+        is_longer = (last >= size) & (text[base + np.maximum(last - size, 0)] == text[base + ends[owners] - 1 - size])
+        owners, last = owners[is_longer], last[is_longer]
+
+
+def _match_back(table: RequestState, indices: np.ndarray, ends: np.ndarray, sizes: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Tokens before each match that agree with those before the text's end, as far as scores need to know."""
+    first = (places - sizes)[:, None] - np.arange(MAX_SCORE_PAST)
+    second = first + (ends - 1 - places)[:, None]
+    own = indices[:, None]
+    is_equal = (first >= 0) & (sizes > 0)[:, None]
+    tokens = table.arrays.tokens
+    is_equal &= tokens[own, np.maximum(first, 0)] == tokens[own, np.maximum(second, 0)]
+    return np.logical_and.accumulate(is_equal, axis=1).sum(axis=1, dtype=np.int32)
+
+
+def sample_candidates(
+    candidate_ids: torch.Tensor, probs: torch.Tensor, num_candidates: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """One of each row's first num_candidates [R] candidates [R, C], by their probs [R, C], with the noise of their ids -> [R]."""
+    ids = candidate_ids.long()
+    noise = sampling.gumbel_noise(seeds, positions.long(), int(ids.max()) + 1).gather(1, ids)
+    is_out = torch.arange(ids.shape[1]) >= num_candidates[:, None]
+    best = (probs.log() + noise).masked_fill(is_out, float("-inf")).argmax(dim=-1, keepdim=True)
+    return candidate_ids.gather(1, best)[:, 0]

@@ -1,0 +1,53 @@
+"""What has to be compiled before requests come, so that no step waits for nvcc whatever its shape.
+
+    with compiling(device):
+        load_step(...), load_attention(...), and the model's forward on so many tokens as TOKEN_COUNTS says, one after the other
+
+Outside `compiling` the same calls load what was compiled, so that no step waits for that either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels import attention, distribution, linear, ngram, sampling, wide_linear
+from kernels._load import SOURCES, compiling, gpu_of, load
+from kernels._signature import kernels_of
+
+__all__ = ["TOKEN_COUNTS", "compiling", "load_attention", "load_step"]
+
+TOKEN_COUNTS = (8, linear.MAX_TOKENS, *wide_linear.SIZES, wide_linear.MAX_TOKENS + 1)
+"""Forwards of these many tokens use every kernel of the dense operations that forwards of any number use."""
+
+
+def load_step(device: torch.device, dtypes: Sequence[torch.dtype], vocab_size: int, max_rows: int) -> None:
+    """What a step does besides its forwards, with up to max_rows rows of logits of any of the dtypes."""
+    for source in ("request_table", "step", "verify"):
+        for name in kernels_of(SOURCES / f"{source}.cu"):
+            load(device, source, name)
+    load(device, "ngram", "draft_ngram", {"THREADS": ngram.THREADS})
+    for dtype in dtypes:
+        sampling.load_all(device, dtype, vocab_size, max_rows)
+        distribution.load_all(device, dtype, vocab_size)
+
+
+def load_attention(
+    device: torch.device,
+    widths: Sequence[int],
+    max_batch: int,
+    page_size: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    has_prefixes: bool = False,
+) -> None:
+    """Attention of up to max_batch rows that decode, at most `widths` queries each. heads: of queries, of keys and values, and their size."""
+    gpu = gpu_of(device)
+    shapes = {}
+    for width in widths:
+        for batch in range(1, max_batch + 1):
+            defines = attention.choose_shape(batch, width, page_size, heads, dtype, has_prefixes, gpu)
+            shapes[tuple(defines.values())] = defines
+    for defines in shapes.values():
+        attention.load_all(device, defines)

@@ -1,0 +1,88 @@
+"""Kills and stops processes, one at a time, and waits until all is well again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+from tests.soak.book import Book, Disturbance
+from tests.soak.system import HANG_SECONDS, MODELS, System
+
+RECOVERY_SECONDS = 60.0
+VICTIMS = (*MODELS, "tritonserver", "gateway")
+
+
+def deal(rng: random.Random) -> Iterator[tuple[str, str]]:
+    """All kinds in turn, in an order of chance."""
+    while True:
+        hand = [(way, victim) for way in ("killed", "stopped") for victim in VICTIMS]
+        rng.shuffle(hand)
+        yield from hand
+
+
+class Disturber(threading.Thread):
+    """Every `seconds`, about, until it is told to stop."""
+
+    def __init__(self, system: System, book: Book, deck: Iterator[tuple[str, str]], rng: random.Random, seconds: float) -> None:
+        super().__init__(name="disturber", daemon=True)
+        self._system, self._book, self._deck, self._rng, self._seconds = system, book, deck, rng, seconds
+        self._is_over = threading.Event()
+
+    def stop(self) -> None:
+        """At once, but for a disturbance under way, which is seen to its end."""
+        self._is_over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._is_over.wait(self._rng.uniform(0.5, 1.5) * self._seconds):
+            self._disturb(*next(self._deck))
+
+    def _disturb(self, way: str, victim: str) -> None:
+        hang = victim != "gateway" and self._rng.random() < 0.4  # whom nobody watches, nobody restarts
+        seconds = HANG_SECONDS + 5 if hang else self._rng.uniform(0.5, 6)
+        pid = self._system.processes().get(victim)
+        if pid is None:
+            self._book.add_fault(f"no process of {victim}, though nothing is disturbed")
+            return
+        what = f"{victim} killed" if way == "killed" else f"{victim} stopped {'until it is taken for hung' if hang else 'for a while'}"
+        disturbance = self._book.begin(what)
+        with contextlib.suppress(ProcessLookupError):
+            if way == "killed":
+                os.kill(pid, signal.SIGKILL)
+            else:
+                self._stop_for(pid, seconds)
+        if victim == "gateway" and way == "killed":
+            self._system.gateway_process.wait()
+            self._system.start_gateway()
+        self._recover(disturbance)
+
+    @staticmethod
+    def _stop_for(pid: int, seconds: float) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+
+    def _recover(self, disturbance: Disturbance) -> None:
+        started = time.monotonic()
+        # What has died must be missed first: in its first tenths of a second all may look well.
+        time.sleep(1.0)
+        while not self._system.wait_until_well(RECOVERY_SECONDS):
+            self._book.add_fault(f"{disturbance.what}: not well {time.monotonic() - started:.0f} s later: {self._system.health()}")
+            if self._is_over.is_set():
+                break
+        self._book.end(disturbance, time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def disturbed(system: System, book: Book, deck: Iterator[tuple[str, str]], rng: random.Random, seconds: float) -> Iterator[None]:
+    disturber = Disturber(system, book, deck, rng, seconds)
+    disturber.start()
+    try:
+        yield
+    finally:
+        disturber.stop()

@@ -1,0 +1,135 @@
+"""What the clients do before and beside the server: proxies, and text that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from client import AsyncClient, Client, GenerateError
+from client.http import HttpClient
+from client.loopback import is_loopback, without_proxy
+from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values
+
+PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy")
+
+
+@pytest.fixture
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A proxy in the environment that answers nothing, and no exception from it."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in PROXIES:
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        yield
+
+
+class _Ready(service_pb2_grpc.GRPCInferenceServiceServicer):
+    def ServerReady(self, request, context):
+        return service_pb2.ServerReadyResponse(ready=True)
+
+    def ModelReady(self, request, context):
+        return service_pb2.ModelReadyResponse(ready=True)
+
+
+@pytest.fixture
+def ready_port() -> Iterator[int]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(_Ready(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield port
+    server.stop(0).wait()
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("127.0.0.1:8001", True), ("localhost:8001", True), ("LOCALHOST", True), ("[::1]:8001", True), ("127.9.9.9:1", True),
+        ("http://127.0.0.1:8080/v1", True), ("http://[::1]/x", True), ("http://localhost/127.0.0.1", True),
+        ("10.0.0.1:8001", False), ("example.com:8001", False), ("http://example.com/127.0.0.1", False), ("localhost.example.com:1", False),
+        ("[::2]:8001", False), ("", False), ("127.0.0.1.example.com:1", False),
+    ],
+)  # fmt: skip
+def test_what_is_this_machine(url: str, expected: bool) -> None:
+    assert is_loopback(url) is expected
+    assert (("grpc.enable_http_proxy", 0) in without_proxy(CHANNEL_OPTIONS, url)) is expected
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_no_proxy_for_loopback(no_proxy: None, ready_port: int, host: str) -> None:
+    """In a process of its own: gRPC reads the environment when it starts."""
+    code = f"from client import Client\nprint(Client('{host}:{ready_port}', inactivity_timeout=10).is_ready())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "True\n", result.stderr
+
+
+def test_no_proxy_for_the_servers_metrics(no_proxy: None) -> None:
+    from client.bench.speculation import read_counters
+
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'# TYPE foretoken_spec_decode_num_drafts counter\nforetoken_spec_decode_num_drafts_total{method="mtp"} 3\n')
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Metrics)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert read_counters(f"http://127.0.0.1:{server.server_port}/metrics") == {("drafts", "mtp", -1): 3.0}
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+HALF = "x\ud800"
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"text_input": HALF}, "text_input"),
+        ({"messages": [{"role": "user", "content": HALF}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", HALF: 1}]}, "messages"),
+        ({"stop": ["a", HALF]}, "stop"),
+        ({"speculative": {HALF: 1}}, "speculative"),
+    ],
+)
+def test_half_a_surrogate_pair_is_the_callers_fault(values: dict, name: str) -> None:
+    """Inside JSON too, in which it could be written: the server would take it for text, and its tokenizer not."""
+    with pytest.raises(GenerateError, match=rf"{name} is not valid Unicode: '\\ud800' at ") as caught:
+        make_inputs(prompt_values(None, values))
+    assert caught.value.code == "INVALID_ARG"
+    with pytest.raises(GenerateError, match=r"the request is not valid Unicode: '\\ud800' at ") as caught:
+        HttpClient("127.0.0.1:1").generate(**values)
+    assert caught.value.code == "INVALID_ARG"
+
+
+def test_a_request_id_that_is_no_text() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(GenerateError, match="request_id is not valid Unicode") as caught:
+        client.generate("x", request_id=HALF)
+    assert caught.value.code == "INVALID_ARG"
+
+    async def ask() -> None:
+        async with AsyncClient("127.0.0.1:1") as client:
+            await client.generate("x", request_id=HALF)
+
+    with pytest.raises(GenerateError, match="request_id is not valid Unicode"):
+        asyncio.run(ask())
+
+
+def test_messages_keep_their_characters() -> None:
+    assert prompt_values(None, {"messages": [{"role": "user", "content": "é🙂"}]})["messages"] == '[{"role": "user", "content": "é🙂"}]'

@@ -1,0 +1,375 @@
+"""The decode model's threads, without a server: who touches a request's way back to its client, and when each request ends.
+
+`triton_python_backend_utils` exists in the server's process only; what stands in for it here keeps the rules whose breach ends that
+process: one thread sends, and nothing touches a response sender after its final response.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+import threading
+import time
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.config import BUNDLED_MODEL
+from backend.errors import CapacityError
+
+FINAL = 1
+LONG = "é" * 131_000
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+
+class TritonError(Exception):
+    INVALID_ARG, UNAVAILABLE, INTERNAL = "INVALID_ARG", "UNAVAILABLE", "INTERNAL"
+
+    def __init__(self, message: str, code: str) -> None:
+        message.encode()
+        super().__init__(message)
+        self.code = code
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None) -> None:
+        self.values = {t.name(): t.as_numpy().tolist() for t in output_tensors or ()}
+        self.error = error
+
+
+class Sender:
+    """A response sender that notes who uses it, and what for."""
+
+    def __init__(self) -> None:
+        self.responses: list[InferenceResponse] = []
+        self.threads: set[str] = set()
+        self.is_gone = False
+        self.ended = threading.Event()
+
+    def send(self, response: InferenceResponse, flags: int = 0) -> None:
+        assert not self.ended.is_set(), "a response after the final one"
+        self.threads.add(threading.current_thread().name)
+        self.responses.append(response)
+        if flags == FINAL:
+            self.ended.set()
+
+    def is_cancelled(self) -> bool:
+        self.threads.add(threading.current_thread().name)
+        if self.ended.is_set():
+            self.threads.add("after the final response")
+        return self.is_gone
+
+    def finish(self) -> list[InferenceResponse]:
+        assert self.ended.wait(60)
+        assert self.threads == {"sender"}
+        return self.responses
+
+    def reasons(self) -> list[bytes]:
+        return [reason for r in self.finish() for reason in r.values["finish_reason"] if reason]
+
+    def message(self) -> str:
+        (response,) = self.finish()
+        return str(response.error)
+
+
+class InferenceRequest:
+    def __init__(self, request_id: str | bytes = "", **values: Any) -> None:
+        self._id = request_id
+        self.sender = Sender()
+        self._tensors = []
+        for name, value in values.items():
+            items = value if isinstance(value, list) else [value]
+            if isinstance(items[0], str):
+                array = np.array([v.encode() for v in items], dtype=object)
+            else:
+                array = np.array(items, dtype=np.bool_ if isinstance(items[0], bool) else np.int32)
+            self._tensors.append(Tensor(name, array))
+
+    def request_id(self) -> str:
+        return self._id if isinstance(self._id, str) else self._id.decode()
+
+    def inputs(self) -> list[Tensor]:
+        return self._tensors
+
+    def get_response_sender(self) -> Sender:
+        return self.sender
+
+
+class MetricFamily:
+    COUNTER, GAUGE = "counter", "gauge"
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def Metric(self, labels: dict[str, str]) -> MetricFamily:
+        return self
+
+    def increment(self, value: float) -> None:
+        pass
+
+    def set(self, value: float) -> None:
+        pass
+
+
+def stand_in() -> ModuleType:
+    module: Any = ModuleType("triton_python_backend_utils")
+    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
+    module.Tensor, module.InferenceResponse, module.InferenceRequest, module.TritonError = Tensor, InferenceResponse, InferenceRequest, TritonError
+    module.MetricFamily, module.TritonModelException = MetricFamily, RuntimeError
+    module.Logger = type("Logger", (), {name: staticmethod(print) for name in ("log_info", "log_warn", "log_error")})
+    return module
+
+
+@pytest.fixture(scope="module")
+def adapter():
+    """backend.adapters.decode, as the server's process has it."""
+    names = [name for name in sys.modules if name.startswith("backend.adapters.")]
+    assert not names, "adapters are imported by the server's process alone"
+    sys.modules["triton_python_backend_utils"] = stand_in()
+    logger = logging.getLogger("backend")
+    handlers = logger.handlers
+    try:
+        module = importlib.import_module("backend.adapters.decode")
+        module.end_with_server = lambda: None
+        yield module
+    finally:
+        for name in [n for n in sys.modules if n.startswith("backend.adapters.")] + ["triton_python_backend_utils"]:
+            del sys.modules[name]
+        logger.handlers, logger.propagate = handlers, True
+
+
+@pytest.fixture
+def model(adapter, tmp_path):
+    (tmp_path / "1").mkdir()
+    parameters = {"model": {"string_value": str(BUNDLED_MODEL)}, "max_batch_size": {"string_value": "8"}, "max_waiting": {"string_value": "24"}}
+    triton_model = adapter.TritonPythonModel()
+    triton_model.initialize(
+        {
+            "model_config": json.dumps({"parameters": parameters}),
+            "model_repository": str(tmp_path),
+            "model_version": "1",
+            "model_instance_kind": "CPU",
+            "model_name": "decode",
+        }
+    )
+    yield triton_model
+    triton_model.finalize()
+
+
+@pytest.fixture
+def gate(model, monkeypatch):
+    """Holds up the tokenizer until it is set."""
+    opened, encode = threading.Event(), model._engine.tokenizer.encode
+
+    def wait(*args: Any) -> list[int]:
+        assert opened.wait(60)
+        return encode(*args)
+
+    monkeypatch.setattr(model._engine.tokenizer, "encode", wait)
+    yield opened
+    opened.set()
+
+
+def ask(model, **values: Any) -> Sender:
+    request = InferenceRequest(**values)
+    model.execute([request])
+    return request.sender
+
+
+def wait_until(is_true) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def assert_idle(model) -> None:
+    wait_until(lambda: not model._exchanges and not model._engine.scheduler.num_open)
+    assert model._engine.scheduler.pool.num_held == 0
+
+
+def test_an_answer(model):
+    sender = ask(model, text_input="x = 1", max_tokens=3)
+    assert sender.reasons() == [b"length"] and len([i for r in sender.responses for i in r.values["output_ids"]]) == 3
+    assert_idle(model)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"text_input": LONG}, "tokens; the context holds 2048"),
+        ({}, "give one of text_input, input_ids, messages; got none"),
+        ({"input_ids": [5] * 2048}, "the prompt has 2048 tokens; the context holds 2048"),
+        ({"input_ids": [5, 4096]}, "input_ids[1] is 4096; the vocabulary has ids 0 to 4095"),
+        ({"text_input": "x" * 600_000}, "text_input has 600000 bytes; the limit is 131072 characters"),
+        ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "the rendered chat is not valid Unicode: '\\ud800' at"),
+        ({"messages": '[{"role": "user", "content": "' + "é" * 140_000 + '"}]'}, "messages has 140"),
+        ({"messages": "[5]"}, "messages must be a list of objects with role and content"),
+        ({"text_input": "x", "stop": ["a"] * 65}, "stop has 65 strings; the limit is 64"),
+        ({"request_id": b"\xff", "text_input": "x"}, "the request's id is not valid UTF-8: byte 0xff at 0"),
+    ],
+    ids=lambda v: v[:30] if isinstance(v, str) else "",
+)
+def test_a_refusal_goes_the_way_of_answers(model, values, message):
+    """Also while the watcher asks for looks at the request."""
+    sender = ask(model, **values)
+    assert message in sender.message() and "[INVALID_ARG]" in sender.message()
+    assert_idle(model)
+
+
+def test_the_execute_thread_does_not_tokenize(model, gate):
+    senders = [ask(model, text_input=text, max_tokens=1) for text in ("x = 1", LONG, "y = 1")]
+    wait_until(lambda: all(s.threads == {"sender"} for s in senders))
+    assert not any(s.ended.is_set() for s in senders), "they are watched while they wait"
+    gate.set()
+    assert "the context holds 2048" in senders[1].message()
+    assert senders[0].reasons() == senders[2].reasons() == [b"length"]
+
+
+def test_short_prompts_do_not_wait_for_long_ones(model, monkeypatch):
+    opened, encode = threading.Event(), model._engine.tokenizer.encode
+    monkeypatch.setattr(model._engine.tokenizer, "encode", lambda text, *rest: (len(text) < 9 or opened.wait(60)) and encode(text, *rest))
+    long = ask(model, text_input=LONG)
+    assert ask(model, text_input="x = 1", max_tokens=1).reasons() == [b"length"]
+    assert not long.ended.is_set()
+    opened.set()
+    assert "the context holds 2048" in long.message()
+
+
+@pytest.mark.parametrize("place", ["queued", "begun"])
+def test_what_is_not_tokenized_yet_can_be_cancelled(model, gate, place):
+    """By another request, whose answer comes after; each of its completions ends once."""
+    first = ask(model, text_input="x = 1", n=3, max_tokens=4, request_id="first")
+    queued = ask(model, text_input="y = 1", n=3, max_tokens=4, request_id="queued")
+    wait_until(lambda: len(model._intake._queues[0]) == 1)
+    victim = first if place == "begun" else queued
+    cancel = ask(model, cancel="first" if victim is first else "queued")
+    if place == "begun":
+        wait_until(lambda: model._held)
+        assert not cancel.ended.is_set() and not victim.ended.is_set()
+        gate.set()
+    assert cancel.reasons() == [b"cancelled"] and victim.ended.is_set()
+    assert victim.reasons() == [b"cancelled"] * 3
+    gate.set()
+    other = queued if victim is first else first
+    assert other.reasons() == [b"length"] * 3
+    assert ask(model, cancel="queued").reasons() == [b"stop"], "it is over"
+    assert_idle(model)
+
+
+def test_a_client_that_left_before_the_tokenizer_came_to_it(model, gate):
+    begun, queued = (ask(model, text_input=f"{name} = 1", max_tokens=4) for name in "xy")
+    queued.is_gone = True
+    assert queued.reasons() == [b"cancelled"]
+    begun.is_gone = True
+    wait_until(lambda: all(e.is_cancelled for e in list(model._exchanges)))
+    gate.set()
+    assert begun.reasons() == [b"cancelled"]
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_deadline_counts_from_the_arrival(model, gate, is_streamed):
+    begun, queued = (ask(model, text_input=f"{name} = 1", n=2, max_tokens=2000, timeout_ms=100, stream=is_streamed) for name in "xy")
+    reasons = [b"timeout"] * 2
+    assert queued.reasons() == reasons
+    gate.set()
+    assert begun.reasons() == reasons
+    assert_idle(model)
+
+
+def test_more_than_may_wait_are_refused(model, gate):
+    senders = [ask(model, input_ids=[5, 6], max_tokens=1) for _ in range(8)]
+    waiting = [ask(model, text_input="x = 1", max_tokens=1) for _ in range(40)]
+    refused = [s for s in waiting if s.ended.wait(0.2)]
+    gate.set()
+    assert refused and all("[UNAVAILABLE]" in s.message() and "raise --max-waiting" in s.message() for s in refused)
+    for sender in [s for s in senders + waiting if s not in refused]:
+        (*_, last) = sender.finish()
+        assert "[UNAVAILABLE]" in str(last.error) if last.error else sender.reasons() == [b"length"]
+    assert_idle(model)
+
+
+def test_draining_lets_what_was_taken_go_on(model, gate):
+    senders = [ask(model, text_input=f"{name} = 1", max_tokens=2) for name in "xyz"]
+    model._drain_file.write_text("60")
+    wait_until(lambda: model._is_refusing)
+    assert "[UNAVAILABLE]" in ask(model, text_input="late").message()
+    gate.set()
+    assert all(s.reasons() == [b"length"] for s in senders)
+    wait_until(lambda: not model._drain_file.exists())
+    assert "shutting down" in ask(model, text_input="later").message()
+    assert "[UNAVAILABLE]" in ask(model, cancel="nobody").message()
+
+
+def test_the_end_of_the_drain_ends_what_waits(model, gate):
+    senders = [ask(model, text_input=f"{name} = 1", max_tokens=2) for name in "xyz"]
+    model._drain_file.write_text("0")
+    assert all("the time for open requests is over" in s.message() for s in senders[1:])
+    gate.set()
+    assert "shutting down" in senders[0].message()
+    wait_until(lambda: not model._drain_file.exists())
+
+
+def test_the_end_answers_everybody(adapter, model, gate):
+    senders = [ask(model, text_input=f"{name} = 1", max_tokens=2) for name in "xyz"]
+    running = ask(model, input_ids=[5] * 9, max_tokens=2000)
+    threading.Timer(0.2, gate.set).start()
+    model.finalize()
+    assert all("[UNAVAILABLE]" in str(s.finish()[-1].error) for s in [*senders, running])
+
+
+def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch):
+    """Which names no shared-memory region: whoever knows one can have the server map it."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("Failed to increase the shared memory pool size for key 'triton_python_backend_shm_region_7' to 9 bytes")
+
+    monkeypatch.setattr(adapter.Answer, "tensors", fail)
+    sender = ask(model, text_input="x = 1")
+    assert "[INTERNAL]" in sender.message() and "shared memory pool" in sender.message() and "region_7" not in sender.message()
+    monkeypatch.undo()
+    assert ask(model, text_input="x = 1", max_tokens=1).reasons() == [b"length"]
+    assert_idle(model)
+
+
+def test_workers_withdraw_and_end() -> None:
+    from backend.adapters.intake_workers import IntakeWorkers
+
+    began, opened, handled = threading.Event(), threading.Event(), []
+
+    def handle(job: list[str]) -> None:
+        began.set()
+        assert opened.wait(60)
+        handled.append(job)
+        if job == ["bad"]:
+            raise ValueError(job)
+
+    workers = IntakeWorkers(handle, max_queued=3)
+    jobs = [["bad"], ["same"], ["same"], ["good"]]
+    workers.put(jobs[0], 1)
+    assert began.wait(60)
+    for job in jobs[1:]:
+        workers.put(job, 1)
+    with pytest.raises(CapacityError, match="3 requests wait to be tokenized; the limit is 3"):
+        workers.put(["more"], 1)
+    assert workers.withdraw(jobs[1]) and not workers.withdraw(jobs[1]) and not workers.withdraw(jobs[0])
+    opened.set()
+    workers.stop(60)
+    assert handled == [["bad"], ["same"], ["good"]] and handled[1] is jobs[2]
+    with pytest.raises(CapacityError, match="shutting down"):
+        workers.put(["more"], 1)

@@ -1,0 +1,117 @@
+"""Which device and type `auto` stands for, on machines that have a GPU, half of one, and none."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend import devices
+from backend.config import EngineConfig
+from backend.devices import pick_device, pick_dtype
+from backend.errors import ConfigError
+from backend.parallel.ranks import Ranks
+from kernels._load import KernelError
+
+NVCC = "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler, or use --device cpu"
+
+
+def config(**values: object) -> EngineConfig:
+    return EngineConfig.from_dict(values)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Makes this machine one of another kind, as torch and the driver tell of it."""
+
+    def set_up(num_gpus: int = 0, *, has_driver: bool = False, failure: str = "", visible: str | None = None) -> None:
+        def check(device: torch.device) -> None:
+            if failure:
+                raise KernelError(failure)
+
+        driver = tmp_path / "nvidiactl"
+        driver.unlink(missing_ok=True)
+        if has_driver:
+            driver.touch()
+        monkeypatch.setattr(devices, "DRIVER_FILE", driver)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(devices, "check_device", check)
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return set_up
+
+
+def test_the_gpu_when_there_is_one(machine) -> None:
+    machine(2, has_driver=True)
+    assert pick_device(config()) == torch.device("cuda")
+    assert pick_device(config(device="cuda:1")) == torch.device("cuda:1")
+    assert pick_device(config(device="cpu")) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="device cuda:2: this machine has 2 GPUs, from cuda:0"):
+        pick_device(config(device="cuda:2"))
+
+
+def test_the_cpu_when_there_is_none(machine) -> None:
+    machine(0)
+    assert pick_device(config()) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"device cuda: torch .* sees no GPU; use --device cpu"):
+        pick_device(config(device="cuda"))
+
+
+@pytest.mark.parametrize("failure", [NVCC, "PyCUDA cannot be imported", "cuda:0 is an A10 (sm_86); kernels are made for sm_80, sm_90"])
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_that_cannot_be_used_is_an_error(machine, failure: str, device: str) -> None:
+    machine(1, has_driver=True, failure=failure)
+    with pytest.raises(ConfigError) as caught:
+        pick_device(config(device=device))
+    assert str(caught.value) == f"device {device}: this machine has a GPU that cannot be used: {failure}"
+    assert pick_device(config(device="cpu")) == torch.device("cpu")
+
+
+def test_a_gpu_that_torch_does_not_see_is_an_error(machine) -> None:
+    """As with a build of torch for the CPU. Unless whoever runs this has hidden the GPU."""
+    machine(0, has_driver=True)
+    with pytest.raises(ConfigError, match=r"device auto: this machine has a GPU .*, but torch .* sees no GPU: install a torch that does"):
+        pick_device(config())
+    for visible in ("", "-1"):
+        machine(0, has_driver=True, visible=visible)
+        assert pick_device(config()) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected", "is_said"),
+    [
+        ({"torch_dtype": "bfloat16"}, torch.bfloat16, False),
+        ({"dtype": "float32"}, torch.float32, False),
+        ({}, torch.bfloat16, False),
+        ({"torch_dtype": "float16"}, torch.bfloat16, True),
+        ({"dtype": "torch.float16"}, torch.bfloat16, True),
+    ],
+)
+def test_the_checkpoints_type_on_a_gpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, stored: dict[str, str], expected: torch.dtype, is_said: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    own = config(model=str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert pick_dtype(own, torch.device("cuda")) == expected
+    assert ("float16 and is served in bfloat16" in caplog.text) == is_said
+    assert pick_dtype(own, torch.device("cpu")) == torch.float32
+    assert pick_dtype(config(model=str(tmp_path), dtype="float32"), torch.device("cuda")) == torch.float32
+
+
+def test_a_group_without_exchanges_does_not_pretend_to_exchange() -> None:
+    """A sum over two ranks that is one rank's own part makes wrong answers that look right."""
+    x = torch.ones(3)
+    alone = Ranks()
+    assert all(torch.equal(exchange(x), torch.ones(3)) for exchange in (alone.all_reduce, alone.all_gather))
+    pair = Ranks(rank=0, size=2)
+    for exchange in (pair.all_reduce, pair.all_gather):
+        with pytest.raises(AssertionError, match="a group of several ranks has exchanges"):
+            exchange(x)

@@ -1,0 +1,414 @@
+"""Every family that is served, against transformers in float32: tiny random models that have each feature, and each odd size."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from backend import LLM
+from backend.config import BUNDLED_MODEL
+from backend.core import SamplingParams
+from backend.errors import ModelError
+from backend.model_checks import check_model
+from backend.models import load_model
+from backend.models.families import ARCHITECTURES, DRAFTERS
+from backend.models.layers import Weights
+from backend.models.loader import Checkpoint
+from backend.models.loading import check_gpu
+from backend.models.parts import DecoderLayer
+from backend.parallel.ranks import Ranks
+from tests.steps import Row, Steps, make_worker
+
+TOLERANCE = 1e-4
+"""Of the largest logit."""
+PROMPT, MORE, VOCABULARY = 45, 32, 301
+CONTEXT = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of a family: transformers' config class is that of the model_type."""
+
+    family: str
+    name: str = "plain"
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.name}"
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **values}}
+
+
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.5, 3.0], [1.0, 2.0, 3.0, 4.5, 6.0, 8.0, 12.0, 16.0]
+LONGROPE = rope("longrope", short_factor=SHORT, long_factor=LONG)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+SCALED_QUERIES = {"head_dim": 16, **rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1)}
+LATER = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
+GLM = {"head_dim": 16, "pad_token_id": 0, "eos_token_id": 0, "partial_rotary_factor": 0.5}
+NESTED = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+CASES = [
+    Case("llama", "yarn, biases, gelu", {**YARN, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    Case("llama", "yarn with its own factor, bounds not whole", rope("yarn", factor=4.0, attention_factor=1.3, truncate=False)),
+    Case("llama", "yarn with mscale", rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.2, original_max_position_embeddings=32)),
+    Case("llama", "dynamic rope", rope("dynamic", factor=4.0)),
+    Case("llama", "llama3 rope", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)),
+    Case("llama", "one KV head of 80, one layer", {"num_key_value_heads": 1, "head_dim": 80, "num_hidden_layers": 1}),
+    Case("llama", "heads of 96, tied", {"head_dim": 96, "tie_word_embeddings": True}),
+    Case("llama", "three heads of 256, odd sizes", {"head_dim": 256, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 37}),
+    Case("mistral", "a window in every layer", {"sliding_window": 11}),
+    Case("mistral", "no window, heads of 80", {"sliding_window": None, "head_dim": 80}),
+    Case("mistral", "a window as long as a page", {"sliding_window": 8, "num_key_value_heads": 1}),
+    Case("mistral", "a window of one token", {"sliding_window": 1}),
+    Case("ministral", "windows in some layers", {"sliding_window": 13, "layer_types": LAYER_TYPES, "head_dim": 16}),
+    Case("ministral3", "queries that grow", SCALED_QUERIES),
+    Case("qwen2"),
+    Case("qwen2", "windows in later layers, tied", {**LATER, "tie_word_embeddings": True}),
+    Case("qwen2", "yarn, one KV head", {**YARN, "num_key_value_heads": 1}),
+    Case("qwen3", "heads of 32", {"head_dim": 32}),
+    Case("qwen3", "biases, windows, tied", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True, "use_sliding_window": True}
+         | {"sliding_window": 20, "layer_types": LAYER_TYPES}),
+    Case("phi3", "fused weights"),
+    Case("phi3", "a window, part of each head turns", {"sliding_window": 15, **rope("default", partial_rotary_factor=0.75)}),
+    Case("phi3", "longrope", {**LONGROPE, "original_max_position_embeddings": 32}),
+    Case("phi3", "longrope in part", {**rope("longrope", short_factor=SHORT[:6], long_factor=LONG[:6], partial_rotary_factor=0.75)}
+         | {"original_max_position_embeddings": 32}),
+    Case("phi3", "longrope within the original context", {**LONGROPE, "original_max_position_embeddings": CONTEXT}),
+    Case("gemma2", "all that it has", GEMMA),
+    Case("gemma2", "no caps, untied, biases, one KV head of 256", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+         | {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 1}),
+    Case("gemma3_text", "all that it has", GEMMA | {"layer_types": LAYER_TYPES}),
+    Case("gemma3_text", "caps, scaling where there is no window", GEMMA | {"sliding_window_pattern": 2, "rope_parameters": NESTED}
+         | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "num_hidden_layers": 3}),
+    Case("ernie4_5", "interleaved rope, tied", {"head_dim": 16}),
+    Case("ernie4_5", "biases, one KV head", {"head_dim": 24, "use_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": False}),
+    Case("glm", "half of each head turns, interleaved", GLM),
+    Case("glm4", "norms after each part too", GLM | {"attention_bias": False}),
+]  # fmt: skip
+
+
+def make_model(case: Case, folder: Path) -> Any:
+    """Saves a tiny model in which every weight matters: transformers starts biases at zero and norms at one."""
+    values = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2 if case.config.get("num_key_value_heads") == 1 else 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "attn_implementation": "eager",
+        **case.config,
+    }
+    if "head_dim" not in values:
+        values["hidden_size"] = 64  # heads of 16
+    elif values["num_attention_heads"] == 3:
+        values["hidden_size"] = 33
+    config = transformers.AutoConfig.for_model(case.family, **values)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(-0.4, 0.4) if "gemma" in case.family else weight.uniform_(0.6, 1.4)
+            elif name.endswith(".bias"):
+                weight.normal_(0, 0.3)
+            else:
+                weight.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, folder)
+    return model
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(1, VOCABULARY) for _ in range(count)]
+
+
+@torch.inference_mode()
+def expected_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """At every token, in one pass, without a cache."""
+    return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+
+
+def assert_close(own: torch.Tensor, expected: torch.Tensor) -> None:
+    assert own.shape == expected.shape
+    assert expected.std() > 0.1, "logits this flat would agree with anything"
+    difference = ((own - expected).abs().max() / expected.abs().max()).item()
+    assert difference <= TOLERANCE, f"relative difference {difference:.2g}"
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("model")
+    return make_model(request.param, folder), folder
+
+
+def test_logits_are_those_of_transformers(case: tuple[Any, Path]) -> None:
+    """Of a prompt, and of 32 tokens after it: one by one, and as drafts. Of the same in chunks, and after another request's pages."""
+    model, folder = case
+    steps = Steps(make_worker(folder))
+    token_ids = random_tokens(PROMPT + MORE)
+    expected = expected_logits(model, token_ids)
+    pages = random.Random(1).sample(range(steps.worker.store.num_pages), 30)
+    steps.admit(0, token_ids[:PROMPT], pages[:10])
+    steps.run([Row(0, 0, PROMPT)])
+    assert_close(steps.logits(), expected[:PROMPT])
+    # Known tokens one by one, in chunks that other rows' lengths differ from; then drafts.
+    steps.admit(1, token_ids, pages[10:20])
+    steps.run([Row(1, 0, 13, is_end=False)])
+    assert_close(steps.logits(), expected[:13])
+    steps.run([Row(1, 13, 33, is_end=False)])
+    assert_close(steps.logits(), expected[13:46])
+    for place in range(46, PROMPT + 20):
+        steps.run([Row(1, place, 1, is_end=False)])
+        assert_close(steps.logits(), expected[place : place + 1])
+    steps.admit(2, token_ids[: PROMPT + 20], pages[10:18] + pages[20:22])  # a prefix hit: eight pages of request 1
+    steps.run([Row(1, PROMPT + 20, 12), Row(2, 64, 1)])
+    assert_close(steps.logits(), torch.cat([expected[PROMPT + 20 :], expected[64:65]]))
+    steps.run([Row(2, drafts=token_ids[PROMPT + 20 : PROMPT + 27])])
+    # The newest token is the model's own choice: the drafts follow that one.
+    chosen = int(expected[64].argmax())
+    assert_close(steps.logits(), expected_logits(model, [*token_ids[:65], chosen, *token_ids[65:72]])[65:])
+
+
+def test_greedy_tokens_are_those_of_transformers(case: tuple[Any, Path]) -> None:
+    """Through the whole engine, with and without drafts, and again from the prefix cache."""
+    model, folder = case
+    prompts = [random_tokens(40, 3), (random_tokens(9, 4) * 5)[:41]]
+    params = SamplingParams(max_tokens=MORE, temperature=0.0, ignore_eos=True)
+    answers = {}
+    for method in ("none", "ngram"):
+        config = {"method": method, "num_speculative_tokens": 4} if method == "ngram" else {"method": method}
+        llm = LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory="4MiB", page_size=8, speculative_config=config)
+        for turn in ("first", "again"):
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            answers[method, turn] = [output.outputs[0].token_ids for output in outputs]
+    for prompt, own in zip(prompts, answers["none", "first"]):
+        scores = expected_logits(model, [*prompt, *own])[len(prompt) - 1 : -1]
+        assert own == scores.argmax(dim=-1).tolist()
+    assert all(answer == answers["none", "first"] for answer in answers.values())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3", "phi3", "ministral3", "glm4"])
+def test_bfloat16_computes_about_the_same(family: str, folders: Callable[[str], Path]) -> None:
+    """It must agree with transformers' own bfloat16 as well as that does with float32."""
+    auto, folder, token_ids = transformers.AutoModelForCausalLM, folders(family), random_tokens(40)
+    exact, rounded = (
+        expected_logits(auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval(), token_ids)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    steps = Steps(make_worker(folder, dtype="bfloat16"))
+    steps.admit(0, token_ids, range(5))
+    steps.run([Row(0, 0, 40)])
+    assert (steps.logits() - exact).abs().mean() < 1.3 * (rounded - exact).abs().mean()
+
+
+# -- what every family's files are held against ---------------------------------------------------------------------------------
+
+
+def edited(folder: Path, target: Path, **values: Any) -> Path:
+    """A copy whose config.json has these values; `...` takes a key away."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text()) | values
+    (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return target
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return load_model(folder, torch.float32, torch.device("cpu"), Ranks(), **options)
+
+
+def refused(folder: Path, *parts: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The first case of a family, saved once."""
+    made: dict[str, Path] = {}
+
+    def folder_of(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            make_model(next(case for case in CASES if case.family == family), made[family])
+        return made[family]
+
+    return folder_of
+
+
+FAMILIES = list(dict.fromkeys(case.family for case in CASES))
+
+
+def test_every_family_has_a_case(folders: Callable[[str], Path]) -> None:
+    named = {json.loads((folders(family) / "config.json").read_text())["architectures"][0] for family in FAMILIES}
+    assert named == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_that_are_missing_or_left_over(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = edited(folders(family), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    names = [name for name in weights if name.startswith("model.layers.0.") and not (name.endswith("bias") and family in ("glm", "ernie4_5"))]
+    for name in (random.Random(family).choice(names), "model.norm.weight"):
+        save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors")
+        refused(folder, f"weight {name} is missing")
+    save_file(weights | {"model.layers.0.self_attn.sinks": torch.zeros(4)}, folder / "model.safetensors")
+    refused(folder, "weight model.layers.0.self_attn.sinks would not be used")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_made_up_weights(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of the shapes that config.json makes them, with no file to read."""
+    folder = edited(folders(family), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    steps = Steps(make_worker(folder, load_format="dummy"))
+    steps.admit(0, random_tokens(20), range(3))
+    steps.run([Row(0, 0, 20)])
+    assert steps.logits().shape == (20, VOCABULARY) and steps.logits().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "message"),
+    [
+        ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported; known: silu, swish, gelu, gelu_new, gelu_pytorch_tanh"),
+        ("gemma2", {"hidden_activation": "relu6"}, "hidden_activation 'relu6' is not supported"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0; it must be a number above 0"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; it must be false"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; it must be a list of num_hidden_layers (2)"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 2}, "of: full_attention, sliding_attention"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; it must be true or false"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0; it must be an integer from 1"),
+        ("mistral", {"sliding_window": 2.5}, "sliding_window is 2.5"),
+        ("llama", rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
+        (
+            "glm",
+            {"rope_parameters": {"partial_rotary_factor": 0.2}},
+            "partial_rotary_factor is 0.2; it must be such that an even part of a head of 16",
+        ),
+        ("glm", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),
+        (
+            "phi3",
+            rope("longrope", short_factor=SHORT, long_factor=LONG[:3]),
+            "long_factor is [1.0, 2.0, 3.0]; it must be a list of 8 numbers above 0",
+        ),
+        ("phi3", rope("longrope", short_factor=SHORT), "has no 'long_factor'"),
+        ("llama", rope("yarn", factor=4.0, beta_fast=-1.0), "beta_fast is -1.0"),
+        ("llama", rope("dynamic"), "has no 'factor'"),
+        ("llama", {"rope_parameters": NESTED}, "rope_parameters"),
+        ("llama", rope("mrope"), "rope scaling 'mrope' is not supported; known: default, linear, llama3, dynamic, yarn, longrope"),
+        ("llama", {"architectures": ["MambaForCausalLM"]}, "architectures ['MambaForCausalLM'] are not supported; known: LlamaForCausalLM, Mistral"),
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)
+def test_values_that_no_model_has(family: str, values: dict[str, Any], message: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    refused(edited(folders(family), tmp_path / "model", **values), str(tmp_path / "model"), message)
+
+
+def test_a_config_that_promises_biases(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    refused(edited(folders("ernie4_5"), tmp_path / "model", use_bias=True), "q_proj.bias", "is missing")
+
+
+def test_older_files_of_gemma3(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """The bases of both kinds of layers beside each other, as the files of 2025 have them."""
+    folder = folders("gemma3_text")
+    before = edited(
+        folder, tmp_path / "model", rope_parameters=..., rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=2, layer_types=...
+    )
+    assert check_model(before).layers == check_model(folder).layers
+
+
+def test_older_names_of_longrope(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    scaling = {"type": "su", "short_factor": SHORT, "long_factor": LONG}
+    values = {"rope_parameters": ..., "rope_theta": 1000.0, "rope_scaling": scaling, "original_max_position_embeddings": 32}
+    part = check_model(edited(folders("phi3"), tmp_path / "model", **values)).layers[0].attention.rope
+    assert (part.kind, part.original_len, part.factor, part.long_factor) == ("longrope", 32, 4.0, tuple(LONG))
+
+
+# -- where it is served ---------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(folder: Path, context_len: int = CONTEXT) -> str:
+    try:
+        check_gpu(check_model(folder), context_len)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_gpu_does_not_serve_yet(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """An error names it before anything is loaded; a window that holds the whole context is none."""
+    mistral = edited(folders("mistral"), tmp_path / "mistral", head_dim=64, hidden_size=256, vocab_size=64)
+    spec = check_model(mistral, has_weights=False)
+    with pytest.raises(ModelError, match=r"config.json: attention on a GPU has no sliding_window 11 \(a context of 12 does not fit"):
+        check_gpu(spec, 12)
+    check_gpu(spec, 11)
+    assert "no head_dim 16 (known: 64, 128, 256) yet; use --device cpu" in on_gpu(folders("qwen2"))
+    assert "no attn_logit_softcapping 50 yet" in on_gpu(folders("gemma2"), 9)
+
+
+def test_windows_that_hold_the_context_cost_nothing(folders: Callable[[str], Path]) -> None:
+    folder = folders("mistral")
+    assert [layer.attention.window for layer in load(folder).layers] == [11, 11]
+    assert [layer.attention.window for layer in load(folder, max_model_len=11).layers] == [None, None]
+
+
+@pytest.mark.parametrize("family", ["phi3", "ernie4_5", "qwen3", "qwen2"])
+def test_ranks_hold_their_heads(family: str, folders: Callable[[str], Path]) -> None:
+    """Rows of fused weights too, and of heads whose numbers are reordered."""
+    spec, cpu = check_model(folders(family)).layers[1], torch.device("cpu")
+    with Checkpoint(folders(family)) as checkpoint:
+        whole, *parts = (DecoderLayer(spec, Weights(checkpoint, torch.float32, cpu, ranks)) for ranks in (Ranks(), Ranks(0, 2), Ranks(1, 2)))
+    x = torch.randn(3, whole.attention.input_norm.numel())
+    queries = [layer.attention.qkv(x).unflatten(1, (-1, spec.attention.head_dim)) for layer in (whole, *parts)]
+    for begin, end in ((0, 4), (4, 6), (6, 8)):  # queries, keys, values
+        own = torch.cat([part[:, begin // 2 : end // 2] for part in queries[1:]], dim=1)
+        torch.testing.assert_close(own, queries[0][:, begin:end])
+    gates = [layer.mlp.gate_up(x).unflatten(1, (2, -1)) for layer in (whole, *parts)]
+    torch.testing.assert_close(torch.cat(gates[1:], dim=2), gates[0])
+
+
+def test_a_window_reads_its_own_pages_alone(folders: Callable[[str], Path]) -> None:
+    """What lies in pages before it is not even multiplied by zero."""
+    steps = Steps(make_worker(folders("mistral"), page_size=8))
+    token_ids = random_tokens(41)
+    steps.admit(0, token_ids, range(6))
+    steps.run([Row(0, 0, 40, is_end=False)])
+    steps.run([Row(0, 40, 1)])
+    expected = steps.logits()
+    for plane in steps.worker.store.planes("attention"):
+        plane[:3] = float("nan")
+    steps.admit(1, token_ids, range(6))
+    steps.run([Row(1, 40, 1)])
+    assert torch.equal(steps.logits(), expected)
+
+
+def test_nothing_else_names_a_family() -> None:
+    root = Path(__file__).parent.parent
+    names = (*ARCHITECTURES, *DRAFTERS)
+    paths = [path for package in ("backend", "kernels", "deploy") for path in (root / package).rglob("*.py")]
+    others = [path for path in paths if not path.is_relative_to(root / "backend/models/families")]
+    assert [f"{path}: {name}" for path in others for name in names if name in path.read_text("utf-8")] == []

@@ -1,0 +1,246 @@
+"""Damaged model folders: refused by name in the launcher, in a moment and before a server starts, and by whoever loads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backend import model_checks
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.errors import ModelError
+from backend.models import load_model
+from backend.models.mtp import Mtp
+from backend.parallel.ranks import Ranks
+from deploy.cli import main
+
+NAN, INF = float("nan"), float("inf")
+CPU = torch.device("cpu")
+Damage = Callable[[Path], Any]
+
+
+def edited(**values: Any) -> Damage:
+    """Python's json writes and reads NaN and Infinity, as other tools do."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def reweighted(change: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
+    def write(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        (folder / "model.safetensors").unlink()
+        save_file(weights, folder / "model.safetensors")
+
+    return write
+
+
+def replaced(name: str, content: bytes | None) -> Damage:
+    """None: by a pipe that nobody writes to."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        if content is None:
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).write_bytes(content)
+
+    return change
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+CONFIGS: list[tuple[Damage, str]] = [
+    (edited(num_hidden_layers=3), "weight model.layers.10.input_layernorm.weight, "),
+    (edited(num_hidden_layers=3), "and 148 more would not be used: num_hidden_layers is 3, and the weights are those of another model"),
+    (edited(num_hidden_layers=21), "weight model.layers.20.input_layernorm.weight, model.layers.20.post_attention_layernorm.weight, "),
+    (edited(num_hidden_layers=0), "num_hidden_layers is 0; it must be an integer from 1 to 1024"),
+    (edited(num_hidden_layers=True), "num_hidden_layers is True"),
+    (edited(num_hidden_layers="20"), "num_hidden_layers is '20'"),
+    (edited(num_hidden_layers=10**12), "num_hidden_layers is 1000000000000"),
+    (edited(vocab_size=-4096), "vocab_size is -4096; it must be an integer from 1 to 4194304"),
+    (edited(vocab_size=4000), "weight model.embed_tokens.weight has shape (4096, 192); config.json makes it (4000, 192)"),
+    (edited(rope_theta=NAN), "rope_theta is nan; it must be a number above 0"),
+    (edited(rope_theta=-1.0), "rope_theta is -1.0"),
+    (edited(rope_theta=0), "rope_theta is 0"),
+    (edited(rope_parameters={"rope_theta": INF}), "rope_parameters: rope_theta is inf"),
+    (edited(rope_parameters=[1]), "rope_parameters is [1]; it must be an object"),
+    (edited(rope_scaling={"type": "linear", "factor": -2.0}), "rope_scaling: factor is -2.0"),
+    (edited(rope_scaling={"type": "ntk", "factor": 2.0}), "rope scaling 'ntk' is not supported; known: default, linear, llama3"),
+    (edited(rope_scaling={**LLAMA3, "low_freq_factor": 4.0}), "low_freq_factor is 4.0; it must be below high_freq_factor (4)"),
+    (edited(rope_scaling={**LLAMA3, "original_max_position_embeddings": NAN}), "original_max_position_embeddings is nan"),
+    (edited(rms_norm_eps=NAN), "rms_norm_eps is nan; it must be a number above 0, and 1 at most"),
+    (edited(rms_norm_eps=-1e-5), "rms_norm_eps is -1e-05"),
+    (edited(rms_norm_eps=0), "rms_norm_eps is 0"),
+    (edited(rms_norm_eps="1e-5"), "rms_norm_eps is '1e-5'"),
+    (edited(bos_token_id=-1), "bos_token_id is -1; it must be token ids from 0 to 4095 (vocab_size 4096), or null"),
+    (edited(bos_token_id="<s>"), "bos_token_id is '<s>'"),
+    (replaced("generation_config.json", b'{"eos_token_id": 10000000000}'), "eos_token_id is 10000000000"),
+    (replaced("generation_config.json", b'{"eos_token_id": [0, -7]}'), "eos_token_id is [0, -7]"),
+    (replaced("generation_config.json", b'{"eos_token_id": 0.5}'), "eos_token_id is 0.5"),
+    (edited(num_key_value_heads=3), "num_key_value_heads is 3; it must be a divisor of num_attention_heads (4)"),
+    (edited(head_dim=63), "head_dim is 63; it must be even"),
+    (edited(head_dim=-64), "head_dim is -64"),
+    (edited(max_position_embeddings=10**9), "max_position_embeddings is 1000000000"),
+    (edited(tie_word_embeddings="no"), "tie_word_embeddings is 'no'; it must be true or false"),
+    (edited(hidden_act=["silu"]), "hidden_act ['silu'] is not supported; known: silu"),
+    (edited(architectures="LlamaForCausalLM"), "architectures 'LlamaForCausalLM' are not supported"),
+    (edited(architectures=[["x"], 3]), "architectures [['x'], 3] are not supported"),
+    (edited(quantization_config={"quant_method": "awq", "bits": 4}), "quantization_config of quant_method 'awq' is not supported; known: none"),
+    (edited(quantization_config={"bits": 8}), "quantization_config of quant_method None is not supported"),
+    (edited(quantization_config="fp8"), "quantization_config of quant_method 'fp8' is not supported"),
+    (edited(compression_config={"quant_method": "compressed-tensors"}), "compression_config of quant_method 'compressed-tensors'"),
+    (replaced("hf_quant_config.json", b"{}"), "hf_quant_config.json: quantized checkpoints are not supported"),
+    (replaced("config.json", None), "config.json cannot be read: it is not a regular file"),
+    (replaced("config.json", b'{"a":' * 100_000), "config.json cannot be read"),
+    (replaced("config.json", b"[" * 100_000 + b"]" * 100_000), "config.json cannot be read: it is nested too deeply"),
+    (replaced("config.json", b'{"vocab_size": ' + b"9" * 10_000 + b"}"), "config.json cannot be read"),
+]
+WEIGHTS: list[tuple[Damage, str]] = [
+    (replaced("model.safetensors", None), "model.safetensors cannot be read: it is not a regular file"),
+    (replaced("model.safetensors", b"\xff" * 64), "model.safetensors cannot be read"),
+    (reweighted(lambda w: w.pop("model.layers.7.mlp.up_proj.weight")), "weight model.layers.7.mlp.up_proj.weight is missing"),
+    (
+        reweighted(lambda w: w.update({"model.layers.20.mlp.up_proj.weight": torch.zeros(2)})),
+        "weight model.layers.20.mlp.up_proj.weight would not be used",
+    ),
+    (
+        reweighted(lambda w: w.update({"model.layers.0.self_attn.q_proj.scales": torch.zeros(2)})),
+        "model.layers.0.self_attn.q_proj.scales would not be used",
+    ),
+    (
+        reweighted(lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(256)})),
+        "weight model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.v_proj.bias is missing, though the projections beside it have theirs",
+    ),
+    (
+        reweighted(lambda w: w.update({"model.norm.weight": torch.ones(192, dtype=torch.int8)})),
+        "weight model.norm.weight is of dtype I8; known: F64, F32",
+    ),
+]
+FILES: list[tuple[Damage, str]] = [
+    (replaced("tokenizer.json", None), "tokenizer.json is missing"),
+    (replaced("tokenizer.json", b"{}"), "tokenizer.json has no object 'model'"),
+    (replaced("tokenizer.json", b"\xff"), "tokenizer.json cannot be read"),
+    (replaced("tokenizer_config.json", None), "tokenizer_config.json cannot be read: it is not a regular file"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The bundled model's folder, to be damaged; its weights by link."""
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.py", "__pycache__"))
+    (folder / "model.safetensors").symlink_to(BUNDLED_MODEL / "model.safetensors")
+    return folder
+
+
+def launch(folder: Path, tmp_path: Path, *options: str) -> int:
+    return main(["serve", "--dry-run", f"--model={folder}", f"--repository={tmp_path / 'repository'}", *options])
+
+
+@pytest.mark.parametrize(("damage", "message"), [*CONFIGS, *WEIGHTS, *FILES], ids=lambda v: v[:60] if isinstance(v, str) else "")
+def test_the_launcher_refuses_what_is_damaged(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Damage, message: str) -> None:
+    damage(folder)
+    assert launch(folder, tmp_path) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("foretoken serve: ") and message in captured.err and str(folder) in captured.err
+    assert "Traceback" not in captured.err and not (tmp_path / "repository").exists()
+
+
+@pytest.mark.parametrize(("damage", "message"), [*CONFIGS, *WEIGHTS], ids=lambda v: v[:60] if isinstance(v, str) else "")
+def test_so_does_the_engine(folder: Path, damage: Damage, message: str) -> None:
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        load_model(folder, torch.float32, CPU, Ranks())
+    assert message in str(caught.value)
+
+
+def test_tables_beside_the_weights_pass(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of older files; and a head that is written though it is tied. What else nobody reads is named, and no more."""
+    tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(32) for i in range(20)}
+
+    def add(weights: dict[str, torch.Tensor]) -> None:
+        weights |= {**tables, "model.rotary_emb.inv_freq": torch.zeros(32), "lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+    reweighted(add)(folder)
+    assert launch(folder, tmp_path) == 0 and not caplog.records
+    load_model(folder, torch.float32, CPU, Ranks())
+    reweighted(lambda w: w.update({"score.weight": torch.zeros(2)}))(folder)
+    assert launch(folder, tmp_path) == 0
+    assert "1 weights are not used: score.weight" in caplog.text
+
+
+@pytest.mark.parametrize("values", [{"quantization_config": None}, {"quantization_config": {}}, {"eos_token_id": None, "bos_token_id": None}])
+def test_what_says_nothing_passes(folder: Path, tmp_path: Path, values: dict[str, Any]) -> None:
+    edited(**values)(folder)
+    assert launch(folder, tmp_path) == 0
+
+
+def test_made_up_weights_need_no_file(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert launch(folder, tmp_path) == 2
+    path = tmp_path / "server.yaml"
+    path.write_text("load_format: dummy\n")
+    assert launch(folder, tmp_path, f"--config={path}") == 0
+
+
+def test_a_context_beyond_the_models_is_refused_in_the_dry_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(folder, tmp_path, "--max-model-len=32768") == 2
+    assert "foretoken serve: max_model_len 32768 is beyond the model's own limit 2048" in capsys.readouterr().err
+    assert launch(folder, tmp_path, "--max-model-len=2048") == 0
+
+
+DRAFTERS: list[tuple[Damage, str]] = [
+    (edited(quantization_config={"quant_method": "gptq"}), "quantization_config of quant_method 'gptq' is not supported"),
+    (edited(num_nextn_predict_layers=1), "would not be used: num_nextn_predict_layers is 1"),
+    (edited(num_nextn_predict_layers=3), "weight model.layers.2.enorm.weight, "),
+    (edited(rope_theta=NAN), "rope_theta is nan"),
+    (edited(hidden_size=96), "hidden_size is 96; the target's is 192"),
+    (edited(max_position_embeddings=100), "max_position_embeddings is 100; the target's is 2048"),
+    (edited(architectures=["LlamaForCausalLM"]), "architectures ['LlamaForCausalLM'] is no drafter; known: LlamaMTP"),
+    (replaced("config.json", None), "config.json cannot be read: it is not a regular file"),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return load_model(BUNDLED_MODEL, torch.float32, CPU, Ranks(), only_head=True)
+
+
+@pytest.mark.parametrize(("damage", "message"), DRAFTERS, ids=lambda v: v[:60] if isinstance(v, str) else "")
+def test_drafters(tmp_path: Path, target: Any, capsys: pytest.CaptureFixture[str], damage: Damage, message: str) -> None:
+    drafter = Path(shutil.copytree(BUNDLED_DRAFTER, tmp_path / "drafter"))
+    options = f"--speculative-config={json.dumps({'method': 'mtp', 'model': str(drafter)})}"
+    assert launch(BUNDLED_MODEL, tmp_path, options) == 0
+    damage(drafter)
+    capsys.readouterr()
+    assert launch(BUNDLED_MODEL, tmp_path, options) == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(ModelError) as caught:
+        Mtp(drafter, target, torch.float32, CPU)
+    assert message in str(caught.value)
+
+
+def test_a_drafter_that_repeats_its_targets_weights(tmp_path: Path) -> None:
+    drafter = Path(shutil.copytree(BUNDLED_DRAFTER, tmp_path / "drafter"))
+    copies = {f"model.layers.0.{name}.weight": torch.zeros(4096, 192) for name in ("embed_tokens", "shared_head.head")}
+    reweighted(lambda w: w.update(copies))(drafter)
+    model_checks.check_drafter(drafter)
+
+
+def test_an_index_names_files_of_its_folder_only(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = load_file(BUNDLED_MODEL / "model.safetensors")
+    for file in ("../elsewhere/model.safetensors", "/etc/passwd", 7):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+        assert launch(folder, tmp_path) == 2
+        assert "which is no file of this folder" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Tensor parallelism by processes, on CPU: the tokens of one rank, and one clear error when a rank is gone or cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backend import LLM, SamplingParams
+from backend.core import Delta
+from backend.errors import ConfigError, EngineError
+from backend.group import CHECK_EVERY, Verdicts, check_verdicts
+from backend.parallel.ranks import Ranks
+from backend.parallel.ring import MEMORY_FOLDER, NUM_SLOTS, SLOT_WORDS, PlanRing
+from tests.conftest import code_prompts
+
+PROMPTS = code_prompts(3, (60, 300), seed=31)
+SPECULATION = {"method": "mtp", "num_speculative_tokens": 4, "num_model_steps": 2, "request_methods": ["suffix"], "adaptive": False}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"method": "none"}, {"temperature": 0.0, "logprobs": 1}),
+    ({"method": "ngram", "num_speculative_tokens": 5}, {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.1, "logit_bias": {9: 1.5}}),
+    ({"method": "mtp", "mtp_strategy": "with_ngram"}, {"temperature": 0.0, "bad_words": ["self"]}),
+    ({"method": "suffix"}, {"temperature": 0.9, "seed": 5, "top_p": 0.9, "min_p": 0.02}),
+    ({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.8, "seed": 4}),
+]
+
+
+def answers(llm: LLM) -> list[list[list[int]]]:
+    results = []
+    for choice, sampling in CASES:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **sampling)
+        results.append([r.outputs[0].token_ids for r in llm.generate(PROMPTS, params, speculative=choice, use_tqdm=False)])
+    return results
+
+
+@pytest.fixture(scope="module")
+def llm_two() -> Any:
+    llm = LLM(speculative_config=SPECULATION, tensor_parallel_size=2, num_threads=1, max_num_batched_tokens=256, max_batch_size=8)
+    yield llm
+    llm.close()
+
+
+def test_tokens_are_those_of_one_rank(llm_two: LLM) -> None:
+    """Every method and strategy, with chunks and prefix hits; ranks that decided differently would end the engine."""
+    one = LLM(speculative_config=SPECULATION, num_threads=1)
+    assert answers(llm_two) == answers(one) == answers(llm_two)
+    llm_two.engine.scheduler.check()
+    assert llm_two.engine.scheduler.pool.num_held == 0
+    assert llm_two.engine.worker.model.heads[1] * 2 == one.engine.worker.model.heads[1], "each rank has its own heads"
+
+
+def test_a_rank_that_is_killed_ends_every_open_request() -> None:
+    llm = LLM(tensor_parallel_size=2, num_threads=1)
+    deltas: list[Delta] = []
+    ended = threading.Event()
+
+    def sink(delta: Delta) -> None:
+        deltas.append(delta)
+        if delta.is_final:
+            ended.set()
+
+    engine = llm.engine
+    engine.start()
+    engine.submit(PROMPTS[0], SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True), sink, request_id="open")
+    assert engine._group is not None
+    (child,) = engine._group._children
+    os.kill(child.pid, signal.SIGKILL)
+    assert ended.wait(60)
+    assert isinstance(deltas[-1].error, EngineError) and not engine.is_healthy
+    assert "rank 1 of 2 has ended: exit status -9" in str(deltas[-1].error)
+    llm.close()
+    assert child.poll() == -signal.SIGKILL
+
+
+def test_sizes_that_do_not_divide() -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 5: .* which does not divide by it"):
+        Ranks(0, 5).part(12, "num_attention_heads")
+    assert [Ranks(r, 8).part(2, "num_key_value_heads") for r in range(8)] == [slice(r // 4, r // 4 + 1) for r in range(8)], "heads are replicated"
+    with pytest.raises(ConfigError, match="rank is 2; the group has ranks 0 to 1"):
+        Ranks(2, 2)
+
+
+def test_a_group_that_cannot_be_leaves_nothing_behind() -> None:
+    def left() -> set[str]:
+        return {path.name for path in MEMORY_FOLDER.glob("foretoken-plans-*")} | {str(pid) for pid in followers()}
+
+    before = left()
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 5: .* does not divide by it"):
+        LLM(tensor_parallel_size=5, num_threads=1)
+    assert left() == before
+
+
+def followers() -> list[int]:
+    """Processes of other ranks that this one has started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                is_own = f"PPid:\t{os.getpid()}\n" in (folder / "status").read_text()
+                if is_own and b"backend.follower" in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+    return found
+
+
+class TestRing:
+    def test_messages_of_any_size_come_in_order_to_every_reader(self) -> None:
+        ring = PlanRing(2)
+        other = PlanRing(2, ring.path)
+        messages = [np.arange(n, dtype=np.int32) for n in (1, 0, SLOT_WORDS, SLOT_WORDS + 1, 3 * SLOT_WORDS)]
+        for message in messages:
+            ring.write(message, fail)
+        for reader in range(2):
+            for message in messages:
+                np.testing.assert_array_equal(other.read(reader, fail), message)
+        other.close()
+        ring.close()
+
+    def test_a_full_ring_waits_for_the_slowest_reader(self) -> None:
+        ring = PlanRing(2)
+        for _ in range(NUM_SLOTS):
+            ring.write(np.ones(1, np.int32), fail)
+        ring.read(0, fail)
+        with pytest.raises(EngineError, match="rank 1"):
+            ring.write(np.ones(1, np.int32), fail)
+        ring.read(1, fail)
+        ring.write(np.ones(1, np.int32), fail)
+        ring.close()
+
+
+def fail() -> None:
+    raise EngineError("rank 1 of 2 has ended")
+
+
+def test_ranks_that_decide_differently_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum is over all rows up to the step before the last one launched, and compared every so often."""
+    first, second = Verdicts(), Verdicts()
+    for step in range(CHECK_EVERY - 1):
+        rows = np.full((2, 3), step, np.int32)
+        first.add(rows)
+        second.add(rows + (step == 100))
+    device, ranks = torch.device("cpu"), Ranks(0, 2)
+    monkeypatch.setattr(Ranks, "gather", lambda self, x: torch.stack([x, torch.tensor([second.at(CHECK_EVERY - 1)])]))
+    check_verdicts(ranks, first, CHECK_EVERY - 1, device)
+    with pytest.raises(EngineError, match="decided differently within 256 steps up to step 255: checksums"):
+        check_verdicts(ranks, first, CHECK_EVERY, device)
+    check_verdicts(ranks, second, CHECK_EVERY, device)

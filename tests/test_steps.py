@@ -1,0 +1,188 @@
+"""What steps do beside giving the right tokens: who takes part in them, who drafts, how small a number still acts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend import LLM, SamplingParams
+from backend.core import Delta
+from backend.engine import Engine
+from backend.planner import PlannedStep
+from tests.conftest import EVERY_METHOD, code_prompts, greedy
+from tests.models import make_tiny
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PlannedStep, int]]:
+    """Every step that is planned from now on, with the steps that are under way meanwhile."""
+    from backend.planner import Planner
+
+    steps: list[tuple[PlannedStep, int]] = []
+    engines: list[Engine] = []
+    plan, step = Planner.plan, Engine._step
+
+    def noted_step(engine: Engine) -> bool:
+        engines[:] = [engine]
+        return step(engine)
+
+    def noted_plan(planner: Planner, *arguments) -> PlannedStep:
+        steps.append((plan(planner, *arguments), len(engines[0]._in_flight)))
+        return steps[-1][0]
+
+    monkeypatch.setattr(Engine, "_step", noted_step)
+    monkeypatch.setattr(Planner, "plan", noted_plan)
+    return steps
+
+
+def submit(llm: LLM, name: str, ids: list[int], params: SamplingParams, **choice) -> list[Delta]:
+    deltas: list[Delta] = []
+    llm.engine.submit(ids, params, deltas.append, request_id=name, speculative=choice or None)
+    return deltas
+
+
+def drain(llm: LLM) -> None:
+    while llm.engine.step():
+        pass
+    llm.engine.scheduler.check()
+
+
+@pytest.fixture(scope="module")
+def texts(llm_all) -> list[list[int]]:
+    return [llm_all.engine.tokenizer.encode(p)[:60] for p in code_prompts(6, (300, 500), seed=31)]
+
+
+@pytest.mark.parametrize("host", [{"method": "suffix"}, {"method": "mtp", "mtp_strategy": "with_suffix"}], ids=["suffix", "mtp with suffix"])
+def test_a_request_that_waits_for_the_host_sits_out_alone(llm_ahead, texts, planned, host) -> None:
+    """The host looks at every token before it drafts for this one; the others take part in each step, and each is planned ahead."""
+    others = [f"other {i}" for i in range(4)]
+    for name, ids in zip(others, texts):
+        submit(llm_ahead, name, ids, greedy(40), method="ngram", num_speculative_tokens=2)
+    slow = submit(llm_ahead, "host", texts[5], greedy(40), **host)
+    drain(llm_ahead)
+    assert slow[-1].finish_reason == "length"
+    spans = {name: [i for i, (step, _) in enumerate(planned) if name in {e.request.request_id for e in step.entries}] for name in [*others, "host"]}
+    for name in others:
+        assert spans[name] == list(range(spans[name][0], spans[name][-1] + 1)), f"{name} sat a step out"
+    own = spans["host"]
+    assert all(b - a == 2 for a, b in zip(own[1:], own[2:]) if b <= max(spans[name][-1] for name in others)), "every other step is its own"
+    shared = [in_flight for step, in_flight in planned if len(step.entries) > 1]
+    assert sum(in_flight == 1 for in_flight in shared) >= len(shared) - 2, "a step was planned with nothing under way"
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_model_drafts_begin_with_the_first_token_after_cold_prompts(llm_all, planned, is_ahead) -> None:
+    """Prompts that take many steps beside requests that decode already: the drafter computes each chunk in the chunk's own step."""
+    llm = LLM(
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3, "adaptive": False},
+        async_scheduling=is_ahead,
+        max_num_batched_tokens=96,
+        max_batch_size=16,
+    )
+    ids = [i for p in code_prompts(24, (700, 900), seed=37) for i in llm_all.engine.tokenizer.encode(p)]
+    for number in range(8):
+        submit(llm, str(number), ids[300 * number : 300 * (number + 1)], greedy(24))
+    drain(llm)
+    rows: Counter[str] = Counter()
+    for step, _ in planned:
+        for entry, verified in zip(step.entries, step.verified):
+            if entry.is_decoding and entry.max_drafts:
+                rows["drafts" if verified.sources else "none"] += 1
+    assert rows["drafts"] > 60 and rows["drafts"] >= 0.95 * rows.total(), rows
+
+
+@pytest.mark.parametrize("budget", [8, 16])
+def test_the_budget_of_known_tokens_caps_no_drafts(llm_ahead, texts, planned, budget) -> None:
+    """Every request of a full batch drafts as many as it wants, however small max_num_batched_tokens is."""
+    llm = LLM(speculative_config={**EVERY_METHOD, "num_speculative_tokens": 5}, max_batch_size=8, max_num_batched_tokens=budget)
+    for number in range(8):
+        submit(llm, str(number), texts[number % 6][number : number + 6], greedy(60))
+    drain(llm)
+    full = [step for step, _ in planned if sum(e.is_decoding for e in step.entries) == 8]
+    assert len(full) >= 3
+    for step in full:
+        wanted = [min(5, e.request.params.max_tokens - (e.begin - len(e.request.prompt_token_ids)) - 2) for e in step.entries]
+        assert [e.max_drafts for e in step.entries] == [max(0, count) for count in wanted]
+        assert max(len(v.sources) for v in step.verified) == max(e.max_drafts for e in step.entries)
+
+
+def test_chunks_of_prompts_are_cut_to_max_step_ms(llm_all, texts, planned) -> None:
+    """Beside requests that decode; how the size is chosen from measured times: test_pacing."""
+    llm = LLM(max_step_ms=1e-6, max_num_batched_tokens=512)
+    first = submit(llm, "first", texts[0], greedy(100))
+    while len(first) < 3:
+        llm.engine.step()
+    ids = [i for text in texts[1:] for i in text]
+    submit(llm, "second", ids, greedy(2))
+    while not any(e.request.request_id == "second" and e.is_decoding for step, _ in planned for e in step.entries):
+        llm.engine.step()
+    chunks = [e.num_tokens for step, _ in planned for e in step.entries if e.request.request_id == "second" and not e.is_decoding]
+    assert sum(chunks) == len(ids) and set(chunks[:-1]) == {32} and chunks[-1] <= 32, "no step is fast enough, and a prompt goes on all the same"
+    llm.engine.end_all(RuntimeError("enough"))
+
+
+# -- numbers that a rounded logit would lose ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two words are equally likely wherever one stands, at a score of about 20 that bfloat16 keeps in steps of 0.125; no other comes near."""
+    from safetensors.torch import load_file, save_file
+
+    path = make_tiny(tmp_path_factory.mktemp("tied"), vocabulary=12)
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            weight.zero_()  # what follows depends on nothing
+    state = torch.zeros(32)
+    state[0] = 1.0
+    weights["model.embed_tokens.weight"][:] = state
+    weights["lm_head.weight"].zero_()
+    weights["lm_head.weight"][[3, 7], 0] = 20 / 32**0.5  # the norm makes the state sqrt(32) long
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_small_penalties_and_biases_act(tied, dtype, is_ahead) -> None:
+    """From the first token on: it follows the same rule as the rest."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
+    llm = LLM(str(tied), dtype=dtype, speculative_config=speculative, kv_cache_memory="4MiB", async_scheduling=is_ahead)
+    params = {
+        "plain": {},
+        "presence": {"presence_penalty": 0.05},
+        "frequency": {"frequency_penalty": 0.05},
+        "bias": {"logit_bias": {7: 0.05}},
+        "bias against": {"logit_bias": {3: -0.05}},
+        "repetition": {"repetition_penalty": 1.002},
+        "both": {"logit_bias": {7: 0.05}, "presence_penalty": 0.03},
+    }
+    expected = {
+        "plain": [3] * 6,
+        "presence": [3, 7, 3, 3, 3, 3],  # once both were there, they are even again
+        "frequency": [3, 7, 3, 7, 3, 7],
+        "bias": [7] * 6,
+        "bias against": [7] * 6,
+        "repetition": [7, 3, 3, 3, 3, 3],  # 3 is in the prompt
+        "both": [7] * 6,
+    }
+    for method in ("none", "ngram"):
+        deltas = {
+            name: submit(llm, name, [3, 3, 1] if name == "repetition" else [1, 2, 1], greedy(6, **own), method=method) for name, own in params.items()
+        }
+        drain(llm)
+        found = {name: [t for d in own for t in d.token_ids] for name, own in deltas.items()}
+        assert found == expected
+
+
+@pytest.mark.parametrize("params", [{"logit_bias": {5: 40.0}}, {"bad_words": ("w3", "w7")}, {"min_tokens": 3, "stop_token_ids": (3, 7)}], ids=str)
+def test_the_first_token_follows_the_rule_of_the_rest(tied, params) -> None:
+    llm = LLM(str(tied), dtype="float32", kv_cache_memory="4MiB")
+    deltas = submit(llm, "first", [1, 2, 1], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, **params))
+    drain(llm)
+    tokens = [t for d in deltas for t in d.token_ids]
+    assert len(tokens) == 3 and len(set(tokens)) == 1 and not set(tokens) & {3, 7}
