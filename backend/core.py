@@ -232,6 +232,12 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the leading full pages that are registered in the prefix cache."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    is_prefill_only: bool = False
+    """It ends here with its prompt: another node goes on with it."""
+    is_remote: bool = False
+    """Another node is to compute its prompt."""
+    hand_off: HandOff | None = None
+    """What that node's last step brought, until the first step here."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -287,6 +293,8 @@ class Batch:
     page_copies: list[tuple[int, int, int]] = field(default_factory=list)
     fresh_pages: list[int] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    fetches: list[Request] = field(default_factory=list)
+    """Requests that got pages for their whole prompt, which another node is to compute."""
     is_short: bool = False
     """A request got no pages, and could not take others' because steps are under way."""
 
@@ -347,6 +355,18 @@ class Outcome:
     """How well the lookup's match was at the step's end; 0: none, or not asked for."""
     num_drafter_tokens: int = 0
     """Leading tokens that the step's model drafter has computed."""
+
+
+@dataclass(slots=True)
+class HandOff:
+    """What a prompt's last step brought on the node that computed it, for the node that goes on with the request."""
+
+    outcome: Outcome
+    """Its first token, with scores, and the drafts for the next step."""
+    sources: list[str] = field(default_factory=list)
+    """Who made each of those drafts."""
+    draft_probs: torch.Tensor | None = None
+    """[k, V] float32 that the first k drafts were drawn from. The others are certain."""
 
 
 @dataclass(slots=True)

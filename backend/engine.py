@@ -20,6 +20,7 @@ from backend.drafters import Drafters
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError, EngineError, ModelError
 from backend.group import Group
+from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
 from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
@@ -79,6 +80,8 @@ class Engine:
         self._chunks = ChunkLimit(step_ms / 1000) if step_ms else None
         self.after_deltas: Callable[[], None] = do_nothing
         self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
+        self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open)
+        self.hand_overs.book = self._book_tokens
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
@@ -172,14 +175,18 @@ class Engine:
         timeout: seconds from now after which it ends with finish_reason `timeout`. Raises RequestError, ConfigError (both
         the request's fault), CapacityError or EngineError; then no delta follows.
         """
-        requests = self._intake.make(prompt, params, request_id, speculative, priority, timeout)
-        self.scheduler.check_fits(len(requests[0].prompt_token_ids), params.max_tokens)
+        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout), on_delta)
+
+    def submit_requests(self, requests: list[Request], on_delta: DeltaSink) -> None:
+        """Queues the completions of one call. Raises as `submit` does."""
+        params = requests[0].params
+        self.scheduler.check_fits(len(requests[0].prompt_token_ids), 1 if requests[0].is_prefill_only else params.max_tokens)
         now = time.monotonic()
         with self._wake:
             self._check_healthy()
             if self._is_refusing:
                 raise EngineError("the server is shutting down: send the request to another, or again later")
-            self.scheduler.check_room(params.n, self._open.count)
+            self.scheduler.check_room(len(requests), self._open.count)
             self._open.reserve(requests)
             self._inbox.append(lambda: self._admit(requests, on_delta, now))
             self._wake.notify()
@@ -220,6 +227,7 @@ class Engine:
                 self._open.refuse(request, sink, error)
                 continue
             try:
+                self.hand_overs.admit(request)
                 self.scheduler.add(request)
                 self.drafters.start(request)
             except Exception as error:
@@ -227,7 +235,7 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         """Frees what is held of a request that ends. What cannot be freed does not keep the rest."""
-        for free in (self.scheduler.finish, self.drafters.stop, self.planner.stop):
+        for free in (self.hand_overs.stop, self.scheduler.finish, self.drafters.stop, self.planner.stop):
             try:
                 free(request)
             except Exception:
@@ -260,6 +268,7 @@ class Engine:
         self.metrics.preemptions += len(batch.preempted)
         for request in batch.preempted:
             self.planner.stop(request)
+        self.hand_overs.begin(batch)
         if not batch:
             is_done = not self._in_flight and not batch.preempted
             self._finish_all()
@@ -282,7 +291,7 @@ class Engine:
     def _draft_limit(self, request: Request) -> int:
         """Most drafts of a request in one step."""
         wanted = request.speculation.num_speculative_tokens
-        return wanted if self._pacer is None or not wanted else min(wanted, self._pacer.limit(request))
+        return wanted if self._pacer is None or not wanted or request.is_prefill_only else min(wanted, self._pacer.limit(request))
 
     def _finish(self) -> None:
         """Reads the oldest step under way, and books it. Requests that ended meanwhile are left out."""
@@ -323,8 +332,14 @@ class Engine:
         if outcome.is_broken:
             self._break(own)
             return
-        if not entry.emits:
-            return
+        if request.is_prefill_only:
+            self.hand_overs.report(own, step, number, outcome)
+        elif entry.emits:
+            self._book_tokens(own, entry, outcome, drafters)
+
+    def _book_tokens(self, own: OpenRequest, entry: Scheduled, outcome: Outcome, drafters: list[str]) -> None:
+        """drafters: who made each draft that was verified."""
+        request = entry.request
         token_ids, reason = cut_at_end(request, outcome.token_ids, self.scheduler.max_model_len)
         token_ids, text, is_stopped = own.read(token_ids)
         num_accepted = min(outcome.num_accepted, len(token_ids))

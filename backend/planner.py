@@ -16,7 +16,7 @@ import numpy as np
 
 from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import SpeculativeConfig
-from backend.core import Batch, Draft, Outcome, Request, Scheduled
+from backend.core import Batch, Draft, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters, Placement
 from backend.drafters.choice import MODEL, NEVER
 from backend.pages import SeenPages
@@ -137,7 +137,13 @@ class Planner:
         prompts = [e for e in batch.entries if id(e) not in decoding_ids]
         entries = [*prompts, *decoding]
         step = PlannedStep(plan, entries, [], [])
+        handed = [(e, e.request.hand_off) for e in decoding if e.request.hand_off is not None]
+        for entry, hand_off in handed:
+            self._put_handed_drafts(step, entry, hand_off, known[id(entry)])
         self._put_host_drafts(step, decoding, known)
+        for entry, hand_off in handed:
+            self._put_handed_probs(step, hand_off, known[id(entry)])
+            entry.request.hand_off = None
         rows = []
         for entry in entries:
             own = known[id(entry)]
@@ -151,7 +157,7 @@ class Planner:
         plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
         plan.options = functools.reduce(operator.or_, (known[id(e)].options for e in entries), 0)
-        plan.reports_drafts = any(own.place.has_model for own in known.values())
+        plan.reports_drafts = any(own.place.has_model for own in known.values()) or any(e.request.is_prefill_only for e in entries)
         if self._cascade_heads is not None and not prompts:
             self._put_prefixes(plan, entries)
         return step
@@ -171,9 +177,12 @@ class Planner:
             known = _Known(self._free.pop(), self._drafters.place(request.speculation))
             self._known[request.request_id] = known
             known.options = options_of(request, self._config.accept_policy).value
+            # After a hand-off the drafter has seen the newest token too, at the end of the step that emitted it.
+            is_handed = request.hand_off is not None
             if known.place.has_model:
-                known.num_drafter_tokens = self._seen.count(request.page_ids, entry.begin)
-                known.is_followed = True
+                known.num_drafter_tokens = self._seen.count(request.page_ids, entry.begin + is_handed)
+                known.is_followed = not is_handed or known.num_drafter_tokens > entry.begin
+            known.is_admitted = is_handed
             plan.admissions.append(Arrival(self._admission(request, known), request.bad_word_ids))
         return known
 
@@ -231,6 +240,31 @@ class Planner:
                 plan.num_drawn_writes += (own.index, len(draft.probs[b]) if b in draft.probs else 0)
             if b in draft.probs and own.options & Options.REJECTION:
                 step.host_probs.append((own.index, draft.probs[b]))
+
+    def _put_handed_drafts(self, step: PlannedStep, entry: Scheduled, hand_off: HandOff, known: _Known) -> None:
+        """The drafts that came with a prompt: those of the host's drafters that lengthen them come over them."""
+        token_ids = hand_off.outcome.next_drafts[: entry.max_drafts]
+        if known.place.host:
+            if known.place.has_model:
+                self._drafters.put_step_drafts(entry.request, token_ids)
+            return
+        begin = known.index * MAX_DRAFTS
+        for number, token_id in enumerate(token_ids):
+            step.plan.draft_writes += (begin + number, token_id)
+        step.plan.num_draft_writes += (known.index, len(token_ids))
+        known.drafted = Drafted(hand_off.sources[: len(token_ids)])
+
+    def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: _Known) -> None:
+        """What they were drawn from, of those that the host's drafters kept."""
+        if not known.options & Options.REJECTION:
+            return
+        sources, probs = known.drafted.sources, hand_off.draft_probs
+        num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
+        count = 0 if probs is None else min(num_model, len(probs))
+        if count or not known.place.host:  # with the host's own they are written
+            step.plan.num_drawn_writes += (known.index, count)
+        if probs is not None and count:
+            step.host_probs.append((known.index, probs[:count]))
 
     def _row(self, step: PlannedStep, entry: Scheduled, known: _Known, is_prompt: bool, limit: int) -> tuple[int, ...]:
         """One row's fields up to LOOKUP_ALONE. Notes what the step will have drafted for the request at its end."""
@@ -317,6 +351,36 @@ class Planner:
         if after > known.num_drafter_tokens:
             self._seen.note(request.page_ids, known.num_drafter_tokens, after)
             known.num_drafter_tokens = after
+
+    # -- prompts that another node computes, or that are computed for one --------------------------------------------
+
+    def count_usable(self, request: Request, page_ids: Sequence[int]) -> int:
+        """Leading pages, of those that hold the beginning of a prompt, whose drafter's memory is right as well, where the request needs it."""
+        if not self._drafters.place(request.speculation).has_model:
+            return len(page_ids)
+        return self._seen.count(page_ids, len(page_ids) * self._page_size) // self._page_size
+
+    def take(self, request: Request, first_page: int, hand_off: HandOff) -> None:
+        """Pages from first_page on are another node's, and so are the drafts of the request's first step here."""
+        request.hand_off = hand_off
+        if self._has_step_drafter:
+            self._seen.reset(request.page_ids[first_page:])
+            self._seen.note(request.page_ids, first_page * self._page_size, hand_off.outcome.num_drafter_tokens)
+
+    def count_covered(self, step: PlannedStep, number: int) -> int:
+        """Leading tokens of a prompt whose pages hold all that the request will need of them, once the step was read."""
+        entry = step.entries[number]
+        end = entry.begin + entry.num_tokens
+        if not self._drafters.place(entry.request.speculation).has_model or not entry.request.speculation.num_speculative_tokens:
+            return end
+        return min(end, step.plan.drafter_seq_lens[number])
+
+    def hand_over(self, step: PlannedStep, number: int, outcome: Outcome) -> tuple[list[str], int]:
+        """Who made the drafts that a prompt's last step left, and the request's index where some were drawn from a distribution (else -1)."""
+        request = step.entries[number].request
+        known = self._known[request.request_id]
+        is_drawn = bool(known.options & Options.REJECTION) and known.place.has_model
+        return step.made[number].who(len(outcome.next_drafts), self._drafters.lookup_name), known.index if is_drawn else -1
 
     def keep_pages(self, entries: Sequence[Scheduled]) -> None:
         """After an outcome was booked: requests may have given pages back."""

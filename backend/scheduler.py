@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from backend.core import Batch, FinishReason, Request, Scheduled
 from backend.errors import CapacityError, RequestError
 from backend.pages import PagePool
-from backend.prefix_cache import ROOT, PrefixCache
+from backend.prefix_cache import ROOT, Match, PrefixCache
 
 
 def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
@@ -58,6 +58,13 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
+        self._fetching: dict[str, Request] = {}
+        self._ready: list[Request] = []
+        """Whose prompts another node has computed: with pages, and waiting for a place among the running."""
+        self.min_fetched_tokens = 1
+        """Prompts that lack fewer tokens than these are computed here."""
+        self.count_usable: Callable[[Request, Sequence[int]], int] = lambda request, page_ids: len(page_ids)
+        """Leading pages, of those that the prefix cache has of a prompt, that hold all that a request needs of them."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -114,7 +121,12 @@ class Scheduler:
         if request in self.running:
             self._release_pages(request)
             self.running.remove(request)
-        # A waiting request holds nothing; its queue entry is dropped when it comes up.
+        elif request.page_ids:
+            self._release_pages(request)
+            self._fetching.pop(request.request_id, None)
+            if request in self._ready:
+                self._ready.remove(request)
+        # Any other one that waits holds nothing; its queue entry is dropped when it comes up.
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -135,6 +147,8 @@ class Scheduler:
         """
         batch = Batch()
         scheduled: set[str] = set()
+        while self._ready and len(self.running) < self.max_batch_size:
+            self._run(self._ready.pop(0))
         decoding = [(r, room) for r in self.running if r.is_decoding and (room := self._room(r)) > 0 and not is_held(r)]
         budget = self.max_num_batched_tokens - len(decoding)
         if max_prompt_tokens is not None:
@@ -177,7 +191,8 @@ class Scheduler:
 
     def _room(self, request: Request) -> int:
         """Tokens that a request may still emit, when each step under way emits but one. The prompt's end is a step even where nothing follows it."""
-        end = min(max(1, request.params.max_tokens) + len(request.prompt_token_ids), self.max_model_len)
+        most = 1 if request.is_prefill_only else max(1, request.params.max_tokens)
+        end = min(most + len(request.prompt_token_ids), self.max_model_len)
         return end - len(request.token_ids) - request.num_steps_ahead
 
     def _reserve(self, request: Request, num_tokens: int, scheduled: set[str], batch: Batch, *, may_preempt: bool) -> bool:
@@ -201,24 +216,79 @@ class Scheduler:
         self._release_pages(request)
         self.running.remove(request)
         request.num_computed_tokens = 0
+        request.hand_off = None
         request.num_preemptions += 1
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
         batch.preempted.append(request)
 
     def _admit(self, batch: Batch, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self.running) < self.max_batch_size:
+        while self._waiting:
             request = self._waiting[0][2]
             if self._requests.get(request.request_id) is not request:
                 heapq.heappop(self._waiting)  # it ended while it waited
                 continue
-            if not self._start(request, batch):
+            if request.is_remote:
+                if not self._start_fetch(request, batch):
+                    break
+                if request.is_remote:
+                    heapq.heappop(self._waiting)
+                    continue
+            if budget <= 0 or len(self.running) >= self.max_batch_size or not self._start(request, batch):
                 break
             heapq.heappop(self._waiting)
-            bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))
+            self._run(request)
             chunk = min(budget, len(request.token_ids) - request.num_computed_tokens)
             assert len(request.page_ids) * self.pool.page_size >= request.num_computed_tokens + chunk
             budget -= chunk
             batch.entries.append(self._chunk(request, chunk))
+
+    def _run(self, request: Request) -> None:
+        bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))
+
+    def _start_fetch(self, request: Request, batch: Batch) -> bool:
+        """Gives a waiting request pages for its whole prompt, the rest of which another node is to fill, or nothing.
+
+        A prompt that is cached but for little is not remote any more.
+        """
+        size, num_tokens = self.pool.page_size, len(request.token_ids)
+        match = Match() if self.prefix_cache is None else self.prefix_cache.match(request.token_ids, num_tokens - 1)
+        usable = self.count_usable(request, match.page_ids)
+        if num_tokens - usable * size < self.min_fetched_tokens:
+            request.is_remote = False
+            return True
+        for page in match.page_ids[:usable]:
+            self.pool.share(page)
+        pages = self.pool.allocate(self._num_fetched_pages(request) - usable)
+        if pages is None:
+            for page in reversed(match.page_ids[:usable]):
+                self.pool.release(page)
+            return False
+        request.page_ids, request.page_hashes = match.page_ids[:usable] + pages, match.page_hashes[:usable]
+        request.num_computed_tokens = usable * size
+        self._fetching[request.request_id] = request
+        batch.fetches.append(request)
+        return True
+
+    def _num_fetched_pages(self, request: Request) -> int:
+        """Of the prompt, and of its first token for a drafter that has seen it at the step's end."""
+        known = len(request.prompt_token_ids) + min(1, self._num_tokens_after_step)
+        return self.pool.pages_for(min(known, self.max_model_len))
+
+    def end_fetch(self, request: Request) -> None:
+        """Its pages are filled: it runs when there is a place."""
+        del self._fetching[request.request_id]
+        self._count_prompt(request)
+        bisect.insort(self._ready, request, key=lambda r: (r.priority, r.arrival))
+
+    def give_up_fetch(self, request: Request) -> None:
+        """Its prompt is to be computed here."""
+        del self._fetching[request.request_id]
+        self._release_pages(request)
+        request.is_remote, request.num_computed_tokens = False, 0
+        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+
+    def is_fetching(self, request: Request) -> bool:
+        return self._fetching.get(request.request_id) is request
 
     def _start(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""
@@ -244,10 +314,13 @@ class Scheduler:
             if match.copy_from >= 0:
                 batch.page_copies.append((match.copy_from, pages[0], match.num_copied))
         if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
-            self.num_prompt_tokens += len(request.prompt_token_ids)
-            self.num_cached_tokens += request.num_cached_tokens
+            self._count_prompt(request)
         return True
+
+    def _count_prompt(self, request: Request) -> None:
+        request.num_cached_tokens = request.num_computed_tokens
+        self.num_prompt_tokens += len(request.prompt_token_ids)
+        self.num_cached_tokens += request.num_cached_tokens
 
     def launch(self, entries: Sequence[Scheduled]) -> None:
         """A step of these entries is under way: the next one may be scheduled before its tokens are known."""
@@ -319,7 +392,7 @@ class Scheduler:
     def check(self) -> None:
         """Asserts that every page is accounted for. For tests and for idle moments."""
         holders: dict[int, int] = {}
-        for request in self.running:
+        for request in self._requests.values():
             for page in request.page_ids:
                 holders[page] = holders.get(page, 0) + 1
         self.pool.check(holders)

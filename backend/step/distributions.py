@@ -44,6 +44,11 @@ class Distributions:
             self._drawn_from[number][index] = row.to(self._table.device)
         self.num_drawn[index] = len(probs)
 
+    def get(self, index: int) -> torch.Tensor:
+        """What the leading drafts that a request has now were drawn from [k, V], on the host."""
+        count = int(self.num_drawn[index])
+        return torch.stack([own[index] for own in self._drawn_from[:count]]).cpu() if count else torch.empty(0, self._table.vocab_size)
+
     def verify(
         self,
         logits: torch.Tensor,

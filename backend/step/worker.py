@@ -210,6 +210,10 @@ class Worker:
         """What the leading drafts [k, V] that the next plan writes for a request were drawn from."""
         self.program.distributions.put(index, probs)
 
+    def read_draft_probs(self, index: int) -> torch.Tensor:
+        """What the leading drafts that a request has now were drawn from [k, V] float32, on the host."""
+        return self.program.distributions.get(index)
+
     def _write(self, plan: StepPlan, words: torch.Tensor) -> None:
         """What the plan writes into the page table and the request table; words: `plan.written` on the device."""
         table, begin = self.table, 0

@@ -1,0 +1,165 @@
+"""What nodes write to each other: jobs, and what becomes of them. Redis stream entries, so flat maps of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from backend.core import HandOff, Outcome, Request, SamplingParams, Speculation
+
+VERSION = 1
+"""Of these records. Nodes of different versions do not work for each other."""
+
+Fields = dict[str, bytes]
+
+
+class RecordError(ValueError):
+    """A record that this version does not understand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt that a decode node wants computed."""
+
+    job_id: str
+    sender: str
+    """The decode node."""
+    request: Request
+    """As the prefill node runs it."""
+    num_cached_pages: int
+    """Leading pages that the decode node has."""
+    fingerprint: str
+    """Of the decode node's pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What nodes tell each other of a job."""
+
+    kind: str
+    """To the decode node: `pages` (some more are final), `done`, `failed`; to the prefill node: `stop` (the pages are read, or not wanted)."""
+    job_id: str
+    sender: str
+    first_page: int = 0
+    """Number within the prompt of the first of page_ids."""
+    page_ids: list[int] = field(default_factory=list)
+    """On the prefill node, from first_page on."""
+    reason: str = ""
+    text: str = ""
+    """failed: for the log."""
+    hand_off: HandOff | None = None
+    """done."""
+    probs_pages: list[int] = field(default_factory=list)
+    """done: pages on the prefill node that hold the hand-off's draft_probs."""
+    probs_shape: tuple[int, int] = (0, 0)
+
+
+_REQUEST_FIELDS = ("seed", "index", "priority")
+
+
+def write_job(job: Job) -> Fields:
+    """The request as it stands: nothing of it is computed yet."""
+    request = job.request
+    params = dataclasses.asdict(request.params)
+    params["logit_bias"] = [[token_id, bias] for token_id, bias in request.params.logit_bias.items()]
+    head = {
+        "version": VERSION,
+        "job_id": job.job_id,
+        "sender": job.sender,
+        "fingerprint": job.fingerprint,
+        "num_cached_pages": job.num_cached_pages,
+        "params": params,
+        "speculation": dataclasses.asdict(request.speculation),
+        "stop_ids": sorted(request.stop_ids),
+        "bad_word_ids": [list(ids) for ids in request.bad_word_ids],
+        **{name: getattr(request, name) for name in _REQUEST_FIELDS},
+    }
+    return {"head": json.dumps(head).encode(), "prompt": np.asarray(request.prompt_token_ids, dtype=np.int32).tobytes()}
+
+
+def read_job(fields: Mapping[bytes, bytes]) -> Job:
+    """The reverse. Raises RecordError."""
+    head = _read_head(fields)
+    try:
+        params = dict(head["params"])
+        params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"]}
+        request = Request(
+            request_id=head["job_id"],
+            prompt_token_ids=np.frombuffer(fields[b"prompt"], dtype=np.int32).tolist(),
+            params=SamplingParams(**params),
+            speculation=Speculation(**head["speculation"]),
+            stop_ids=frozenset(head["stop_ids"]),
+            bad_word_ids=tuple(tuple(ids) for ids in head["bad_word_ids"]),
+            is_prefill_only=True,
+            **{name: head[name] for name in _REQUEST_FIELDS},
+        )
+        return Job(head["job_id"], head["sender"], request, head["num_cached_pages"], head["fingerprint"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"a job cannot be read: {type(error).__name__}: {error}") from None
+
+
+def write_message(message: Message) -> Fields:
+    head: dict[str, Any] = {
+        "version": VERSION,
+        **{f.name: getattr(message, f.name) for f in dataclasses.fields(message) if f.name != "hand_off"},
+    }
+    fields: Fields = {}
+    if message.hand_off is not None:
+        outcome = message.hand_off.outcome
+        head["outcome"] = {name: getattr(outcome, name) for name in _OUTCOME_FIELDS}
+        head["sources"] = message.hand_off.sources
+        if outcome.scores is not None:
+            head["scores_shape"] = outcome.scores.shape
+            fields["scores"] = np.ascontiguousarray(outcome.scores, dtype=np.int32).tobytes()
+    return {"head": json.dumps(head).encode(), **fields}
+
+
+_OUTCOME_FIELDS = ("token_ids", "next_drafts", "lookup_score", "num_drafter_tokens")
+
+
+def read_message(fields: Mapping[bytes, bytes]) -> Message:
+    """The reverse; what drafts were drawn from comes by the pages. Raises RecordError."""
+    head = _read_head(fields)
+    try:
+        hand_off = None
+        if "outcome" in head:
+            outcome = Outcome(**{name: head["outcome"][name] for name in _OUTCOME_FIELDS})
+            if "scores_shape" in head:
+                outcome.scores = np.frombuffer(fields[b"scores"], dtype=np.int32).reshape(head["scores_shape"])
+            hand_off = HandOff(outcome, head["sources"])
+        values = {f.name: head[f.name] for f in dataclasses.fields(Message) if f.name != "hand_off"}
+        values["probs_shape"] = tuple(values["probs_shape"])
+        return Message(**values, hand_off=hand_off)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"a message cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _read_head(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
+    try:
+        head = json.loads(fields[b"head"])
+        version = head["version"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"a record has no head that can be read: {type(error).__name__}: {error}") from None
+    if version != VERSION:
+        raise RecordError(f"a record is of version {version}; this node reads version {VERSION}")
+    return head
+
+
+def probs_to_pages(probs: torch.Tensor, page_bytes: int) -> torch.Tensor:
+    """[k, V] float32 as the bytes of whole pages [n, page_bytes] uint8: what drafts were drawn from travels as the keys and values do."""
+    raw = probs.contiguous().view(torch.uint8).flatten()
+    content = torch.zeros(-(-len(raw) // page_bytes), page_bytes, dtype=torch.uint8)
+    content.view(-1)[: len(raw)] = raw
+    return content
+
+
+def probs_from_pages(content: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The reverse."""
+    count = shape[0] * shape[1] * 4
+    return content.cpu().view(-1)[:count].view(torch.float32).view(*shape)

@@ -1,0 +1,131 @@
+"""Prompts that another node computes for this engine, and prompts that this engine computes for others: the engine's side of both.
+
+How requests and pages come from node to node is `backend.disaggregation`'s business. All calls are on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from backend.core import Batch, Delta, HandOff, Outcome, Request, Scheduled
+from backend.errors import InternalError
+from backend.open_requests import OpenRequest, OpenRequests
+from backend.planner import PlannedStep, Planner
+from backend.scheduler import Scheduler
+from backend.step.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+class Fetcher(Protocol):
+    """Has prompts computed by other nodes. Its calls do not wait."""
+
+    min_tokens: int
+    """Prompts that lack fewer are computed here."""
+
+    def wants(self, request: Request) -> bool:
+        """Whether another node could compute this prompt now."""
+        ...
+
+    def begin(self, request: Request, num_cached_pages: int) -> None:
+        """The request has pages for its whole prompt; those after the first num_cached_pages are to be filled. `HandOvers.take` or `give_up`
+        are called in the end, unless `stop` comes first."""
+        ...
+
+    def stop(self, request: Request) -> None:
+        """The request ended. Pages that are being written have to be leased by then."""
+        ...
+
+
+class PrefillSink(Protocol):
+    """Passes on what comes of prompts that are computed for others."""
+
+    def progress(self, request: Request, num_tokens: int) -> None:
+        """The pages of so many leading tokens are final."""
+        ...
+
+    def done(self, request: Request, hand_off: HandOff) -> None:
+        """All are; the request gives its own hold of them up after this call."""
+        ...
+
+
+class HandOvers:
+    """Both directions."""
+
+    def __init__(self, scheduler: Scheduler, planner: Planner, worker: Worker, open_requests: OpenRequests) -> None:
+        self._scheduler, self._planner, self._worker, self._open = scheduler, planner, worker, open_requests
+        self._fetcher: Fetcher | None = None
+        self.sink: PrefillSink | None = None
+        self.fallbacks: Counter[str] = Counter()
+        """Prompts that were computed here although another node was to, by reason."""
+        self.num_fetched = 0
+        self.book: Callable[[OpenRequest, Scheduled, Outcome, list[str]], None] = lambda own, entry, outcome, drafters: None
+        scheduler.count_usable = planner.count_usable
+
+    # -- prompts that another node computes --------------------------------------------------------------------------
+
+    def use(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+        self._scheduler.min_fetched_tokens = fetcher.min_tokens
+
+    def admit(self, request: Request) -> None:
+        """Before the scheduler has it. Prompts whose log-probabilities are wanted are computed where their scores are read."""
+        request.is_remote = self._fetcher is not None and not request.is_prefill_only and not request.scores_prompt and self._fetcher.wants(request)
+
+    def begin(self, batch: Batch) -> None:
+        """Asks for what a batch has given pages for."""
+        for request in batch.fetches:
+            assert self._fetcher is not None
+            try:
+                self._fetcher.begin(request, request.num_computed_tokens // self._scheduler.pool.page_size)
+            except Exception:
+                logger.exception("request %r: no other node could be asked", request.group_id)
+                self.give_up(request, "internal")
+
+    def stop(self, request: Request) -> None:
+        """A request ended."""
+        if self._fetcher is not None and request.is_remote:
+            self._fetcher.stop(request)
+
+    def take(self, request: Request, hand_off: HandOff) -> None:
+        """Another node has computed a prompt, and its pages are here: the request goes on as if the step had been this node's."""
+        own = self._open.get(request)
+        if own is None or not self._scheduler.is_fetching(request):
+            return
+        begin, prompt = request.num_computed_tokens, request.prompt_token_ids
+        try:
+            self._planner.take(request, begin // self._scheduler.pool.page_size, hand_off)
+            self._scheduler.end_fetch(request)
+            entry = Scheduled(request, len(prompt) - begin, begin=begin)
+            self._scheduler.launch([entry])
+            self.num_fetched += 1
+            self.book(own, entry, hand_off.outcome, [])
+        except Exception as error:  # it belongs to this request only
+            self._open.fail_internally(own, error)
+
+    def give_up(self, request: Request, reason: str) -> None:
+        """The prompt is computed here after all."""
+        if not self._open.is_open(request) or not self._scheduler.is_fetching(request):
+            return
+        self.fallbacks[reason] += 1
+        self._scheduler.give_up_fetch(request)
+
+    # -- prompts that are computed for others ------------------------------------------------------------------------
+
+    def report(self, own: OpenRequest, step: PlannedStep, number: int, outcome: Outcome) -> None:
+        """A step with a part of such a prompt was read; with its last part the request ends."""
+        request, sink = own.request, self.sink
+        if sink is None:
+            raise InternalError("this node computes no prompts for others")
+        sink.progress(request, self._planner.count_covered(step, number))
+        if not step.entries[number].emits:
+            return
+        sources, index = self._planner.hand_over(step, number, outcome)
+        probs = self._worker.read_draft_probs(index) if index >= 0 else None
+        scores = None if outcome.scores is None else outcome.scores[:1].copy()
+        sink.done(request, HandOff(dataclasses.replace(outcome, scores=scores), sources, probs))
+        self._open.send(own, Delta(request.group_id, request.index, finish_reason="length"))

@@ -1,0 +1,123 @@
+"""Prompts that another engine computes: the same tokens, drafts and acceptance as on one engine, and no page is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from backend import LLM, SamplingParams
+from backend.core import Delta, HandOff, Request
+from backend.disaggregation.records import Job, probs_from_pages, probs_to_pages, read_job, write_job
+from backend.engine import Engine
+from tests.conftest import EVERY_METHOD, code_prompts, greedy
+
+
+class Direct:
+    """One engine computes another's prompts, in one process: pages by export and import, records as nodes write them."""
+
+    min_tokens = 1
+
+    def __init__(self, here: Engine, there: Engine) -> None:
+        self.here, self.there = here, there
+        self.jobs: dict[str, tuple[Request, int]] = {}
+        self.is_wanted = True
+        self.num_failures = 0
+        here.hand_overs.use(self)
+        there.hand_overs.sink = self
+        here.after_deltas = there.step  # both on one thread, step by step
+
+    def wants(self, request: Request) -> bool:
+        return self.is_wanted
+
+    def begin(self, request: Request, num_cached_pages: int) -> None:
+        fields = write_job(Job(f"job {request.request_id}", "here", request, num_cached_pages, self.here.worker.store.fingerprint))
+        job = read_job({key.encode(): value for key, value in fields.items()})
+        self.jobs[job.job_id] = request, num_cached_pages
+        self.there.submit_requests([job.request], self.note_end)
+
+    def note_end(self, delta: Delta) -> None:
+        if delta.error is not None:
+            self.num_failures += 1
+            request, _ = self.jobs.pop(delta.request_id)
+            self.here.call(lambda: self.here.hand_overs.give_up(request, "failed"))
+
+    def stop(self, request: Request) -> None:
+        self.there.cancel(f"job {request.request_id}")
+
+    def progress(self, request: Request, num_tokens: int) -> None:
+        pass
+
+    def done(self, request: Request, hand_off: HandOff) -> None:
+        own, num_cached = self.jobs.pop(request.request_id)
+        store = self.there.worker.store
+        content = store.export_pages(request.page_ids[num_cached:])
+        if hand_off.draft_probs is not None:
+            sent = probs_to_pages(hand_off.draft_probs, store.page_bytes)
+            hand_off = dataclasses.replace(hand_off, draft_probs=probs_from_pages(sent, hand_off.draft_probs.shape))
+        self.here.call(lambda: self.land(own, num_cached, content, hand_off))
+
+    def land(self, request: Request, num_cached: int, content: torch.Tensor, hand_off: HandOff) -> None:
+        pages = request.page_ids[num_cached:]
+        if pages:  # it may have ended
+            self.here.worker.store.import_pages(pages, content[: len(pages)], self.there.worker.store.fingerprint)
+        self.here.hand_overs.take(request, hand_off)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["waiting", "ahead"])
+def pair(request):
+    """An engine whose prompts another one computes, and the link."""
+    here, there = (LLM(speculative_config=EVERY_METHOD, async_scheduling=request.param) for _ in range(2))
+    link = Direct(here.engine, there.engine)
+    yield here, link
+    here.close()
+    there.close()
+
+
+def check_idle(link: Direct) -> None:
+    for engine in (link.here, link.there):
+        engine.scheduler.check()
+        assert engine.scheduler.pool.num_held == 0 and engine.scheduler.num_open == 0
+    assert not link.jobs
+
+
+CHOICES = [
+    {"method": "none"},
+    {"method": "ngram"},
+    {"method": "suffix"},
+    {"method": "mtp"},
+    {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 5},
+    {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 5},
+    {"method": "mtp", "num_speculative_tokens": 1},
+    *({"method": m, "verify_strategy": s} for m in ("ngram", "mtp") for s in ("rejection", "topp")),
+    {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 5, "verify_strategy": "rejection"},
+]
+SAMPLED = dict(temperature=0.8, top_p=0.95, seed=11, ignore_eos=True)
+PARAMETERS = {
+    "greedy": greedy(16),
+    "penalties": SamplingParams(max_tokens=16, presence_penalty=0.7, repetition_penalty=1.1, frequency_penalty=0.3, **SAMPLED),
+    "logprobs": SamplingParams(max_tokens=8, logprobs=3, logit_bias={40: 1.5}, min_tokens=4, **SAMPLED),
+    "n": SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=5, ignore_eos=True),
+    "one": greedy(1),
+}
+
+
+def summary(llm: LLM, prompts: list, params: SamplingParams, choice: dict) -> list:
+    results = llm.generate(prompts, params, speculative=choice, use_tqdm=False)
+    return [(o.token_ids, o.text, o.sources, o.finish_reason, o.logprobs, o.stats.as_dict()) for r in results for o in r.outputs]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c.values())))
+def test_as_on_one_engine(llm_all, pair, choice) -> None:
+    """Tokens, log-probabilities, who drafted what and how much of it stood, from the first step on."""
+    llm, link = pair
+    prompts = code_prompts(2, (40, 500), seed=31)
+    before = llm.engine.hand_overs.num_fetched
+    for name, params in PARAMETERS.items():
+        expected, found = (summary(one, prompts, params, choice) for one in (llm_all, llm))
+        if choice.get("mtp_strategy") == "with_ngram":  # which of the two drafts is learned from all requests before
+            expected, found = ([own[:2] + own[3:5] for own in each] for each in (expected, found))
+        assert found == expected, name
+    assert llm.engine.hand_overs.num_fetched > before and not llm.engine.hand_overs.fallbacks
+    check_idle(link)
