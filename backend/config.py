@@ -43,6 +43,9 @@ MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
 PLACEMENTS = ("auto", "in_process", "bls")
 DRAFT_SAMPLINGS = ("shared_noise", "greedy")
 QUANTIZATIONS = ("wint8", "wint4", "fp8")
+ROLES = ("mixed", "prefill", "decode")
+SCHEDULERS = ("local", "redis")
+TRANSFER_BACKENDS = ("nixl",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 DEFAULT_STEP_MS = {"cuda": 50.0}
@@ -299,6 +302,67 @@ class ParallelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DisaggregationConfig(Section):
+    """Prefill and decode on nodes of their own, which find each other in Redis (docs/disaggregation.md)."""
+
+    role: str = "mixed"
+    """prefill (computes prompts for decode nodes), decode (has prompts computed by prefill nodes, or itself where there is none), or mixed: a
+    node that computes its own prompts, and with a scheduler those of decode nodes too."""
+    scheduler_name: str | None = None
+    """local (no other nodes) or redis, also written splitwise. Default: redis for the roles prefill and decode."""
+    scheduler_host: str = "127.0.0.1"
+    """Of the Redis server."""
+    scheduler_port: int = 6379
+    """Of the Redis server."""
+    scheduler_db: int = 0
+    """Number of the Redis database."""
+    scheduler_password_file: str | None = None
+    """File whose first line is the password of the Redis server."""
+    scheduler_password_variable: str | None = None
+    """Environment variable that holds it, in place of a file."""
+    scheduler_topic: str = "foretoken"
+    """What all keys in Redis begin with: nodes of one topic work for each other."""
+    scheduler_ttl: int = 900
+    """Seconds after which Redis forgets streams that nobody writes to."""
+    transfer_backend: str = "nixl"
+    """What moves pages: nixl."""
+    node_id: str | None = None
+    """Of this node, unlike any other's. Default: host name, process and a random number."""
+    heartbeat_seconds: float = 1.0
+    """Between a node's signs of life; after three that are missing it is taken for dead."""
+    job_seconds: float = 30.0
+    """For a prompt to come back from a prefill node; after that the decode node computes it."""
+    lease_seconds: float = 30.0
+    """For a decode node to read the pages of a prompt that is computed; then the prefill node gives them to others."""
+    min_remote_tokens: int = 64
+    """Prompts that lack fewer tokens than these in the decode node's cache are computed there."""
+
+    def __post_init__(self) -> None:
+        put = functools.partial(object.__setattr__, self)
+        put("role", _choose("role", self.role, ROLES))
+        name = self.scheduler_name or ("local" if self.role == "mixed" else "redis")
+        name = _choose("scheduler_name", name, (*SCHEDULERS, "splitwise"))
+        put("scheduler_name", "redis" if name == "splitwise" else name)
+        _require(self.role == "mixed" or self.scheduler_name == "redis", "scheduler_name", self.scheduler_name, f"redis for role {self.role}")
+        put("transfer_backend", _choose("transfer_backend", self.transfer_backend, TRANSFER_BACKENDS))
+        _require(1 <= self.scheduler_port <= 65535, "scheduler_port", self.scheduler_port, "from 1 to 65535")
+        _require(self.scheduler_db >= 0, "scheduler_db", self.scheduler_db, ">= 0")
+        _require(self.scheduler_ttl >= 1, "scheduler_ttl", self.scheduler_ttl, ">= 1")
+        for key in ("scheduler_host", "scheduler_topic", "node_id", "scheduler_password_file", "scheduler_password_variable"):
+            _require(getattr(self, key) != "", key, "", "a name")
+        good = self.scheduler_password_file is None or self.scheduler_password_variable is None
+        _require(good, "scheduler_password_variable", self.scheduler_password_variable, "left out where scheduler_password_file is given")
+        for key, least in (("heartbeat_seconds", 0.05), ("job_seconds", 0.1), ("lease_seconds", 2.0)):
+            value = getattr(self, key)
+            _require(least <= value <= 86400, key, value, f"from {least} to 86400")
+        _require(self.min_remote_tokens >= 1, "min_remote_tokens", self.min_remote_tokens, ">= 1")
+
+    @property
+    def is_on(self) -> bool:
+        return self.scheduler_name == "redis"
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig(Section):
     """Everything the engine is built from."""
 
@@ -341,6 +405,8 @@ class EngineConfig(Section):
     """Below. Default: no speculation; `foretoken serve` with the bundled model: its drafter and ngram."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     """Below."""
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
+    """Below."""
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
@@ -363,6 +429,7 @@ class EngineConfig(Section):
         _require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
         good = target == 1 or self.speculative_config.placement != "bls"
         _require(good, "speculative_config.placement", "bls", f"in_process where tensor_parallel_size is {target}")
+        _require(target == 1 or not self.disaggregation.is_on, "tensor_parallel_size", target, "1 where disaggregation.scheduler_name is redis")
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
 

@@ -27,5 +27,9 @@ class KvStoreError(RuntimeError):
     """Pages that there are not, or that another store's layout does not allow to exchange."""
 
 
+class TransferError(RuntimeError):
+    """Pages could not be read from another node; the prompt is computed here."""
+
+
 class InternalError(RuntimeError):
     """Something went wrong in what is done for one request; only that request fails (INTERNAL on Triton)."""

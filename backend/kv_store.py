@@ -7,7 +7,6 @@ A page is contiguous over everything that it holds: a transfer moves one piece a
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -138,10 +137,15 @@ class KvStore:
     # -- exchange with another store ----------------------------------------------------------------------------------
 
     @property
+    def layout(self) -> dict[str, object]:
+        """What has to be equal for two stores to exchange pages, in words."""
+        specs = {spec.name: f"{spec.num_planes} x {list(spec.shape)} {spec.dtype}" for spec in self.specs.values()}
+        return {"model": self._identity, "page_size": self.page_size, "page_bytes": self.page_bytes, **specs}
+
+    @property
     def fingerprint(self) -> str:
         """Of the layout. Only stores with equal ones may exchange pages."""
-        specs = [{**dataclasses.asdict(spec), "dtype": str(spec.dtype)} for spec in self.specs.values()]
-        said = json.dumps([self._identity, self.page_size, self.page_bytes, specs], sort_keys=True)
+        said = json.dumps(list(self.layout.items()))
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     @torch.inference_mode()

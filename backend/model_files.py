@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import stat
 from pathlib import Path
@@ -54,6 +55,27 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         if ids is not None:
             config["eos_token_id"] = ids
     return config
+
+
+SAMPLES, SAMPLE_BYTES = 32, 4096
+"""Pieces of a file of weights that are looked at to tell it from others."""
+
+
+def fingerprint(directory: str | Path) -> str:
+    """Of what a model folder holds, wherever it lies: its configuration, and samples of its weights. Raises ModelError."""
+    directory = Path(directory)
+    found = hashlib.blake2b(json.dumps(read_config(directory), sort_keys=True).encode(), digest_size=8)
+    for path in sorted(directory.glob("*.safetensors")):
+        size = check_regular(path)
+        found.update(f"{path.name} {size}".encode())
+        try:
+            with path.open("rb") as file:
+                for number in range(SAMPLES):
+                    file.seek(number * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                    found.update(file.read(SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error}") from None
+    return found.hexdigest()
 
 
 def open_weights(path: Path, framework: Literal["pt", "np"]) -> Any:

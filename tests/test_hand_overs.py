@@ -93,7 +93,7 @@ CHOICES = [
     *({"method": m, "verify_strategy": s} for m in ("ngram", "mtp") for s in ("rejection", "topp")),
     {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 5, "verify_strategy": "rejection"},
 ]
-SAMPLED = dict(temperature=0.8, top_p=0.95, seed=11, ignore_eos=True)
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "ignore_eos": True}
 PARAMETERS = {
     "greedy": greedy(16),
     "penalties": SamplingParams(max_tokens=16, presence_penalty=0.7, repetition_penalty=1.1, frequency_penalty=0.3, **SAMPLED),

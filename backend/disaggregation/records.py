@@ -58,6 +58,8 @@ class Message:
     probs_pages: list[int] = field(default_factory=list)
     """done: pages on the prefill node that hold the hand-off's draft_probs."""
     probs_shape: tuple[int, int] = (0, 0)
+    expires: float = 0.0
+    """done: the Redis server's seconds until which the pages are held."""
 
 
 _REQUEST_FIELDS = ("seed", "index", "priority")

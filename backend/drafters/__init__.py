@@ -13,6 +13,7 @@ from backend.drafters.calls import DraftService
 from backend.drafters.choice import LookupChoice
 from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.protocol import HIDDEN, HostDrafter, Lookup, StepDrafter
+from backend.model_files import fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,14 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
 
     folder = speculative.model or BUNDLED_DRAFTER
     return MtpDrafter(Mtp(folder, target, dtype, device, speculative.quantization, config.load_format), speculative.num_model_steps or 1)
+
+
+def step_drafter_identity(config: EngineConfig) -> str:
+    """What has to be equal for two nodes' drafters to go on from each other's memory; "": there is no drafter in the step."""
+    speculative = config.speculative_config
+    if _MODEL not in speculative.loaded_methods or speculative.placement == "bls":
+        return ""
+    return f"{fingerprint(speculative.model or BUNDLED_DRAFTER)} {speculative.quantization or 'unquantized'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import EngineConfig
 from backend.core import Outcome
 from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
-from backend.drafters import find_place, load_step_drafter, make_placements, needed_taps
+from backend.drafters import find_place, load_step_drafter, make_placements, needed_taps, step_drafter_identity
 from backend.drafters.protocol import HIDDEN
 from backend.errors import ConfigError
 from backend.kv_store import CacheSpec, KvStore, count_page_bytes
 from backend.model_checks import check_max_model_len
+from backend.model_files import fingerprint
 from backend.models import Model, load_model
 from backend.parallel.ranks import Ranks
 from backend.step.distributions import MAX_ROWS
@@ -102,7 +103,7 @@ class Worker:
         taps = {HIDDEN: (self.model.hidden_size,)}
         specs = self.model.cache_specs(self.dtype) + [CacheSpec(tap, taps[tap], self.dtype) for tap in needed_taps(config.speculative_config)]
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
-        identity = f"{config.model} rank {ranks.rank} of {ranks.size}"
+        identity = f"{fingerprint(config.model)} {config.load_format}, drafter {step_drafter_identity(config)}, rank {ranks.rank} of {ranks.size}"
         num_pages = ranks.least(self._count_pages(specs), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:

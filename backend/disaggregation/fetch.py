@@ -1,0 +1,395 @@
+"""A decode node's side: prompts to prefill nodes, and their pages from there while they are computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from backend.core import HandOff, Request
+from backend.disaggregation.node import JOIN_SECONDS, Node, NodeInfo, RedisState
+from backend.disaggregation.records import Job, Message, probs_from_pages, write_job
+from backend.disaggregation.transfer import PageAddress, PageTransfer
+from backend.engine import Engine
+from backend.errors import EngineError, TransferError
+from backend.prefix_cache import ROOT, chain_hash
+
+logger = logging.getLogger(__name__)
+
+LEASE_MARGIN = 1.0
+"""Seconds before the end of a prefill node's lease by which pages have to be here: two nodes know Redis's time to some milliseconds."""
+POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
+"""Between two looks at reads under way, and at deadlines."""
+MAX_PREFIXES = 65536
+"""Pages of prompts of which it is remembered which node has them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    handle: Any
+    num_pages: int
+    to_scratch: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A prompt on its way."""
+
+    request: Request
+    job_id: str
+    page_ids: list[int]
+    """Of this node, to be filled."""
+    first_page: int
+    """Number within the prompt of the first of them."""
+    lease: int
+    deadline: float
+    tokens: int
+    """To be computed elsewhere."""
+    node_id: str = ""
+    address: PageAddress | None = None
+    num_asked: int = 0
+    """Leading ones of page_ids that were read, or are being read."""
+    reads: list[_Read] = field(default_factory=list)
+    done: Message | None = None
+    hand_off: HandOff | None = None
+    wants_probs: bool = False
+    is_over: bool = False
+    """The engine was told how it ended, or asked for its end: its reads are waited for, for the pages' sake."""
+
+
+class PageFetcher:
+    """`Fetcher` for an engine. Its thread writes jobs, reads pages and watches the time; the engine's thread never waits."""
+
+    def __init__(self, engine: Engine, node: Node, transfer: PageTransfer) -> None:
+        self._engine, self._node, self._transfer = engine, node, transfer
+        self.min_tokens = node.config.min_remote_tokens
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._fetches: dict[str, _Fetch] = {}
+        """By job; its own thread's."""
+        self._jobs: dict[str, str] = {}
+        """Jobs by request; the engine thread's."""
+        self._places: OrderedDict[bytes, str] = OrderedDict()
+        """Nodes by the chain hash of a prompt's page that they have computed."""
+        self._refused: set[tuple[str, str]] = set()
+        self._probs_of: _Fetch | None = None
+        """Whose distributions are being read to the scratch memory."""
+        self.num_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
+        engine.hand_overs.use(self)
+
+    # -- the engine's thread --------------------------------------------------------------------------------------------
+
+    def wants(self, request: Request) -> bool:
+        if len(request.prompt_token_ids) < self.min_tokens:
+            return False
+        if self._candidates(request):
+            return True
+        self._engine.hand_overs.fallbacks[self._why_none(request)] += 1
+        return False
+
+    def begin(self, request: Request, num_cached_pages: int) -> None:
+        page_ids = request.page_ids[num_cached_pages:]
+        fetch = _Fetch(
+            request,
+            uuid.uuid4().hex,
+            page_ids,
+            num_cached_pages,
+            self._engine.scheduler.pool.lease(page_ids),
+            time.monotonic() + self._node.config.job_seconds,
+            len(request.prompt_token_ids) - num_cached_pages * self._engine.config.page_size,
+        )
+        self._jobs[request.request_id] = fetch.job_id
+        self._events.put(lambda: self._send(fetch))
+
+    def stop(self, request: Request) -> None:
+        job_id = self._jobs.pop(request.request_id, None)
+        if job_id is not None:
+            self._events.put(lambda: self._stop_job(job_id))
+
+    # -- which node -----------------------------------------------------------------------------------------------------
+
+    def _candidates(self, request: Request) -> list[NodeInfo]:
+        own = self._engine.worker.store.fingerprint
+        method, length = request.speculation.method, len(request.prompt_token_ids)
+        return [
+            info
+            for info in self._node.state.peers.values()
+            if info.role != "decode" and info.fingerprint == own and method in info.methods and length < info.max_model_len
+        ]
+
+    def _why_none(self, request: Request) -> str:
+        state = self._node.state
+        if not state.is_connected:
+            return "redis"
+        others = [info for info in state.peers.values() if info.role != "decode"]
+        if not others:
+            return "no_node"
+        own = self._engine.worker.store.fingerprint
+        fitting = [info for info in others if info.fingerprint == own]
+        if not fitting:
+            return "fingerprint"
+        method = request.speculation.method
+        return "method" if all(method not in info.methods for info in fitting) else "too_long"
+
+    def on_heartbeat(self, state: RedisState) -> None:
+        """Says once of each node why it is of no use; the node's thread."""
+        me = self._node.describe()
+        for info in state.peers.values():
+            if info.role == "decode" or (info.node_id, info.fingerprint) in self._refused:
+                continue
+            if why := me.differences(info):
+                self._refused.add((info.node_id, info.fingerprint))
+                logger.error("prefill node %s cannot work for this one: %s", info.node_id, why)
+        self._events.put(lambda: self._look_for_dead(set(state.peers)))
+
+    def _choose(self, fetch: _Fetch) -> NodeInfo | None:
+        """Where the least is to be computed before this prompt is done: what waits there, and what the node lacks of it."""
+        hashes, parent, tokens = [], ROOT, fetch.request.prompt_token_ids
+        size = self._engine.config.page_size
+        for begin in range(0, len(tokens) - size + 1, size):
+            parent = chain_hash(parent, tokens[begin : begin + size])
+            hashes.append(parent)
+        owed: dict[str, int] = {}
+        for other in self._fetches.values():
+            owed[other.node_id] = owed.get(other.node_id, 0) + other.tokens
+
+        def cost(info: NodeInfo) -> tuple[int, str]:
+            known = next((n for n in range(len(hashes), 0, -1) if self._places.get(hashes[n - 1]) == info.node_id), 0)
+            # What this node sent last may be in the load that the other one told, or not yet.
+            return max(info.load, owed.get(info.node_id, 0)) + len(tokens) - known * size, info.node_id
+
+        candidates = self._candidates(fetch.request)
+        if not candidates:
+            return None
+        best = min(candidates, key=cost)
+        for key in hashes:
+            self._places[key] = best.node_id
+            self._places.move_to_end(key)
+        while len(self._places) > MAX_PREFIXES:
+            self._places.popitem(last=False)
+        return best
+
+    # -- its own thread: a prompt's way ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """The engine is shut down: nothing reads or writes its pages after this."""
+        self._events.put(None)
+        if self._thread.is_alive():
+            self._thread.join(JOIN_SECONDS)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            try:
+                is_reading = any(f.reads and not f.is_over for f in self._fetches.values())
+                event = self._events.get(timeout=POLL_SECONDS if is_reading else IDLE_SECONDS)
+            except queue.Empty:
+                event = _nothing
+            if event is None:
+                is_open = False
+                continue
+            try:
+                event()
+                self._look()
+            except Exception:
+                logger.exception("prompts that other nodes compute")
+
+    def _send(self, fetch: _Fetch) -> None:
+        self._fetches[fetch.job_id] = fetch
+        info = self._choose(fetch)
+        if info is None:
+            self._give_up(fetch, "no_node")
+            return
+        self._assign(fetch, info)
+        job = Job(fetch.job_id, self._node.node_id, fetch.request, fetch.first_page, self._engine.worker.store.fingerprint)
+        self._node.post("jobs", info.node_id, write_job(job), lambda: self._events.put(lambda: self._give_up(fetch, "redis")))
+
+    def _assign(self, fetch: _Fetch, info: NodeInfo) -> None:
+        fetch.node_id, fetch.address = info.node_id, PageAddress.from_dict(info.address)
+
+    def on_message(self, message: Message) -> None:
+        """On the node's thread."""
+        self._events.put(lambda: self._take_message(message))
+
+    def on_lost(self) -> None:
+        """What was written for this node may be lost."""
+        self._events.put(lambda: self._give_up_all("redis"))
+
+    def _take_message(self, message: Message) -> None:
+        fetch = self._fetches.get(message.job_id)
+        if fetch is None or fetch.is_over:
+            if message.kind in ("pages", "done"):  # of a prompt that nobody waits for any more
+                self._tell_stop(message.sender, message.job_id)
+            return
+        if message.sender != fetch.node_id:
+            self._move(fetch, message.sender)
+        if message.kind == "failed":
+            logger.warning("request %r: prefill node %s: %s", fetch.request.group_id, message.sender, message.text)
+            self._give_up(fetch, message.reason)
+        elif message.kind == "pages":
+            self._read_pages(fetch, message)
+        elif message.kind == "done":
+            fetch.done, fetch.hand_off = message, message.hand_off
+            fetch.wants_probs = bool(message.probs_pages)
+
+    def _move(self, fetch: _Fetch, node_id: str) -> None:
+        """Another node has taken the job over; what was read of the first one's pages stays right."""
+        info = self._node.state.peers.get(node_id)
+        if info is None:
+            self._give_up(fetch, "node_lost")
+        else:
+            logger.info("request %r: its prompt is computed by %s now, in place of %s", fetch.request.group_id, node_id, fetch.node_id)
+            self._assign(fetch, info)
+
+    def _read_pages(self, fetch: _Fetch, message: Message) -> None:
+        skip = fetch.first_page + fetch.num_asked - message.first_page
+        if fetch.is_over or skip < 0:  # a message is missing: the deadline ends this
+            return
+        remote = message.page_ids[skip:][: len(fetch.page_ids) - fetch.num_asked]
+        if not remote:
+            return
+        local = fetch.page_ids[fetch.num_asked : fetch.num_asked + len(remote)]
+        self._begin_read(fetch, local, remote, to_scratch=False)
+        fetch.num_asked += len(remote)
+
+    def _begin_read(self, fetch: _Fetch, local: list[int], remote: list[int], *, to_scratch: bool) -> None:
+        assert fetch.address is not None
+        try:
+            handle = self._transfer.read(fetch.address, local, remote, to_scratch=to_scratch)
+        except TransferError as error:
+            self._fail_transfer(fetch, error)
+            return
+        fetch.reads.append(_Read(handle, len(local), to_scratch))
+
+    def _fail_transfer(self, fetch: _Fetch, error: TransferError) -> None:
+        logger.warning("request %r: pages of node %s: %s", fetch.request.group_id, fetch.node_id, error)
+        if fetch.address is not None:
+            self._transfer.forget(fetch.address)  # a later one begins anew
+        self._give_up(fetch, "transfer")
+
+    # -- its own thread: what became of it --------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for fetch in list(self._fetches.values()):
+            for read in list(fetch.reads):
+                try:
+                    if not self._transfer.is_done(read.handle):
+                        continue
+                    self.num_bytes += read.num_pages * self._engine.worker.store.page_bytes
+                    fetch.reads.remove(read)
+                    if read.to_scratch:
+                        self._take_probs(fetch)
+                except TransferError as error:
+                    fetch.reads.remove(read)
+                    if read.to_scratch:
+                        self._probs_of = None
+                    self._fail_transfer(fetch, error)
+            if fetch.is_over:
+                if not fetch.reads:
+                    self._forget(fetch)
+            elif now >= fetch.deadline:
+                self._give_up(fetch, "timeout")
+            elif fetch.done is not None:
+                self._go_on(fetch, fetch.done)
+
+    def _go_on(self, fetch: _Fetch, done: Message) -> None:
+        """What is left to read, and the end."""
+        if fetch.wants_probs and self._probs_of is None:
+            if len(done.probs_pages) > len(self._transfer.scratch):
+                self._drop_drafts(fetch)
+            else:
+                self._probs_of = fetch
+                pages = list(range(len(done.probs_pages)))
+                fetch.wants_probs = False
+                self._begin_read(fetch, pages, done.probs_pages, to_scratch=True)
+        if fetch.is_over or fetch.reads or fetch.wants_probs or fetch.num_asked < len(fetch.page_ids):
+            return
+        if self._node.server_time() > done.expires - LEASE_MARGIN:
+            self._give_up(fetch, "lease")
+            return
+        fetch.is_over = True
+        request, hand_off = fetch.request, fetch.hand_off
+        assert hand_off is not None
+        self._tell_stop(fetch.node_id, fetch.job_id)
+        self._end(request, lambda: self._engine.hand_overs.take(request, hand_off))
+        self._forget(fetch)
+
+    def _take_probs(self, fetch: _Fetch) -> None:
+        self._probs_of = None
+        if fetch.done is None or fetch.hand_off is None:
+            return
+        count = len(fetch.done.probs_pages)
+        probs = probs_from_pages(self._transfer.scratch[:count].clone(), fetch.done.probs_shape)
+        fetch.hand_off = dataclasses.replace(fetch.hand_off, draft_probs=probs)
+
+    def _drop_drafts(self, fetch: _Fetch) -> None:
+        """Drafts that were drawn from what cannot be had cannot be verified."""
+        assert fetch.hand_off is not None
+        fetch.wants_probs = False
+        fetch.hand_off = HandOff(dataclasses.replace(fetch.hand_off.outcome, next_drafts=[]))
+
+    def _give_up(self, fetch: _Fetch, reason: str) -> None:
+        """The engine computes the prompt itself. Reads under way go on into pages that are held for them."""
+        if fetch.is_over:
+            return
+        fetch.is_over = True
+        request = fetch.request
+        if reason != "failed":
+            logger.warning("request %r: its prompt is computed here: %s (node %s)", request.group_id, reason, fetch.node_id or "none")
+        if fetch.node_id:
+            self._tell_stop(fetch.node_id, fetch.job_id)
+        self._end(request, lambda: self._engine.hand_overs.give_up(request, reason))
+
+    def _end(self, request: Request, action: Callable[[], None]) -> None:
+        def on_engine() -> None:
+            self._jobs.pop(request.request_id, None)
+            action()
+
+        self._call(on_engine)
+
+    def _give_up_all(self, reason: str) -> None:
+        for fetch in list(self._fetches.values()):
+            self._give_up(fetch, reason)
+
+    def _look_for_dead(self, alive: set[str]) -> None:
+        """Jobs of nodes that are gone: another one takes them over, if there is one."""
+        for fetch in list(self._fetches.values()):
+            if fetch.node_id not in alive and not fetch.is_over and not self._candidates(fetch.request):
+                self._give_up(fetch, "node_lost")
+
+    def _stop_job(self, job_id: str) -> None:
+        fetch = self._fetches.get(job_id)
+        if fetch is not None and not fetch.is_over:
+            fetch.is_over = True
+            if fetch.node_id:
+                self._tell_stop(fetch.node_id, job_id)
+
+    def _forget(self, fetch: _Fetch) -> None:
+        """Nothing is written into its pages any more."""
+        self._fetches.pop(fetch.job_id, None)
+        lease = fetch.lease
+        self._call(lambda: self._engine.scheduler.pool.end_lease(lease))
+
+    def _tell_stop(self, node_id: str, job_id: str) -> None:
+        self._node.tell(node_id, Message("stop", job_id, self._node.node_id))
+
+    def _call(self, action: Callable[[], object]) -> None:
+        try:
+            self._engine.call(action)
+        except EngineError as error:
+            logger.debug("%s", error)
+
+
+def _nothing() -> None:
+    pass

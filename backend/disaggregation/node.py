@@ -1,0 +1,335 @@
+"""A node among others, in Redis: its own entry, the others' entries, its inbox, and what it writes to theirs.
+
+Keys, all under the topic: `nodes` (a set of ids), `node:ID` (what the node says of itself, gone three heartbeats after the last one),
+`jobs:ID` and `inbox:ID` (streams). Redis may be slow, restart, or lose everything: whoever waits for somebody has a time limit of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backend.config import DisaggregationConfig
+from backend.disaggregation.records import VERSION, Fields, Message, RecordError, read_message, write_message
+from backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 2.0
+BLOCK_MS = 500
+MAX_STREAM_ENTRIES = 65536
+HEARTBEATS = 3
+"""Missing ones after which a node is taken for dead."""
+RETRY_SECONDS = 0.5
+JOIN_SECONDS = 5.0
+BATCH = 64
+
+
+def read_password(config: DisaggregationConfig) -> str | None:
+    """Raises ConfigError."""
+    if config.scheduler_password_variable is not None:
+        value = os.environ.get(config.scheduler_password_variable)
+        if not value:
+            raise ConfigError(f"disaggregation.scheduler_password_variable: the environment has no {config.scheduler_password_variable}")
+        return value
+    if config.scheduler_password_file is None:
+        return None
+    try:
+        lines = Path(config.scheduler_password_file).expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} cannot be read: {error}") from None
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} is empty")
+    return lines[0].strip()
+
+
+def connect(config: DisaggregationConfig) -> Any:
+    """A client of the Redis server; it connects when it is used. Raises ConfigError when the library or the password is missing."""
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError:
+        raise ConfigError("disaggregation.scheduler_name redis: the client library is not installed: pip install redis") from None
+    return redis.Redis(
+        host=config.scheduler_host,
+        port=config.scheduler_port,
+        db=config.scheduler_db,
+        password=read_password(config),
+        socket_connect_timeout=CONNECT_SECONDS,
+        socket_timeout=ANSWER_SECONDS + BLOCK_MS / 1000,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def make_node_id() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What a node says of itself."""
+
+    node_id: str
+    role: str
+    version: int
+    fingerprint: str
+    """Of its pages."""
+    layout: dict[str, Any]
+    """What the fingerprint is of, for messages."""
+    methods: list[str]
+    max_model_len: int
+    address: dict[str, Any]
+    """`PageAddress.as_dict`."""
+    load: int = 0
+    """Prompt tokens that it has to compute."""
+    num_requests: int = 0
+
+    def differences(self, other: NodeInfo) -> str:
+        """Both values of what keeps two nodes from exchanging pages; empty: nothing does."""
+        if self.version != other.version:
+            return f"version {self.version} here, {other.version} there"
+        if self.fingerprint == other.fingerprint:
+            return ""
+        keys = [key for key in {**self.layout, **other.layout} if self.layout.get(key) != other.layout.get(key)]
+        return ", ".join(f"{key} {self.layout.get(key)} here, {other.layout.get(key)} there" for key in keys) or "layouts differ"
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    write: Callable[[Any], object]
+    """To a pipeline."""
+    on_failure: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class RedisState:
+    """What the heartbeat saw last."""
+
+    peers: dict[str, NodeInfo] = field(default_factory=dict)
+    """Nodes that live, this one left out."""
+    dead: list[str] = field(default_factory=list)
+    """Ids of nodes that are not, and that nobody has cleaned up after."""
+    is_connected: bool = False
+    clock: float = 0.0
+    """The server's seconds minus this process's monotonic ones."""
+
+
+class Node:
+    """Threads: heartbeat, inbox, outbox. What they call must not block."""
+
+    def __init__(
+        self,
+        config: DisaggregationConfig,
+        describe: Callable[[str], NodeInfo],
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[], None] = lambda: None,
+        on_heartbeat: Callable[[RedisState], None] = lambda state: None,
+    ) -> None:
+        """describe: this node's entry, by its id; on_lost: the connection broke, and
+        messages may have been lost; on_heartbeat: after each round. Raises ConfigError."""
+        self.config = config
+        self.node_id = config.node_id or make_node_id()
+        self.redis = connect(config)
+        self.state = RedisState()
+        self._describe, self._on_message, self._on_lost, self._on_heartbeat = describe, on_message, on_lost, on_heartbeat
+        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._is_stopping = threading.Event()
+        self._was_connected: bool | None = None
+        self._threads = [threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True) for run in (self._beat, self._receive, self._send)]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def key(self, kind: str, node_id: str = "") -> str:
+        return f"{self.config.scheduler_topic}:{kind}" + (f":{node_id}" if node_id else "")
+
+    def describe(self) -> NodeInfo:
+        return self._describe(self.node_id)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_stopping.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleeps; True: the node stops."""
+        return self._is_stopping.wait(seconds)
+
+    def server_time(self) -> float:
+        """Of the Redis server, by what the last heartbeat said; seconds."""
+        return time.monotonic() + self.state.clock
+
+    # -- to others ----------------------------------------------------------------------------------------------------
+
+    def post(self, kind: str, node_id: str, fields: Fields, on_failure: Callable[[], None] | None = None) -> None:
+        """Appends to a node's stream (`jobs` or `inbox`)."""
+        stream = self.key(kind, node_id)
+
+        def write(pipe: Any) -> None:
+            pipe.xadd(stream, fields, maxlen=MAX_STREAM_ENTRIES, approximate=True)
+            pipe.expire(stream, self.config.scheduler_ttl)
+
+        self.write(write, on_failure)
+
+    def write(self, write: Callable[[Any], object], on_failure: Callable[[], None] | None = None) -> None:
+        """Has a pipeline filled and sent by a thread of its own, in the order of calls."""
+        self._outgoing.put(_Outgoing(write, on_failure))
+
+    def tell(self, node_id: str, message: Message) -> None:
+        self.post("inbox", node_id, write_message(message))
+
+    def _send(self) -> None:
+        import redis
+
+        while (item := self._outgoing.get()) is not None:
+            try:
+                pipe = self.redis.pipeline(transaction=False)
+                item.write(pipe)
+                pipe.execute()
+            except redis.RedisError as error:
+                self._note(error)
+                if item.on_failure is not None:
+                    item.on_failure()
+
+    # -- from others --------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        import redis
+
+        last = b"0-0"
+        inbox = self.key("inbox", self.node_id)
+        while not self._is_stopping.is_set():
+            try:
+                found = self.redis.xread({inbox: last}, count=BATCH, block=BLOCK_MS)
+            except redis.RedisError as error:
+                self._note(error)
+                self._on_lost()
+                self._is_stopping.wait(RETRY_SECONDS)
+                continue
+            for _, entries in as_pairs(found):
+                for entry_id, fields in entries:
+                    last = entry_id
+                    self._read(fields)
+                self._forget_read(inbox, last)
+
+    def _read(self, fields: Mapping[bytes, bytes]) -> None:
+        try:
+            message = read_message(fields)
+        except RecordError as error:
+            logger.warning("%s", error)
+            return
+        try:
+            self._on_message(message)
+        except Exception:
+            logger.exception("message %s of job %s", message.kind, message.job_id)
+
+    def _forget_read(self, inbox: str, last: bytes) -> None:
+        import redis
+
+        try:
+            self.redis.xtrim(inbox, minid=last, approximate=True)
+        except redis.RedisError as error:
+            self._note(error)
+
+    # -- signs of life --------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        import redis
+
+        while not self._is_stopping.is_set():
+            try:
+                self._exchange()
+            except redis.RedisError as error:
+                self._note(error)
+            except Exception:
+                logger.exception("heartbeat")
+            try:
+                self._on_heartbeat(self.state)
+            except Exception:
+                logger.exception("heartbeat")
+            self._is_stopping.wait(self.config.heartbeat_seconds)
+
+    def _exchange(self) -> None:
+        own = self.describe()
+        pipe = self.redis.pipeline(transaction=False)
+        pipe.set(self.key("node", self.node_id), json.dumps({f: getattr(own, f) for f in own.__slots__}), px=self._life_ms)
+        pipe.sadd(self.key("nodes"), self.node_id)
+        pipe.smembers(self.key("nodes"))
+        pipe.time()
+        *_, members, (seconds, micros) = pipe.execute()
+        ids = sorted(m.decode() for m in members if m.decode() != self.node_id)
+        values = self.redis.mget([self.key("node", i) for i in ids]) if ids else []
+        peers, dead = {}, []
+        for node_id, value in zip(ids, values):
+            info = _read_info(node_id, value) if value is not None else None
+            if info is not None:
+                peers[node_id] = info
+            elif value is None:
+                dead.append(node_id)
+        self.state = RedisState(peers, dead, True, seconds + micros / 1e6 - time.monotonic())
+        if self._was_connected is not True:
+            logger.info("node %s (%s) is in Redis %s:%d", self.node_id, own.role, self.config.scheduler_host, self.config.scheduler_port)
+        self._was_connected = True
+
+    @property
+    def _life_ms(self) -> int:
+        return int(self.config.heartbeat_seconds * 1000 * HEARTBEATS) + 1
+
+    def bury(self, node_id: str) -> None:
+        """Nothing of a dead node is left to do. Raises redis.RedisError."""
+        self.redis.srem(self.key("nodes"), node_id)
+        self.redis.delete(self.key("jobs", node_id), self.key("inbox", node_id))
+
+    def _note(self, error: Exception) -> None:
+        """The server cannot be used."""
+        self.state = RedisState(clock=self.state.clock)
+        if self._was_connected is not False and not self._is_stopping.is_set():
+            where = f"{self.config.scheduler_host}:{self.config.scheduler_port}"
+            logger.warning("Redis %s: %s: prompts are computed by each node itself until it is back", where, error)
+        self._was_connected = False
+
+    def stop(self) -> None:
+        """Leaves, so that others know at once."""
+        import redis
+
+        self._is_stopping.set()
+        self._outgoing.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(JOIN_SECONDS)
+        try:
+            self.redis.delete(self.key("node", self.node_id), self.key("inbox", self.node_id))
+        except redis.RedisError as error:
+            logger.debug("leaving: %s", error)
+
+
+def _read_info(node_id: str, value: bytes) -> NodeInfo | None:
+    try:
+        info = NodeInfo(**json.loads(value))
+    except (TypeError, ValueError) as error:
+        logger.debug("node %s says what this version does not understand: %s", node_id, error)
+        return None
+    return info if info.version == VERSION else None
+
+
+def as_pairs(found: Any) -> list[tuple[bytes, list[tuple[bytes, Mapping[bytes, bytes]]]]]:
+    """XREAD's answer, which is a list or, by newer protocols, a mapping whose values are lists of lists."""
+    if isinstance(found, Mapping):
+        return [(stream, [entry for part in parts for entry in part]) for stream, parts in found.items()]
+    return list(found or [])
+
+
+def time_of(entry_id: bytes) -> float:
+    """The server's seconds at which a stream's entry was written."""
+    return int(entry_id.partition(b"-")[0]) / 1000

@@ -1,0 +1,277 @@
+"""A prefill node's work: jobs from Redis to the engine, and what comes of them to the decode nodes, which read the pages themselves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from backend.core import Delta, HandOff, Request
+from backend.disaggregation.node import BLOCK_MS, RETRY_SECONDS, Node, as_pairs, time_of
+from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
+from backend.engine import Engine
+from backend.errors import CapacityError, EngineError
+
+logger = logging.getLogger(__name__)
+
+GROUP = "prefill"
+"""The consumer group of every stream of jobs: a node's own stream is read by others once it is dead."""
+MAX_TAKEN = 16
+"""Jobs that are taken at a time."""
+BUSY_SECONDS = 0.02
+MAX_STOPPED = 4096
+"""Ids of jobs that were stopped before they were taken."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A job whose pages are held here."""
+
+    job: Job
+    node_id: str
+    """Whose stream it came by."""
+    entry_id: bytes
+    num_told: int
+    """Leading pages of the prompt that the decode node has, or knows of."""
+    leases: list[int] = field(default_factory=list)
+    end: float = 0.0
+    """time.monotonic() at which its pages are given to others, once it is done."""
+
+
+class PrefillService:
+    """One thread reads jobs; the engine's thread does the rest."""
+
+    def __init__(self, engine: Engine, node: Node) -> None:
+        self._engine, self._node = engine, node
+        self._open: dict[str, _Open] = {}
+        """By job id; the engine thread's."""
+        self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
+        self.results: Counter[str] = Counter()
+        """Jobs by what became of them: done, or why they failed."""
+        self.num_expired_leases = 0
+        self.queue_seconds = 0.0
+        """Age of the job that was taken last, when it was taken."""
+        self._thread = threading.Thread(target=self._take_jobs, name="jobs", daemon=True)
+        engine.hand_overs.sink = self
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that are to be computed."""
+        return sum(max(0, len(r.prompt_token_ids) - r.num_computed_tokens) for r in self._engine.scheduler.open_requests())
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join(BLOCK_MS / 1000 + 5.0)
+
+    # -- the thread that takes jobs -----------------------------------------------------------------------------------
+
+    def _take_jobs(self) -> None:
+        import redis
+
+        own, is_ready = self._node.node_id, False
+        while not self._node.is_stopping:
+            if not self._has_room():
+                self._node.wait(BUSY_SECONDS)
+                continue
+            try:
+                if not is_ready:
+                    self._make_group(own)
+                    is_ready = True
+                stream = self._node.key("jobs", own)
+                found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=MAX_TAKEN, block=BLOCK_MS)
+                for _, entries in as_pairs(found):
+                    for entry_id, fields in entries:
+                        self._take(own, entry_id, fields)
+                for dead in self._node.state.dead:
+                    self._inherit(dead)
+            except redis.RedisError:  # the heartbeat says why; the group may be gone with everything else
+                is_ready = False
+                self._node.wait(RETRY_SECONDS)
+            except Exception:
+                logger.exception("jobs could not be taken")
+                self._node.wait(RETRY_SECONDS)
+
+    def _has_room(self) -> bool:
+        config = self._engine.config
+        return self._engine.scheduler.num_open + MAX_TAKEN <= config.max_batch_size + config.max_waiting
+
+    def _make_group(self, node_id: str) -> None:
+        import redis
+
+        try:
+            self._node.redis.xgroup_create(self._node.key("jobs", node_id), GROUP, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    def _inherit(self, dead: str) -> None:
+        """Takes the jobs of a node that died: those that it had taken, and those that it had not."""
+        client, stream = self._node.redis, self._node.key("jobs", dead)
+        if not client.exists(stream):
+            self._node.bury(dead)
+            return
+        self._make_group(dead)
+        own = self._node.node_id
+        idle_ms = int(self._node.config.heartbeat_seconds * 1000)  # whoever else inherits has them for as long
+        claimed = client.xautoclaim(stream, GROUP, own, min_idle_time=idle_ms, count=MAX_TAKEN)[1]
+        new = [entry for _, entries in as_pairs(client.xreadgroup(GROUP, own, {stream: ">"}, count=MAX_TAKEN)) for entry in entries]
+        taken = [(entry_id, fields) for entry_id, fields in [*claimed, *new] if fields]
+        for entry_id, fields in taken:
+            self._take(dead, entry_id, fields)
+        if taken:
+            logger.warning("%d jobs of node %s, which is dead, go on here", len(taken), dead)
+        elif not client.xlen(stream):
+            self._node.bury(dead)
+
+    def _take(self, node_id: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
+        """One job to the engine; what is too late, or wrong, is answered here."""
+        try:
+            job = read_job(fields)
+        except RecordError as error:
+            logger.warning("%s", error)
+            self._acknowledge(node_id, entry_id)
+            return
+        age = self._node.server_time() - time_of(entry_id)
+        self.queue_seconds = max(0.0, age)
+        if job.job_id in self._stopped or age > self._node.config.job_seconds:
+            self.results["late" if age > self._node.config.job_seconds else "stopped"] += 1
+            self._acknowledge(node_id, entry_id)
+            return
+        if job.job_id in self._open:  # inherited, and waited for by nobody else meanwhile
+            return
+        own = self._engine.worker.store.fingerprint
+        if job.fingerprint != own:
+            self._refuse(job, node_id, entry_id, "fingerprint", f"pages of layout {job.fingerprint} there, {own} here")
+            return
+        method, loaded = job.request.speculation.method, self._engine.config.speculative_config.loaded_methods
+        if method not in loaded:
+            self._refuse(job, node_id, entry_id, "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
+            return
+        self._open[job.job_id] = _Open(job, node_id, entry_id, job.num_cached_pages)
+        try:
+            self._engine.submit_requests([job.request], lambda delta: self._note_end(job.job_id, delta))
+        except Exception as error:
+            del self._open[job.job_id]
+            reason = "full" if isinstance(error, CapacityError) else "refused"
+            self._refuse(job, node_id, entry_id, reason, f"{type(error).__name__}: {error}")
+
+    def _refuse(self, job: Job, node_id: str, entry_id: bytes, reason: str, text: str) -> None:
+        self.results[reason] += 1
+        logger.warning("job %s of %s is refused: %s", job.job_id, job.sender, text)
+        self._node.tell(job.sender, Message("failed", job.job_id, self._node.node_id, reason=reason, text=text))
+        self._acknowledge(node_id, entry_id)
+
+    def _acknowledge(self, node_id: str, entry_id: bytes) -> None:
+        """If that fails, somebody may compute it once more, for nobody."""
+        stream = self._node.key("jobs", node_id)
+
+        def write(pipe: Any) -> None:
+            pipe.xack(stream, GROUP, entry_id)
+            pipe.xdel(stream, entry_id)
+
+        self._node.write(write)
+
+    # -- the engine's thread --------------------------------------------------------------------------------------------
+
+    def progress(self, request: Request, num_tokens: int) -> None:
+        """Tells of the full pages of so many leading tokens."""
+        if (own := self._open.get(request.request_id)) is None:
+            return
+        self._offer(own, request, num_tokens // self._engine.config.page_size)
+
+    def _offer(self, own: _Open, request: Request, num_pages: int) -> list[int]:
+        """Holds some more pages, whatever becomes of the request, and tells of them."""
+        page_ids = request.page_ids[own.num_told : num_pages]
+        if page_ids:
+            own.leases.append(self._engine.scheduler.pool.lease(page_ids))
+            message = Message("pages", own.job.job_id, self._node.node_id, first_page=own.num_told, page_ids=page_ids)
+            own.num_told += len(page_ids)
+            self._node.tell(own.job.sender, message)
+        return page_ids
+
+    def done(self, request: Request, hand_off: HandOff) -> None:
+        if (own := self._open.get(request.request_id)) is None:
+            return
+        self._offer(own, request, self._engine.scheduler.pool.pages_for(len(request.prompt_token_ids) + 1))
+        pages, shape = self._put_probs(own, hand_off)
+        if shape is None:  # without what they were drawn from the drafts cannot be verified
+            hand_off.outcome.next_drafts, hand_off.sources, shape = [], [], (0, 0)
+        seconds = self._node.config.lease_seconds
+        own.end, expires = time.monotonic() + seconds, self._node.server_time() + seconds
+        told = {"hand_off": hand_off, "probs_pages": pages, "probs_shape": shape, "expires": expires}
+        self._node.tell(own.job.sender, Message("done", own.job.job_id, self._node.node_id, **told))  # type: ignore[arg-type]
+        self.results["done"] += 1
+
+    def _put_probs(self, own: _Open, hand_off: HandOff) -> tuple[list[int], tuple[int, int] | None]:
+        """What drafts were drawn from, in pages of their own; None: there is no room."""
+        probs = hand_off.draft_probs
+        if probs is None or not len(probs):
+            return [], (0, 0)
+        store, pool = self._engine.worker.store, self._engine.scheduler.pool
+        content = probs_to_pages(probs, store.page_bytes)
+        pages = pool.allocate(len(content))
+        if pages is None:
+            return [], None
+        store.import_pages(pages, content, store.fingerprint)
+        if store.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        own.leases.append(pool.lease(pages))
+        for page in pages:
+            pool.release(page)
+        return pages, (probs.shape[0], probs.shape[1])
+
+    def _note_end(self, job_id: str, delta: Delta) -> None:
+        """The engine is through with a request. What it computed is held until it is read."""
+        if not delta.is_final or (own := self._open.get(job_id)) is None:
+            return
+        self._acknowledge(own.node_id, own.entry_id)
+        if own.end:
+            return
+        why = f"{type(delta.error).__name__}: {delta.error}" if delta.error is not None else f"it ended with {delta.finish_reason}"
+        self.results["failed"] += 1
+        self._node.tell(own.job.sender, Message("failed", job_id, self._node.node_id, reason="failed", text=why))
+        self._release(job_id)
+
+    def _release(self, job_id: str) -> None:
+        if (own := self._open.pop(job_id, None)) is not None:
+            for lease in own.leases:
+                self._engine.scheduler.pool.end_lease(lease)
+
+    def _stop_job(self, job_id: str) -> None:
+        self._engine.cancel(job_id)
+        self._release(job_id)
+
+    # -- the node's threads ---------------------------------------------------------------------------------------------
+
+    def on_message(self, message: Message) -> None:
+        if message.kind == "stop":
+            self._stopped.append(message.job_id)
+            self._call(lambda: self._stop_job(message.job_id))
+
+    def on_heartbeat(self) -> None:
+        """Ends leases whose time is over."""
+        now = time.monotonic()
+        late = [job_id for job_id, own in list(self._open.items()) if own.end and now >= own.end]
+        for job_id in late:
+            logger.warning("job %s: its pages were not read within %g s", job_id, self._node.config.lease_seconds)
+            self.num_expired_leases += 1
+            self._call(lambda job_id=job_id: self._release(job_id))  # type: ignore[misc]
+
+    def _call(self, action: Any) -> None:
+        try:
+            self._engine.call(action)
+        except EngineError as error:
+            logger.debug("%s", error)

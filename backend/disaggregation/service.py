@@ -1,0 +1,79 @@
+"""A node's part in prefill and decode apart, put together around its engine."""
+
+from __future__ import annotations
+
+from backend.disaggregation.fetch import PageFetcher
+from backend.disaggregation.node import Node, NodeInfo, RedisState
+from backend.disaggregation.prefill import PrefillService
+from backend.disaggregation.records import VERSION, Message
+from backend.disaggregation.transfer import PageTransfer
+from backend.engine import Engine
+
+FLOAT_BYTES = 4
+
+
+class Disaggregation:
+    """Of an engine whose configuration has a scheduler. `start` once the engine's loop is about to run, `stop` before it is shut down."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Raises ConfigError."""
+        config = engine.config.disaggregation
+        self._engine, self._config = engine, config
+        self.node = Node(config, self._describe, self._on_message, self._on_lost, self._on_heartbeat)
+        speculative, is_decode = engine.config.speculative_config, config.role == "decode"
+        # What drafts were drawn from, of one request at a time.
+        num_drafts = (speculative.num_model_steps or 1) if engine.worker.drafter is not None and is_decode else 0
+        self.transfer = PageTransfer(self.node.node_id, engine.worker.store, num_drafts * engine.worker.model.vocab_size * FLOAT_BYTES)
+        self.fetcher = PageFetcher(engine, self.node, self.transfer) if is_decode else None
+        self.prefill = PrefillService(engine, self.node) if not is_decode else None
+        self._address = self.transfer.address.as_dict()
+
+    def _describe(self, node_id: str) -> NodeInfo:
+        engine = self._engine
+        return NodeInfo(
+            node_id=node_id,
+            role=self._config.role,
+            version=VERSION,
+            fingerprint=engine.worker.store.fingerprint,
+            layout=engine.worker.store.layout,
+            methods=list(engine.config.speculative_config.loaded_methods),
+            max_model_len=engine.worker.max_model_len,
+            address=self._address,
+            load=self.prefill.num_tokens if self.prefill is not None else 0,
+            num_requests=engine.scheduler.num_open,
+        )
+
+    def _on_message(self, message: Message) -> None:
+        if message.kind == "stop":
+            if self.prefill is not None:
+                self.prefill.on_message(message)
+        elif self.fetcher is not None:
+            self.fetcher.on_message(message)
+
+    def _on_lost(self) -> None:
+        if self.fetcher is not None:
+            self.fetcher.on_lost()
+
+    def _on_heartbeat(self, state: RedisState) -> None:
+        if self.prefill is not None:
+            self.prefill.on_heartbeat()
+        if self.fetcher is not None:
+            self.fetcher.on_heartbeat(state)
+
+    def start(self) -> None:
+        self.node.start()
+        for part in (self.fetcher, self.prefill):
+            if part is not None:
+                part.start()
+
+    def stop(self) -> None:
+        """Leaves; open requests go on. Jobs that are being computed are other nodes' to take over."""
+        self.node.stop()
+        if self.prefill is not None:
+            self.prefill.stop()
+
+    def close(self) -> None:
+        """After the engine was shut down."""
+        if self.fetcher is not None:
+            self.fetcher.close()
+        self.transfer.close()

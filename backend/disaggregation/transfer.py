@@ -1,0 +1,148 @@
+"""Pages of other nodes, read by NIXL (UCX: shared memory, TCP, cuda_ipc or RDMA, whatever the two have in common)."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from backend.errors import ConfigError, TransferError
+from backend.kv_store import KvStore
+
+logger = logging.getLogger(__name__)
+
+MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+
+
+@dataclass(frozen=True, slots=True)
+class PageAddress:
+    """Where a node's pages lie, for others to read."""
+
+    metadata: bytes
+    """NIXL's, of the node's agent."""
+    begin: int
+    """Of page 0."""
+    page_bytes: int
+    kind: str
+    """DRAM or VRAM."""
+    device: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"metadata": self.metadata.hex(), "begin": self.begin, "page_bytes": self.page_bytes, "kind": self.kind, "device": self.device}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PageAddress:
+        return cls(**{**values, "metadata": bytes.fromhex(values["metadata"])})
+
+
+class PageTransfer:
+    """Offers the pages of a store, and reads others'. A page is one piece. Safe from any thread."""
+
+    def __init__(self, name: str, store: KvStore, num_scratch_bytes: int = 0) -> None:
+        """name: unlike any other node's. num_scratch_bytes: for what is read beside the store's pages. Raises ConfigError."""
+        api = _load_nixl()
+        try:
+            config = api.nixl_agent_config(backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+            self._agent = api.nixl_agent(name, config)
+            self._store, self._memory = store, store.memory
+            self.scratch = torch.zeros(-(-num_scratch_bytes // store.page_bytes), store.page_bytes, dtype=torch.uint8, device=store.device)
+            """[n, page_bytes] uint8"""
+            regions = [self._memory, *([self.scratch] if len(self.scratch) else [])]
+            self._registered = [self._agent.register_memory(region) for region in regions]
+            self._metadata = self._agent.get_agent_metadata()
+        except Exception as error:
+            raise ConfigError(f"disaggregation.transfer_backend nixl: {type(error).__name__}: {error}") from error
+        self._peers: dict[bytes, str] = {}
+
+    @property
+    def address(self) -> PageAddress:
+        kind, device = self._where()
+        return PageAddress(self._metadata, self._memory.data_ptr(), self._store.page_bytes, kind, device)
+
+    def _where(self) -> tuple[str, int]:
+        device = self._memory.device
+        return ("VRAM", device.index or 0) if device.type == "cuda" else ("DRAM", 0)
+
+    def read(self, address: PageAddress, pages: Sequence[int], remote_pages: Sequence[int], *, to_scratch: bool = False) -> Any:
+        """Begins to read remote pages into this store's, or into the scratch memory -> what `is_done` takes. Raises TransferError."""
+        own = self._store.page_bytes
+        if address.page_bytes != own:
+            raise TransferError(f"pages of {address.page_bytes} bytes cannot be read: this node's are of {own} bytes")
+        memory = self.scratch if to_scratch else self._memory
+        if max(pages, default=0) >= len(memory):
+            raise TransferError(f"page {max(pages)} does not exist; there are {len(memory)}")
+        try:
+            peer = self._peers.get(address.metadata)
+            if peer is None:
+                peer = self._peers[address.metadata] = self._agent.add_remote_agent(address.metadata)
+            local = self._describe(memory.data_ptr(), pages, *self._where())
+            remote = self._describe(address.begin, remote_pages, address.kind, address.device)
+            handle = self._agent.initialize_xfer("READ", local, remote, peer)
+            if self._agent.transfer(handle) == "ERR":
+                raise TransferError("the transfer was refused")
+            return handle
+        except TransferError:
+            raise
+        except Exception as error:
+            raise TransferError(f"{type(error).__name__}: {error}") from None
+
+    def _describe(self, begin: int, pages: Sequence[int], kind: str, device: int) -> Any:
+        rows = np.empty((len(pages), 3), dtype=np.uint64)
+        rows[:, 0] = begin + np.asarray(pages, dtype=np.uint64) * np.uint64(self._store.page_bytes)
+        rows[:, 1], rows[:, 2] = self._store.page_bytes, device
+        return self._agent.get_xfer_descs(rows, mem_type=kind)
+
+    def is_done(self, handle: Any) -> bool:
+        """Whether a read is over; the handle is of no use afterwards. Raises TransferError when it failed: nothing is written any more."""
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except Exception as error:
+            self._release(handle)
+            raise TransferError(f"{type(error).__name__}: {error}") from None
+        if state == "PROC":
+            return False
+        self._release(handle)
+        if state != "DONE":
+            raise TransferError(f"the transfer ended with state {state}")
+        return True
+
+    def _release(self, handle: Any) -> None:
+        try:
+            self._agent.release_xfer_handle(handle)
+        except Exception as error:
+            logger.warning("a transfer's handle could not be released: %s", error)
+
+    def forget(self, address: PageAddress) -> None:
+        """The node is gone."""
+        peer = self._peers.pop(address.metadata, None)
+        if peer is not None:
+            try:
+                self._agent.remove_remote_agent(peer)
+            except Exception as error:
+                logger.debug("the agent of a node that is gone could not be removed: %s", error)
+
+    def close(self) -> None:
+        for address in list(self._peers):
+            self.forget(PageAddress(address, 0, 0, "", 0))
+        for registered in self._registered:
+            try:
+                self._agent.deregister_memory(registered)
+            except Exception as error:
+                logger.debug("memory could not be given back: %s", error)
+
+
+def _load_nixl() -> ModuleType:
+    for name in MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        logging.getLogger(module.logger.name).setLevel(logging.WARNING)  # it says at every start that it started
+        return module
+    raise ConfigError("disaggregation.transfer_backend nixl is not installed: pip install --no-deps nixl-cu12 (nixl-cu13 for CUDA 13)")
