@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REPOSITORY = Path(__file__).parent.parent / "model_repository" / "standalone"
+REPOSITORIES = Path(__file__).parent.parent / "model_repository"
+REPOSITORY = REPOSITORIES / "standalone"
 BUNDLED_MODEL = REPOSITORY / "decode" / "1"
 BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
 MAX_BATCH_SIZE = 256

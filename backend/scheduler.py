@@ -78,6 +78,10 @@ class Scheduler:
         return sum(r.is_decoding for r in self.running)
 
     @property
+    def num_fetching(self) -> int:
+        return len(self._fetching)
+
+    @property
     def num_open(self) -> int:
         return len(self._requests)
 

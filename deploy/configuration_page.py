@@ -10,7 +10,7 @@ import textwrap
 import typing
 from pathlib import Path
 
-from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, Section, SpeculativeConfig
+from backend.config import BUNDLED_MODEL, DisaggregationConfig, EngineConfig, ParallelConfig, Section, SpeculativeConfig
 from deploy.launcher import ServeConfig, add_arguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -32,6 +32,7 @@ SECTIONS: tuple[tuple[type[Section], str, str], ...] = (
     (EngineConfig, "The engine", "Keys of the file, and of `LLM(...)` in Python."),
     (SpeculativeConfig, "speculative_config", "An object. What the methods are, and when each pays: [methods](methods.md)."),
     (ParallelConfig, "parallel_config", "An object."),
+    (DisaggregationConfig, "disaggregation", "An object. What the nodes do for each other: [disaggregation](disaggregation.md)."),
     (ServeConfig, "The server", "Keys of `foretoken serve` alone."),
 )
 
@@ -87,7 +88,7 @@ def make_page() -> str:
     flags = read_flags()
     parts = [INTRODUCTION]
     for section, title, text in SECTIONS:
-        own = flags if section in (EngineConfig, ServeConfig) else {}
+        own = flags if section in (EngineConfig, DisaggregationConfig, ServeConfig) else {}
         parts.append(f"## {title}\n{text}\n\n{make_table(section, own)}\n")
     return "\n".join(parts)
 

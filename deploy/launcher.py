@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import yaml
 
 from backend import model_checks
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, Section, SpeculativeConfig, parse_bytes
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, Section, SpeculativeConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from deploy.server import (
@@ -45,8 +46,13 @@ DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "w
 RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,logging"
 """Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
 the memory of the models' processes."""
-KEY_FILE = ".key"
+KEY_FILE, PASSWORD_FILE = ".key", ".scheduler-password"
 """In the repository's folder, for this user alone to read."""
+DISAGGREGATION_FLAGS = (
+    "role",
+    *(f"scheduler_{name}" for name in ("name", "host", "port", "db", "topic", "ttl", "password_file")),
+)
+"""Keys of the section `disaggregation` that have flags."""
 MODEL_CONTROL_MODES = ("none", "explicit")
 
 
@@ -151,22 +157,22 @@ def check_repository(target: Path) -> None:
         return
     if not target.is_dir():
         raise LaunchError(f"--repository {target} is not a folder")
-    models, own = {source.name for source in REPOSITORY.iterdir()}, {LOCK_FILE, KEY_FILE}
+    models, own = {source.name for source in REPOSITORIES.glob("*/*")}, {LOCK_FILE, KEY_FILE, PASSWORD_FILE}
     is_other = any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir() if p.name not in own)
     if is_other or any(target.rglob("*.safetensors")):
         raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
 
 
-def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str) -> None:
-    """Writes a repository like the checked-in one: its models without parameters, and those named here with theirs.
+def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str, source_folder: Path = REPOSITORY) -> None:
+    """Writes a repository like a checked-in one: its models without parameters, and those named here with theirs.
 
     Weights are referenced, not copied. Raises LaunchError when the folder holds anything that was not rendered.
     """
     check_repository(target)
-    for source in REPOSITORY.iterdir():
+    for source in REPOSITORIES.glob("*/*"):  # it may have been of another role
         if (target / source.name).exists():
             shutil.rmtree(target / source.name)
-    for source in sorted(REPOSITORY.iterdir()):
+    for source in sorted(source_folder.iterdir()):
         text = (source / "config.pbtxt").read_text()
         head, mark, tail = text.partition("parameters [")
         if mark and source.name not in parameters:
@@ -209,14 +215,31 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
     return command, server.environment()
 
 
+def write_secret(path: Path, secret: str) -> None:
+    """For this user alone to read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{secret}\n")
+
+
 def write_key(repository: Path) -> str:
     """A new key for RESTRICTED_APIS, in the repository's folder too, where only this user reads it."""
     key = secrets.token_hex(16)
-    path = repository / KEY_FILE
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{key}\n")
+    write_secret(repository / KEY_FILE, key)
     return key
+
+
+def put_password(values: dict[str, Any], repository: Path, password: str | None) -> None:
+    """A password of the command line goes to a file: tritonserver's configuration names that. Raises ConfigError."""
+    if password is None:
+        (repository / PASSWORD_FILE).unlink(missing_ok=True)
+        return
+    print("foretoken serve: warning: other users of this machine can read --scheduler-password; use --scheduler-password-file", file=sys.stderr)
+    section = values["disaggregation"] = dict(values.get("disaggregation") or {})
+    if section.get("scheduler_password_file"):
+        raise ConfigError("scheduler_password is given twice: as itself, and as scheduler_password_file")
+    write_secret(repository / PASSWORD_FILE, password)
+    section["scheduler_password_file"] = str(repository / PASSWORD_FILE)
 
 
 def warn_of_old_server(server: Server) -> None:
@@ -273,6 +296,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
     load.add_argument("--single-thread-tokens", type=int, metavar="N", help="CPU: smaller steps run on one thread (default 8)")
 
+    nodes = parser.add_argument_group("prefill and decode on nodes of their own (docs/disaggregation.md)")
+    nodes.add_argument("--role", "--splitwise-role", metavar="ROLE", help="prefill, decode, or mixed (default)")
+    nodes.add_argument("--scheduler-name", metavar="NAME", help="redis, also written splitwise; or local (default for role mixed)")
+    nodes.add_argument("--scheduler-host", metavar="HOST", help="of the Redis server (default 127.0.0.1)")
+    nodes.add_argument("--scheduler-port", type=int, metavar="PORT", help="of the Redis server (default 6379)")
+    nodes.add_argument("--scheduler-db", type=int, metavar="N", help="number of the Redis database (default 0)")
+    nodes.add_argument("--scheduler-topic", metavar="NAME", help="nodes of one topic work for each other (default foretoken)")
+    nodes.add_argument("--scheduler-ttl", type=int, metavar="S", help="Redis forgets what nobody writes to for so long (default 900)")
+    nodes.add_argument("--scheduler-password-file", metavar="FILE", help="its first line is the password of the Redis server")
+    nodes.add_argument("--scheduler-password", metavar="PASSWORD", help="the password itself; others on this machine can read it")
+
     ports = parser.add_argument_group("where it listens")
     ports.add_argument("--host", help="address to listen on (default 127.0.0.1; 0.0.0.0: all, for a private network)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
@@ -303,8 +337,11 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     """Keys of --config with the flags over them."""
     values = read_yaml(args.config) if args.config else {}
     for key, value in vars(args).items():
-        if value is not None and key not in ("config", "dry_run", "command", "run"):
+        if value is not None and key not in ("config", "dry_run", "command", "run", "scheduler_password"):
             values[key] = value
+    nodes = {key: values.pop(key) for key in DISAGGREGATION_FLAGS if key in values}
+    if nodes:
+        values["disaggregation"] = {**(values.get("disaggregation") or {}), **nodes}
     if "tensor_parallel_size" in values:
         values["parallel_config"] = {**(values.get("parallel_config") or {}), "tensor_parallel_size": values.pop("tensor_parallel_size")}
     if isinstance(values.get("speculative_config"), str):
@@ -313,6 +350,16 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
         except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"speculative_config is not valid JSON: {error}") from None
     return values
+
+
+def check_nodes(engine: EngineConfig) -> None:
+    """Raises LaunchError when the libraries of a node among others are missing."""
+    if not engine.disaggregation.is_on:
+        return
+    if importlib.util.find_spec("redis") is None:
+        raise LaunchError("scheduler_name redis: the client library is not installed: pip install redis")
+    if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu13", "nixl_cu12")):
+        raise LaunchError("transfer_backend nixl is not installed: pip install --no-deps nixl-cu12 (nixl-cu13 for CUDA 13)")
 
 
 def is_bundled(model: str | Path) -> bool:
@@ -341,7 +388,8 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
 def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) -> dict[str, dict[str, Any]]:
     """What goes into each model's config.pbtxt. Raises ConfigError, ModelError."""
     decode = {k: v for k, v in values.items() if k not in SERVE_KEYS} | {"model": str(model)}
-    parameters = {"decode": decode, "tokenizer": {"model": str(model)}}
+    is_prefill = engine.disaggregation.role == "prefill"
+    parameters = {"prefill": decode} if is_prefill else {"decode": decode, "tokenizer": {"model": str(model)}}
     config = engine.speculative_config
     drafter = check_drafter(config, model, engine.load_format)
     speculative = dict(values.get("speculative_config") or {})
@@ -367,18 +415,22 @@ def serve(args: argparse.Namespace) -> int:
         if "speculative_config" not in values and is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values["speculative_config"] = DEFAULT_SPECULATION
         config, engine = split_keys(values)
+        check_nodes(engine)
         model = check_model(engine.model, engine.max_model_len, engine.load_format)
-        parameters = model_parameters(values, engine, model)
+        model_parameters(values, engine, model)  # before anything is written
         check_gpu(engine.device)
         server = find_server()
         target = (Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}").resolve()
         check_repository(target)
         lock = lock_folder(target)
+        put_password(values, target, args.scheduler_password)
         if not args.dry_run:
             names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
             check_ports({k: getattr(config, k) for k in names}, config.host)
             check_shared_memory()
-        render_repository(target, parameters, engine.device)
+        parameters = model_parameters(values, engine, model)
+        source = REPOSITORY if engine.disaggregation.role == "mixed" else REPOSITORIES / engine.disaggregation.role
+        render_repository(target, parameters, engine.device, source)
         key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
         print(f"foretoken serve: {error}", file=sys.stderr)

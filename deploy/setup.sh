@@ -41,7 +41,7 @@ pip=".venv/bin/python -m pip --disable-pip-version-check"
 say "installing torch (the largest part) ..."
 $pip install -q -c constraints.txt torch
 say "installing the server (nvidia-pytriton's tritonserver) and the rest ..."
-if [ "$what" = test ]; then target='.[test]'; else target='.[gateway]'; fi
+case "$what" in test) target='.[test]' ;; image) target='.[gateway,disaggregation]' ;; *) target='.[gateway]' ;; esac
 $pip install -q -c constraints.txt -e "$target" 2> >(grep -v '^ERROR: pip.s dependency\|^nvidia-pytriton .* requires' >&2)
 # For the server it carries, where there is none (in NVIDIA's container there is); its Python library, and what that needs, are not used.
 command -v tritonserver >/dev/null || $pip install -q --no-deps nvidia-pytriton==0.7.0
@@ -67,6 +67,20 @@ fetch_prometheus() {
 }
 if [ "$what" = test ] && ! (fetch_prometheus) >/dev/null 2>&1; then
   say "no Prometheus (apt-get install prometheus): dashboards and alerts are not tested" >&2
+fi
+
+# For the tests of prefill and decode apart; unpacked too. The server is one of the tools under another name.
+fetch_redis() {
+  command -v redis-server || {
+    mkdir -p .venv/redis && cd .venv/redis && packages="redis-tools liblzf1 libjemalloc2 libatomic1" &&
+      { apt-get download -qq $packages || { apt-get update -qq && apt-get download -qq $packages; }; } &&
+      for package in *.deb; do dpkg -x "$package" .; done && ln -sf redis-check-rdb usr/bin/redis-server &&
+      LD_LIBRARY_PATH="$(echo "$PWD"/usr/lib/*)" usr/bin/redis-server --version
+  }
+}
+if [ "$what" = test ] && ! (fetch_redis) >/dev/null 2>&1; then
+  say "no Redis server: apt-get install redis-server" >&2
+  exit 1
 fi
 
 # For the tests of the gateway's page: the distribution's, which needs no other host than that of the packages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import redis
 
-EXECUTABLE = shutil.which("redis-server") or str(Path(__file__).parent.parent / ".venv" / "bin" / "redis-server")
+UNPACKED = Path(__file__).parent.parent / ".venv" / "redis" / "usr"
+"""By deploy/setup.sh, where the machine has none."""
+EXECUTABLE = shutil.which("redis-server") or str(UNPACKED / "bin" / "redis-server")
 
 
 class RedisServer:
@@ -21,11 +24,15 @@ class RedisServer:
     def __init__(self, port: int, folder: Path, *options: str) -> None:
         self.port, self._folder, self._options = port, folder, options
         self._process: subprocess.Popen[bytes] | None = None
-        self.client = redis.Redis(port=port, socket_timeout=5, password=options[options.index("--requirepass") + 1] if "--requirepass" in options else None)
+        self.client = redis.Redis(
+            port=port, socket_timeout=5, password=options[options.index("--requirepass") + 1] if "--requirepass" in options else None
+        )
 
     def start(self) -> None:
         command = [EXECUTABLE, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self._folder)]
-        self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL)
+        libraries = ":".join([*map(str, UNPACKED.glob("lib/*")), os.environ.get("LD_LIBRARY_PATH", "")])
+        environment = {**os.environ, "LD_LIBRARY_PATH": libraries} if EXECUTABLE.startswith(str(UNPACKED)) else None
+        self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL, env=environment)
         end = time.monotonic() + 20
         while True:
             try:

@@ -198,7 +198,9 @@ LEVELS = (
     ("prefix_cache", "drafters"),
     ("scheduler", "intake", "open_requests", "step"),
     ("planner", "group"),
+    ("hand_overs",),
     ("engine", "follower"),
+    ("disaggregation",),
     ("llm", "adapters"),
 )
 """Each part of backend imports parts of its own level and of those before it."""
@@ -260,7 +262,7 @@ def test_only_drafters_name_methods() -> None:
 
 
 def test_drafters_import_what_they_draft_with() -> None:
-    names = ("drafters", "core", "config", "errors", "models", "kv_store", "pages", "parallel")
+    names = ("drafters", "core", "config", "errors", "models", "kv_store", "model_files", "pages", "parallel")
     allowed = (*(f"backend.{name}" for name in names), "kernels")
     none_of([i for i in of_project(imports_of("backend/drafters")) if not i.is_in(*allowed)], "a drafter knows neither engine nor scheduler")
 

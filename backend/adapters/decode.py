@@ -42,6 +42,7 @@ from backend.adapters.stub import (
 )
 from backend.config import EngineConfig
 from backend.core import Delta, FinishReason, SpeculationStats
+from backend.disaggregation.service import Disaggregation
 from backend.engine import Engine
 from backend.errors import EngineError
 
@@ -117,6 +118,7 @@ class TritonPythonModel:
             drafter = str((model_folder(args) / (speculative.model or DRAFTER_FOLDER)).resolve())
             config = dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
         self._engine = Engine(config, draft_service=service)
+        self._nodes = Disaggregation(self._engine) if config.disaggregation.is_on else None
         self._limits = InputLimits(self._engine.scheduler.max_model_len)
         self._keys = itertools.count()
         self._exchanges: set[_Exchange] = set()
@@ -130,7 +132,7 @@ class TritonPythonModel:
         self._intake = IntakeWorkers(self._submit, config.max_batch_size + config.max_waiting)
         self._drain_file = model_folder(args) / DRAIN_FILE.format(pid=os.getppid())
         self._drain_end: float | None = None
-        self._publisher = MetricsPublisher(self._engine, args["model_name"])
+        self._publisher = MetricsPublisher(self._engine, args["model_name"], self._nodes)
         self._publisher.publish()
         self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
@@ -140,6 +142,8 @@ class TritonPythonModel:
         # Full collections look at what came since alone: they come while requests run, and no step begins meanwhile (100 ms, measured).
         gc.freeze()
         self._engine.start()
+        if self._nodes is not None:
+            self._nodes.start()
 
     def _hand_over(self) -> None:
         """One wake-up of the sender for all that a step made."""
@@ -363,8 +367,10 @@ class TritonPythonModel:
             seconds = float(self._drain_file.read_text())
             self._drain_end = now + seconds
             self._is_refusing = True  # here, not in the engine: what is being tokenized was taken, and goes on
+            if self._nodes is not None:
+                self._nodes.leave()
             logger.info("shutting down: no new requests; %d open ones have %g s", len(self._exchanges), seconds)
-        elif not self._exchanges:
+        elif not self._exchanges and (self._nodes is None or not self._nodes.num_jobs or now >= self._drain_end):
             self._shut_down()
             self._drain_file.unlink()
         elif now >= self._drain_end:
@@ -379,7 +385,11 @@ class TritonPythonModel:
         """Ends the engine, which saves what it keeps: requests that are still open get an error."""
         self._is_refusing = True
         gc.unfreeze()  # the interpreter's end hung one time in five without (measured)
+        if self._nodes is not None:
+            self._nodes.stop()
         self._engine.shutdown()
+        if self._nodes is not None:
+            self._nodes.close()
         for exchange in self._intake.withdraw_all():
             self._refuse(exchange, EngineError("the server was shut down"))
         self._intake.stop(JOIN_SECONDS)

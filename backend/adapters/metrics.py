@@ -9,6 +9,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from backend.disaggregation.fetch import FALLBACKS
+from backend.disaggregation.prefill import RESULTS
+from backend.disaggregation.service import Disaggregation
 from backend.engine import Engine
 from backend.metrics import Histogram
 
@@ -22,8 +25,9 @@ PAUSE_SECONDS = 1e-4
 class MetricsPublisher:
     """Adds what changed since the last call of `publish`. Does nothing when the server runs without metrics."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: Engine, model: str, nodes: Disaggregation | None = None) -> None:
         self._engine = engine
+        self._nodes = nodes
         self._model = model
         self._families: dict[str, Any] = {}
         self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
@@ -106,6 +110,30 @@ class MetricsPublisher:
         self._gauge("kv_pages", "KV pages in all", scheduler.pool.num_pages)
         hit_rate = scheduler.num_cached_tokens / max(1, scheduler.num_prompt_tokens)
         self._gauge("prefix_cache_hit_rate", "Share of prompt tokens that the prefix cache gave", hit_rate)
+
+        if self._nodes is not None:
+            self._publish_nodes(self._nodes)
+
+    def _publish_nodes(self, nodes: Disaggregation) -> None:
+        """Of prefill and decode apart."""
+        hand_overs = self._engine.hand_overs
+        self._gauge("pd_nodes", "Other nodes that live", len(nodes.node.state.peers))
+        self._gauge("pd_redis_up", "Whether Redis answered last", int(nodes.node.state.is_connected))
+        if nodes.fetcher is not None:
+            self._count("pd_fetched_prompts_total", "Prompts that other nodes computed", hand_overs.num_fetched)
+            self._count("pd_transferred_bytes_total", "Bytes of pages read from other nodes", nodes.fetcher.num_bytes)
+            self._gauge("pd_fetches", "Prompts that other nodes are computing", self._engine.scheduler.num_fetching)
+            for reason in FALLBACKS:
+                text = "Prompts computed here though another node was to, by reason"
+                self._count("pd_fallbacks_total", text, hand_overs.fallbacks[reason], reason=reason)
+        if nodes.prefill is not None:
+            for result in RESULTS:
+                self._count("pd_jobs_total", "Prompts computed for other nodes, by result", nodes.prefill.results[result], result=result)
+            self._gauge("pd_jobs", "Prompts of other nodes whose pages are held", nodes.prefill.num_open)
+            self._gauge("pd_prefill_tokens", "Prompt tokens that are to be computed", nodes.prefill.num_tokens)
+            self._gauge("pd_queue_seconds", "Age of the job taken last, when it was taken", nodes.prefill.queue_seconds)
+            self._gauge("pd_queue_jobs", "Jobs in this node's queue that nobody has taken", nodes.prefill.queue_length)
+            self._count("pd_expired_leases_total", "Prompts whose pages nobody came for", nodes.prefill.num_expired_leases)
 
     def _metric(self, name: str, text: str, kind: Any, labels: dict[str, str]) -> tuple[Any, tuple[str, tuple[tuple[str, str], ...]]]:
         labels = {"model": self._model, **labels}

@@ -23,6 +23,22 @@ from backend.prefix_cache import ROOT, chain_hash
 
 logger = logging.getLogger(__name__)
 
+FALLBACKS = (
+    "redis",
+    "no_node",
+    "fingerprint",
+    "method",
+    "too_long",
+    "full",
+    "refused",
+    "failed",
+    "timeout",
+    "node_lost",
+    "transfer",
+    "lease",
+    "internal",
+)
+"""Why a prompt is computed by the decode node itself."""
 LEASE_MARGIN = 1.0
 """Seconds before the end of a prefill node's lease by which pages have to be here: two nodes know Redis's time to some milliseconds."""
 POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
@@ -121,14 +137,14 @@ class PageFetcher:
         return [
             info
             for info in self._node.state.peers.values()
-            if info.role != "decode" and info.fingerprint == own and method in info.methods and length < info.max_model_len
+            if info.role != "decode" and not info.is_leaving and info.fingerprint == own and method in info.methods and length < info.max_model_len
         ]
 
     def _why_none(self, request: Request) -> str:
         state = self._node.state
         if not state.is_connected:
             return "redis"
-        others = [info for info in state.peers.values() if info.role != "decode"]
+        others = [info for info in state.peers.values() if info.role != "decode" and not info.is_leaving]
         if not others:
             return "no_node"
         own = self._engine.worker.store.fingerprint

@@ -94,6 +94,8 @@ class NodeInfo:
     load: int = 0
     """Prompt tokens that it has to compute."""
     num_requests: int = 0
+    is_leaving: bool = False
+    """It takes no more jobs, and ends those that it has."""
 
     def differences(self, other: NodeInfo) -> str:
         """Both values of what keeps two nodes from exchanging pages; empty: nothing does."""
@@ -146,6 +148,7 @@ class Node:
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
         self._was_connected: bool | None = None
+        self.is_leaving = False
         self._threads = [threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True) for run in (self._beat, self._receive, self._send)]
 
     def start(self) -> None:

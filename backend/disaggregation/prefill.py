@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 GROUP = "prefill"
 """The consumer group of every stream of jobs: a node's own stream is read by others once it is dead."""
+RESULTS = ("done", "stopped", "late", "fingerprint", "method", "full", "refused", "failed")
+"""What becomes of a job."""
 MAX_TAKEN = 16
 """Jobs that are taken at a time."""
 BUSY_SECONDS = 0.02
@@ -55,6 +57,8 @@ class PrefillService:
         self.results: Counter[str] = Counter()
         """Jobs by what became of them: done, or why they failed."""
         self.num_expired_leases = 0
+        self.queue_length = 0
+        """Jobs that wait for room here."""
         self.queue_seconds = 0.0
         """Age of the job that was taken last, when it was taken."""
         self._thread = threading.Thread(target=self._take_jobs, name="jobs", daemon=True)
@@ -83,7 +87,7 @@ class PrefillService:
 
         own, is_ready = self._node.node_id, False
         while not self._node.is_stopping:
-            if not self._has_room():
+            if self._node.is_leaving or not self._has_room():
                 self._node.wait(BUSY_SECONDS)
                 continue
             try:
@@ -262,7 +266,14 @@ class PrefillService:
             self._call(lambda: self._stop_job(message.job_id))
 
     def on_heartbeat(self) -> None:
-        """Ends leases whose time is over."""
+        """Ends leases whose time is over, and looks at the queue."""
+        import redis
+
+        try:
+            groups = self._node.redis.xinfo_groups(self._node.key("jobs", self._node.node_id)) if self._node.state.is_connected else []
+            self.queue_length = sum(int(group.get("lag") or 0) for group in groups)
+        except redis.RedisError:  # no stream yet, or the connection that the heartbeat will miss too
+            self.queue_length = 0
         now = time.monotonic()
         late = [job_id for job_id, own in list(self._open.items()) if own.end and now >= own.end]
         for job_id in late:

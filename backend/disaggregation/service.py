@@ -41,6 +41,7 @@ class Disaggregation:
             address=self._address,
             load=self.prefill.num_tokens if self.prefill is not None else 0,
             num_requests=engine.scheduler.num_open,
+            is_leaving=self.node.is_leaving,
         )
 
     def _on_message(self, message: Message) -> None:
@@ -66,8 +67,17 @@ class Disaggregation:
             if part is not None:
                 part.start()
 
+    def leave(self) -> None:
+        """Takes no more jobs, and ends those that there are."""
+        self.node.is_leaving = True
+
+    @property
+    def num_jobs(self) -> int:
+        """Prompts of others whose pages are held here."""
+        return self.prefill.num_open if self.prefill is not None else 0
+
     def stop(self) -> None:
-        """Leaves; open requests go on. Jobs that are being computed are other nodes' to take over."""
+        """Leaves at once; open requests go on. Jobs that are being computed are other nodes' to take over."""
         self.node.stop()
         if self.prefill is not None:
             self.prefill.stop()

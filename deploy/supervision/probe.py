@@ -12,7 +12,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-DECODE = "decode"
+ENGINES = ("decode", "prefill")
+"""Models that have an engine, of which a repository has one: one of a prefill node answers clients as well."""
 KEY_HEADER = "foretoken-key"
 LOOK_SECONDS = 0.1
 CONNECT_SECONDS = 1.0
@@ -39,7 +40,7 @@ _DRAFTER_CALL = {
 
 def probe_request(model: str) -> tuple[str, dict[str, Any], str]:
     """The cheapest request that needs all of a model's process to be answered: verb, body, and what the answer of a living one holds."""
-    if model == DECODE:  # answered by the engine's thread, between two steps; counted in none of its metrics
+    if model in ENGINES:  # answered by the engine's thread, between two steps; counted in none of its metrics
         return "generate", {"cancel": uuid.uuid4().hex}, '"finish_reason"'
     if model == "tokenizer":
         return "generate", {"text_input": "a"}, '"input_ids"'
@@ -49,9 +50,9 @@ def probe_request(model: str) -> tuple[str, dict[str, Any], str]:
 def progress_pattern(model: str) -> str:
     """The lines of the server's metrics that grow while a model works, though it may be too busy to come to a probe.
 
-    decode: its engine's steps, or what is sent of those that are over, or requests refused before they come to one.
+    An engine: its steps, or what is sent of those that are over, or requests refused before they come to one.
     """
-    if model == DECODE:
+    if model in ENGINES:
         return r"^foretoken_(?:steps|responses|request_errors)_total\{.*?\} (\S+)$"
     return rf'^nv_inference_exec_count\{{model="{model}".*?\}} (\S+)$'
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.supervision.probe import DECODE, LOOK_SECONDS, ServerApi
+from deploy.supervision.probe import ENGINES, LOOK_SECONDS, ServerApi
 from deploy.supervision.processes import find_stubs, has_children, hide_argument, read_memory
 from deploy.supervision.watch import ModelState, ModelWatch, RestartBudget
 
 logger = logging.getLogger(__name__)
 
-NEEDED = (DECODE, "tokenizer")
+NEEDED = (*ENGINES, "tokenizer")
 """Without a drafter answers only take longer."""
 DRAIN_FILE = "drain-{pid}"
 """What backend/adapters/decode.py looks for in its version folder, by the server's process id: nobody else's end is taken for its own."""
@@ -64,6 +64,7 @@ class Supervisor:
     ) -> None:
         """models: those with a process. max_server_memory: of tritonserver alone, in bytes."""
         self.states = [ModelState(name) for name in models]
+        self._engine = next(name for name in models if name in ENGINES)
         self.is_draining = False
         self.num_server_restarts = 0
         self._command = list(command)
@@ -210,9 +211,9 @@ class Supervisor:
     def _drain(self) -> int:
         """Lets open requests end, then the decode model, then the server."""
         assert self._process is not None
-        drain_file = self._repository / DECODE / "1" / DRAIN_FILE.format(pid=self._process.pid)
+        drain_file = self._repository / self._engine / "1" / DRAIN_FILE.format(pid=self._process.pid)
         self.is_draining = True
-        is_up = any(s.name == DECODE and s.state == "up" for s in self.states)
+        is_up = any(s.name == self._engine and s.state == "up" for s in self.states)
         for watch in self._watches:
             watch.stop()
         if not is_up:  # nothing is open, and a server that loads its models does not listen to signals
@@ -222,7 +223,7 @@ class Supervisor:
         fresh.write_text(str(self._drain_seconds))
         fresh.replace(drain_file)
         for _ in self._wait(self._drain_seconds + DRAIN_SLACK_SECONDS + SAVE_SECONDS):
-            if not drain_file.exists() or not self._has_decode():
+            if not drain_file.exists() or not self._has_engine():
                 break
         is_saved = not drain_file.exists()
         drain_file.unlink(missing_ok=True)  # another server may be given this process id
@@ -230,15 +231,15 @@ class Supervisor:
             os.kill(self._process.pid, signal.SIGTERM)
         for _ in self._wait(END_SECONDS):
             pass
-        if not is_saved and self._has_decode():
-            logger.error("%s has not shut down within %g s and is killed", DECODE, self._drain_seconds + DRAIN_SLACK_SECONDS + SAVE_SECONDS)
+        if not is_saved and self._has_engine():
+            logger.error("%s has not shut down within %g s and is killed", self._engine, self._drain_seconds + DRAIN_SLACK_SECONDS + SAVE_SECONDS)
             return 1
         logger.info("shut down")
         return 0
 
-    def _has_decode(self) -> bool:
+    def _has_engine(self) -> bool:
         assert self._process is not None
-        return any(s.model == DECODE for s in find_stubs(self._process.pid))
+        return any(s.model == self._engine for s in find_stubs(self._process.pid))
 
     def _end(self) -> int:
         """Kills whatever is left of the server. Returns its exit status."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.supervision.probe import DECODE, LOOK_SECONDS, Probe, ServerApi
+from deploy.supervision.probe import ENGINES, LOOK_SECONDS, Probe, ServerApi
 from deploy.supervision.processes import Stub, find_stubs, is_running
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class ModelWatch(threading.Thread):
                 return
             self.state.set("down", reason)
             logger.error("%s is down: %s", model, reason)
-            if model == DECODE or not self._reload(stubs):
+            if model in ENGINES or not self._reload(stubs):
                 self._on_failure(f"{model}: {reason}")
                 return
             limit = self._hang_seconds

@@ -1,0 +1,523 @@
+"""Prefill and decode apart, with a real Redis and NIXL: nodes of one process, and what goes wrong between them.
+
+Whatever does, the tokens are those of one node, and no page is lost on either side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backend import LLM, SamplingParams
+from backend.config import DisaggregationConfig
+from backend.core import Delta, HandOff, Outcome, Request, Speculation
+from backend.disaggregation.node import read_password
+from backend.disaggregation.records import Job, Message, RecordError, read_job, read_message, write_job, write_message
+from backend.disaggregation.service import Disaggregation
+from backend.disaggregation.transfer import PageTransfer
+from backend.errors import ConfigError, TransferError
+from backend.kv_store import CacheSpec, KvStore
+from deploy.demo import free_ports
+from tests.conftest import EVERY_METHOD, code_prompts, greedy
+from tests.redis_server import RedisServer, redis_server
+
+WAIT_SECONDS = 60.0
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, seed=7, ignore_eos=True)
+
+
+def wait_for(condition: Callable[[], object], what: str = "") -> None:
+    end = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"not within {WAIT_SECONDS:.0f} s: {what}"
+        time.sleep(0.01)
+
+
+IDS = itertools.count()
+
+
+@dataclasses.dataclass
+class Answer:
+    request_id: str
+    token_ids: list[list[int]]
+    reasons: list[str] = dataclasses.field(default_factory=list)
+    is_over: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def add(self, delta: Delta) -> None:
+        assert delta.error is None, delta.error
+        self.token_ids[delta.index] += delta.token_ids
+        if delta.is_final:
+            self.reasons.append(str(delta.finish_reason))
+        if len(self.reasons) == len(self.token_ids):
+            self.is_over.set()
+
+    def wait(self) -> list[list[int]]:
+        assert self.is_over.wait(WAIT_SECONDS), f"{self.request_id} has no end"
+        return self.token_ids
+
+
+@dataclasses.dataclass
+class One:
+    """A node of this process."""
+
+    llm: LLM
+    nodes: Disaggregation
+
+    @property
+    def prefill(self):
+        assert self.nodes.prefill is not None
+        return self.nodes.prefill
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        return dict(self.llm.engine.hand_overs.fallbacks)
+
+    @property
+    def num_fetched(self) -> int:
+        return self.llm.engine.hand_overs.num_fetched
+
+    def submit(self, prompt: dict[str, list[int]], params: SamplingParams, choice: dict[str, Any] | None = None, **options: Any) -> Answer:
+        answer = Answer(f"request {next(IDS)}", [[] for _ in range(params.n)])
+        self.llm.engine.submit(prompt["prompt_token_ids"], params, answer.add, request_id=answer.request_id, speculative=choice, **options)
+        return answer
+
+    def generate(self, prompts: list[dict[str, list[int]]], params: SamplingParams, choice: dict[str, Any] | None = None) -> list[list[int]]:
+        answers = [self.submit(prompt, params, choice) for prompt in prompts]
+        return [tokens for answer in answers for tokens in answer.wait()]
+
+    def check_idle(self) -> None:
+        """No page is held, and nothing is open."""
+        engine = self.llm.engine
+        wait_for(lambda: engine.scheduler.pool.num_held == 0 and engine.scheduler.num_open == 0, "pages come back")
+        engine.scheduler.check()
+
+
+class Cluster:
+    def __init__(self, redis: RedisServer) -> None:
+        self.redis = redis
+        self.topic = f"test{time.monotonic_ns()}"
+        self.open: list[One] = []
+
+    def make(self, role: str, *, engine: dict[str, Any] | None = None, **options: Any) -> One:
+        config = {"scheduler_port": self.redis.port, "scheduler_topic": self.topic, "heartbeat_seconds": 0.2, "role": role, **options}
+        llm = LLM(**{"speculative_config": EVERY_METHOD, "disaggregation": config, "kv_cache_memory": "256MiB", **(engine or {})})
+        one = One(llm, Disaggregation(llm.engine))
+        self.open.append(one)
+        llm.engine.start()
+        one.nodes.start()
+        return one
+
+    def end(self, one: One) -> None:
+        self.open.remove(one)
+        one.nodes.stop()
+        one.llm.close()
+        one.nodes.close()
+
+    def see(self, one: One, *others: One) -> None:
+        wait_for(lambda: {o.nodes.node.node_id for o in others} <= set(one.nodes.node.state.peers), "nodes find each other")
+
+    def close(self) -> None:
+        for one in list(self.open):
+            self.end(one)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(free_ports(1)[0], tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def cluster(redis: RedisServer) -> Iterator[Cluster]:
+    own = Cluster(redis)
+    yield own
+    own.close()
+
+
+def prompts_of(llm: LLM, count: int, seed: int, lengths: tuple[int, int] = (300, 900)) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": llm.engine.tokenizer.encode(p)} for p in code_prompts(count, lengths, seed=seed)]
+
+
+# -- records ------------------------------------------------------------------------------------------------------------
+
+
+def as_read(fields: dict[str, bytes]) -> dict[bytes, bytes]:
+    return {key.encode(): value for key, value in fields.items()}
+
+
+def test_records_come_back_as_they_were() -> None:
+    params = SamplingParams(max_tokens=9, stop=("a", "é"), bad_words=("x",), logit_bias={3: -1.5, 70000: 2.0}, seed=2**64 - 1, logprobs=3, top_k=4)
+    request = Request("r", [5, 1, 2**31 - 1], params, Speculation("mtp", 3), seed=-5, index=2, priority=-1, stop_ids=frozenset({7, 2}))
+    job = read_job(as_read(write_job(Job("job", "me", dataclasses.replace(request, bad_word_ids=((1, 2), (3,))), 4, "layout"))))
+    assert (job.job_id, job.sender, job.num_cached_pages, job.fingerprint) == ("job", "me", 4, "layout")
+    own = job.request
+    assert own.is_prefill_only and own.request_id == "job" and own.params == params and own.prompt_token_ids == request.prompt_token_ids
+    assert (own.speculation, own.seed, own.index, own.priority, own.stop_ids) == (request.speculation, -5, 2, -1, request.stop_ids)
+    assert own.bad_word_ids == ((1, 2), (3,))
+    scores = np.arange(12, dtype=np.int32).reshape(1, 3, 4)
+    hand_off = HandOff(Outcome([8], scores=scores, next_drafts=[1, 2], lookup_score=3, num_drafter_tokens=4), ["mtp", "ngram"])
+    message = Message("done", "job", "you", 2, [3, 4], "", "", hand_off, [9], (1, 50), 12.5)
+    found = read_message(as_read(write_message(message)))
+    assert found.hand_off is not None and np.array_equal(found.hand_off.outcome.scores, scores)
+    found.hand_off.outcome.scores = hand_off.outcome.scores = None
+    assert found == message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {b"head": b"{"},
+        {b"head": b"[]"},
+        {b"head": b"null"},
+        {b"head": b"{}"},
+        {b"head": json.dumps({"version": 99}).encode()},
+        {b"head": json.dumps({"version": 1}).encode()},
+        {b"head": json.dumps({"version": 1, "job_id": "j", "sender": "s", "params": 3}).encode(), b"prompt": b"123"},
+    ],
+    ids=["empty", "cut", "list", "null", "no version", "another version", "no fields", "wrong types"],
+)
+def test_damaged_records_are_errors_of_their_own(fields: dict[bytes, bytes]) -> None:
+    for read in (read_job, read_message):
+        with pytest.raises(RecordError):
+            read(fields)
+
+
+def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "password"
+    file.write_text("secret \nmore\n")
+    assert read_password(DisaggregationConfig(scheduler_password_file=str(file))) == "secret"
+    monkeypatch.setenv("MY_PASSWORD", "other")
+    assert read_password(DisaggregationConfig(scheduler_password_variable="MY_PASSWORD")) == "other"
+    assert read_password(DisaggregationConfig()) is None
+    file.write_text("")
+    for key, value, text in (
+        ("scheduler_password_file", str(file), "is empty"),
+        ("scheduler_password_file", str(tmp_path / "none"), "cannot be read"),
+        ("scheduler_password_variable", "NO_SUCH_VARIABLE", "the environment has no NO_SUCH_VARIABLE"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            read_password(DisaggregationConfig(**{key: value}))
+
+
+# -- pages --------------------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_read_from_another_agent() -> None:
+    spec = [CacheSpec("keys", (4, 8), torch.float32, 2)]
+    here, there = (KvStore(spec, 8, 6, torch.device("cpu")) for _ in range(2))
+    there.memory.copy_(torch.randint(0, 255, there.memory.shape, dtype=torch.uint8))
+    one, other = PageTransfer("reader", here, num_scratch_bytes=1), PageTransfer("offerer", there)
+    handle = one.read(other.address, [5, 0, 2], [1, 3, 4])
+    wait_for(lambda: one.is_done(handle), "a read")
+    assert torch.equal(here.memory[[5, 0, 2]], there.memory[[1, 3, 4]]) and not here.memory[[1, 3, 4]].any()
+    handle = one.read(other.address, [0], [2], to_scratch=True)
+    wait_for(lambda: one.is_done(handle), "a read")
+    assert torch.equal(one.scratch[0], there.memory[2])
+    with pytest.raises(TransferError, match="page 7 does not exist; there are 7"):
+        one.read(other.address, [7], [0])
+    with pytest.raises(TransferError, match="pages of 4 bytes cannot be read"):
+        one.read(dataclasses.replace(other.address, page_bytes=4), [0], [0])
+    with pytest.raises(TransferError):
+        one.read(dataclasses.replace(other.address, metadata=b"nonsense"), [0], [0])
+    one.forget(other.address)
+    handle = one.read(other.address, [1], [0])
+    wait_for(lambda: one.is_done(handle), "a read after the peer was forgotten")
+    one.close()
+    other.close()
+
+
+# -- nodes that do as they should ----------------------------------------------------------------------------------------
+
+
+def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
+    """Many at once, by two prefill nodes; each method, and what drafts were drawn from for `rejection`."""
+    nodes = [cluster.make("prefill", engine={"max_num_batched_tokens": 256}) for _ in range(2)]
+    here = cluster.make("decode")
+    cluster.see(here, *nodes)
+    prompts = prompts_of(llm_all, 6, seed=41, lengths=(300, 1500))
+    count = 0
+    for choice in ({"method": "mtp"}, {"method": "mtp", "verify_strategy": "rejection"}, {"method": "ngram"}, {"method": "none"}):
+        for params in (greedy(10), dataclasses.replace(SAMPLED, n=2)):
+            own = [{"prompt_token_ids": [4 + count, *p["prompt_token_ids"]]} for p in prompts]  # that no cache knows
+            expected = llm_all.generate(own, params, speculative=choice, use_tqdm=False)
+            assert here.generate(own, params, choice) == [o.token_ids for r in expected for o in r.outputs]
+            count += 1
+    assert not here.fallbacks and here.num_fetched >= 6 * count
+    for one in (here, *nodes):
+        one.check_idle()
+    assert all(one.prefill.results["done"] > 10 for one in nodes), "work is shared out"
+    assert sum(one.prefill.results["done"] for one in nodes) == here.num_fetched
+    assert here.nodes.fetcher is not None and here.nodes.fetcher.num_bytes > 0
+
+
+def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster, llm_all: LLM) -> None:
+    """And what the decode node has of it does not travel."""
+    nodes = [cluster.make("prefill") for _ in range(3)]
+    here = cluster.make("decode", engine={"enable_prefix_caching": False})
+    cluster.see(here, *nodes)
+    (prompt,) = prompts_of(llm_all, 1, seed=43, lengths=(2400, 2500))
+    ids = prompt["prompt_token_ids"]
+    for number in range(4):
+        here.generate([{"prompt_token_ids": [*ids, *range(10 + number, 90)]}], greedy(4))
+    done = sorted(one.prefill.results["done"] for one in nodes)
+    assert done == [0, 0, 4]
+    (chosen,) = (one for one in nodes if one.prefill.results["done"])
+    assert chosen.llm.engine.scheduler.num_cached_tokens > 3 * (len(ids) - 16)
+    cached = cluster.make("decode")
+    cluster.see(cached, *nodes)
+    cached.generate([prompt], greedy(4))
+    assert cached.nodes.fetcher is not None
+    first = cached.nodes.fetcher.num_bytes
+    longer = {"prompt_token_ids": [*ids, *range(10, 110)]}
+    assert cached.generate([longer], greedy(6)) == [llm_all.generate(longer, greedy(6), use_tqdm=False)[0].outputs[0].token_ids]
+    assert cached.num_fetched == 2 and cached.nodes.fetcher.num_bytes - first < first / 2
+    cached.generate([longer], greedy(4))
+    assert cached.num_fetched == 2, "what it has it computes"
+    for one in (here, cached, *nodes):
+        one.check_idle()
+
+
+def test_pages_are_read_while_the_prompt_is_computed(cluster: Cluster, llm_all: LLM) -> None:
+    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}), cluster.make("decode")
+    cluster.see(here, there)
+    told: list[tuple[str, int]] = []
+    assert here.nodes.fetcher is not None
+    take = here.nodes.fetcher.on_message
+    here.nodes.fetcher.on_message = lambda m: (told.append((m.kind, len(m.page_ids))), take(m))[1]  # type: ignore[method-assign]
+    (prompt,) = prompts_of(llm_all, 1, seed=44, lengths=(2450, 2500))
+    here.generate([prompt], greedy(4))
+    pages = [count for kind, count in told if kind == "pages"]
+    assert len(pages) >= 3 and told[-1][0] == "done", told
+    assert sum(pages) == -(-(len(prompt["prompt_token_ids"]) + 1) // 16)
+
+
+def test_short_and_scored_prompts_stay_here(cluster: Cluster, llm_all: LLM) -> None:
+    there, here = cluster.make("prefill"), cluster.make("decode", min_remote_tokens=100)
+    cluster.see(here, there)
+    (prompt,) = prompts_of(llm_all, 1, seed=45)
+    ids = prompt["prompt_token_ids"][:150]
+    here.generate([{"prompt_token_ids": ids[:99]}], greedy(3))
+    here.generate([{"prompt_token_ids": ids}], greedy(3, echo=True, logprobs=1))
+    assert here.num_fetched == 0 and not here.fallbacks and there.prefill.num_open == 0
+    here.generate([{"prompt_token_ids": ids[::-1]}], greedy(3))
+    assert here.num_fetched == 1
+
+
+def test_a_mixed_node_computes_its_own_prompts_and_others(cluster: Cluster, llm_all: LLM) -> None:
+    mixed, here = cluster.make("mixed", scheduler_name="redis"), cluster.make("decode")
+    cluster.see(here, mixed)
+    prompts = prompts_of(llm_all, 2, seed=46)
+    expected = [llm_all.generate(p, greedy(6), use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+    assert here.generate(prompts, greedy(6)) == expected and here.num_fetched == 2
+    assert mixed.generate(prompts, greedy(6)) == expected
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------------------------
+
+
+def check_alone(here: One, llm_all: LLM, reason: str, seed: int, count: int = 3) -> None:
+    """Prompts get their answers from this node, and the reason is counted."""
+    prompts, before = prompts_of(llm_all, count, seed=seed), here.num_fetched
+    expected = [llm_all.generate(p, SAMPLED, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+    assert here.generate(prompts, SAMPLED) == expected
+    assert here.num_fetched == before and here.fallbacks.get(reason, 0) >= count, here.fallbacks
+    here.check_idle()
+
+
+def test_alone(cluster: Cluster, llm_all: LLM) -> None:
+    here = cluster.make("decode")
+    wait_for(lambda: here.nodes.node.state.is_connected)
+    check_alone(here, llm_all, "no_node", 51)
+
+
+@pytest.mark.parametrize(
+    "there, reason, text",
+    [
+        ({"page_size": 32}, "fingerprint", "page_size 16 here, 32 there"),
+        ({"speculative_config": {"method": "ngram"}}, "fingerprint", "drafter"),
+        ({"dtype": "bfloat16"}, "fingerprint", "torch.float32 here, .* torch.bfloat16 there"),
+        ({"max_model_len": 40}, "too_long", ""),
+    ],
+    ids=["pages", "drafter", "dtype", "context"],
+)
+def test_nodes_that_do_not_fit(cluster: Cluster, llm_all: LLM, caplog, there, reason, text) -> None:
+    other, here = cluster.make("prefill", engine=there), cluster.make("decode")
+    cluster.see(here, other)
+    check_alone(here, llm_all, reason, 52)
+    if text:
+        wait_for(lambda: "cannot work for this one" in caplog.text)
+        assert any(re.search(text, r.getMessage()) for r in caplog.records if "cannot work" in r.getMessage()), caplog.text
+
+
+def test_a_method_that_the_prefill_node_lacks(cluster: Cluster, llm_all: LLM) -> None:
+    other = cluster.make("prefill", engine={"speculative_config": {**EVERY_METHOD, "request_methods": []}})
+    here = cluster.make("decode")
+    cluster.see(here, other)
+    (prompt,) = prompts_of(llm_all, 1, seed=53)
+    here.generate([prompt], greedy(4), {"method": "suffix"})
+    assert here.fallbacks == {"method": 1} and here.num_fetched == 0
+    here.generate([{"prompt_token_ids": prompt["prompt_token_ids"][::-1]}], greedy(4), {"method": "mtp"})
+    assert here.num_fetched == 1
+
+
+def test_a_wrong_password(tmp_path: Path, cluster: Cluster, llm_all: LLM) -> None:
+    with redis_server(free_ports(1)[0], tmp_path, "--requirepass", "right") as server:
+        right, wrong = tmp_path / "right", tmp_path / "wrong"
+        right.write_text("right\n")
+        wrong.write_text("wrong\n")
+        there = cluster.make("prefill", scheduler_port=server.port, scheduler_password_file=str(right))
+        good = cluster.make("decode", scheduler_port=server.port, scheduler_password_file=str(right))
+        bad = cluster.make("decode", scheduler_port=server.port, scheduler_password_file=str(wrong))
+        cluster.see(good, there)
+        good.generate(prompts_of(llm_all, 1, seed=54), greedy(4))
+        assert good.num_fetched == 1
+        check_alone(bad, llm_all, "redis", 55)
+
+
+def in_flight(here: One, there: One, llm_all: LLM, seed: int, act: Callable[[], object], count: int = 6) -> None:
+    """Prompts whose tokens are right although `act` comes while they are computed elsewhere."""
+    prompts = prompts_of(llm_all, count, seed=seed, lengths=(2000, 2500))
+    expected = [llm_all.generate(p, SAMPLED, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+
+    def act_early() -> None:
+        wait_for(lambda: there.prefill.num_open, "a job")
+        act()
+
+    thread = threading.Thread(target=act_early)
+    thread.start()
+    assert here.generate(prompts, SAMPLED) == expected
+    thread.join()
+    here.check_idle()
+
+
+def test_redis_killed_and_started_empty(redis: RedisServer, cluster: Cluster, llm_all: LLM) -> None:
+    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}, lease_seconds=2), cluster.make("decode")
+    cluster.see(here, there)
+    in_flight(here, there, llm_all, 56, redis.kill)
+    assert here.fallbacks.get("redis", 0) > 0
+    check_alone(here, llm_all, "redis", 57)
+    redis.start()
+    cluster.see(here, there)
+    before = here.num_fetched
+    here.generate(prompts_of(llm_all, 2, seed=58), greedy(4))
+    assert here.num_fetched == before + 2, "all is as before"
+    there.check_idle()
+
+
+def test_redis_that_answers_nobody(redis: RedisServer, cluster: Cluster, llm_all: LLM) -> None:
+    there, here = cluster.make("prefill", lease_seconds=2), cluster.make("decode", job_seconds=1.5)
+    cluster.see(here, there)
+    redis.pause()
+    try:
+        prompts = prompts_of(llm_all, 3, seed=59)
+        expected = [llm_all.generate(p, SAMPLED, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+        assert here.generate(prompts, SAMPLED) == expected
+        assert sum(here.fallbacks.values()) >= 3
+    finally:
+        redis.go_on()
+    cluster.see(here, there)
+    for one in (here, there):
+        one.check_idle()
+
+
+def test_a_prefill_node_that_leaves_ends_its_jobs(cluster: Cluster, llm_all: LLM) -> None:
+    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}), cluster.make("decode")
+    cluster.see(here, there)
+    in_flight(here, there, llm_all, 60, there.nodes.leave)
+    assert here.num_fetched > 0
+    wait_for(lambda: all(info.is_leaving for info in here.nodes.node.state.peers.values()))
+    check_alone(here, llm_all, "no_node", 61)
+    there.check_idle()
+
+
+def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> None:
+    """Taken over in Redis: the node had them in its stream, and never came to them."""
+    first = cluster.make("prefill")
+    here = cluster.make("decode")
+    cluster.see(here, first)
+    first.nodes.prefill._has_room = lambda: False  # type: ignore[method-assign, union-attr]
+    prompts = prompts_of(llm_all, 3, seed=62)
+    expected = [llm_all.generate(p, SAMPLED, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+
+    def replace() -> None:
+        wait_for(lambda: here.llm.engine.scheduler.num_fetching == 3)
+        second = cluster.make("prefill")
+        cluster.see(here, second)
+        first.nodes.node.stop()
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    assert here.generate(prompts, SAMPLED) == expected
+    thread.join()
+    assert here.num_fetched == 3 and not here.fallbacks
+    for one in cluster.open:
+        one.check_idle()
+    wait_for(lambda: not here.nodes.node.state.dead, "the dead node is forgotten")
+
+
+def test_a_job_that_takes_too_long(cluster: Cluster, llm_all: LLM) -> None:
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=0.5)
+    cluster.see(here, there)
+    there.nodes.prefill._has_room = lambda: False  # type: ignore[method-assign, union-attr]
+    check_alone(here, llm_all, "timeout", 63)
+    del there.nodes.prefill._has_room  # type: ignore[union-attr]
+    wait_for(lambda: there.prefill.results["stopped"] == 3, "late jobs are not computed")
+    there.check_idle()
+
+
+def test_pages_that_nobody_comes_for(cluster: Cluster, llm_all: LLM) -> None:
+    """A decode node that dies: its prompts' pages go to others when their lease is over."""
+    there, here = cluster.make("prefill", lease_seconds=2), cluster.make("decode")
+    cluster.see(here, there)
+    assert here.nodes.fetcher is not None
+    here.nodes.fetcher._take_message = lambda message: None  # type: ignore[method-assign]
+    here.nodes.fetcher._tell_stop = lambda node_id, job_id: None  # type: ignore[method-assign]
+    answers = [here.submit(prompt, greedy(4)) for prompt in prompts_of(llm_all, 3, seed=64)]
+    wait_for(lambda: there.prefill.results["done"] == 3)
+    assert there.llm.engine.scheduler.pool.num_held > 0
+    wait_for(lambda: there.prefill.num_expired_leases == 3, "leases end")
+    there.check_idle()
+    for answer in answers:
+        here.llm.engine.cancel(answer.request_id)
+        answer.wait()
+
+
+def test_requests_that_end_while_they_are_fetched(cluster: Cluster, llm_all: LLM) -> None:
+    """Cancelled, or late: on both nodes nothing is left of them, also of those that were never taken."""
+    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}), cluster.make("decode")
+    cluster.see(here, there)
+    prompts = prompts_of(llm_all, 9, seed=65, lengths=(2000, 2500))
+    answers = [here.submit(p, greedy(4), timeout=0.1 if number % 3 == 2 else None) for number, p in enumerate(prompts)]
+    for answer in answers[1::3]:
+        here.llm.engine.cancel(answer.request_id)
+    for answer in answers:
+        answer.wait()
+    assert [answer.reasons for answer in answers] == [["length"], ["cancelled"], ["timeout"]] * 3
+    for one in (here, there):
+        one.check_idle()
+    wait_for(lambda: there.prefill.num_open == 0)
+
+
+def test_too_few_pages(cluster: Cluster, llm_all: LLM) -> None:
+    """On both nodes: prompts wait for room, are set back, and come to their end with the same tokens."""
+    small = {"kv_cache_memory": "13MiB", "max_num_batched_tokens": 256}  # 35 pages of 16 tokens
+    there, here = cluster.make("prefill", engine=small), cluster.make("decode", engine=small)
+    cluster.see(here, there)
+    prompts = prompts_of(llm_all, 8, seed=66, lengths=(300, 700))
+    for params in (greedy(48), SamplingParams(max_tokens=48, temperature=0.9, seed=3, ignore_eos=True)):
+        expected = [llm_all.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+        assert here.generate(prompts, params) == expected
+    assert here.num_fetched > 0
+    for one in (here, there):
+        one.check_idle()
