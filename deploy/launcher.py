@@ -356,10 +356,10 @@ def check_nodes(engine: EngineConfig) -> None:
     """Raises LaunchError when the libraries of a node among others are missing."""
     if not engine.disaggregation.is_on:
         return
-    if importlib.util.find_spec("redis") is None:
-        raise LaunchError("scheduler_name redis: the client library is not installed: pip install redis")
+    if missing := [name for name in ("redis", "async_timeout") if importlib.util.find_spec(name) is None]:
+        raise LaunchError(f"scheduler_name redis: {missing[0]} is not installed: pip install 'foretoken[disaggregation]'")
     if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu13", "nixl_cu12")):
-        raise LaunchError("transfer_backend nixl is not installed: pip install --no-deps nixl-cu12 (nixl-cu13 for CUDA 13)")
+        raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")
 
 
 def is_bundled(model: str | Path) -> bool:

@@ -19,7 +19,9 @@ from deploy.cli import make_parser
 from tests.conftest import ROOT
 
 COMPOSE = sorted((ROOT / "deploy").glob("compose*.yaml"))
+OVERLAYS = ("gpu", "disaggregated")
 MANIFESTS = sorted(p for p in (ROOT / "deploy/k8s/base").glob("*.yaml") if p.name != "kustomization.yaml")
+OVERLAID = sorted(p for p in (ROOT / "deploy/k8s/disaggregated").glob("*.yaml") if p.name != "kustomization.yaml")
 STAGES = parse_dockerfile((ROOT / "Dockerfile").read_text())
 TOOLS = Path(sys.executable).parent
 
@@ -103,11 +105,10 @@ class TestCompose:
             assert service["cap_drop"] == ["ALL"] and service["read_only"] is True, name
 
     def test_servers_have_shared_memory(self, services):
-        assert services["server"]["shm_size"] == "1gb"
+        assert services["server"]["shm_size"] == services["prefill"]["shm_size"] == "1gb"
 
     def test_nothing_is_named_that_is_not_there(self, services):
-        """No profile of services whose model repositories a later version brings."""
-        assert not any("profiles" in service for service in services.values())
+        assert {name for name, service in services.items() if service.get("profiles") == ["disaggregated"]} == {"prefill", "redis"}
         repositories = {p.name for p in (ROOT / "model_repository").iterdir() if p.is_dir()}
         named = set(re.findall(r"model_repository/(\w+)", (ROOT / "deploy/compose.yaml").read_text()))
         assert named <= repositories
@@ -134,7 +135,11 @@ class TestCompose:
         assert subprocess.run(command, cwd=ROOT, timeout=30).returncode == 1, "nobody is there"
 
     def test_commands_are_the_programs_own(self, services):
-        check_command(services["server"]["command"])
+        command = services["server"]["command"]
+        assert command.count("${ROLE:-mixed}") == 1
+        for role in ("mixed", "decode"):
+            check_command([role if word == "${ROLE:-mixed}" else word for word in command])
+        check_command(services["prefill"]["command"])
         check_command(yaml.safe_load((ROOT / "deploy/compose.gpu.yaml").read_text())["services"]["server"]["command"])
 
     def test_prometheus_scrapes_the_services(self, services):
@@ -159,7 +164,7 @@ class TestKubernetes:
     def objects(self):
         return {(d["kind"], d["metadata"]["name"]): d for path in MANIFESTS for d in read_documents(path)}
 
-    @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.name)
+    @pytest.mark.parametrize("path", [*MANIFESTS, *OVERLAID], ids=lambda p: f"{p.parent.name}/{p.name}")
     def test_schema(self, path):
         run(str(TOOLS / "kubernetes-validate"), "--strict", str(path))
 
@@ -171,8 +176,11 @@ class TestKubernetes:
     def test_kustomizations_name_every_file(self):
         base = yaml.safe_load((ROOT / "deploy/k8s/base/kustomization.yaml").read_text())
         assert sorted(base["resources"]) == [p.name for p in MANIFESTS]
-        gpu = yaml.safe_load((ROOT / "deploy/k8s/gpu/kustomization.yaml").read_text())
-        assert [(ROOT / "deploy/k8s/gpu" / r / "kustomization.yaml").exists() for r in gpu["resources"]] == [True]
+        for name in OVERLAYS:
+            folder = ROOT / "deploy/k8s" / name
+            first, *others = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+            assert (folder / first / "kustomization.yaml").exists()
+            assert sorted(others) == sorted(p.name for p in folder.glob("*.yaml") if p.name != "kustomization.yaml")
 
     def test_everything_selects_the_pods(self, objects):
         pods = objects["Deployment", "foretoken"]["spec"]["template"]["metadata"]["labels"]
@@ -209,10 +217,28 @@ class TestKubernetes:
         (rule,) = yaml.safe_load((ROOT / "deploy/k8s/prometheus-adapter.yaml").read_text())["rules"]["custom"]
         assert rule["seriesQuery"].startswith(metric) and rule["name"]["as"] == metric == "foretoken_requests_waiting"
 
-    def test_the_gpu_patches_fit_the_deployment(self, objects):
+    def test_prefill_nodes_are_as_decode_nodes(self, objects):
+        """But for their role, and for the gateway and what is published."""
+        own = {(d["kind"], d["metadata"]["name"]): d for path in OVERLAID for d in read_documents(path)}
+        spec, base = (d["spec"]["template"]["spec"] for d in (own["Deployment", "foretoken-prefill"], objects["Deployment", "foretoken"]))
+        (container,), decode = spec["containers"], base["containers"][0]
+        check_command(container["args"])
+        for key in ("ports", "startupProbe", "livenessProbe", "readinessProbe", "securityContext", "resources", "volumeMounts"):
+            assert container[key] == decode[key], key
+        assert spec["volumes"] == base["volumes"] and spec["securityContext"] == base["securityContext"]
+        (service,) = (d for (kind, _), d in own.items() if kind == "Service")
+        redis = own["Deployment", "foretoken-redis"]["spec"]["template"]
+        assert service["spec"]["selector"] == redis["metadata"]["labels"]
+        assert container["args"][container["args"].index("--scheduler-host") + 1] == service["metadata"]["name"]
+        policies = {name: d["spec"] for (kind, name), d in own.items() if kind == "NetworkPolicy"}
+        assert set(policies) == {"foretoken-redis", "foretoken-prefill"}
+        assert [own["Deployment", name]["spec"]["selector"] for name in policies] == [p["podSelector"] for p in policies.values()]
+
+    @pytest.mark.parametrize("overlay", OVERLAYS)
+    def test_patches_fit_the_deployment(self, objects, overlay):
         """JSON patches apply to paths that exist, as `kubectl kustomize` demands."""
-        gpu = yaml.safe_load((ROOT / "deploy/k8s/gpu/kustomization.yaml").read_text())
-        for patch in gpu["patches"]:
+        document = yaml.safe_load((ROOT / "deploy/k8s" / overlay / "kustomization.yaml").read_text())
+        for patch in document["patches"]:
             document = objects[patch["target"]["kind"], patch["target"]["name"]]
             for operation in yaml.safe_load(patch["patch"]):
                 *parents, last = [p.replace("~1", "/") for p in operation["path"].split("/")[1:]]

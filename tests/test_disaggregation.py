@@ -109,8 +109,8 @@ class Cluster:
         self.open: list[One] = []
 
     def make(self, role: str, *, engine: dict[str, Any] | None = None, **options: Any) -> One:
-        config = {"scheduler_port": self.redis.port, "scheduler_topic": self.topic, "heartbeat_seconds": 0.2, "role": role, **options}
-        llm = LLM(**{"speculative_config": EVERY_METHOD, "disaggregation": config, "kv_cache_memory": "256MiB", **(engine or {})})
+        config = {"scheduler_port": self.redis.port, "scheduler_topic": self.topic, "heartbeat_seconds": 0.5, "role": role, **options}
+        llm = LLM(**{"speculative_config": EVERY_METHOD, "disaggregation": config, "kv_cache_memory": "256MiB", "num_threads": 1, **(engine or {})})
         one = One(llm, Disaggregation(llm.engine))
         self.open.append(one)
         llm.engine.start()
@@ -146,6 +146,11 @@ def cluster(redis: RedisServer) -> Iterator[Cluster]:
 
 def prompts_of(llm: LLM, count: int, seed: int, lengths: tuple[int, int] = (300, 900)) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": llm.engine.tokenizer.encode(p)} for p in code_prompts(count, lengths, seed=seed)]
+
+
+def expect(llm_all: LLM, prompts: list[dict[str, list[int]]], params: SamplingParams, choice: dict[str, Any] | None = None) -> list[list[int]]:
+    """What one node answers."""
+    return [o.token_ids for r in llm_all.generate(prompts, params, speculative=choice, use_tqdm=False) for o in r.outputs]
 
 
 # -- records ------------------------------------------------------------------------------------------------------------
@@ -245,18 +250,16 @@ def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
     nodes = [cluster.make("prefill", engine={"max_num_batched_tokens": 256}) for _ in range(2)]
     here = cluster.make("decode")
     cluster.see(here, *nodes)
-    prompts = prompts_of(llm_all, 6, seed=41, lengths=(300, 1500))
-    count = 0
-    for choice in ({"method": "mtp"}, {"method": "mtp", "verify_strategy": "rejection"}, {"method": "ngram"}, {"method": "none"}):
-        for params in (greedy(10), dataclasses.replace(SAMPLED, n=2)):
-            own = [{"prompt_token_ids": [4 + count, *p["prompt_token_ids"]]} for p in prompts]  # that no cache knows
-            expected = llm_all.generate(own, params, speculative=choice, use_tqdm=False)
-            assert here.generate(own, params, choice) == [o.token_ids for r in expected for o in r.outputs]
-            count += 1
-    assert not here.fallbacks and here.num_fetched >= 6 * count
+    prompts = prompts_of(llm_all, 6, seed=41, lengths=(300, 1200))
+    choices = ({"method": "mtp"}, {"method": "mtp", "verify_strategy": "rejection"}, {"method": "ngram"}, {"method": "none"})
+    for number, choice in enumerate(choices):
+        params = dataclasses.replace(SAMPLED, n=2) if number % 2 else greedy(10)
+        own = [{"prompt_token_ids": [4 + number, *p["prompt_token_ids"]]} for p in prompts]  # that no cache knows
+        assert here.generate(own, params, choice) == expect(llm_all, own, params, choice)
+    assert not here.fallbacks and here.num_fetched >= 6 * len(choices)
     for one in (here, *nodes):
         one.check_idle()
-    assert all(one.prefill.results["done"] > 10 for one in nodes), "work is shared out"
+    assert all(one.prefill.results["done"] > 5 for one in nodes), "work is shared out"
     assert sum(one.prefill.results["done"] for one in nodes) == here.num_fetched
     assert here.nodes.fetcher is not None and here.nodes.fetcher.num_bytes > 0
 
@@ -280,7 +283,7 @@ def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster, llm_all: LLM) ->
     assert cached.nodes.fetcher is not None
     first = cached.nodes.fetcher.num_bytes
     longer = {"prompt_token_ids": [*ids, *range(10, 110)]}
-    assert cached.generate([longer], greedy(6)) == [llm_all.generate(longer, greedy(6), use_tqdm=False)[0].outputs[0].token_ids]
+    assert cached.generate([longer], greedy(6)) == expect(llm_all, [longer], greedy(6))
     assert cached.num_fetched == 2 and cached.nodes.fetcher.num_bytes - first < first / 2
     cached.generate([longer], greedy(4))
     assert cached.num_fetched == 2, "what it has it computes"
@@ -318,7 +321,7 @@ def test_a_mixed_node_computes_its_own_prompts_and_others(cluster: Cluster, llm_
     mixed, here = cluster.make("mixed", scheduler_name="redis"), cluster.make("decode")
     cluster.see(here, mixed)
     prompts = prompts_of(llm_all, 2, seed=46)
-    expected = [llm_all.generate(p, greedy(6), use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+    expected = expect(llm_all, prompts, greedy(6))
     assert here.generate(prompts, greedy(6)) == expected and here.num_fetched == 2
     assert mixed.generate(prompts, greedy(6)) == expected
 
@@ -329,7 +332,7 @@ def test_a_mixed_node_computes_its_own_prompts_and_others(cluster: Cluster, llm_
 def check_alone(here: One, llm_all: LLM, reason: str, seed: int, count: int = 3) -> None:
     """Prompts get their answers from this node, and the reason is counted."""
     prompts, before = prompts_of(llm_all, count, seed=seed), here.num_fetched
-    expected = [llm_all.generate(p, SAMPLED, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+    expected = expect(llm_all, prompts, SAMPLED)
     assert here.generate(prompts, SAMPLED) == expected
     assert here.num_fetched == before and here.fallbacks.get(reason, 0) >= count, here.fallbacks
     here.check_idle()
@@ -385,10 +388,10 @@ def test_a_wrong_password(tmp_path: Path, cluster: Cluster, llm_all: LLM) -> Non
         check_alone(bad, llm_all, "redis", 55)
 
 
-def in_flight(here: One, there: One, llm_all: LLM, seed: int, act: Callable[[], object], count: int = 6) -> None:
+def in_flight(here: One, there: One, llm_all: LLM, seed: int, act: Callable[[], object], count: int = 4) -> None:
     """Prompts whose tokens are right although `act` comes while they are computed elsewhere."""
     prompts = prompts_of(llm_all, count, seed=seed, lengths=(2000, 2500))
-    expected = [llm_all.generate(p, SAMPLED, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+    expected = expect(llm_all, prompts, SAMPLED)
 
     def act_early() -> None:
         wait_for(lambda: there.prefill.num_open, "a job")
@@ -421,7 +424,7 @@ def test_redis_that_answers_nobody(redis: RedisServer, cluster: Cluster, llm_all
     redis.pause()
     try:
         prompts = prompts_of(llm_all, 3, seed=59)
-        expected = [llm_all.generate(p, SAMPLED, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+        expected = expect(llm_all, prompts, SAMPLED)
         assert here.generate(prompts, SAMPLED) == expected
         assert sum(here.fallbacks.values()) >= 3
     finally:
@@ -448,7 +451,7 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     cluster.see(here, first)
     first.nodes.prefill._has_room = lambda: False  # type: ignore[method-assign, union-attr]
     prompts = prompts_of(llm_all, 3, seed=62)
-    expected = [llm_all.generate(p, SAMPLED, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
+    expected = expect(llm_all, prompts, SAMPLED)
 
     def replace() -> None:
         wait_for(lambda: here.llm.engine.scheduler.num_fetching == 3)
@@ -514,10 +517,9 @@ def test_too_few_pages(cluster: Cluster, llm_all: LLM) -> None:
     small = {"kv_cache_memory": "13MiB", "max_num_batched_tokens": 256}  # 35 pages of 16 tokens
     there, here = cluster.make("prefill", engine=small), cluster.make("decode", engine=small)
     cluster.see(here, there)
-    prompts = prompts_of(llm_all, 8, seed=66, lengths=(300, 700))
-    for params in (greedy(48), SamplingParams(max_tokens=48, temperature=0.9, seed=3, ignore_eos=True)):
-        expected = [llm_all.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in prompts]
-        assert here.generate(prompts, params) == expected
+    prompts = prompts_of(llm_all, 6, seed=66, lengths=(300, 700))
+    params = SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True)
+    assert here.generate(prompts, params) == expect(llm_all, prompts, params)
     assert here.num_fetched > 0
     for one in (here, there):
         one.check_idle()

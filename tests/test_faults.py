@@ -60,11 +60,12 @@ def test_killed_under_load_and_started_again(tmp_path):
         assert len(client.generate("x = ", max_tokens=4, ignore_eos=True)[0].token_ids) == 4
 
 
-def test_the_checked_in_repository_loads_as_it_is(root, tmp_path):
-    """Plain tritonserver on model_repository/standalone, without the launcher's rendering."""
+@pytest.mark.parametrize(("name", "model"), [("standalone", "generate"), ("decode", "generate"), ("prefill", "prefill")])
+def test_the_checked_in_repositories_load_as_they_are(root, tmp_path, name, model):
+    """Plain tritonserver on model_repository/, without the launcher's rendering; nodes without a Redis answer by themselves."""
     http, grpc, metrics = free_ports(3)
     config = ServeConfig(host="127.0.0.1", http_port=http, grpc_port=grpc, metrics_port=metrics)
-    command, environment = server_command(find_server(), config, root / "model_repository" / "standalone", "key")
+    command, environment = server_command(find_server(), config, root / "model_repository" / name, "key")
     command.remove(f"--{COMPLETE_OPTION}")  # one that nobody has told that the configurations are complete
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -78,7 +79,7 @@ def test_the_checked_in_repository_loads_as_it_is(root, tmp_path):
                 except OSError:
                     pass
                 time.sleep(0.3)
-        answer = HttpClient(f"127.0.0.1:{http}", model="generate").generate_once("import os\n", max_tokens=5, ignore_eos=True)
+        answer = HttpClient(f"127.0.0.1:{http}", model=model).generate_once("import os\n", max_tokens=5, ignore_eos=True)
         assert answer["num_tokens"] == 5, (tmp_path / "log").read_text()[-2000:]
     finally:
         stop_server(process)

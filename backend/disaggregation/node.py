@@ -6,15 +6,19 @@ Keys, all under the topic: `nodes` (a set of ids), `node:ID` (what the node says
 
 from __future__ import annotations
 
+import asyncio  # noqa: F401 - does without `ssl` where there is none, and so must be loaded before names_for_ssl
+import contextlib
 import json
 import logging
 import os
 import queue
 import secrets
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,11 +60,12 @@ def read_password(config: DisaggregationConfig) -> str | None:
 def connect(config: DisaggregationConfig) -> Any:
     """A client of the Redis server; it connects when it is used. Raises ConfigError when the library or the password is missing."""
     try:
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-    except ImportError:
-        raise ConfigError("disaggregation.scheduler_name redis: the client library is not installed: pip install redis") from None
+        with names_for_ssl():
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+    except ImportError as error:
+        raise ConfigError(f"disaggregation.scheduler_name redis: its client library cannot be loaded ({error}): pip install redis") from error
     return redis.Redis(
         host=config.scheduler_host,
         port=config.scheduler_port,
@@ -70,6 +75,24 @@ def connect(config: DisaggregationConfig) -> Any:
         socket_timeout=ANSWER_SECONDS + BLOCK_MS / 1000,
         retry=Retry(NoBackoff(), 0),
     )
+
+
+@contextlib.contextmanager
+def names_for_ssl() -> Iterator[None]:
+    """The client library names classes of `ssl` as it is imported, even where that module cannot be: in the server's stub, whose Python may be
+    linked to an older library than the modules beside it. Connections here are not encrypted, so any class will do, errors among them."""
+    try:
+        import ssl  # noqa: F401
+    except ImportError:
+        stand_in = types.ModuleType("ssl")
+        stand_in.__getattr__ = lambda name: type(name, (Exception,), {})  # type: ignore[method-assign]
+        sys.modules["ssl"] = stand_in
+        try:
+            yield
+        finally:
+            del sys.modules["ssl"]
+    else:
+        yield
 
 
 def make_node_id() -> str:
@@ -200,8 +223,10 @@ class Node:
                 pipe = self.redis.pipeline(transaction=False)
                 item.write(pipe)
                 pipe.execute()
-            except redis.RedisError as error:
+            except Exception as error:
                 self._note(error)
+                if not isinstance(error, redis.RedisError):
+                    logger.exception("writing to Redis")
                 if item.on_failure is not None:
                     item.on_failure()
 
@@ -215,8 +240,10 @@ class Node:
         while not self._is_stopping.is_set():
             try:
                 found = self.redis.xread({inbox: last}, count=BATCH, block=BLOCK_MS)
-            except redis.RedisError as error:
+            except Exception as error:
                 self._note(error)
+                if not isinstance(error, redis.RedisError):
+                    logger.exception("reading from Redis")
                 self._on_lost()
                 self._is_stopping.wait(RETRY_SECONDS)
                 continue
@@ -253,10 +280,10 @@ class Node:
         while not self._is_stopping.is_set():
             try:
                 self._exchange()
-            except redis.RedisError as error:
+            except Exception as error:
                 self._note(error)
-            except Exception:
-                logger.exception("heartbeat")
+                if not isinstance(error, redis.RedisError):
+                    logger.exception("heartbeat")
             try:
                 self._on_heartbeat(self.state)
             except Exception:
@@ -304,8 +331,6 @@ class Node:
 
     def stop(self) -> None:
         """Leaves, so that others know at once."""
-        import redis
-
         self._is_stopping.set()
         self._outgoing.put(None)
         for thread in self._threads:
@@ -313,7 +338,7 @@ class Node:
                 thread.join(JOIN_SECONDS)
         try:
             self.redis.delete(self.key("node", self.node_id), self.key("inbox", self.node_id))
-        except redis.RedisError as error:
+        except Exception as error:  # it is forgotten by itself soon
             logger.debug("leaving: %s", error)
 
 

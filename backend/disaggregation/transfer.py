@@ -138,11 +138,13 @@ class PageTransfer:
 
 
 def _load_nixl() -> ModuleType:
+    errors = []
     for name in MODULES:
         try:
             module = importlib.import_module(name)
-        except ImportError:
+        except ImportError as error:
+            errors.append(str(error))
             continue
         logging.getLogger(module.logger.name).setLevel(logging.WARNING)  # it says at every start that it started
         return module
-    raise ConfigError("disaggregation.transfer_backend nixl is not installed: pip install --no-deps nixl-cu12 (nixl-cu13 for CUDA 13)")
+    raise ConfigError(f"disaggregation.transfer_backend nixl cannot be loaded ({'; '.join(errors)}): pip install nixl-cu12 (nixl-cu13 for CUDA 13)")

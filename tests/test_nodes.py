@@ -1,0 +1,207 @@
+"""Prefill and decode on tritonservers of their own, with a real Redis: what clients see, also while nodes die."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from backend import LLM
+from client import Client, GenerateError
+from deploy.demo import free_ports
+from tests.conftest import ROOT, code_prompts, greedy
+from tests.redis_server import RedisServer, redis_server
+from tests.servers import RunningServer, serve
+from tests.test_drafter_server import stub_of, wait_for
+
+SPECULATIVE = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+SECTION = {"heartbeat_seconds": 0.5, "lease_seconds": 3, "job_seconds": 8}
+PROMPTS = code_prompts(6, (800, 1500), seed=71)
+NUMBERS = itertools.count(1)
+
+
+@dataclass
+class Pair:
+    redis: RedisServer
+    prefill: RunningServer
+    decode: RunningServer
+
+    def fetched(self) -> float:
+        return self.decode.metric("foretoken_pd_fetched_prompts_total")
+
+    def fallbacks(self, **labels: str) -> float:
+        return self.decode.metric("foretoken_pd_fallbacks_total", **labels)
+
+    def wait_until_fetching(self) -> None:
+        """The nodes know of each other, and the prompts of one go to the other."""
+
+        def is_fetched() -> bool:
+            before = self.fetched()
+            ask(self.decode, fresh(PROMPTS[0]), max_tokens=2)
+            wait_for(lambda: self.decode.metric("foretoken_requests_running") == 0, "the request's end")
+            return self.fetched() > before
+
+        wait_for(is_fetched, "a prompt that the prefill node computed")
+
+    def wait_until_idle(self) -> None:
+        for server in (self.prefill, self.decode):
+            wait_for(lambda server=server: server.metric("foretoken_kv_pages_held") == 0, "pages that come back")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("nodes")
+    with redis_server(free_ports(1)[0], folder) as redis, ThreadPoolExecutor(2) as threads:
+        values = {"speculative_config": SPECULATIVE, "disaggregation": SECTION, "num_threads": 1, "hang_seconds": 10}
+        (folder / "node.yaml").write_text(yaml.safe_dump(values))
+        common = (f"--config={folder / 'node.yaml'}", f"--scheduler-port={redis.port}", "--drain-seconds=2")
+        with contextlib.ExitStack() as prefill, contextlib.ExitStack() as decode:
+            starts = [
+                threads.submit(stack.enter_context, serve(folder / f"node-{role}" / "log", f"--role={role}", *common))
+                for role, stack in (("prefill", prefill), ("decode", decode))
+            ]
+            wait(starts)
+            yield Pair(redis, *(start.result() for start in starts))
+
+
+def fresh(prompt: str) -> str:
+    """That no cache knows."""
+    return f"# {next(NUMBERS)}\n{prompt}"
+
+
+def ask(server: RunningServer, prompt: str, model: str = "decode", **options):
+    with Client(server.grpc, model=model) as client:
+        return client.generate(prompt, ignore_eos=True, **{"max_tokens": 16, "temperature": 0.0, **options})[0]
+
+
+def expect(llm: LLM, prompts: list[str]) -> list[list[int]]:
+    return [r.outputs[0].token_ids for r in llm.generate(prompts, greedy(16), use_tqdm=False)]
+
+
+@pytest.mark.parametrize("model", ["decode", "generate"])
+def test_answers_are_those_of_one_node(pair: Pair, llm_all: LLM, model: str) -> None:
+    pair.wait_until_fetching()
+    before, alone = pair.fetched(), pair.fallbacks()
+    prompts = [fresh(p) for p in PROMPTS]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(lambda p: ask(pair.decode, p, model), prompts))
+    assert [a.token_ids for a in answers] == expect(llm_all, prompts)
+    assert any(source == "mtp" for a in answers for source in a.sources)
+    wait_for(lambda: pair.fetched() == before + len(prompts), "counts")
+    assert pair.fallbacks() == alone
+    assert pair.prefill.metric("foretoken_pd_jobs_total", result="done") >= before + len(prompts)
+    assert pair.decode.metric("foretoken_pd_transferred_bytes_total") > 0 and pair.decode.metric("foretoken_pd_nodes") == 1
+    pair.wait_until_idle()
+
+
+def test_a_prefill_node_answers_clients_too(pair: Pair, llm_all: LLM) -> None:
+    """Whoever asks whether it lives."""
+    assert [ask(pair.prefill, PROMPTS[0], "prefill").token_ids] == expect(llm_all, PROMPTS[:1])
+
+
+def load(pair: Pair, llm_all: LLM, act) -> None:
+    """Every answer is right although `act` comes between."""
+    prompts = [fresh(p) for _ in range(2) for p in PROMPTS]
+    jobs = pair.prefill.metric("foretoken_pd_jobs_total")
+
+    def act_early() -> None:
+        wait_for(lambda: pair.prefill.metric("foretoken_pd_jobs_total") > jobs, "a job")
+        act()
+
+    actor = threading.Thread(target=act_early)
+    actor.start()
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(lambda p: ask(pair.decode, p), prompts))
+    actor.join()
+    assert [a.token_ids for a in answers] == expect(llm_all, prompts)
+
+
+def test_a_prefill_node_that_is_killed(pair: Pair, llm_all: LLM) -> None:
+    """Its supervisor brings it back, and it gets prompts again."""
+    pair.wait_until_fetching()
+    alone = pair.fallbacks()
+    load(pair, llm_all, lambda: os.kill(stub_of(pair.prefill, "prefill"), signal.SIGKILL))
+    wait_for(lambda: pair.fallbacks() > alone, "prompts computed by the decode node")
+    wait_for(lambda: pair.prefill.get("/v2/health/ready")[0] == 200, "a new server")
+    pair.wait_until_fetching()
+    pair.wait_until_idle()
+
+
+def test_a_prefill_node_that_hangs(pair: Pair, llm_all: LLM) -> None:
+    pair.wait_until_fetching()
+    stub, alone = stub_of(pair.prefill, "prefill"), pair.fallbacks()
+    try:
+        load(pair, llm_all, lambda: os.kill(stub, signal.SIGSTOP))
+        wait_for(lambda: pair.fallbacks() > alone, "prompts computed by the decode node")
+    finally:
+        os.kill(stub, signal.SIGCONT)
+    pair.wait_until_fetching()
+    pair.wait_until_idle()
+
+
+def test_redis_that_is_killed(pair: Pair, llm_all: LLM) -> None:
+    pair.wait_until_fetching()
+    load(pair, llm_all, pair.redis.kill)
+    wait_for(lambda: pair.decode.metric("foretoken_pd_redis_up") == 0, "the gauge")
+    assert [ask(pair.decode, PROMPTS[1]).token_ids] == expect(llm_all, PROMPTS[1:2])
+    pair.redis.start()
+    pair.wait_until_fetching()
+    pair.wait_until_idle()
+
+
+def test_a_decode_node_that_is_killed(pair: Pair) -> None:
+    """Its clients are told; the prefill node gives its pages to others by itself."""
+    pair.wait_until_fetching()
+    errors: list[Exception] = []
+
+    def expect_error(prompt: str) -> None:
+        try:
+            with Client(pair.decode.grpc, inactivity_timeout=5) as client:
+                client.generate(prompt, ignore_eos=True, max_tokens=400, temperature=0.0)
+        except GenerateError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=expect_error, args=(fresh(p),)) for p in PROMPTS]
+    jobs = pair.prefill.metric("foretoken_pd_jobs_total")
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: pair.prefill.metric("foretoken_pd_jobs_total") > jobs, "a job")
+    os.kill(stub_of(pair.decode, "decode"), signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert len(errors) == len(PROMPTS), "each open request ended with an error"
+    wait_for(lambda: pair.prefill.metric("foretoken_kv_pages_held") == 0, "leases that end")
+    wait_for(lambda: pair.decode.get("/v2/health/ready")[0] == 200, "a new server")
+    pair.wait_until_fetching()
+
+
+def test_metrics_are_those_that_are_drawn_and_explained(pair: Pair) -> None:
+    """By name: on one of the two nodes or on the other."""
+    exported: set[str] = set()
+    for server in (pair.prefill, pair.decode):
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
+            exported |= set(re.findall(r"^# TYPE (foretoken_pd_\w+) ", response.read().decode(), re.M))
+    assert set(re.findall(r"`(foretoken_pd_\w+)`", (ROOT / "docs/metrics.md").read_text())) == exported
+    for name in ("grafana/dashboards/foretoken.json", "prometheus/alerts.yml"):
+        used = set(re.findall(r"\bforetoken_pd_\w+", (ROOT / "deploy" / name).read_text()))
+        assert used and used <= exported, name
+
+
+def test_the_password_is_on_nobodys_command_line(pair: Pair) -> None:
+    """Nor in what is rendered for the server: that names a file."""
+    for server, name in ((pair.prefill, "prefill"), (pair.decode, "decode")):
+        text = (server.repository / name / "config.pbtxt").read_text()
+        assert json.dumps(SECTION["lease_seconds"]) in text and "password" not in text
+        assert Path(server.repository / name / "1" / "model.py").is_file()
