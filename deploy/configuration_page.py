@@ -10,7 +10,8 @@ import textwrap
 import typing
 from pathlib import Path
 
-from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, Section, SpeculativeConfig
+from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, SpeculativeConfig
+from backend.section import Section
 from deploy.launcher import ServeConfig, add_arguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"

@@ -19,9 +19,10 @@ from typing import Any
 import yaml
 
 from backend import model_checks
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, Section, SpeculativeConfig, parse_bytes
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, SpeculativeConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
+from backend.section import Section, nearest
 from deploy.server import (
     COMPLETE_OPTION,
     INPUT_LIMIT_OPTION,
@@ -112,8 +113,6 @@ def split_keys(values: dict[str, Any]) -> tuple[ServeConfig, EngineConfig]:
     rest = {k: v for k, v in values.items() if k not in SERVE_KEYS}
     known = {f.name for f in dataclasses.fields(EngineConfig)}
     if unknown := set(rest) - known:
-        from backend.config import nearest
-
         key = sorted(unknown)[0]
         raise ConfigError(f"unknown key {key!r:.80}{nearest(key, known | SERVE_KEYS)}")
     return ServeConfig.from_dict(own), EngineConfig.from_dict(rest)
