@@ -118,14 +118,15 @@ class SpeculativeConfig(Section):
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens less likely than this by the tree's counts are not drafted."""
     suffix_decoding_cache_path: str | None = None
-    """File that the suffix cache is saved to at shutdown and restored from at start; default: none."""
+    """File that the suffix cache is saved to every two minutes and at shutdown, and restored from at start. Servers of one model may share it:
+    each adds its answers. Default: none; `foretoken serve`: one for each model in the user's state folder."""
 
     @classmethod
     def from_dict(cls, values: object, where: str = "") -> Self:
         """As of any section; keys that would have no effect are errors too: those of a method that is not loaded, and any without a method."""
         config = super().from_dict(values, where)
         assert isinstance(values, dict)
-        given: dict[str, str] = {(cls.aliases[key] if key in cls.aliases else key): key for key in values if key != "method"}
+        given: dict[str, str] = {str(cls.aliases.get(key, key)): str(key) for key in values if key != "method"}
         if given and values.get("method") is None:
             hints = "".join(f"; {key} is a key of {KEY_METHODS[name]}" for name, key in given.items() if name in KEY_METHODS)
             raise ConfigError(f"{where}method must be given with other keys ({', '.join(given.values())}): one of {', '.join(METHODS)}{hints}")
