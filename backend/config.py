@@ -77,7 +77,8 @@ class SpeculativeConfig(Section):
     num_speculative_tokens: int | None = None
     """Drafts a step at most, 1 to 16. Default: 1; mtp: num_model_steps; suffix: suffix_decoding_max_tree_depth, within 16."""
     adaptive: bool = True
-    """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches."""
+    """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches. Not under topp, whose
+    answers would follow the load."""
     request_methods: tuple[str, ...] = ()
     """Further methods to load, for requests to choose."""
     verify_strategy: str = "target_match"
@@ -88,7 +89,7 @@ class SpeculativeConfig(Section):
     simulated_acceptance_rate: float = 0.8
     """accept_policy simulated: the share of drafts that stand, position by position."""
     max_candidate_len: int = 5
-    """topp: most tokens a draft is looked for among."""
+    """topp: most tokens a draft is looked for among, and a token is drawn from, in every step."""
     verify_window: int = 2
     """topp: likeliest drafts that must follow one that was only second."""
     max_ngram_size: int = 5

@@ -37,6 +37,7 @@ from deploy.server import (
     state_directory,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
+from deploy.supervision.processes import remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
 
@@ -377,6 +378,7 @@ def serve(args: argparse.Namespace) -> int:
             names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
             check_ports({k: getattr(config, k) for k in names}, config.host)
             check_shared_memory()
+            remove_regions(target)
         render_repository(target, parameters, engine.device)
         key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
