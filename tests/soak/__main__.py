@@ -25,7 +25,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="of storm, beside warm-up and quiet (default 30)")
     parser.add_argument(
-        "--round-minutes", type=float, default=5.0, help="of storm between two looks at a quiet system; every other is disturbed (default 5)"
+        "--round-minutes", type=float, help="of storm between two looks at a quiet system; every other is disturbed (default 5, or a quarter of all)"
     )
     parser.add_argument("--warm-seconds", type=float, default=30.0, help="of storm before memory is looked at first (default 30)")
     parser.add_argument("--disturb-seconds", type=float, default=20.0, help="between two disturbances, about; 0: none (default 20)")
@@ -35,6 +35,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for the logs (default: a new one under the temporary folder)")
     parser.add_argument("--repeat", metavar="WORKER/NUMBER", action="append", default=[], help="only these exchanges, one after the other")
     args = parser.parse_args()
+    args.round_minutes = args.round_minutes or min(5.0, args.minutes / 4)
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     return args
 
