@@ -1,7 +1,7 @@
 """A long storm on a real server and its gateway: `python -m tests.soak`, or `make soak`. Not collected by pytest.
 
-Clients of every kind ask valid things with known answers and all sorts of nonsense, hang up, cancel, read slowly or not at all; in every other
-round processes are killed, stopped and told to end meanwhile. Asserted: a valid answer is always the same; every request is answered or its
+Clients of every kind ask valid things with known answers and all sorts of nonsense, hang up, cancel, read slowly or not at all; in the
+second half processes are killed, stopped and told to end meanwhile. Asserted: a valid answer is always the same; every request is answered or its
 connection closed within 30 s; nothing fails while nothing is disturbed; a disturbance is over within a minute; pages and memory come back;
 nothing is left at the end.
 
