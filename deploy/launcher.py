@@ -37,7 +37,7 @@ from deploy.server import (
     state_directory,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
-from deploy.supervision.processes import remove_regions
+from deploy.supervision.processes import REGIONS_FILE, remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
 
@@ -151,7 +151,7 @@ def check_repository(target: Path) -> None:
         return
     if not target.is_dir():
         raise LaunchError(f"--repository {target} is not a folder")
-    models, own = {source.name for source in REPOSITORY.iterdir()}, {LOCK_FILE, KEY_FILE}
+    models, own = {source.name for source in REPOSITORY.iterdir()}, {LOCK_FILE, KEY_FILE, REGIONS_FILE}
     is_other = any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir() if p.name not in own)
     if is_other or any(target.rglob("*.safetensors")):
         raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
@@ -378,7 +378,7 @@ def serve(args: argparse.Namespace) -> int:
             names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
             check_ports({k: getattr(config, k) for k in names}, config.host)
             check_shared_memory()
-            remove_regions(target)
+        remove_regions(target)
         render_repository(target, parameters, engine.device)
         key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:

@@ -50,6 +50,7 @@ from backend.errors import ConfigError, ModelError
 from deploy import launcher, server
 from deploy.cli import main
 from deploy.server import LaunchError
+from deploy.supervision import processes
 
 NAN, INF = math.nan, math.inf
 HUGE = 10**400  # an integer that no float can hold
@@ -1255,6 +1256,24 @@ def test_a_folder_has_one_owner(state: Path, tmp_path: Path, capsys: pytest.Capt
     finally:
         os.close(lock)
     assert main(["serve", "--dry-run", f"--repository={target}"]) == 0 and not marker.exists()
+
+
+def test_what_a_killed_server_left_of_its_shared_memory_is_removed(state: Path, tmp_path: Path) -> None:
+    """By the next one on its folder; nothing else is, whatever the folder says."""
+    folder = tmp_path / "repository"
+    assert main(["serve", "--dry-run", f"--repository={folder}"]) == 0
+    own, other = (processes.SHARED_MEMORY_FOLDER / f"{name}{os.getpid()}" for name in (processes.REGION, "of_somebody_else_"))
+    beyond = tmp_path / processes.REGION
+    for path in (own, other, beyond):
+        path.write_bytes(b"x")
+    try:
+        processes.note_regions(folder, [own.name, other.name, f"{processes.REGION}/../../{beyond}", "", str(beyond)])
+        assert main(["serve", "--dry-run", f"--repository={folder}"]) == 0
+        assert not own.exists() and other.exists() and beyond.exists()
+        assert not (folder / processes.REGIONS_FILE).exists()
+    finally:
+        for path in (own, other):
+            path.unlink(missing_ok=True)
 
 
 def test_a_folder_that_cannot_be_owned(tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:

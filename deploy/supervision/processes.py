@@ -99,14 +99,15 @@ def note_regions(repository: Path, names: Iterable[str]) -> None:
         (repository / REGIONS_FILE).write_text("".join(f"{name}\n" for name in names))
 
 
-def remove_regions(repository: Path) -> None:
-    """What a server that was killed has left of its shared memory. For who owns the folder, while no server runs on it."""
-    try:
-        names = (repository / REGIONS_FILE).read_text("utf-8", "replace").split()
-    except OSError:
-        return
-    for name in names:
+def remove_regions(repository: Path, names: Iterable[str] = ()) -> None:
+    """What a server that was killed has left of its shared memory: those names, and what was noted. For who owns the folder, while no server
+    runs on it."""
+    noted = ""
+    with contextlib.suppress(OSError):
+        noted = (repository / REGIONS_FILE).read_text("utf-8", "replace")
+    for name in {*names, *noted.split()}:
         if name.startswith(REGION) and "/" not in name:
             with contextlib.suppress(OSError):
                 (SHARED_MEMORY_FOLDER / name).unlink(missing_ok=True)
-    (repository / REGIONS_FILE).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (repository / REGIONS_FILE).unlink(missing_ok=True)

@@ -255,12 +255,11 @@ class Supervisor:
             return 1
         for watch in self._watches:
             watch.stop()
-        self._note_regions()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         while (status := self._exit_status) is None:
             time.sleep(LOOK_SECONDS)
-        remove_regions(self._repository)
+        remove_regions(self._repository, {r for w in self._watches for r in w.regions})
         self._regions = set()
         for watch in self._watches:  # their calls end with the server
             watch.join(JOIN_SECONDS)
