@@ -47,6 +47,9 @@ DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "w
 RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,logging"
 """Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
 the memory of the models' processes."""
+SHARED_BYTES = 8 * 2**20
+"""Of shared memory that each model's process begins with, and grows by. Release 24.10 begins with 1 MiB, and a process that reads a request while
+the server makes the region larger can write beyond its own view of it and die: it should seldom grow."""
 KEY_FILE = ".key"
 """In the repository's folder, for this user alone to read."""
 MODEL_CONTROL_MODES = ("none", "explicit")
@@ -200,6 +203,7 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
     if config.supervise or config.model_control_mode == "explicit":
         command += ["--model-control-mode=explicit", "--load-model=*"]
     command += [f"--{option}={RESTRICTED_APIS}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
+    command += [f"--backend-config=python,shm-{what}-byte-size={SHARED_BYTES}" for what in ("default", "growth")]
     if COMPLETE_OPTION in server.options:
         command.append(f"--{COMPLETE_OPTION}")
     if INPUT_LIMIT_OPTION in server.options:

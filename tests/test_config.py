@@ -1184,6 +1184,7 @@ def test_server_command() -> None:
     expected = {"--model-repository=/repo", "--http-port=1", "--grpc-port=2", "--metrics-port=3", "--backend-directory=/state/backends"}
     assert expected <= set(command)
     assert {"--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1", "--log-verbose=1"} <= set(command)
+    assert {f"--backend-config=python,shm-{what}-byte-size=8388608" for what in ("default", "growth")} <= set(command)
     assert environment["LD_LIBRARY_PATH"].split(":")[:2] == ["/lib/a", "/lib/b"]
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent), "the stub runs the first python3 on PATH"
     assert not any("--backend-directory" in part for part in launcher.server_command(server.Server(Path("/t")), config, Path("/repo"), "k")[0])

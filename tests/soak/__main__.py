@@ -25,7 +25,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="of storm, beside warm-up and quiet (default 30)")
     parser.add_argument("--round-minutes", type=float, help="of storm between two looks at a quiet system (default 5, or a quarter of all)")
-    parser.add_argument("--warm-seconds", type=float, default=30.0, help="of storm before memory is looked at first (default 30)")
+    parser.add_argument("--warm-seconds", type=float, help="of storm before memory is looked at first (default 30, or a tenth of all)")
     parser.add_argument(
         "--disturb-seconds", type=float, default=20.0, help="between two disturbances, about, in the second half; 0: none (default 20)"
     )
@@ -36,6 +36,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", metavar="WORKER/NUMBER", action="append", default=[], help="only these exchanges, one after the other")
     args = parser.parse_args()
     args.round_minutes = args.round_minutes or min(5.0, args.minutes / 4)
+    args.warm_seconds = args.warm_seconds or max(30.0, 6 * args.minutes)
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     return args
 
