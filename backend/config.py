@@ -5,20 +5,17 @@ Nothing here imports torch: the launcher reads this module too.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import logging
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from backend.core import Speculation
 from backend.errors import ConfigError
+from backend.section import Section, choose, closest, nearest, require
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,6 +38,13 @@ LOAD_FORMATS = ("safetensors", "dummy")
 METHODS = ("none", "naive", "ngram", "suffix", "mtp")
 METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram", "deepseek_mtp": "mtp", "ernie_mtp": "mtp"}
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+METHOD_KEYS = {
+    "ngram": ("max_ngram_size", "min_ngram_size"),
+    "mtp": ("model", "num_model_steps", "mtp_strategy", "placement", "draft_sampling", "quantization", "draft_tensor_parallel_size"),
+    "suffix": tuple(f"suffix_decoding_{k}" for k in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob", "cache_path")),
+}
+"""Keys that do nothing where their method is not loaded."""
+KEY_METHODS = {key: method for method, keys in METHOD_KEYS.items() for key in keys}
 PLACEMENTS = ("auto", "in_process", "bls")
 DRAFT_SAMPLINGS = ("shared_noise", "greedy")
 QUANTIZATIONS = ("wint8", "wint4", "fp8")
@@ -53,13 +57,6 @@ DEFAULT_STEP_MS = {"cuda": 50.0}
 """One H200, an 8B model, 128 requests: a limit of 50 ms halves the 99th percentile of the time per token for a few percent of the tokens."""
 
 
-def nearest(key: str, known: typing.Iterable[str]) -> str:
-    """'; did you mean "x"?' when a known key is close to `key`, else the list of known keys."""
-    known = sorted(known)
-    match = difflib.get_close_matches(key, known, n=1)
-    return f'; did you mean "{match[0]}"?' if match else f"; known keys: {', '.join(known)}"
-
-
 def normalize_method(value: object, key: str = "method") -> str:
     """A method's own name from any accepted spelling. Raises ConfigError."""
     if value is None:
@@ -69,64 +66,8 @@ def normalize_method(value: object, key: str = "method") -> str:
     name = value.lower()
     name = METHOD_ALIASES.get(name, name)
     if name not in METHODS:
-        raise ConfigError(f"{key} {value!r:.80} is not one of {', '.join(METHODS)} (case-insensitive){nearest(name, METHODS)}")
+        raise ConfigError(f"{key} {value!r:.80} is not one of {', '.join(METHODS)} (case-insensitive){closest(name, METHODS)}")
     return name
-
-
-class Section:
-    """What every configuration section shares: strict construction from a mapping."""
-
-    aliases: ClassVar[dict[str, str]] = {}
-
-    @classmethod
-    def from_dict(cls, values: object, where: str = "") -> Self:
-        """Raises ConfigError for an unknown key, a wrong type or a value out of range; `where` opens the message."""
-        if not isinstance(values, dict):
-            raise ConfigError(f"{where.rstrip('. ') or cls.__name__} must be an object of keys and values, got {values!r:.80}")
-        hints = typing.get_type_hints(cls)
-        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        arguments: dict[str, Any] = {}
-        for key, value in values.items():
-            name = cls.aliases.get(key, key)
-            if name not in known:
-                raise ConfigError(
-                    f"{where.rstrip('. :') + ': ' if where else ''}unknown key {key!r:.80}{nearest(str(key), known | set(cls.aliases))}"
-                )
-            if name in arguments:
-                raise ConfigError(f"{where}{name} is given twice (as {key!r} too)")
-            arguments[name] = _convert(f"{where}{name}", value, hints[name])
-        return cls(**arguments)
-
-
-def _convert(key: str, value: object, hint: Any) -> object:
-    """`value` when it is of the annotated type; sections are built from mappings, ints widen to floats."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
-        return None
-    for option in options:
-        if isinstance(option, type) and issubclass(option, Section):
-            return value if isinstance(value, option) else option.from_dict(value, f"{key}.")
-        if option is float and isinstance(value, int) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # an integer that no float holds
-                return float(value)
-        if typing.get_origin(option) is tuple and isinstance(value, (list, tuple)):
-            (element, _) = typing.get_args(option)
-            return tuple(_convert(f"{key}[{i}]", v, element) for i, v in enumerate(value))
-        if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
-            return value
-    names = " or ".join("null" if o is type(None) else "a list" if typing.get_origin(o) is tuple else o.__name__ for o in options)
-    raise ConfigError(f"{key} must be {names}, got {value!r:.80}")
-
-
-def _choose(key: str, value: object, known: tuple[str, ...]) -> str:
-    """One of the known names, whatever its case. Raises ConfigError."""
-    _require(isinstance(value, str) and value.lower() in known, key, value, "one of " + ", ".join(known))
-    return str(value).lower()
-
-
-def _require(is_good: bool, key: str, value: object, rule: str) -> None:
-    if not is_good:
-        raise ConfigError(f"{key} must be {rule}, got {value!r:.80}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +77,12 @@ class SpeculativeConfig(Section):
     aliases: ClassVar[dict[str, str]] = {"prompt_lookup_max": "max_ngram_size", "prompt_lookup_min": "min_ngram_size"}
 
     method: str | None = None
-    """none (plain decoding), naive (the speculative path without drafts), ngram, suffix or mtp."""
+    """none (plain decoding), naive (the speculative path without drafts), ngram, suffix or mtp. Needed where any other key is given."""
     num_speculative_tokens: int | None = None
     """Drafts a step at most, 1 to 16. Default: 1; mtp: num_model_steps; suffix: suffix_decoding_max_tree_depth, within 16."""
     adaptive: bool = True
-    """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches."""
+    """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches. Not under topp, whose
+    answers would follow the load."""
     request_methods: tuple[str, ...] = ()
     """Further methods to load, for requests to choose."""
     verify_strategy: str = "target_match"
@@ -151,7 +93,7 @@ class SpeculativeConfig(Section):
     simulated_acceptance_rate: float = 0.8
     """accept_policy simulated: the share of drafts that stand, position by position."""
     max_candidate_len: int = 5
-    """topp: most tokens a draft is looked for among."""
+    """topp: most tokens a draft is looked for among, and a token is drawn from, in every step."""
     verify_window: int = 2
     """topp: likeliest drafts that must follow one that was only second."""
     max_ngram_size: int = 5
@@ -181,7 +123,34 @@ class SpeculativeConfig(Section):
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens less likely than this by the tree's counts are not drafted."""
     suffix_decoding_cache_path: str | None = None
-    """File that the suffix cache is saved to at shutdown and restored from at start; default: none."""
+    """File that the suffix cache is saved to every two minutes and at shutdown, and restored from at start. Servers of one model may share it:
+    each adds its answers. Default: none; `foretoken serve`: one for each model in the user's state folder."""
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "") -> Self:
+        """As of any section; keys that would have no effect are errors too: those of a method that is not loaded, and any without a method."""
+        config = super().from_dict(values, where)
+        assert isinstance(values, dict)
+        given: dict[str, str] = {str(cls.aliases.get(key, key)): str(key) for key in values if key != "method"}
+        if given and values.get("method") is None:
+            hints = "".join(f"; {key} is a key of {KEY_METHODS[name]}" for name, key in given.items() if name in KEY_METHODS)
+            raise ConfigError(f"{where}method must be given with other keys ({', '.join(given.values())}): one of {', '.join(METHODS)}{hints}")
+        loaded = config.loaded_methods
+        if idle := {name: key for name, key in given.items() if name in KEY_METHODS and KEY_METHODS[name] not in loaded}:
+            without = super().from_dict({key: value for key, value in values.items() if key not in idle.values()}, where)
+            for name, key in idle.items():
+                if getattr(config, name) != getattr(without, name):  # else it says what holds anyway, as a settled configuration does
+                    own = KEY_METHODS[name]
+                    also = ", or take mtp_strategy with_suffix" if own == "suffix" and "mtp" in loaded else ""
+                    raise ConfigError(
+                        f"{where}{key} has no effect with method {config.method}: it is a key of {own}; choose that method, "
+                        f"or name it in request_methods{also}"
+                    )
+        if "simulated_acceptance_rate" in given and config.accept_policy != "simulated":
+            rate = config.simulated_acceptance_rate
+            rule = f"left out unless accept_policy is simulated (it is {config.accept_policy})"
+            require(rate == cls.simulated_acceptance_rate, f"{where}simulated_acceptance_rate", rate, rule)
+        return config
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
@@ -193,53 +162,53 @@ class SpeculativeConfig(Section):
             ("placement", PLACEMENTS),
             ("draft_sampling", DRAFT_SAMPLINGS),
         ):
-            put(key, _choose(key, getattr(self, key), known))
+            put(key, choose(key, getattr(self, key), known))
         if self.quantization is not None:
-            put("quantization", _choose("quantization", self.quantization, QUANTIZATIONS))
+            put("quantization", choose("quantization", self.quantization, QUANTIZATIONS))
         put("request_methods", tuple(normalize_method(m, "request_methods") for m in self.request_methods))
         for key in ("model", "suffix_decoding_cache_path"):
-            _require(getattr(self, key) != "", key, "", "a path")
-        _require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
+            require(getattr(self, key) != "", key, "", "a path")
+        require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
         good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS
-        _require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
+        require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
         if self.verify_strategy == "topp":
             logger.warning("verify_strategy topp accepts every likely draft: sampled answers do not follow the model's distribution exactly")
         rate = self.simulated_acceptance_rate
-        _require(0 <= rate <= 1, "simulated_acceptance_rate", rate, "from 0 to 1")
+        require(0 <= rate <= 1, "simulated_acceptance_rate", rate, "from 0 to 1")
         if self.accept_policy != "normal":
             logger.warning("accept_policy %s is for debugging: answers are not the model's", self.accept_policy)
         self._check_suffix()
-        _require(self.draft_tensor_parallel_size >= 1, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, ">= 1")
+        require(self.draft_tensor_parallel_size >= 1, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, ">= 1")
         self._settle_counts()
         put("min_ngram_size", self.min_ngram_size if self.min_ngram_size is not None else 2 if self.mtp_strategy == "with_ngram" else 1)
         assert self.min_ngram_size is not None
-        _require(self.min_ngram_size >= 1, "min_ngram_size", self.min_ngram_size, ">= 1")
+        require(self.min_ngram_size >= 1, "min_ngram_size", self.min_ngram_size, ">= 1")
         good = self.max_ngram_size >= self.min_ngram_size
-        _require(good, "max_ngram_size", self.max_ngram_size, f">= min_ngram_size ({self.min_ngram_size})")
+        require(good, "max_ngram_size", self.max_ngram_size, f">= min_ngram_size ({self.min_ngram_size})")
 
     def _check_suffix(self) -> None:
         prefix = "suffix_decoding_"
         depth, cached = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
         factor, probability = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        _require(1 <= depth <= MAX_SUFFIX_LIMIT, f"{prefix}max_tree_depth", depth, f"from 1 to {MAX_SUFFIX_LIMIT}")
-        _require(cached >= -1, f"{prefix}max_cached_requests", cached, ">= 0, or -1 for no limit of its own")
-        _require(0 <= factor <= MAX_SUFFIX_LIMIT, f"{prefix}max_spec_factor", factor, f"from 0 to {MAX_SUFFIX_LIMIT}")
-        _require(0 <= probability <= 1, f"{prefix}min_token_prob", probability, "from 0 to 1")
+        require(1 <= depth <= MAX_SUFFIX_LIMIT, f"{prefix}max_tree_depth", depth, f"from 1 to {MAX_SUFFIX_LIMIT}")
+        require(cached >= -1, f"{prefix}max_cached_requests", cached, ">= 0, or -1 for no limit of its own")
+        require(0 <= factor <= MAX_SUFFIX_LIMIT, f"{prefix}max_spec_factor", factor, f"from 0 to {MAX_SUFFIX_LIMIT}")
+        require(0 <= probability <= 1, f"{prefix}min_token_prob", probability, "from 0 to 1")
 
     def _settle_counts(self) -> None:
         """Fills in num_speculative_tokens and num_model_steps; each is checked where it is used."""
         count, steps = self.num_speculative_tokens, self.num_model_steps
         limit, rule = MAX_SPECULATIVE_TOKENS, f"from 1 to {MAX_SPECULATIVE_TOKENS}"
-        _require(count is None or count >= 0, "num_speculative_tokens", count, ">= 0")
-        _require(steps is None or 1 <= steps <= limit, "num_model_steps", steps, rule)
+        require(count is None or count >= 0, "num_speculative_tokens", count, ">= 0")
+        require(steps is None or 1 <= steps <= limit, "num_model_steps", steps, rule)
         if self.method in ("none", "naive"):
-            if self.method == "naive" and count is not None and count > 1:  # 1 is the default
-                logger.warning("method naive drafts nothing: num_speculative_tokens %d is set to 0", count)
+            if count is not None and count > 1:  # 1 is the default
+                logger.warning("method %s drafts nothing: num_speculative_tokens %d is set to 0", self.method, count)
             count = 0
         elif count is None:
             count = {"suffix": min(self.suffix_decoding_max_tree_depth, limit), "mtp": steps or 1}.get(self.method or "", 1)
         else:
-            _require(1 <= count <= limit, "num_speculative_tokens", count, rule)
+            require(1 <= count <= limit, "num_speculative_tokens", count, rule)
         if steps is None:
             steps = max(1, count) if self.mtp_strategy == "default" else 1
         if self.method == "mtp" and steps > count:
@@ -274,16 +243,18 @@ class SpeculativeConfig(Section):
             if method not in self.loaded_methods:
                 raise ConfigError(f"speculative: method {method} is not loaded; loaded: {', '.join(sorted(self.loaded_methods))}")
         if "verify_strategy" in choice:
-            strategy = _choose("speculative.verify_strategy", choice["verify_strategy"], VERIFY_STRATEGIES)
+            strategy = choose("speculative.verify_strategy", choice["verify_strategy"], VERIFY_STRATEGIES)
         if "mtp_strategy" in choice:
-            mtp_strategy = _choose("speculative.mtp_strategy", choice["mtp_strategy"], MTP_STRATEGIES)
+            if method != "mtp":
+                raise ConfigError(f"speculative: mtp_strategy has no effect with method {method}: it is a key of mtp")
+            mtp_strategy = choose("speculative.mtp_strategy", choice["mtp_strategy"], MTP_STRATEGIES)
             lookup = mtp_strategy.removeprefix("with_")
             if lookup != "default" and lookup not in self.loaded_methods:
                 raise ConfigError(f"speculative: mtp_strategy {mtp_strategy} needs method {lookup}, which is not loaded")
         if "num_speculative_tokens" in choice:
             count = choice["num_speculative_tokens"]
             good = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_SPECULATIVE_TOKENS
-            _require(good, "speculative.num_speculative_tokens", count, f"from 0 (off) to {MAX_SPECULATIVE_TOKENS}")
+            require(good, "speculative.num_speculative_tokens", count, f"from 0 (off) to {MAX_SPECULATIVE_TOKENS}")
         elif count == 0 and method not in ("none", "naive"):  # the server's own method drafts nothing
             count = 1
         is_own = mtp_strategy == self.mtp_strategy and "num_speculative_tokens" not in choice
@@ -299,7 +270,7 @@ class ParallelConfig(Section):
     """Ranks that one model is split over, each a process; on GPUs each with its own. 1 to 64."""
 
     def __post_init__(self) -> None:
-        _require(1 <= self.tensor_parallel_size <= MAX_RANKS, "tensor_parallel_size", self.tensor_parallel_size, f"from 1 to {MAX_RANKS}")
+        require(1 <= self.tensor_parallel_size <= MAX_RANKS, "tensor_parallel_size", self.tensor_parallel_size, f"from 1 to {MAX_RANKS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,23 +311,23 @@ class DisaggregationConfig(Section):
 
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
-        put("role", _choose("role", self.role, ROLES))
+        put("role", choose("role", self.role, ROLES))
         name = self.scheduler_name or ("local" if self.role == "mixed" else "redis")
-        name = _choose("scheduler_name", name, (*SCHEDULERS, "splitwise"))
+        name = choose("scheduler_name", name, (*SCHEDULERS, "splitwise"))
         put("scheduler_name", "redis" if name == "splitwise" else name)
-        _require(self.role == "mixed" or self.scheduler_name == "redis", "scheduler_name", self.scheduler_name, f"redis for role {self.role}")
-        put("transfer_backend", _choose("transfer_backend", self.transfer_backend, TRANSFER_BACKENDS))
-        _require(1 <= self.scheduler_port <= 65535, "scheduler_port", self.scheduler_port, "from 1 to 65535")
-        _require(self.scheduler_db >= 0, "scheduler_db", self.scheduler_db, ">= 0")
-        _require(self.scheduler_ttl >= 1, "scheduler_ttl", self.scheduler_ttl, ">= 1")
+        require(self.role == "mixed" or self.scheduler_name == "redis", "scheduler_name", self.scheduler_name, f"redis for role {self.role}")
+        put("transfer_backend", choose("transfer_backend", self.transfer_backend, TRANSFER_BACKENDS))
+        require(1 <= self.scheduler_port <= 65535, "scheduler_port", self.scheduler_port, "from 1 to 65535")
+        require(self.scheduler_db >= 0, "scheduler_db", self.scheduler_db, ">= 0")
+        require(self.scheduler_ttl >= 1, "scheduler_ttl", self.scheduler_ttl, ">= 1")
         for key in ("scheduler_host", "scheduler_topic", "node_id", "scheduler_password_file", "scheduler_password_variable"):
-            _require(getattr(self, key) != "", key, "", "a name")
+            require(getattr(self, key) != "", key, "", "a name")
         good = self.scheduler_password_file is None or self.scheduler_password_variable is None
-        _require(good, "scheduler_password_variable", self.scheduler_password_variable, "left out where scheduler_password_file is given")
+        require(good, "scheduler_password_variable", self.scheduler_password_variable, "left out where scheduler_password_file is given")
         for key, least in (("heartbeat_seconds", 0.05), ("job_seconds", 0.1), ("lease_seconds", 2.0)):
             value = getattr(self, key)
-            _require(least <= value <= 86400, key, value, f"from {least} to 86400")
-        _require(self.min_remote_tokens >= 1, "min_remote_tokens", self.min_remote_tokens, ">= 1")
+            require(least <= value <= 86400, key, value, f"from {least} to 86400")
+        require(self.min_remote_tokens >= 1, "min_remote_tokens", self.min_remote_tokens, ">= 1")
 
     @property
     def is_on(self) -> bool:
@@ -410,27 +381,27 @@ class EngineConfig(Section):
     """Below."""
 
     def __post_init__(self) -> None:
-        _require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
-        _require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
+        require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
         kind, _, number = self.device.partition(":")
         good = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
-        _require(good, "device", self.device, "auto, cpu, cuda or cuda:N")
-        _require(1 <= self.max_batch_size <= MAX_BATCH_SIZE, "max_batch_size", self.max_batch_size, f"from 1 to {MAX_BATCH_SIZE}")
-        _require(self.max_waiting >= 0, "max_waiting", self.max_waiting, ">= 0")
-        _require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, ">= 2")
+        require(good, "device", self.device, "auto, cpu, cuda or cuda:N")
+        require(1 <= self.max_batch_size <= MAX_BATCH_SIZE, "max_batch_size", self.max_batch_size, f"from 1 to {MAX_BATCH_SIZE}")
+        require(self.max_waiting >= 0, "max_waiting", self.max_waiting, ">= 0")
+        require(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, ">= 2")
         good = self.max_num_batched_tokens is None or self.max_num_batched_tokens >= self.max_batch_size
-        _require(good, "max_num_batched_tokens", self.max_num_batched_tokens, f">= max_batch_size ({self.max_batch_size})")
+        require(good, "max_num_batched_tokens", self.max_num_batched_tokens, f">= max_batch_size ({self.max_batch_size})")
         good = 1 <= self.page_size <= 1024 and self.page_size & (self.page_size - 1) == 0
-        _require(good, "page_size", self.page_size, "a power of two from 1 to 1024")
-        _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
-        _require(self.max_step_ms is None or self.max_step_ms >= 0, "max_step_ms", self.max_step_ms, ">= 0")
-        _require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, ">= 1")
-        _require(self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")
+        require(good, "page_size", self.page_size, "a power of two from 1 to 1024")
+        require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
+        require(self.max_step_ms is None or self.max_step_ms >= 0, "max_step_ms", self.max_step_ms, ">= 0")
+        require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, ">= 1")
+        require(self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")
         own, target = self.speculative_config.draft_tensor_parallel_size, self.parallel_config.tensor_parallel_size
-        _require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
+        require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
         good = target == 1 or self.speculative_config.placement != "bls"
-        _require(good, "speculative_config.placement", "bls", f"in_process where tensor_parallel_size is {target}")
-        _require(target == 1 or not self.disaggregation.is_on, "tensor_parallel_size", target, "1 where disaggregation.scheduler_name is redis")
+        require(good, "speculative_config.placement", "bls", f"in_process where tensor_parallel_size is {target}")
+        require(target == 1 or not self.disaggregation.is_on, "tensor_parallel_size", target, "1 where disaggregation.scheduler_name is redis")
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
 
@@ -458,5 +429,5 @@ def parse_bytes(key: str, value: int | str) -> int:
         result = int(float(digits) * units[unit])
     except (ValueError, KeyError, OverflowError):
         raise ConfigError(f'{key} must be bytes or a string such as "2GiB", got {value!r:.80}') from None
-    _require(result > 0, key, value, "above 0")
+    require(result > 0, key, value, "above 0")
     return result

@@ -300,9 +300,10 @@ class Engine:
         if self._group is not None:
             self._group.verdicts.add(results.rows)
         times = results.times
-        self.metrics.add_times(times.draft, times.forward, times.decide)
+        draft_seconds = times.draft + step.host_seconds
+        self.metrics.add_times(draft_seconds, times.forward, times.decide)
         if self._pacer is not None:
-            self._pacer.observe(step.entries, results.outcomes, times.draft, times.forward + times.decide)
+            self._pacer.observe(step.entries, results.outcomes, draft_seconds, times.forward + times.decide)
         if self._chunks is not None:
             self._chunks.observe(step.plan.prompt_rows, times.total)
         if step.plan.num_model_drafts:

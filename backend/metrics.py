@@ -70,7 +70,7 @@ class Metrics:
         self.step_time.observe(seconds)
 
     def add_times(self, draft: float, forward: float, decide: float) -> None:
-        """Seconds of a step's phases, as the device measured them."""
+        """Seconds of a step's phases, as the device measured them; draft: and of drafters on the host."""
         self.propose_seconds += draft
         self.forward_seconds += forward
         self.verify_seconds += decide

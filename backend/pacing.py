@@ -27,6 +27,9 @@ MAX_EXPLORERS = 2
 """Requests that a trial from no drafts at all takes: a model drafter has to catch up for each."""
 MIN_GAIN = 1.03
 """Another number of drafts has to promise this much more speed, or noise would drive the choice."""
+UNPACED = ("topp",)
+"""Strategies that accept whatever is likely: how many drafts they have decides how often the drafter's taste wins over the target's, so
+that it must not follow the load."""
 NEAR = 1.3
 """Token counts that differ by no more than this factor say something about one another's time."""
 
@@ -125,14 +128,14 @@ class Pacer:
     def choose(self, requests: Sequence[Request]) -> None:
         """Sets the limit for the next step of these requests, all of them decoding."""
         self._explorers = None
-        wanted: dict[tuple[str, int], int] = defaultdict(int)
+        wanted: dict[tuple[str, int, bool], int] = defaultdict(int)
         for request in requests:
             if request.speculation.num_speculative_tokens:
-                wanted[request.speculation.method, request.speculation.num_speculative_tokens] += 1
-        if not wanted:
+                wanted[request.speculation.method, request.speculation.num_speculative_tokens, is_paced(request)] += 1
+        if not any(paced for _, _, paced in wanted):
             return
         self._steps += 1
-        top = max(count for _, count in wanted)
+        top = max(count for _, count, paced in wanted if paced)
         outcomes = self._expect(top, len(requests), wanted)
         current = min(self._limit if self._limit is not None else top, top)
         unknown = next((limit for limit in range(top + 1) if not self._step_times.knows(round(outcomes[limit][0]))), None)
@@ -153,27 +156,29 @@ class Pacer:
         assert self._limit is not None
         self._applied = trial // FAR_EVERY % (top + 1) if trial % FAR_EVERY == 0 else min(self._limit + 1, top)
         if self._limit == 0:
-            drafting = [r.request_id for r in requests if r.speculation.num_speculative_tokens]
+            drafting = [r.request_id for r in requests if r.speculation.num_speculative_tokens and is_paced(r)]
             start = trial * MAX_EXPLORERS % len(drafting)
             self._explorers = frozenset((drafting + drafting)[start : start + MAX_EXPLORERS])
 
     def limit(self, request: Request) -> int:
         """Most drafts of a request in the next step."""
-        if self._applied is None:
+        if self._applied is None or not is_paced(request):
             return request.speculation.num_speculative_tokens
         if self._explorers is not None and request.request_id not in self._explorers:
             return 0
         return self._applied
 
-    def _expect(self, top: int, num_requests: int, wanted: dict[tuple[str, int], int]) -> list[tuple[float, float, float]]:
-        """For limits of 0 to `top`: tokens that a step computes, tokens that it emits, and its seconds."""
-        expected = {method: self._acceptance[method].expect(top) for method, _ in wanted}
+    def _expect(self, top: int, num_requests: int, wanted: dict[tuple[str, int, bool], int]) -> list[tuple[float, float, float]]:
+        """For limits of 0 to `top`: tokens that a step computes, tokens that it emits, and its seconds. wanted: requests by method, drafts
+        that they want, and whether the limit holds for them."""
+        most = max(count for _, count, _ in wanted)
+        expected = {method: self._acceptance[method].expect(most) for method, _, _ in wanted}
         outcomes = []
         for limit in range(top + 1):
             tokens = emitted = float(num_requests)
             drafting: dict[str, int] = defaultdict(int)
-            for (method, count), number in wanted.items():
-                drafted, accepted = expected[method][min(limit, count)]
+            for (method, count, paced), number in wanted.items():
+                drafted, accepted = expected[method][min(limit, count) if paced else count]
                 tokens += number * drafted
                 emitted += number * accepted
                 drafting[method] += number
@@ -207,6 +212,10 @@ class Pacer:
             if len(drafting) == 1:
                 ((method, (limits, _, _)),) = drafting.items()
                 self._draft_times[method][max(limits)].add(len(limits), draft_seconds)
+
+
+def is_paced(request: Request) -> bool:
+    return request.speculation.verify_strategy not in UNPACED
 
 
 class ChunkLimit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -75,6 +76,8 @@ class PlannedStep:
     """[B]: who makes those for the next step."""
     host_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """(request index, distributions) of drafts that the host writes."""
+    host_seconds: float = 0.0
+    """That it took to make them."""
 
 
 class Planner:
@@ -226,7 +229,9 @@ class Planner:
         asking = [e for e in decoding if e.max_drafts and known[id(e)].place.host and not e.request.num_steps_ahead]
         if not asking:
             return
+        started = time.perf_counter()
         draft: Draft = self._drafters.propose(asking)
+        step.host_seconds = time.perf_counter() - started
         plan = step.plan
         for b, entry in enumerate(asking):
             own, token_ids = known[id(entry)], draft.token_ids[b]

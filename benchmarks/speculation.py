@@ -39,11 +39,11 @@ MODEL_STEPS = 3
 """Of the hybrids: drafts that the model makes, before lookups go on."""
 
 
-def make_llm(*, caching: bool = False, **changes: Any) -> LLM:
+def make_llm(**changes: Any) -> LLM:
     speculative = {"method": "mtp", "mtp_strategy": "with_suffix", "num_model_steps": MODEL_STEPS, "num_speculative_tokens": 5}
     # Requests come again in every run: answers to the run before would be remembered (the part `rounds` is about that).
     speculative["suffix_decoding_max_cached_requests"] = 0
-    return LLM(speculative_config={**speculative, "adaptive": False, **changes}, enable_prefix_caching=caching)
+    return LLM(speculative_config={**speculative, "adaptive": False, **changes}, enable_prefix_caching=False)
 
 
 @dataclass
@@ -196,7 +196,7 @@ def default(repeats: int) -> dict[str, Any]:
 
 def rounds(repeats: int) -> dict[str, Any]:
     """An agent that comes with the same prompts ten times: what suffix remembers of earlier answers."""
-    bench = Bench(make_llm(method="suffix", mtp_strategy="default", num_speculative_tokens=8, suffix_decoding_max_cached_requests=-1, caching=True))
+    bench = Bench(LLM(speculative_config={"method": "suffix", "num_speculative_tokens": 8, "adaptive": False}, enable_prefix_caching=True))
     rows = {}
     for number in range(1, 11):
         rows[f"suffix k=8, round {number}"] = bench.run(agent_rounds(4), 1, {"method": "suffix"})

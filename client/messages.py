@@ -65,8 +65,8 @@ def check_unicode(name: str, text: str) -> bytes:
 
 _STATUS_CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVAILABLE": "UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED": "TIMEOUT"}
 """gRPC's own status: of a call that is no stream, and of a stream whose connection is lost."""
-_DEAD_MODEL = re.compile(r"Stub process '[^']*' is not healthy")
-"""What Triton says of a model whose process died."""
+_LOST = re.compile(r"Stub process '[^']*' is not healthy|^Stream removed")
+"""What Triton says of a model whose process died, and gRPC, whose status is UNKNOWN then, of a connection that was reset."""
 
 
 def read_error(request_id: str, error: object) -> GenerateError:
@@ -74,7 +74,7 @@ def read_error(request_id: str, error: object) -> GenerateError:
     message, status = (str(error.message()), error.status()) if isinstance(error, InferenceServerException) else (str(error), None)
     match = re.match(r"(in ensemble '[^']*', )?\[(INVALID_ARG|UNAVAILABLE|INTERNAL)\] ", message)
     if match is None:
-        code = "UNAVAILABLE" if _DEAD_MODEL.search(message) else _STATUS_CODES.get(status or "", "INTERNAL")
+        code = "UNAVAILABLE" if _LOST.search(message) else _STATUS_CODES.get(status or "", "INTERNAL")
         return GenerateError(name_request(request_id, message), code)
     return GenerateError(name_request(request_id, (match[1] or "") + message[match.end() :]), match[2])
 

@@ -10,7 +10,8 @@ import textwrap
 import typing
 from pathlib import Path
 
-from backend.config import BUNDLED_MODEL, DisaggregationConfig, EngineConfig, ParallelConfig, Section, SpeculativeConfig
+from backend.config import BUNDLED_MODEL, DisaggregationConfig, EngineConfig, ParallelConfig, SpeculativeConfig
+from backend.section import Section
 from deploy.launcher import ServeConfig, add_arguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -21,7 +22,8 @@ INTRODUCTION = """\
 
 `foretoken serve --config FILE.yaml` takes the keys below; those with a flag can be given on the command line too, and flags win. In a model
 repository that is written by hand they are `parameters` of `decode`'s `config.pbtxt` (objects as JSON). Unknown keys, wrong types and values out of
-range are errors that name the key, the value and what is allowed.
+range are errors that name the key, the value and what is allowed; so are keys that would have no effect, such as those of a method that is
+not loaded.
 
     model: /models/mine
     max_batch_size: 64

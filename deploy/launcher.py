@@ -20,9 +20,10 @@ from typing import Any
 import yaml
 
 from backend import model_checks
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, Section, SpeculativeConfig, parse_bytes
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, SpeculativeConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
+from backend.section import Section, nearest
 from deploy.server import (
     COMPLETE_OPTION,
     INPUT_LIMIT_OPTION,
@@ -37,6 +38,7 @@ from deploy.server import (
     state_directory,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
+from deploy.supervision.processes import REGIONS_FILE, remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
 
@@ -46,6 +48,9 @@ DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "w
 RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,logging"
 """Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
 the memory of the models' processes."""
+SHARED_BYTES = 8 * 2**20
+"""Of shared memory that each model's process begins with, and grows by. Release 24.10 begins with 1 MiB, and a process that reads a request while
+the server makes the region larger can write beyond its own view of it and die: it should seldom grow."""
 KEY_FILE, PASSWORD_FILE = ".key", ".scheduler-password"
 """In the repository's folder, for this user alone to read."""
 DISAGGREGATION_FLAGS = (
@@ -118,8 +123,6 @@ def split_keys(values: dict[str, Any]) -> tuple[ServeConfig, EngineConfig]:
     rest = {k: v for k, v in values.items() if k not in SERVE_KEYS}
     known = {f.name for f in dataclasses.fields(EngineConfig)}
     if unknown := set(rest) - known:
-        from backend.config import nearest
-
         key = sorted(unknown)[0]
         raise ConfigError(f"unknown key {key!r:.80}{nearest(key, known | SERVE_KEYS)}")
     return ServeConfig.from_dict(own), EngineConfig.from_dict(rest)
@@ -157,7 +160,7 @@ def check_repository(target: Path) -> None:
         return
     if not target.is_dir():
         raise LaunchError(f"--repository {target} is not a folder")
-    models, own = {source.name for source in REPOSITORIES.glob("*/*")}, {LOCK_FILE, KEY_FILE, PASSWORD_FILE}
+    models, own = {source.name for source in REPOSITORIES.glob("*/*")}, {LOCK_FILE, KEY_FILE, PASSWORD_FILE, REGIONS_FILE}
     is_other = any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir() if p.name not in own)
     if is_other or any(target.rglob("*.safetensors")):
         raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
@@ -206,6 +209,7 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
     if config.supervise or config.model_control_mode == "explicit":
         command += ["--model-control-mode=explicit", "--load-model=*"]
     command += [f"--{option}={RESTRICTED_APIS}:{KEY_HEADER}={key}" for option in ("http-restricted-api", "grpc-restricted-protocol")]
+    command += [f"--backend-config=python,shm-{what}-byte-size={SHARED_BYTES}" for what in ("default", "growth")]
     if COMPLETE_OPTION in server.options:
         command.append(f"--{COMPLETE_OPTION}")
     if INPUT_LIMIT_OPTION in server.options:
@@ -428,6 +432,7 @@ def serve(args: argparse.Namespace) -> int:
             names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
             check_ports({k: getattr(config, k) for k in names}, config.host)
             check_shared_memory()
+        remove_regions(target)
         parameters = model_parameters(values, engine, model)
         source = REPOSITORY if engine.disaggregation.role == "mixed" else REPOSITORIES / engine.disaggregation.role
         render_repository(target, parameters, engine.device, source)

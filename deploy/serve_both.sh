@@ -9,10 +9,13 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 [ "${1:-}" = -- ] && shift
 foretoken=$(dirname "$0")/../.venv/bin/foretoken
+# Neither outlives this script when it is killed before it can tell them, where the system can see to that.
+tie=()
+command -v setpriv >/dev/null && setpriv --pdeathsig TERM true 2>/dev/null && tie=(setpriv --pdeathsig TERM)
 
-"$foretoken" gateway ${gateway_options[@]+"${gateway_options[@]}"} &
+${tie[@]+"${tie[@]}"} "$foretoken" gateway ${gateway_options[@]+"${gateway_options[@]}"} &
 gateway=$!
-"$foretoken" serve "$@" &
+${tie[@]+"${tie[@]}"} "$foretoken" serve "$@" &
 server=$!
 told=
 end() { kill "$gateway" "$server" 2>/dev/null; }

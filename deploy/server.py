@@ -23,7 +23,8 @@ INPUT_LIMIT_OPTION = "http-max-input-size"
 COMPLETE_OPTION = "disable-auto-complete-config"
 """The models' configurations are complete. A server that asks for more starts each model's process twice: 3 s more at each start."""
 SAFE_VERSION = (2, 60)
-"""Of Triton (release 25.08). Older ones name their shared memory to any client that sends too much (CVE-2025-23319, -23320, -23334)."""
+"""Of Triton (release 25.08). Older ones name their shared memory to any client that sends too much, and read too much of what clients write there
+(CVE-2025-23319, -23320, -23334: before 25.07), or run what a model's name says (CVE-2025-23316: before 25.08)."""
 HELP_SECONDS = 30
 LOCK_FILE = ".owner"
 """In the repository's folder; the server reads folders only. Who holds its lock owns the folder, and it says who that is."""

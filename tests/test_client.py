@@ -14,11 +14,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
 
 from client import AsyncClient, Client, GenerateError
 from client.http import HttpClient
 from client.loopback import is_loopback, without_proxy
-from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values
+from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values, read_error
 
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy")
 
@@ -133,3 +134,17 @@ def test_a_request_id_that_is_no_text() -> None:
 
 def test_messages_keep_their_characters() -> None:
     assert prompt_values(None, {"messages": [{"role": "user", "content": "é🙂"}]})["messages"] == '[{"role": "user", "content": "é🙂"}]'
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "code"),
+    [
+        ("Stream removed (recvmsg:Connection reset by peer (104))", "StatusCode.UNKNOWN", "UNAVAILABLE"),
+        ("Stub process 'tokenizer_0_0' is not healthy.", "StatusCode.INTERNAL", "UNAVAILABLE"),
+        ("failed to connect to all addresses", "StatusCode.UNAVAILABLE", "UNAVAILABLE"),
+        ("something else", "StatusCode.UNKNOWN", "INTERNAL"),
+    ],
+)
+def test_a_lost_server_is_unavailable(message: str, status: str, code: str) -> None:
+    error = read_error("mine", InferenceServerException(message, status))
+    assert (str(error), error.code) == (f"request 'mine': {message}", code)

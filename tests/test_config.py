@@ -50,6 +50,7 @@ from backend.errors import ConfigError, ModelError
 from deploy import launcher, server
 from deploy.cli import main
 from deploy.server import LaunchError
+from deploy.supervision import processes
 
 NAN, INF = math.nan, math.inf
 HUGE = 10**400  # an integer that no float can hold
@@ -247,13 +248,16 @@ def test_parse_bytes(value: int | str, expected: int) -> None:
 def test_methods_have_one_name_and_many_spellings(given_name: str | None, expected: str) -> None:
     assert normalize_method(given_name) == expected
     assert SpeculativeConfig.from_dict({"method": given_name}).method == expected
-    assert SpeculativeConfig.from_dict({"request_methods": [given_name] if given_name else []}).request_methods == ((expected,) if given_name else ())
+    methods = {"method": "none", "request_methods": [given_name] if given_name else []}
+    assert SpeculativeConfig.from_dict(methods).request_methods == ((expected,) if given_name else ())
     assert SpeculativeConfig(method="mtp", request_methods=("suffix",)).resolve({"method": given_name}).method == expected
 
 
 def test_unknown_methods_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, ngram, suffix, mtp .*did you mean \"ngram\"\?"):
         SpeculativeConfig.from_dict({"method": "n-gram"})
+    with pytest.raises(ConfigError, match=r"method 'best' is not one of none, naive, ngram, suffix, mtp \(case-insensitive\)$"):
+        SpeculativeConfig.from_dict({"method": "best"})
     with pytest.raises(ConfigError, match="method must be"):
         SpeculativeConfig.from_dict({"method": 5})
 
@@ -264,7 +268,58 @@ def test_keys_of_other_engines_are_taken() -> None:
     with pytest.raises(ConfigError, match="max_ngram_size is given twice"):
         SpeculativeConfig.from_dict({"method": "ngram", "prompt_lookup_max": 4, "max_ngram_size": 4})
     with pytest.raises(ConfigError, match="min_ngram_size must be int or null, got '2'"):
-        SpeculativeConfig.from_dict({"prompt_lookup_min": "2"})
+        SpeculativeConfig.from_dict({"method": "ngram", "prompt_lookup_min": "2"})
+
+
+@pytest.mark.parametrize("method", [{}, {"method": None}], ids=["omitted", "null"])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_speculative_tokens": 5}, r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, suffix, mtp$"),
+        ({"prompt_lookup_max": 4}, r".* other keys \(prompt_lookup_max\): .*; prompt_lookup_max is a key of ngram$"),
+        ({"adaptive": False, "model": "/drafter"}, r".* other keys \(adaptive, model\): .*; model is a key of mtp$"),
+        ({"request_methods": ["mtp"]}, r".* other keys \(request_methods\)"),
+    ],
+)
+def test_a_method_is_not_guessed(values: dict[str, Any], message: str, method: dict[str, Any]) -> None:
+    """It meant none, and the other keys were lost without a word."""
+    with pytest.raises(ConfigError, match=f"^speculative_config.{message}"):
+        EngineConfig.from_dict({"speculative_config": values | method})
+    assert SpeculativeConfig.from_dict(method).method == "none", "nothing else is asked for"
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "method"),
+    [
+        ({"method": "mtp", "suffix_decoding_max_tree_depth": 32}, "suffix_decoding_max_tree_depth", "suffix"),
+        ({"method": "ngram", "suffix_decoding_cache_path": "/x.npz"}, "suffix_decoding_cache_path", "suffix"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "num_model_steps": 3}, "num_model_steps", "mtp"),
+        ({"method": "suffix", "mtp_strategy": "with_suffix"}, "mtp_strategy", "mtp"),
+        ({"method": "suffix", "model": "/drafter"}, "model", "mtp"),
+        ({"method": "ngram", "quantization": "wint8"}, "quantization", "mtp"),
+        ({"method": "none", "prompt_lookup_max": 4}, "prompt_lookup_max", "ngram"),
+    ],
+)
+def test_keys_of_methods_that_are_not_loaded_are_refused(values: dict[str, Any], key: str, method: str) -> None:
+    """They would do nothing. A request that may choose the method makes them good."""
+    message = f"speculative_config.{key} has no effect with method {values['method']}: it is a key of {method}; choose that method, or name it in"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig.from_dict({"speculative_config": values})
+    SpeculativeConfig.from_dict(values | {"request_methods": [method]})
+
+
+def test_keys_of_both_parts_of_a_hybrid_are_good() -> None:
+    values = {"method": "mtp", "mtp_strategy": "with_suffix", "suffix_decoding_max_tree_depth": 32, "max_ngram_size": 7}
+    assert SpeculativeConfig.from_dict(values).suffix_decoding_max_tree_depth == 32
+    with pytest.raises(ConfigError, match=r"or take mtp_strategy with_suffix$"):
+        SpeculativeConfig.from_dict(values | {"mtp_strategy": "with_ngram"})
+
+
+def test_a_rate_of_acceptance_is_for_simulation_alone() -> None:
+    values = {"method": "ngram", "simulated_acceptance_rate": 0.5}
+    with pytest.raises(ConfigError, match=r"simulated_acceptance_rate must be left out unless accept_policy is simulated \(it is normal\), got 0.5"):
+        SpeculativeConfig.from_dict(values)
+    assert SpeculativeConfig.from_dict(values | {"accept_policy": "simulated"}).simulated_acceptance_rate == 0.5
 
 
 COUNTS = [0, 17, 10**30, "5", True, 1.0]
@@ -344,7 +399,12 @@ def test_bad_speculative_values_are_refused(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("key", "value"), cases(GOOD_SPECULATIVE))
 def test_good_speculative_values_are_taken(key: str, value: Any) -> None:
-    config = SpeculativeConfig.from_dict({"method": "mtp", key: list(value) if isinstance(value, tuple) else value})
+    others: dict[str, Any] = {"method": "mtp"}
+    if key.startswith("suffix"):
+        others["request_methods"] = ["suffix"]
+    if key == "simulated_acceptance_rate":
+        others["accept_policy"] = "simulated"
+    config = SpeculativeConfig.from_dict({**others, key: list(value) if isinstance(value, tuple) else value})
     assert getattr(config, key) == (1 if key == "num_speculative_tokens" and value is None else value)
     if isinstance(value, str) and key not in ("model", "suffix_decoding_cache_path"):
         assert getattr(SpeculativeConfig.from_dict({"method": "mtp", key: value.upper()}), key) == value, "in any case"
@@ -396,9 +456,14 @@ def test_unknown_speculative_keys_name_the_nearest(key: str, nearest: str | None
 
 
 def test_a_drafters_tensor_parallelism_is_one_or_the_targets() -> None:
-    assert EngineConfig.from_dict({"speculative_config": {"draft_tensor_parallel_size": 1}}).speculative_config.draft_tensor_parallel_size == 1
+    assert (
+        EngineConfig.from_dict(
+            {"speculative_config": {"method": "mtp", "draft_tensor_parallel_size": 1}}
+        ).speculative_config.draft_tensor_parallel_size
+        == 1
+    )
     with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size must be 1 or the target's tensor_parallel_size \(1\), got 2"):
-        EngineConfig.from_dict({"speculative_config": {"draft_tensor_parallel_size": 2}})
+        EngineConfig.from_dict({"speculative_config": {"method": "mtp", "draft_tensor_parallel_size": 2}})
 
 
 def counts(**values: Any) -> tuple[int | None, int | None]:
@@ -436,7 +501,7 @@ def test_drafts_are_raised_to_the_models_steps_and_it_is_said(caplog: pytest.Log
         assert counts(method="mtp", num_speculative_tokens=2, num_model_steps=3) == (3, 3)
     assert "num_speculative_tokens 2 is raised to num_model_steps 3" in caplog.text
     caplog.clear()
-    assert counts(method="ngram", num_speculative_tokens=2, num_model_steps=3) == (2, 3), "another method has no model"
+    assert counts(method="ngram", num_speculative_tokens=2, num_model_steps=3, request_methods=["mtp"]) == (2, 3), "its own drafts are no model's"
     assert not caplog.records
 
 
@@ -459,7 +524,8 @@ def test_settled_values_stay_as_they_are(values: dict[str, Any]) -> None:
     try:
         config = SpeculativeConfig.from_dict(values)
     except ConfigError as error:
-        assert "ngram_size" in str(error), "each value is good by itself; only these two depend on each other"
+        depends = ("ngram_size", "has no effect", "method must be given", "unless accept_policy")
+        assert any(words in str(error) for words in depends), "each value is good by itself; only these depend on others"
         return
     assert dataclasses.replace(config) == config == SpeculativeConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config))))
     count, steps = config.num_speculative_tokens, config.num_model_steps
@@ -468,14 +534,15 @@ def test_settled_values_stay_as_they_are(values: dict[str, Any]) -> None:
 
 
 def test_verify_strategy_in_any_case() -> None:
-    assert SpeculativeConfig.from_dict({"verify_strategy": "Target_Match"}).verify_strategy == "target_match"
+    assert SpeculativeConfig.from_dict({"method": "none", "verify_strategy": "Target_Match"}).verify_strategy == "target_match"
 
 
-def test_naive_drafts_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("method", ["none", "naive"])
+def test_what_drafts_nothing_says_so(caplog: pytest.LogCaptureFixture, method: str) -> None:
     with caplog.at_level(logging.WARNING):
-        config = SpeculativeConfig.from_dict({"method": "naive", "num_speculative_tokens": 5})
+        config = SpeculativeConfig.from_dict({"method": method, "num_speculative_tokens": 5})
     assert config.num_speculative_tokens == 0
-    assert "naive" in caplog.text and "num_speculative_tokens 5 is set to 0" in caplog.text
+    assert method in caplog.text and "num_speculative_tokens 5 is set to 0" in caplog.text
 
 
 def test_nothing_is_said_when_nothing_is_overridden(caplog: pytest.LogCaptureFixture) -> None:
@@ -491,7 +558,7 @@ def test_nothing_is_said_when_nothing_is_overridden(caplog: pytest.LogCaptureFix
     [
         ({}, ("none", "naive")),
         ({"method": "none"}, ("none", "naive")),
-        ({"request_methods": ["none"]}, ("none", "naive")),
+        ({"method": "none", "request_methods": ["none"]}, ("none", "naive")),
         ({"method": "naive"}, ("naive", "ngram", "none")),
         ({"method": "ngram"}, ("ngram", "none", "naive")),
         ({"method": "suffix"}, ("suffix", "ngram", "none", "naive")),
@@ -499,7 +566,7 @@ def test_nothing_is_said_when_nothing_is_overridden(caplog: pytest.LogCaptureFix
         ({"method": "mtp", "mtp_strategy": "with_ngram"}, ("mtp", "ngram", "none", "naive")),
         ({"method": "mtp", "mtp_strategy": "with_suffix"}, ("mtp", "suffix", "ngram", "none", "naive")),
         ({"method": "mtp", "request_methods": ["Suffix", "deepseek_mtp"]}, ("mtp", "suffix", "ngram", "none", "naive")),
-        ({"request_methods": ["mtp"]}, ("none", "mtp", "ngram", "naive")),
+        ({"method": "none", "request_methods": ["mtp"]}, ("none", "mtp", "ngram", "naive")),
     ],
 )
 def test_loaded_methods(values: dict[str, Any], expected: tuple[str, ...]) -> None:
@@ -596,6 +663,7 @@ def test_a_request_may_choose_how_the_model_drafts(config: SpeculativeConfig, ch
         (MTP, {"mtp_strategy": "with_suffix"}, "mtp_strategy with_suffix needs method suffix, which is not loaded"),
         (MTP, {"mtp_strategy": "with_mtp"}, "speculative.mtp_strategy must be one of default, with_ngram, with_suffix, got 'with_mtp'"),
         (MTP, {"mtp_strategy": None}, "speculative.mtp_strategy must be one of .*got None"),
+        (MTP, {"method": "ngram", "mtp_strategy": "with_ngram"}, "mtp_strategy has no effect with method ngram: it is a key of mtp"),
     ],
 )
 def test_a_request_may_choose_wrongly(config: SpeculativeConfig, choice: object, message: str) -> None:
@@ -1060,7 +1128,7 @@ def test_a_drafters_folder_is_made_absolute(foreign: Path, drafter: Path, monkey
 def test_in_process_renders_no_drafter(foreign: Path, drafter: Path) -> None:
     for placement in ("auto", "in_process"):
         assert set(told({"speculative_config": {"method": "mtp", "model": str(drafter), "placement": placement}}, foreign)) == {"decode", "tokenizer"}
-    assert set(told({"speculative_config": {"method": "ngram", "placement": "bls"}}, foreign)) == {"decode", "tokenizer"}, "nobody would call it"
+    assert set(told({"speculative_config": {"method": "ngram"}}, foreign)) == {"decode", "tokenizer"}, "nobody would call it"
 
 
 @pytest.mark.parametrize(
@@ -1116,6 +1184,7 @@ def test_server_command() -> None:
     expected = {"--model-repository=/repo", "--http-port=1", "--grpc-port=2", "--metrics-port=3", "--backend-directory=/state/backends"}
     assert expected <= set(command)
     assert {"--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--metrics-address=127.0.0.1", "--log-verbose=1"} <= set(command)
+    assert {f"--backend-config=python,shm-{what}-byte-size=8388608" for what in ("default", "growth")} <= set(command)
     assert environment["LD_LIBRARY_PATH"].split(":")[:2] == ["/lib/a", "/lib/b"]
     assert environment["PATH"].split(":")[0] == str(Path(sys.executable).parent), "the stub runs the first python3 on PATH"
     assert not any("--backend-directory" in part for part in launcher.server_command(server.Server(Path("/t")), config, Path("/repo"), "k")[0])
@@ -1188,6 +1257,24 @@ def test_a_folder_has_one_owner(state: Path, tmp_path: Path, capsys: pytest.Capt
     finally:
         os.close(lock)
     assert main(["serve", "--dry-run", f"--repository={target}"]) == 0 and not marker.exists()
+
+
+def test_what_a_killed_server_left_of_its_shared_memory_is_removed(state: Path, tmp_path: Path) -> None:
+    """By the next one on its folder; nothing else is, whatever the folder says."""
+    folder = tmp_path / "repository"
+    assert main(["serve", "--dry-run", f"--repository={folder}"]) == 0
+    own, other = (processes.SHARED_MEMORY_FOLDER / f"{name}{os.getpid()}" for name in (processes.REGION, "of_somebody_else_"))
+    beyond = tmp_path / processes.REGION
+    for path in (own, other, beyond):
+        path.write_bytes(b"x")
+    try:
+        processes.note_regions(folder, [own.name, other.name, f"{processes.REGION}/../../{beyond}", "", str(beyond)])
+        assert main(["serve", "--dry-run", f"--repository={folder}"]) == 0
+        assert not own.exists() and other.exists() and beyond.exists()
+        assert not (folder / processes.REGIONS_FILE).exists()
+    finally:
+        for path in (own, other):
+            path.unlink(missing_ok=True)
 
 
 def test_a_folder_that_cannot_be_owned(tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1366,7 +1453,7 @@ def test_another_models_default_is_plain_decoding(state: Path, foreign: Path, ca
         (["--speculative-config", "ngram"], "speculative_config is not valid JSON"),
         (["--speculative-config", '{"method": "mtp", "model": "/no/drafter"}'], "model folder /no/drafter does not exist"),
         (["--speculative-config", '{"method": "mtp", "quantization": "int8"}'], "quantization must be one of wint8, wint4, fp8, got 'int8'"),
-        (["--speculative-config", '{"draft_tensor_parallel_size": 2}'], "draft_tensor_parallel_size must be 1 or the target's"),
+        (["--speculative-config", '{"method": "mtp", "draft_tensor_parallel_size": 2}'], "draft_tensor_parallel_size must be 1 or the target's"),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: No such file"),
     ],
 )

@@ -364,7 +364,7 @@ def test_nodes_that_do_not_fit(cluster: Cluster, llm_all: LLM, caplog, there, re
 
 
 def test_a_method_that_the_prefill_node_lacks(cluster: Cluster, llm_all: LLM) -> None:
-    other = cluster.make("prefill", engine={"speculative_config": {**EVERY_METHOD, "request_methods": []}})
+    other = cluster.make("prefill", engine={"speculative_config": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}})
     here = cluster.make("decode")
     cluster.see(here, other)
     (prompt,) = prompts_of(llm_all, 1, seed=53)

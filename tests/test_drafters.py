@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import logging
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from backend.drafters import remote
 from backend.drafters.calls import DraftCall, DraftError, DraftReply
 from backend.drafters.mtp import MtpDrafter
 from backend.drafters.remote_service import RemoteDrafterService
+from backend.drafters.suffix import SuffixLookup
 from backend.engine import Engine
 from backend.errors import ConfigError, ModelError
 from backend.models import load_model as load_served
@@ -188,6 +190,24 @@ def test_any_drafter_on_the_host_may_raise(llm_all, llm_ahead, plain, monkeypatc
     assert outputs == plain and engine.scheduler.num_open == 0
     assert engine.drafters.faults.failures[choice["method"]] > failed[choice["method"]]
     assert engine.metrics.draft_tokens["ngram"] > drafted
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_drafting_on_the_host_is_time_of_drafting(llm_all, llm_ahead, monkeypatch, is_ahead):
+    """On /metrics, and for the choice of how many drafts are worth it: they looked free."""
+    own = llm_ahead if is_ahead else llm_all
+    lookup, num_calls = SuffixLookup.lookup_scored, 0
+
+    def slow(self: SuffixLookup, *arguments: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        time.sleep(0.02)
+        return lookup(self, *arguments)
+
+    monkeypatch.setattr(SuffixLookup, "lookup_scored", slow)
+    before = own.engine.metrics.propose_seconds
+    own.generate("x = [1, 2, 3, 1, 2, 3, ", greedy(12), speculative={"method": "suffix"}, use_tqdm=False)
+    assert num_calls > 1 and own.engine.metrics.propose_seconds - before >= 0.02 * num_calls
 
 
 def test_backlogs_longer_than_a_call_are_taken_in_parts(service, plain, monkeypatch):

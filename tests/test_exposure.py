@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from client import Client
+from client.gateway import cli as gateway
 from deploy.supervision.processes import is_running, read_state
 from tests.servers import RunningServer, ServerPool
 
@@ -88,6 +90,9 @@ def test_only_this_machine_reaches_it(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for kind in ("http", "grpc", "metrics"):
         assert f"--{kind}-address=127.0.0.1" in result.stdout
+    parser = argparse.ArgumentParser()
+    gateway.add_arguments(parser)
+    assert parser.parse_args([]).host == "127.0.0.1", "nor the gateway, which lets in whoever comes unless it is given keys"
 
 
 @pytest.fixture

@@ -541,7 +541,9 @@ class TestKeysAndOrigins:
 
         (tmp_path / "keys").write_text("# nobody\n")
         assert main(["gateway", f"--api-keys={tmp_path / 'keys'}"]) == 2 and "has no key" in capsys.readouterr().err
-        assert main(["gateway", f"--api-keys={tmp_path / 'none'}"]) == 2
+        (tmp_path / "latin").write_bytes("clé".encode("latin-1"))
+        for path in (tmp_path / "none", tmp_path, tmp_path / "latin"):
+            assert main(["gateway", f"--api-keys={path}"]) == 2 and f"--api-keys {path}: " in capsys.readouterr().err
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def test_the_gateway_is_an_extra() -> None:
 
 
 def test_deploy_imports_configuration_at_most() -> None:
-    allowed = ("deploy", "backend.config", "backend.errors", "backend.model_files", "backend.model_checks")
+    allowed = ("deploy", "backend.config", "backend.section", "backend.errors", "backend.model_files", "backend.model_checks")
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
     bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py", "deploy/load/locustfile.py"))]
     bad = [i for i in bad if (i.file, i.module) != ("deploy/cli.py", "training.train_mtp")]  # `foretoken train-mtp` is that program
@@ -169,7 +169,7 @@ def test_adapters_alone_know_triton() -> None:
     assert any(i.is_in("triton_python_backend_utils") for i in imports_of("backend/adapters"))
 
 
-PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "errors")
+PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "section", "errors")
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -193,6 +193,7 @@ def test_the_planner_handles_integers() -> None:
 
 LEVELS = (
     ("errors", "core"),
+    ("section",),
     ("config", "model_files", "chat_template", "detokenizer", "metrics"),
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "models", "model_checks"),
     ("prefix_cache", "drafters"),
@@ -262,7 +263,7 @@ def test_only_drafters_name_methods() -> None:
 
 
 def test_drafters_import_what_they_draft_with() -> None:
-    names = ("drafters", "core", "config", "errors", "models", "kv_store", "model_files", "pages", "parallel")
+    names = ("drafters", "core", "config", "section", "errors", "models", "kv_store", "model_files", "pages", "parallel")
     allowed = (*(f"backend.{name}" for name in names), "kernels")
     none_of([i for i in of_project(imports_of("backend/drafters")) if not i.is_in(*allowed)], "a drafter knows neither engine nor scheduler")
 

@@ -46,6 +46,17 @@ def test_a_server_that_ends_takes_the_gateway_with_it(tmp_path: Path, root: Path
     assert "gateway ended" in log and "make serve: the server ended; stopping the gateway" in log
 
 
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="it needs util-linux's setpriv")
+def test_neither_outlives_a_script_that_is_killed(tmp_path: Path, root: Path) -> None:
+    process = make_serve(tmp_path, root, STAY.format(name="gateway"), STAY.format(name="server"))
+    log = tmp_path / "log"
+    assert wait_until(lambda: "gateway runs" in log.read_text() and "server runs" in log.read_text())
+    (script,) = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    subprocess.run(["kill", "-KILL", script], check=True)
+    assert process.wait(30) != 0
+    assert wait_until(lambda: "gateway ended" in log.read_text() and "server ended" in log.read_text())
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_both_end_when_told_to(tmp_path: Path, root: Path, sent: signal.Signals) -> None:
     process = make_serve(tmp_path, root, STAY.format(name="gateway"), STAY.format(name="server"))

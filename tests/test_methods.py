@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -364,6 +365,26 @@ def test_strategies_run_mixed_with_exact_requests(llm, prompts, plain, answered_
             for mine, alone in zip(own, answered_alone[name]):
                 assert (mine.token_ids, mine.sources, drafted(mine)) == (alone.token_ids, alone.sources, drafted(alone)), name
         assert all(len(o.token_ids) == TOKENS for o in own)
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_topp_draws_from_its_candidates_with_and_without_drafts(llm, prompts, method):
+    """Steps with none drew from the whole nucleus, so that what could come depended on how many drafts a step had room for."""
+    sampling = {"max_tokens": TOKENS, "temperature": 1.8, "ignore_eos": True, "logprobs": 20}
+    choice = {"method": method, "verify_strategy": "topp"}
+    outputs = run(llm, [Asked(p, SamplingParams(seed=i, **sampling), choice) for i, p in enumerate(prompts[:16])])
+    ranks = [sum(logprob > own.logprob for _, logprob in own.top) for o in outputs for own in o.logprobs]
+    assert max(ranks) == llm.engine.config.speculative_config.max_candidate_len - 1, "the tail beyond is likely at this temperature"
+
+
+def test_topp_without_drafts_draws_as_the_target_does(llm):
+    """With the noise of the request's seed: from no more candidates than there are, the tokens of plain decoding."""
+    rng = random.Random(4)
+    asked = [(rng.sample(range(100, 4000), 12), SamplingParams(max_tokens=8, top_k=5, seed=i, ignore_eos=True)) for i in range(32)]
+    plain = run(llm, [Asked(p, s, PLAIN) for p, s in asked])
+    found = run(llm, [Asked(p, s, {"method": "ngram", "verify_strategy": "topp"}) for p, s in asked])
+    undrafted = [(mine.token_ids, other.token_ids) for mine, other in zip(found, plain) if not mine.stats.drafted]
+    assert len(undrafted) > 8 and all(mine == other for mine, other in undrafted)
 
 
 def test_greedy_requests_do_not_depend_on_the_strategy(llm, texts):

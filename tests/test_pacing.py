@@ -146,6 +146,20 @@ def test_plain_requests_are_left_alone():
     pacer.choose([])
 
 
+def test_what_accepts_any_likely_draft_is_not_paced():
+    """Its answers would follow the load. The others in its batch are paced all the same, and know what it costs."""
+    pacer = Pacer()
+    machine = Machine(compute_bound, 0.0, 0.0, pacer)
+    taken = make_requests(8)
+    for request in taken[:4]:
+        request.speculation = Speculation("mtp", 5, "topp")
+    machine.speed(taken, 300)
+    assert [pacer.limit(r) for r in taken] == [5] * 4 + [0] * 4
+    pacer = Pacer()
+    pacer.choose(taken[:4])
+    assert pacer.limit(taken[0]) == 5
+
+
 # -- how much of a prompt a step takes ---------------------------------------------------------------------------------
 
 

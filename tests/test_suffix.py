@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import logging
 import random
+import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 from arctic_inference.suffix_decoding import SuffixDecodingCache
 
 from backend.core import Request, SamplingParams
-from backend.drafters import suffix
+from backend.drafters import answer_file, suffix
 from backend.drafters.suffix import SuffixLookup
 from backend.errors import ConfigError
 
@@ -473,7 +476,7 @@ def test_saved_answers_come_back(make: Make, tmp_path: Path, caplog: pytest.LogC
     assert sum(len(tokens) for tokens, _ in expected) > 100
     counts = (first.num_cached_requests, first.num_cached_tokens)
     first.close()
-    assert [p.name for p in path.parent.iterdir()] == ["cache"]
+    assert {p.name for p in path.parent.iterdir()} == {"cache", "cache.lock"}
 
     caplog.clear()
     second = make(cache_path=str(path), fingerprint="model")
@@ -516,7 +519,7 @@ def test_an_open_request_is_saved_too(make: Make, tmp_path: Path) -> None:
 
 def save(path: Path, **changes: object) -> None:
     content: dict[str, object] = {
-        "version": np.array(suffix.FILE_VERSION),
+        "version": np.array(answer_file.FILE_VERSION),
         "fingerprint": np.array("model"),
         "lengths": np.array([2, 3]),
         "token_ids": np.arange(5, dtype=np.int32),
@@ -584,7 +587,10 @@ def test_an_unreadable_file(damage: str, make: Make, tmp_path: Path, caplog: pyt
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"fingerprint": np.array("another")}, "'another'"), ({"version": np.array(suffix.FILE_VERSION + 1)}, f"version {suffix.FILE_VERSION + 1}")],
+    [
+        ({"fingerprint": np.array("another")}, "'another'"),
+        ({"version": np.array(answer_file.FILE_VERSION + 1)}, f"version {answer_file.FILE_VERSION + 1}"),
+    ],
 )
 def test_a_foreign_file(changes: dict[str, object], reason: str, make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "cache"
@@ -619,7 +625,148 @@ def test_a_folder_in_the_way(make: Make, tmp_path: Path, caplog: pytest.LogCaptu
     drafter.close()
     assert len(warnings(caplog)) == 2
     assert all(str(path) in message for message in warnings(caplog))
-    assert list(tmp_path.iterdir()) == [path]
+    assert {p.name for p in tmp_path.iterdir()} == {"cache", "cache.lock"}
+
+
+# -- a file while its servers run ------------------------------------------------------------------------------------------------
+
+
+def answers_in(path: Path) -> list[list[int]]:
+    return [a.tolist() for a in answer_file._read(str(path), "model")]
+
+
+def test_answers_are_saved_while_the_server_runs(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that is killed has lost what came since."""
+    monkeypatch.setattr(suffix, "SAVE_SECONDS", 0.05)
+    path = tmp_path / "cache"
+    drafter = make(cache_path=str(path), fingerprint="model")
+    answer(drafter, PROMPT, ANSWER)
+    wait_for(path.is_file)
+    saved = path.stat().st_mtime_ns
+    time.sleep(0.3)
+    assert path.stat().st_mtime_ns == saved, "nothing came, and nothing is written"
+    assert drafts_after(make(cache_path=str(path), fingerprint="model"), ANSWER[:5]) == ANSWER[5:10]
+    other = list(range(500, 520))
+    answer(drafter, PROMPT, other)
+    wait_for(lambda: other in answers_in(path))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    ending = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ending, "it did not come about"
+        time.sleep(0.01)
+
+
+def texts(begin: int, count: int) -> list[list[int]]:
+    return [list(range(begin + 100 * i, begin + 100 * i + 20)) for i in range(count)]
+
+
+def test_servers_with_one_file_keep_each_others_answers(make: Make, tmp_path: Path) -> None:
+    """The last one to save used to replace those of the others."""
+    path = tmp_path / "cache"
+    known, of_first, of_second = texts(1000, 2), texts(5000, 3), texts(9000, 2)
+    before = make(cache_path=str(path), fingerprint="model")
+    for tokens in known:
+        answer(before, PROMPT, tokens)
+    before.close()
+    first, second = (make(cache_path=str(path), fingerprint="model") for _ in range(2))
+    for drafter, own in ((first, of_first), (second, of_second)):
+        for tokens in own:
+            answer(drafter, PROMPT, tokens)
+    first._save()
+    second._save()
+    assert sorted(answers_in(path)) == sorted([*known, *of_first, *of_second])
+    late = texts(20000, 1)[0]
+    answer(first, PROMPT, late)
+    first.close()
+    second.close()
+    assert sorted(answers_in(path)) == sorted([*known, *of_first, *of_second, late])
+    assert make(cache_path=str(path), fingerprint="model").num_cached_requests == 8
+
+
+def test_what_a_server_drops_leaves_the_file_and_others_stay(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    small, other = make(cache_path=str(path), fingerprint="model", max_cached_requests=2), make(cache_path=str(path), fingerprint="model")
+    (kept,) = texts(9000, 1)
+    answer(other, PROMPT, kept)
+    other._save()
+    own = texts(1000, 4)
+    for tokens in own:
+        answer(small, PROMPT, tokens)
+        small._save()
+    assert sorted(answers_in(path)) == sorted([*own[2:], kept])
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(1000, [1, 2, 3, 11, 12]), (60, [2, 3, 12]), (20, [3]), (45, [3, 12])])
+def test_the_newest_answers_of_all_share_the_room(max_tokens: int, expected: list[int]) -> None:
+    """No server's fill the file alone."""
+    own, others = ([array("i", [n] * 20) for n in numbers] for numbers in ((1, 2, 3), (11, 12)))
+    merged = answer_file._merge(own, others, max_tokens)
+    assert sorted(a[0] for a in merged) == expected
+    assert merged[-1][0] == 3, "the newest come last"
+
+
+def test_a_lock_that_is_held(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By a server that was stopped just then: this one goes on, and saves later."""
+    monkeypatch.setattr(answer_file, "LOCK_SECONDS", 0.1)
+    path = tmp_path / "cache"
+    drafter = make(cache_path=str(path), fingerprint="model")
+    answer(drafter, PROMPT, ANSWER)
+    with open(f"{path}.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        drafter._save()
+        (message,) = warnings(caplog)
+        assert f"not saved to {path}: another server has held its lock ({path}.lock) for 0.1 s" in message and not path.exists()
+    drafter.close()
+    assert answers_in(path) == [ANSWER]
+
+
+def test_a_server_of_another_model_with_the_same_file(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither replaces the other's answers again and again."""
+    path = tmp_path / "cache"
+    first, second = make(cache_path=str(path), fingerprint="model"), make(cache_path=str(path), fingerprint="another")
+    for drafter in (first, second):
+        answer(drafter, PROMPT, ANSWER)
+    first.close()
+    second.close()
+    (message,) = warnings(caplog)
+    assert "another server writes there, give each model a suffix_decoding_cache_path of its own" in message and str(path) in message
+    assert answers_in(path) == [ANSWER]
+
+
+SAVING = """
+import sys
+from backend.core import Request, SamplingParams
+from backend.drafters import suffix
+suffix.SAVE_SECONDS = 0.02
+path, number = sys.argv[1], int(sys.argv[2])
+drafter = suffix.SuffixLookup(cache_path=path, fingerprint="model", max_cached_tokens=4000)
+for i in range(10**9):
+    request = Request(str(i), [1, 2], SamplingParams())
+    drafter.start(request)
+    request.token_ids += [number] * (1 + i % 50)
+    drafter.stop(request)
+    print(i, flush=True)
+"""
+
+
+def test_servers_that_are_killed_while_they_save_leave_a_sound_file(root: Path, tmp_path: Path) -> None:
+    path, rng = tmp_path / "cache", random.Random(0)
+    for _ in range(2):
+        processes = [
+            subprocess.Popen([sys.executable, "-c", SAVING, str(path), str(number)], cwd=root, stdout=subprocess.PIPE, text=True)
+            for number in (101, 102)
+        ]
+        for process in processes:
+            assert process.stdout is not None
+            for _ in range(rng.randint(20, 300)):
+                assert process.stdout.readline()
+        wait_for(lambda: path.is_file() and {token for tokens in answers_in(path) for token in tokens} == {101, 102})
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert {token for tokens in answers_in(path) for token in tokens} == {101, 102}, "both servers' answers"
 
 
 # -- the thread -----------------------------------------------------------------------------------------------------------------

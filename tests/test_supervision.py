@@ -12,12 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +21,8 @@ import pytest
 from backend import LLM
 from backend.core import Delta
 from backend.errors import EngineError
-from client import AsyncClient, Chunk, Client, GenerateError, HttpClient
-from deploy.demo import FORETOKEN, free_ports, running_gateway
+from client import AsyncClient, Client, GenerateError, HttpClient
+from deploy.demo import running_gateway
 from deploy.launcher import RESTRICTED_APIS
 from deploy.supervision import watch
 from deploy.supervision.probe import progress_pattern
@@ -34,17 +30,20 @@ from deploy.supervision.processes import Stub, find_stubs, has_children, hide_ar
 from deploy.supervision.watch import Backoff, ModelState, RestartBudget
 from tests.conftest import greedy
 from tests.servers import RunningServer, serve
-
-PROMISE_SECONDS = 5.0
-STUCK_SECONDS = 15.0
-"""backend/adapters/stub.py, which only the server's stub can import."""
-SLACK_SECONDS = 1.0
-"""For two cores that others use too."""
-MODELS = ("decode", "tokenizer", "mtp_drafter")
-SPECULATIVE = {"method": "mtp", "num_speculative_tokens": 3, "placement": "bls"}
-LONG = {"max_tokens": 1900, "temperature": 0.0, "ignore_eos": True, "speculative": {"method": "none"}}
-SHORT = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-
+from tests.supervised import (
+    LONG,
+    MODELS,
+    SHORT,
+    SPECULATIVE,
+    Gateway,
+    Stream,
+    Supervised,
+    assert_serves,
+    assert_told,
+    open_streams,
+    start,
+    wait_for,
+)
 
 # -- the parts ------------------------------------------------------------------------------------------------------------------
 
@@ -177,148 +176,16 @@ def test_the_engine_refuses_ends_and_answers() -> None:
 # -- on a server ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Supervised:
-    server: RunningServer
-    status_port: int
-
-    def get(self, path: str) -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.status_port}{path}", timeout=10) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def health(self) -> tuple[int, dict]:
-        status, text = self.get("/health")
-        return status, json.loads(text)
-
-    def counts(self) -> dict[str, int]:
-        """Restarts by model, and the server's."""
-        text = self.get("/metrics")[1]
-        found = {m[1]: int(float(m[2])) for m in re.finditer(r'^foretoken_model_restarts_total\{model="(\w+)"\} (\S+)$', text, re.MULTILINE)}
-        total = re.search(r"^foretoken_server_restarts_total (\S+)$", text, re.MULTILINE)
-        assert total is not None
-        return {**found, "server": int(float(total[1]))}
-
-    @property
-    def pid(self) -> int:
-        """Of tritonserver."""
-        return self.server.pid
-
-    def stub(self, model: str) -> int:
-        (stub,) = (s for s in find_stubs(self.pid) if s.model == model)
-        return stub.pid
-
-    def await_ready(self, seconds: float = 90) -> None:
-        wait_for(lambda: self.health()[0] == 200 and all(m["state"] == "up" for m in self.health()[1]["models"].values()), "readiness", seconds)
-
-
-def wait_for(condition, what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come about in {seconds} s"
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def start(folder: Path, *options: str, program: Sequence[str] = FORETOKEN) -> Iterator[Supervised]:
-    (port,) = free_ports(1)
-    own = (f"--status-port={port}", f"--speculative-config={json.dumps(SPECULATIVE)}")
-    with serve(folder / "log", *own, *options, program=program) as running:
-        supervised = Supervised(running, port)
-        supervised.await_ready()
-        yield supervised
-
-
 @pytest.fixture(scope="module")
 def supervised(tmp_path_factory) -> Iterator[Supervised]:
     with start(tmp_path_factory.mktemp("supervision"), "--hang-seconds=3", "--max-restarts=20") as running:
         yield running
 
 
-@dataclass(frozen=True)
-class Gateway:
-    """A gateway before the server, as its clients see it."""
-
-    address: str
-
-    def health(self) -> int:
-        try:
-            return urllib.request.urlopen(f"{self.address}/health", timeout=30).status
-        except urllib.error.HTTPError as error:
-            return error.code
-
-    def stream(self, prompt: str, **values) -> Iterator[Chunk]:
-        body = json.dumps({"prompt": prompt, "stream": True, "return_tokens": True, **values}).encode()
-        request = urllib.request.Request(f"{self.address}/v1/completions", body, {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=60) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise GenerateError(event["error"]["message"], event["error"]["code"])
-                    yield Chunk(token_ids=event["choices"][0]["token_ids"])
-        assert line == b"data: [DONE]\n"
-
-
 @pytest.fixture(scope="module")
 def gateway(supervised, tmp_path_factory) -> Iterator[Gateway]:
     with running_gateway(tmp_path_factory.mktemp("gateway") / "log", supervised.server.grpc) as (address, _):
         yield Gateway(address)
-
-
-@dataclass
-class Stream:
-    """One client's stream, in a thread."""
-
-    client: Client | HttpClient | Gateway
-    values: dict
-    num_tokens: int = 0
-    error: GenerateError | None = None
-    ended: float = 0.0
-    has_begun: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            for chunk in self.client.stream("x = ", **self.values):
-                self.num_tokens += len(chunk.token_ids)
-                self.has_begun.set()
-        except GenerateError as error:
-            self.error = error
-        self.ended = time.monotonic()
-        self.has_begun.set()
-
-
-def open_streams(server: RunningServer, gateway: Gateway | None = None, **values) -> list[Stream]:
-    """Two of gRPC, two of HTTP, to decode and to the ensemble, and one through the gateway; all have begun."""
-    clients: list[Client | HttpClient | Gateway] = [gateway] if gateway is not None else []
-    for model in ("decode", "generate"):
-        clients += [Client(server.grpc, model=model), HttpClient(server.http, model=model)]
-    streams = [Stream(client, {**LONG, **values}) for client in clients]
-    for stream in streams:
-        assert stream.has_begun.wait(30) and stream.error is None, stream.error
-    return streams
-
-
-def assert_told(streams: list[Stream], since: float) -> None:
-    """Each has its error in time, and it names the request."""
-    for stream in streams:
-        stream.thread.join(max(0.0, since + PROMISE_SECONDS + SLACK_SECONDS - time.monotonic()))
-        assert stream.ended, "a client still waits"
-        assert re.match(r"request '[0-9a-f]{32}': ", str(stream.error)), stream.error
-        assert stream.ended - since < PROMISE_SECONDS + SLACK_SECONDS
-
-
-def assert_serves(server: RunningServer) -> None:
-    wait_for(Client(server.grpc).is_ready, "a connection", 5)  # gRPC tries again once a second
-    for model in ("decode", "generate"):
-        assert len(Client(server.grpc, model=model).generate("x = ", **SHORT)[0].token_ids) == 8
-        assert HttpClient(server.http, model=model).generate("x = ", **SHORT)[0].finish_reason == "length"
 
 
 def test_health_and_metrics_tell_the_truth_of_a_healthy_server(supervised):
@@ -606,15 +473,6 @@ def test_giving_up_ends_with_an_error_and_leaves_nothing(tmp_path):
         log = supervised.server.log.read_text("utf-8", "replace")
         assert "the server ended (exit status 137); not started again (max_restarts is 0)" in log
         wait_for(lambda: not any(map(is_running, pids)), "the end of all its processes", 5)
-
-
-def test_nothing_outlives_the_supervisor(tmp_path):
-    """Not even a model in the middle of an answer, when it is killed before it can do anything."""
-    with start(tmp_path) as supervised:
-        streams, pids = open_streams(supervised.server), [supervised.pid, *(s.pid for s in find_stubs(supervised.pid))]
-        supervised.server.process.kill()
-        assert_told(streams, time.monotonic())
-        wait_for(lambda: not any(map(is_running, pids)), "the end of all its processes", STUCK_SECONDS + 10)
 
 
 def test_a_second_signal_ends_it_at_once(supervised):

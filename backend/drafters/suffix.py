@@ -13,6 +13,8 @@ long as it took: removals first, then prompts (in turns), then what waits for th
 for one slice, under a millisecond as a rule, so the engine's thread simply takes it. Removal cannot be cut, and a dropped tree is freed at once: so
 a long text is held in overlapping pieces, and each is a slice of work when it goes, of about 1 ms (1 of 400: 14 ms).
 
+Answers are saved to a file every SAVE_SECONDS and at the end, by a second thread, which waits for the disk.
+
 Memory: about 340 bytes per token in a tree. The shared tree keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
 out first; the open requests' own trees are as long as they are.
 """
@@ -21,19 +23,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from backend.core import Request
+from backend.drafters.answer_file import AnswerFile
 from backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ SLICE_TOKENS = 256
 """What one call inserts."""
 PIECE_TOKENS = 1024
 """What one call removes."""
-FILE_VERSION = 1
+SAVE_SECONDS = 120.0
+"""Between two times that answers are saved: a server that is killed loses no more than came since."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,15 +76,11 @@ class _Open:
     is_queued: bool = False
 
 
-class _ForeignError(ValueError):
-    """A sound cache file of another model or format."""
-
-
 class SuffixLookup:
     """Drafts as long as the match allows: none for a text without repetition, dozens of tokens in a copied one.
 
     `max_tree_depth`: longest match plus draft, tokens. `max_cached_requests`: answers in the shared tree; -1: no limit but `max_cached_tokens`;
-    0: no shared tree. `cache_path`: file that `close` saves the answers to and that a later drafter with the same `fingerprint` (which names
+    0: no shared tree. `cache_path`: file that the answers are saved to and that a later drafter with the same `fingerprint` (which names
     model and tokenizer) starts from; a file that cannot be used costs a warning. Raises ConfigError where arctic-inference is not installed.
     """
 
@@ -115,9 +113,8 @@ class SuffixLookup:
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
         self._is_sharing = max_cached_requests != 0
-        self._cache_path = cache_path if self._is_sharing else None
-        self._fingerprint = fingerprint
-        self._is_unreadable = False
+        self._file = AnswerFile(cache_path, fingerprint) if cache_path is not None and self._is_sharing else None
+        self._num_shared = self._num_saved = 0  # tokens of answers that ever came here, and those that the file has or had
 
         self._open: dict[Request, _Open] = {}
         self._num_reserved = 0  # tokens of the open requests that are in trees, or queued
@@ -130,12 +127,16 @@ class SuffixLookup:
         self._removals: deque[tuple[Any, int]] = deque()  # tree, piece; the thread's work, in this order
         self._behind: deque[_Open] = deque()
         self._unshared: deque[_Text] = deque()
-        self._is_closed = False
+        self._is_closed = self._is_broken = False
         self._wake = threading.Condition(threading.Lock())
-        if self._cache_path is not None:
-            self._restore(self._cache_path)
+        self._has_ended = threading.Event()
+        if self._file is not None:
+            self._restore(self._file.read())
         self._thread = threading.Thread(target=self._run, name="suffix", daemon=True)
         self._thread.start()
+        self._saver = threading.Thread(target=self._save_at_times, name="suffix file", daemon=True)
+        if self._file is not None:
+            self._saver.start()
 
     @property
     def num_cached_requests(self) -> int:
@@ -215,9 +216,11 @@ class SuffixLookup:
                 return
             self._is_closed = True
             self._wake.notify()
+        self._has_ended.set()
         self._thread.join()
-        if self._cache_path is not None and self._answers:
-            self._save(self._cache_path)
+        if self._file is not None:
+            self._saver.join()
+            self._save()
 
     # -- under the lock ---------------------------------------------------------------------------------------------
 
@@ -247,6 +250,7 @@ class SuffixLookup:
         if not own.answer.is_evicted:
             own.answer.token_ids.extend(token_ids)
             self._num_cached_tokens += len(token_ids)
+            self._num_shared += len(token_ids)
             while self._num_cached_tokens > self.max_cached_tokens or 0 < self.max_cached_requests < len(self._answers):
                 oldest = self._answers.popleft()
                 oldest.is_evicted = True
@@ -291,7 +295,18 @@ class SuffixLookup:
             if answer.is_evicted or answer.num_inserted == len(answer.token_ids):
                 self._unshared.popleft()
 
-    # -- the background thread --------------------------------------------------------------------------------------
+    def _restore(self, sequences: Sequence[array[int]]) -> None:
+        """Books the answers of a file, as many of the newest as may stay; the thread inserts them, oldest first."""
+        if self.max_cached_requests > 0:
+            sequences = sequences[-self.max_cached_requests :]
+        for token_ids in reversed(sequences):
+            if self._num_cached_tokens + len(token_ids) > self.max_cached_tokens:
+                break
+            self._num_cached_tokens += len(token_ids)
+            self._answers.appendleft(_Text(self._shared, token_ids))
+        self._unshared.extend(self._answers)
+
+    # -- the background threads -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -307,69 +322,23 @@ class SuffixLookup:
         except Exception:
             logger.exception("the suffix cache failed: it drafts nothing any more, and will not be saved")
             with self._wake:
-                self._is_closed = True
+                self._is_closed = self._is_broken = True
                 self._open.clear()
                 self._behind.clear()
 
-    # -- the file ---------------------------------------------------------------------------------------------------
+    def _save_at_times(self) -> None:
+        while not self._has_ended.wait(SAVE_SECONDS):
+            self._save()
 
-    def _restore(self, path: str) -> None:
-        """Books the answers of a file, as many of the newest as may stay; the thread inserts them, oldest first."""
+    def _save(self) -> None:
+        """What came since the last time, with all that is kept."""
+        assert self._file is not None
+        with self._wake:
+            if self._is_broken or self._num_shared == self._num_saved:
+                return
+            num_shared, answers = self._num_shared, [array("i", a.token_ids) for a in self._answers]
         try:
-            sequences = _read(path, self._fingerprint)
-        except FileNotFoundError:
-            logger.info("the suffix cache starts empty: there is no %s yet", path)
-            return
-        except _ForeignError as error:
-            reason = str(error)
-        except Exception as error:  # whatever numpy and zipfile make of a damaged file
-            reason = f"{type(error).__name__}: {error}"
-            self._is_unreadable = True
-        else:
-            if self.max_cached_requests > 0:
-                sequences = sequences[-self.max_cached_requests :]
-            for token_ids in reversed(sequences):
-                if self._num_cached_tokens + len(token_ids) > self.max_cached_tokens:
-                    break
-                self._num_cached_tokens += len(token_ids)
-                self._answers.appendleft(_Text(self._shared, token_ids))
-            self._unshared.extend(self._answers)
-            return
-        logger.warning("the suffix cache starts empty, not from %s: %s", path, reason)
-
-    def _save(self, path: str) -> None:
-        temporary = f"{path}.{os.getpid()}.tmp"
-        try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            with open(temporary, "wb") as file:
-                np.savez(
-                    file,
-                    version=np.array(FILE_VERSION),
-                    fingerprint=np.array(self._fingerprint),
-                    lengths=np.array([len(a.token_ids) for a in self._answers], dtype=np.int64),
-                    token_ids=np.concatenate([np.array(a.token_ids, dtype=np.int32) for a in self._answers]),
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            if self._is_unreadable and os.path.isfile(path):
-                os.replace(path, f"{path}.unreadable")  # it may be no cache at all, but a file that the path names by mistake
-            os.replace(temporary, path)
-        except OSError as error:
-            logger.warning("the suffix cache is not saved to %s: %s", path, error)
-            with suppress(OSError):
-                os.unlink(temporary)
-
-
-def _read(path: str, fingerprint: str) -> list[array[int]]:
-    """A file's answers, oldest first. Raises _ForeignError, OSError, or what numpy raises for a damaged file."""
-    with np.load(path, allow_pickle=False) as file:
-        version, made_for = int(file["version"]), str(file["fingerprint"])
-        if version != FILE_VERSION:
-            raise _ForeignError(f"it has format version {version}, not {FILE_VERSION}")
-        if made_for != fingerprint:
-            raise _ForeignError(f"it is of another model ({made_for!r:.100}, not {fingerprint!r:.100})")
-        lengths, token_ids = file["lengths"], file["token_ids"]
-    is_sound = lengths.dtype == np.int64 and token_ids.dtype == np.int32 and lengths.ndim == token_ids.ndim == 1
-    if not is_sound or (lengths < 1).any() or (token_ids < 0).any() or lengths.sum() != token_ids.size:
-        raise ValueError("its lengths and token ids do not fit together")
-    return [array("i", piece.tobytes()) for piece in np.split(token_ids, np.cumsum(lengths)[:-1])] if lengths.size else []
+            if answers and self._file.save(answers, self.max_cached_tokens):
+                self._num_saved = num_shared
+        except Exception:  # it must not end the thread, which tries again
+            logger.exception("the suffix cache is not saved")

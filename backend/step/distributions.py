@@ -59,7 +59,9 @@ class Distributions:
         options: Options,
         verified: Verified,
     ) -> None:
-        """Writes over the verdict of the requests that have drafts and one of these strategies.
+        """Writes over the verdict of the requests with one of these strategies: of `rejection` where there are drafts, else the target's
+        choice is a draw from the same distribution. `topp` has its candidates with and without drafts: what may come must not depend on
+        how many drafts a step has room for.
 
         logits [R, V]: processed; indices [B]; num_verified [B]: drafts of each request; width: most of them in this step, and one.
         """
@@ -83,7 +85,7 @@ class Distributions:
         table = self._table
         num_drawn = self.num_drawn[indices]
         self.num_drawn.index_fill_(0, indices, 0)  # the drafts are used up, verified or not
-        if width == 1:
+        if not len(logits) or (width == 1 and not options & Options.TOP_P):
             return
         places = torch.arange(width, device=logits.device)
         drafts, flags = table.drafts[indices, : width - 1], table.flags[indices]
@@ -92,18 +94,21 @@ class Distributions:
         positions = (first[:, None] + places).flatten()
         rows = padded_rows(cu_logit_rows, width, len(logits)).flatten()
         probs = self._distribution(logits[rows], owners, options).view(len(indices), width, -1)
-        if options & Options.REJECTION:
+        if options & Options.REJECTION and width > 1:
             drawn_from = self._read_drawn(indices, drafts, num_drawn)
             decided = ops.verify_rejection(probs, drafts, num_verified, drawn_from, table.seeds[indices], first)
-            _put_over(verified, flags & IS_REJECTION, num_verified, *decided)
+            _put_over(verified, (flags & IS_REJECTION != 0) & (num_verified > 0), *decided)
         if options & Options.TOP_P:
             config, vocab_size = self._config, probs.shape[-1]
             top_p = table.top_p[owners]
             ids, weights, counts = ops.top_p_candidates(probs.view(-1, vocab_size), top_p, config.max_candidate_len)
             corrections = ops.sample_candidates(ids, weights, counts, seeds, positions).view(-1, width)
             candidates = (ids.view(len(indices), width, -1), counts.view(-1, width), corrections)
-            decided = ops.verify_top_p(drafts, num_verified, *candidates, config.verify_window)
-            _put_over(verified, flags & IS_TOP_P, num_verified, *decided)
+            if width > 1:
+                decided = ops.verify_top_p(drafts, num_verified, *candidates, config.verify_window)
+            else:
+                decided = corrections, torch.zeros_like(num_verified)
+            _put_over(verified, (flags & IS_TOP_P != 0) & (verified[1] > 0), *decided)
 
     def draw(self, logits: torch.Tensor, indices: torch.Tensor, chosen: torch.Tensor, number: int, options: Options) -> torch.Tensor:
         """The model's draft `number` [B] int32 of logits [B, V]: as these strategies have it, and `chosen` for the other requests.
@@ -149,9 +154,8 @@ class Distributions:
         return drawn_from.scatter_add_(2, drafts.long()[:, :, None], is_certain.float()[:, :, None])
 
 
-def _put_over(verified: Verified, flag: torch.Tensor, num_verified: torch.Tensor, token_ids: torch.Tensor, accepted: torch.Tensor) -> None:
+def _put_over(verified: Verified, own: torch.Tensor, token_ids: torch.Tensor, accepted: torch.Tensor) -> None:
     emitted, num_emitted, num_accepted = verified
-    own = (flag != 0) & (num_verified > 0)
     part = emitted[:, : token_ids.shape[1]]
     part.copy_(torch.where(own[:, None], token_ids.int(), part))
     num_accepted.copy_(torch.where(own, accepted.int(), num_accepted))

@@ -19,7 +19,7 @@ from client.gateway.forms import ChatForm, CompletionForm
 from client.gateway.metrics import Metrics
 from client.gateway.openai import ChatRequest, CompletionRequest
 from client.gateway.upstream import Upstream
-from client.messages import Chunk, GenerateError, collect
+from client.messages import Chunk, GenerateError, collect, name_request
 
 logger = logging.getLogger("foretoken.gateway")
 
@@ -148,8 +148,8 @@ class Answer(Response):
         ids = self._form.tokens_of(chunk)
         try:
             tokens = dict(zip(ids, await self._upstream.token_bytes(ids))) if ids else {}
-        except GenerateError as error:
-            raise from_server(error) from None
+        except GenerateError as error:  # of the tokenizer, which does not know whom it is asked for
+            raise from_server(GenerateError(name_request(self._request_id, error), error.code)) from None
         return self._form.write(choice, chunk, tokens, is_streamed)
 
     def _usage_body(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ KEEP_ALIVE_SECONDS = 75
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_GRPC_URL, help=f"the server's gRPC address (default {DEFAULT_GRPC_URL})")
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default 0.0.0.0)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1; 0.0.0.0: all)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}")
     parser.add_argument("--served-model-name", default="foretoken", metavar="NAME", help="what clients call the model (default foretoken)")
     parser.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE: one a line, # begins a comment")
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         keys = read_keys(args.api_keys) if args.api_keys else []
     except (OSError, ValueError) as error:
-        print(f"foretoken gateway: --api-keys: {error}", file=sys.stderr)
+        print(f"foretoken gateway: --api-keys {args.api_keys}: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # A connection is a file, and the usual soft limit is 1,024.

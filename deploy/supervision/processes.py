@@ -1,11 +1,18 @@
-"""The server's model processes, as /proc shows them."""
+"""The server's model processes, as /proc shows them, and the shared memory that they leave when they are killed."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+SHARED_MEMORY_FOLDER = Path("/dev/shm")
+REGION = "triton_python_backend_shm_region_"
+"""How the names of the regions begin; nothing else is removed."""
+REGIONS_FILE = ".regions"
+"""In the repository's folder: a supervisor that is killed removes nothing, and the next one on the folder reads here what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +91,23 @@ def hide_argument(pid: int, secret: str) -> bool:
         return secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (OSError, ValueError, OverflowError):
         return False
+
+
+def note_regions(repository: Path, names: Iterable[str]) -> None:
+    """The shared memory of the server that runs on this repository."""
+    with contextlib.suppress(OSError):  # a full disk costs the tidying up, and nothing else
+        (repository / REGIONS_FILE).write_text("".join(f"{name}\n" for name in names))
+
+
+def remove_regions(repository: Path, names: Iterable[str] = ()) -> None:
+    """What a server that was killed has left of its shared memory: those names, and what was noted. For who owns the folder, while no server
+    runs on it."""
+    noted = ""
+    with contextlib.suppress(OSError):
+        noted = (repository / REGIONS_FILE).read_text("utf-8", "replace")
+    for name in {*names, *noted.split()}:
+        if name.startswith(REGION) and "/" not in name:
+            with contextlib.suppress(OSError):
+                (SHARED_MEMORY_FOLDER / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (repository / REGIONS_FILE).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, ServerApi
-from deploy.supervision.processes import find_stubs, has_children, hide_argument, read_memory
+from deploy.supervision.processes import find_stubs, has_children, hide_argument, note_regions, read_memory, remove_regions
 from deploy.supervision.watch import ModelState, ModelWatch, RestartBudget
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,6 @@ SAVE_SECONDS = 60
 END_SECONDS = 5
 """For the server to end after that, when nothing is left to lose. It waits, for as long as it may, for models whose processes died, and for
 those that a request holds whose gRPC stream was cancelled just as its answer ended (release 24.10)."""
-SHARED_MEMORY = "triton_python_backend_shm_region_"
 
 _libc = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -79,6 +78,8 @@ class Supervisor:
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._watches: list[ModelWatch] = []
         self._num_signals = 0
+        self._regions: set[str] = set()
+        """Of shared memory, those that were noted."""
         self._process: subprocess.Popen[bytes] | None = None
 
     # -- what others are told ---------------------------------------------------------------------------------------
@@ -190,11 +191,19 @@ class Supervisor:
                 is_hidden = True
                 if not hide_argument(self._process.pid, self._api.key):
                     logger.warning("the key of the restricted APIs stays on the server's command line: users of this machine can read it")
+            self._note_regions()
             if time.monotonic() >= memory_due:
                 memory_due = time.monotonic() + MEMORY_SECONDS
                 self._check_memory()
             time.sleep(LOOK_SECONDS)  # a signal during a SimpleQueue's timed get can make it wait for ever (CPython 3.11)
         return None
+
+    def _note_regions(self) -> None:
+        """For the next supervisor on this folder, if this one is killed."""
+        regions = {r for w in self._watches for r in tuple(w.regions)}
+        if regions != self._regions:
+            self._regions = regions
+            note_regions(self._repository, sorted(regions))
 
     def _check_memory(self) -> None:
         memory, limit = self.server_memory, self.max_server_memory
@@ -247,14 +256,12 @@ class Supervisor:
             return 1
         for watch in self._watches:
             watch.stop()
-        regions = {r for w in self._watches for r in w.regions}
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         while (status := self._exit_status) is None:
             time.sleep(LOOK_SECONDS)
-        for region in regions:  # which a killed server leaves
-            if region.startswith(SHARED_MEMORY):
-                Path("/dev/shm", region).unlink(missing_ok=True)
+        remove_regions(self._repository, {r for w in self._watches for r in w.regions})
+        self._regions = set()
         for watch in self._watches:  # their calls end with the server
             watch.join(JOIN_SECONDS)
         self._process = None

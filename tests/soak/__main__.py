@@ -24,17 +24,19 @@ from tests.soak.system import System, running_system
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="of storm, beside warm-up and quiet (default 30)")
+    parser.add_argument("--round-minutes", type=float, help="of storm between two looks at a quiet system (default 5, or a quarter of all)")
+    parser.add_argument("--warm-seconds", type=float, help="of storm before memory is looked at first (default 30, or a tenth of all)")
     parser.add_argument(
-        "--round-minutes", type=float, default=5.0, help="of storm between two looks at a quiet system; every other is disturbed (default 5)"
+        "--disturb-seconds", type=float, default=20.0, help="between two disturbances, about, in the second half; 0: none (default 20)"
     )
-    parser.add_argument("--warm-seconds", type=float, default=30.0, help="of storm before memory is looked at first (default 30)")
-    parser.add_argument("--disturb-seconds", type=float, default=20.0, help="between two disturbances, about; 0: none (default 20)")
     parser.add_argument("--workers", type=int, default=12, help="clients at once (default 12)")
     parser.add_argument("--seed", type=int, help="of everything (default: one that is printed)")
     parser.add_argument("--report-seconds", type=float, default=15.0, help="between two lines of progress (default 15)")
     parser.add_argument("--logs", type=Path, help="folder for the logs (default: a new one under the temporary folder)")
     parser.add_argument("--repeat", metavar="WORKER/NUMBER", action="append", default=[], help="only these exchanges, one after the other")
     args = parser.parse_args()
+    args.round_minutes = args.round_minutes or min(5.0, args.minutes / 4)
+    args.warm_seconds = args.warm_seconds or max(30.0, 6 * args.minutes)
     args.seed = random.randrange(2**31) if args.seed is None else args.seed
     return args
 
@@ -64,11 +66,13 @@ def soak(args: argparse.Namespace, system: System, book: Book, checks: Checks) -
         checks.note_memory("all pages touched")
         rage(workers, book, args.warm_seconds, args.report_seconds, checks.note_processes)
         checks.in_quiet("warm")
-        ending = time.monotonic() + 60 * args.minutes
+        ending, round_seconds = time.monotonic() + 60 * args.minutes, 60 * args.round_minutes
         for number in itertools.count(1):
-            if (seconds := min(ending - time.monotonic(), 60 * args.round_minutes)) < 1:
+            left = ending - time.monotonic()
+            if (seconds := min(left, round_seconds)) < 1:
                 break
-            is_disturbed = bool(args.disturb_seconds) and number % 2 == 0
+            # The first half is calm, so that memory is that of processes which live long; and so is the last round, which must be as the first.
+            is_disturbed = args.disturb_seconds > 0 and left < 30 * args.minutes + 1 and left > 1.5 * round_seconds
             before = checks.restarts()
             with disturbed(system, book, deck, disturber_rng, args.disturb_seconds) if is_disturbed else contextlib.nullcontext():
                 rage(workers, book, seconds, args.report_seconds, checks.note_processes)

@@ -7,8 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from deploy.supervision.processes import is_running, read_state
-from deploy.supervision.supervisor import SHARED_MEMORY
+from deploy.supervision.processes import REGION, SHARED_MEMORY_FOLDER, is_running, read_state
 from tests.soak.book import Book
 from tests.soak.system import KINDS, MODELS, System
 
@@ -102,7 +101,7 @@ class Checks:
         for pid, kind in self._seen.items():
             if is_running(pid) and self._is_ours(pid):
                 self._book.add_fault(f"{kind}, process {pid}, is left at the end")
-        if left := [r for r in self._regions if r.startswith(SHARED_MEMORY) and Path("/dev/shm", r).exists()]:
+        if left := [r for r in self._regions if r.startswith(REGION) and (SHARED_MEMORY_FOLDER / r).exists()]:
             self._book.add_fault(f"shared memory is left at the end: {left}")
 
     def _is_ours(self, pid: int) -> bool:

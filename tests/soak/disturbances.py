@@ -1,4 +1,4 @@
-"""Kills and stops processes, one at a time, and waits until all is well again."""
+"""Kills and stops processes, or tells them to end, one at a time, and waits until all is well again."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 
 from tests.soak.book import Book, Disturbance
-from tests.soak.system import HANG_SECONDS, MODELS, System
+from tests.soak.system import HANG_SECONDS, KINDS, System
 
 RECOVERY_SECONDS = 60.0
-VICTIMS = (*MODELS, "tritonserver", "gateway")
+END_SECONDS = 60.0
+"""For the gateway and the supervisor to end in order: longer than they give open requests."""
+STARTED_HERE = ("gateway", "supervisor")
+"""Nobody else watches them or starts them again."""
+WAYS = ("killed", "stopped", "told to end")
 
 
 def deal(rng: random.Random) -> Iterator[tuple[str, str]]:
     """All kinds in turn, in an order of chance."""
     while True:
-        hand = [(way, victim) for way in ("killed", "stopped") for victim in VICTIMS]
+        hand = [(way, victim) for way in WAYS for victim in KINDS]
         rng.shuffle(hand)
         yield from hand
 
@@ -43,23 +48,38 @@ class Disturber(threading.Thread):
             self._disturb(*next(self._deck))
 
     def _disturb(self, way: str, victim: str) -> None:
-        hang = victim != "gateway" and self._rng.random() < 0.4  # whom nobody watches, nobody restarts
+        hang = victim not in STARTED_HERE and self._rng.random() < 0.4
         seconds = HANG_SECONDS + 5 if hang else self._rng.uniform(0.5, 6)
         pid = self._system.processes().get(victim)
         if pid is None:
             self._book.add_fault(f"no process of {victim}, though nothing is disturbed")
             return
-        what = f"{victim} killed" if way == "killed" else f"{victim} stopped {'until it is taken for hung' if hang else 'for a while'}"
+        what = f"{victim} {way}" if way != "stopped" else f"{victim} stopped {'until it is taken for hung' if hang else 'for a while'}"
         disturbance = self._book.begin(what)
         with contextlib.suppress(ProcessLookupError):
-            if way == "killed":
-                os.kill(pid, signal.SIGKILL)
-            else:
+            if way == "stopped":
                 self._stop_for(pid, seconds)
-        if victim == "gateway" and way == "killed":
-            self._system.gateway_process.wait()
-            self._system.start_gateway()
+            else:
+                os.kill(pid, signal.SIGKILL if way == "killed" else signal.SIGTERM)
+        if victim in STARTED_HERE and way != "stopped":
+            self._start_again(victim, way)
         self._recover(disturbance)
+
+    def _start_again(self, victim: str, way: str) -> None:
+        """As whoever runs it would, as soon as it has ended."""
+        process = self._system.gateway_process if victim == "gateway" else self._system.server.process
+        try:
+            status = process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._book.add_fault(f"the {victim} has not ended {END_SECONDS:g} s after it was {way}")
+            process.kill()
+            status = process.wait()
+        if status and way == "told to end":
+            self._book.add_fault(f"the {victim} was told to end, and did with status {status}")
+        if victim == "gateway":
+            self._system.start_gateway()
+        else:
+            self._system.start_server()
 
     @staticmethod
     def _stop_for(pid: int, seconds: float) -> None:

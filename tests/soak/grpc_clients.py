@@ -18,6 +18,7 @@ from tests.soak.wire import Stream, make_request, open_channel, pack
 LONG = {"text_input": "def count(", "max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
 """Something to cancel."""
 SLOW_SECONDS = 60.0
+CANCEL_SECONDS = 5.0
 
 
 def lost_or_hung(error: GenerateError) -> Exception:
@@ -169,7 +170,9 @@ class GrpcClients:
             stream.send(make_request("decode", pack(LONG), name))
             time.sleep(rng.choice((0.0, 0.02, 0.3)))
             try:
-                was_open = self._client.cancel(name)
+                # It may overtake the request, which would go on then for as long as it likes.
+                while not (was_open := self._client.cancel(name)) and time.monotonic() < exchange.started + CANCEL_SECONDS:
+                    time.sleep(0.1)
             except GenerateError as error:
                 raise lost_or_hung(error) from None
             reasons = [c.finish_reason for _, chunks, _, _ in self._read_one(stream) for c in chunks if c.finish_reason]

@@ -64,6 +64,11 @@ class System:
         with self.gateway_log.open("ab") as out:
             self.gateway_process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
+    def start_server(self) -> None:
+        """Again with the same command: its supervisor has ended."""
+        with self.server.log.open("ab") as out:
+            self.server.process = subprocess.Popen(self.server.process.args, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
     def health(self) -> dict[str, Any]:
         """What the supervisor says; {} while it cannot be asked."""
         try:
@@ -143,4 +148,5 @@ def running_system(folder: Path) -> Iterator[System]:
                 raise RuntimeError(f"the server or the gateway does not answer; their logs are in {folder}")
             yield system
         finally:
-            stop_server(system.gateway_process)
+            for process in (system.gateway_process, system.server.process):
+                stop_server(process)
