@@ -293,6 +293,8 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: int = 1
     """Ranks that one model is split over, each a process; on GPUs each with its own. 1 to 64."""
+    expert_parallel: bool = False
+    """Mixtures of experts: each rank holds whole experts, as many as the others; else a part of every expert."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.tensor_parallel_size <= MAX_RANKS, "tensor_parallel_size", self.tensor_parallel_size, f"from 1 to {MAX_RANKS}")

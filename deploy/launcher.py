@@ -257,6 +257,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--tensor-parallel-size", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"
     )
+    model.add_argument(
+        "--expert-parallel", action=argparse.BooleanOptionalAction, default=None, help="each of them holds whole experts (default: a part of each)"
+    )
     model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
 
     load = parser.add_argument_group("load and memory")
@@ -305,8 +308,9 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     for key, value in vars(args).items():
         if value is not None and key not in ("config", "dry_run", "command", "run"):
             values[key] = value
-    if "tensor_parallel_size" in values:
-        values["parallel_config"] = {**(values.get("parallel_config") or {}), "tensor_parallel_size": values.pop("tensor_parallel_size")}
+    for key in ("tensor_parallel_size", "expert_parallel"):
+        if key in values:
+            values["parallel_config"] = {**(values.get("parallel_config") or {}), key: values.pop(key)}
     if isinstance(values.get("speculative_config"), str):
         try:
             values["speculative_config"] = json.loads(values["speculative_config"])

@@ -8,7 +8,7 @@ from kernels.distribution import draw_tokens, probabilities
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
-from kernels.reference import apply_penalties, argmax, gelu_mul, norm_heads, soft_cap, token_rows
+from kernels.reference import apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
 from kernels.sampling import choose, process_and_choose, sample
@@ -41,6 +41,7 @@ __all__ = [
     "draw_tokens",
     "gelu_mul",
     "linear",
+    "mix_experts",
     "norm_gated_linear",
     "norm_heads",
     "norm_linear",
@@ -51,6 +52,7 @@ __all__ = [
     "probabilities",
     "process_and_choose",
     "rms_norm",
+    "route",
     "sample",
     "sample_candidates",
     "silu_mul",

@@ -82,7 +82,10 @@ def test_a_rank_that_is_killed_ends_every_open_request() -> None:
 def test_sizes_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 5: .* which does not divide by it"):
         Ranks(0, 5).part(12, "num_attention_heads")
-    assert [Ranks(r, 8).part(2, "num_key_value_heads") for r in range(8)] == [slice(r // 4, r // 4 + 1) for r in range(8)], "heads are replicated"
+    shares = [Ranks(r, 8).part(2, "num_key_value_heads", can_repeat=True) for r in range(8)]
+    assert shares == [slice(r // 4, r // 4 + 1) for r in range(8)], "heads are replicated"
+    with pytest.raises(ConfigError, match="tensor_parallel_size 8: num_attention_heads is 2, which does not divide by it"):
+        Ranks(0, 8).part(2, "num_attention_heads")
     with pytest.raises(ConfigError, match="rank is 2; the group has ranks 0 to 1"):
         Ranks(2, 2)
 

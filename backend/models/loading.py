@@ -13,6 +13,7 @@ from backend.model_checks import check_model
 from backend.models.decoder import Decoder
 from backend.models.layers import Wanted
 from backend.models.loader import Checkpoint, DummyCheckpoint
+from backend.models.moe_spec import MoeSpec
 from backend.models.spec import DecoderSpec
 from backend.parallel.ranks import Ranks
 from kernels import ops
@@ -69,10 +70,12 @@ def load_model(
     only_head: bool = False,
     load_format: str = "safetensors",
     max_model_len: int | None = None,
+    is_expert_parallel: bool = False,
 ) -> Model:
     """The model in a Hugging Face folder; only_head: embedding and head alone, for a drafter that shares them.
 
     max_model_len: the longest context that will be served, which decides whether windows matter; None: the model's own limit.
+    is_expert_parallel: whole experts are spread over the ranks; else each is split.
     Raises ModelError for what is missing, truncated, mismatched or not supported.
     """
     spec = check_model(directory, has_weights=load_format != "dummy")
@@ -80,11 +83,13 @@ def load_model(
     if device.type == "cuda" and not only_head:
         check_gpu(spec, context_len)
     with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
-        return Decoder(spec, checkpoint, dtype, device, ranks, context_len, only_head=only_head)
+        return Decoder(spec, checkpoint, dtype, device, ranks, context_len, only_head=only_head, is_expert_parallel=is_expert_parallel)
 
 
 def check_gpu(spec: DecoderSpec, context_len: int) -> None:
     """Raises ModelError for parts that the CUDA kernels do not compute; on CPU all are served."""
+    for mlp in (layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)):
+        raise ModelError(f"{spec.where}: a GPU serves no experts ({mlp.count_key} {mlp.router.num_experts}) yet; use --device cpu")
     for layer in spec.layers:
         part, key = layer.attention, None
         if part.window is not None and part.window < context_len:

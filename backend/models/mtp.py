@@ -15,8 +15,8 @@ import torch
 from backend.model_checks import check_drafter, check_fits_target
 from backend.model_files import read_config
 from backend.models import Model, open_checkpoint
+from backend.models.decoder_layer import DecoderLayer
 from backend.models.layers import Weights
-from backend.models.parts import DecoderLayer
 from backend.models.rope import RopeTables
 from backend.models.spec import MtpLayerSpec
 from backend.parallel.ranks import Ranks

@@ -17,6 +17,7 @@ from kernels.reference.dense import (
     silu_mul,
     soft_cap,
 )
+from kernels.reference.experts import mix_experts, route
 from kernels.reference.sampling import (
     apply_penalties,
     argmax,
@@ -49,6 +50,7 @@ __all__ = [
     "gelu_mul",
     "gumbel_noise",
     "linear",
+    "mix_experts",
     "norm_gated_linear",
     "norm_heads",
     "norm_linear",
@@ -56,6 +58,7 @@ __all__ = [
     "plan_attention",
     "probabilities",
     "rms_norm",
+    "route",
     "sample",
     "silu_mul",
     "soft_cap",

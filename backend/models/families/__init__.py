@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backend.models.families.ernie import ernie4_5
+from backend.models.families.ernie import ernie4_5, ernie4_5_moe
 from backend.models.families.gemma import gemma2, gemma3_text
-from backend.models.families.glm import glm, glm4
+from backend.models.families.glm import glm, glm4, glm4_moe
 from backend.models.families.llama import llama, llama_mtp
-from backend.models.families.mistral import ministral, ministral3, mistral
+from backend.models.families.mistral import ministral, ministral3, mistral, mixtral
+from backend.models.families.olmoe import olmoe
 from backend.models.families.phi import phi3
-from backend.models.families.qwen import qwen2, qwen3
+from backend.models.families.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from backend.models.spec import DecoderSpec, MtpSpec
 from backend.models.values import Values
 
@@ -27,6 +28,12 @@ ARCHITECTURES: dict[str, Callable[[Values], DecoderSpec]] = {
     "Ernie4_5ForCausalLM": ernie4_5,
     "GlmForCausalLM": glm,
     "Glm4ForCausalLM": glm4,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
+    "OlmoeForCausalLM": olmoe,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
+    "Glm4MoeForCausalLM": glm4_moe,
 }
 """By the name that config.json's `architectures` gives."""
 

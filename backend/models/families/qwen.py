@@ -1,12 +1,19 @@
-"""Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: with norms of heads instead. Both may have windows in later layers."""
+"""Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: with norms of heads instead. Both may have windows in later layers.
+
+Qwen 2 MoE has a shared expert with a gate beside its experts; Qwen 3 MoE none.
+"""
 
 from __future__ import annotations
 
+from backend.models.moe_spec import GATED_NAMES, MoeSpec, read_router, read_sparse_layers
 from backend.models.rope_spec import read_rope
 from backend.models.spec import (
     ACTIVATIONS,
     LAYER_TYPES,
     DecoderSpec,
+    MlpSpec,
+    Projection,
+    Sizes,
     attention,
     gated_mlp,
     pre_norm_layer,
@@ -51,3 +58,60 @@ def qwen2(values: Values) -> DecoderSpec:
 def qwen3(values: Values) -> DecoderSpec:
     has_bias = values.flag("attention_bias")
     return _decoder(values, head_dim=128, has_bias=has_bias, has_output_bias=has_bias, has_head_norms=True)
+
+
+def _mlp(values: Values, prefix: str, sizes: Sizes, activation: str, *, is_sparse: bool, has_shared: bool) -> MlpSpec | MoeSpec:
+    if not is_sparse:
+        return gated_mlp(prefix, sizes, activation)
+    count_key = _count_key(values)
+    router = read_router(values, f"{prefix}.gate", sizes.hidden, count_key=count_key, is_normalized=values.flag("norm_topk_prob"), default_chosen=8)
+    shared = shared_gate = None
+    if has_shared:
+        inner = values.integer("shared_expert_intermediate_size", 2**20)
+        shared = gated_mlp(f"{prefix}.shared_expert", sizes, activation, inner=inner)
+        shared_gate = Projection(f"{prefix}.shared_expert_gate", 1, sizes.hidden)
+    inner = values.integer("moe_intermediate_size", 2**20)
+    where = f"{prefix}.experts"
+    return MoeSpec(router, where, GATED_NAMES, sizes.hidden, inner, count_key, "moe_intermediate_size", activation, shared, shared_gate)
+
+
+def _count_key(values: Values) -> str:
+    return "num_local_experts" if values.has("num_local_experts") and not values.has("num_experts") else "num_experts"
+
+
+def _moe_decoder(
+    values: Values, windows: list[int | None], *, has_bias: bool, has_output_bias: bool, has_head_norms: bool, has_shared: bool
+) -> DecoderSpec:
+    sizes, eps, activation = read_sizes(values), read_eps(values), values.choice("hidden_act", ACTIVATIONS, "silu")
+    rope, is_sparse = read_rope(values, sizes.head_dim), read_sparse_layers(values, len(windows))
+    layers = []
+    for i, window in enumerate(windows):
+        prefix = f"model.layers.{i}"
+        part = attention(
+            f"{prefix}.self_attn",
+            sizes,
+            rope,
+            has_bias=has_bias,
+            has_output_bias=has_output_bias,
+            has_head_norms=has_head_norms,
+            window=window,
+        )
+        mlp = _mlp(values, f"{prefix}.mlp", sizes, activation, is_sparse=is_sparse(i), has_shared=has_shared)
+        layers.append(pre_norm_layer(prefix, sizes, eps, part, mlp))
+    return read_decoder(values, layers)
+
+
+def qwen2_moe(values: Values) -> DecoderSpec:
+    count = read_num_layers(values)
+    has_windows, first = values.flag("use_sliding_window"), values.integer("max_window_layers", 2**16, low=0, default=28)
+    window = read_window(values, 4096) if has_windows else None
+    types = read_layer_types(values, [SLIDING if has_windows and i < first and i % 2 == 0 else FULL for i in range(count)])
+    windows = [window if kind == SLIDING else None for kind in types]
+    has_bias = values.flag("qkv_bias", default=True)
+    return _moe_decoder(values, windows, has_bias=has_bias, has_output_bias=False, has_head_norms=False, has_shared=True)
+
+
+def qwen3_moe(values: Values) -> DecoderSpec:
+    window = read_window(values, 4096) if values.flag("use_sliding_window") else None
+    has_bias, windows = values.flag("attention_bias"), [window] * read_num_layers(values)
+    return _moe_decoder(values, windows, has_bias=has_bias, has_output_bias=has_bias, has_head_norms=True, has_shared=False)
