@@ -155,7 +155,7 @@ class SpeculativeConfig(Section):
     min_ngram_size: int | None = None
     """ngram: shortest run. Default: 1; with_ngram: 2."""
     model: str | None = None
-    """mtp: folder of the drafter's weights; default: the mtp_drafter model's version folder."""
+    """mtp: folder of the drafter's weights; default: the model's own, where it has such weights, else the mtp_drafter model's version folder."""
     num_model_steps: int | None = None
     """mtp: drafter forwards a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
     mtp_strategy: str = "default"

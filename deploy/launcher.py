@@ -327,9 +327,10 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     if "mtp" not in config.loaded_methods:
         return None
-    if config.model is None and not is_bundled(model):
+    found = model_checks.find_drafter_folder(config.model, model)
+    if found is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method mtp needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
-    folder = Path(config.model or BUNDLED_DRAFTER).expanduser().resolve()
+    folder = (found or BUNDLED_DRAFTER).expanduser().resolve()
     own, target = read_config(folder), read_config(model)
     if not str(folder).isascii():
         raise ModelError(f"drafter folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")

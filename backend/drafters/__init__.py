@@ -13,6 +13,7 @@ from backend.drafters.calls import DraftService
 from backend.drafters.choice import LookupChoice
 from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.protocol import HIDDEN, HostDrafter, Lookup, StepDrafter
+from backend.model_checks import find_drafter_folder
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
     from backend.drafters.mtp import MtpDrafter
     from backend.models.mtp import Mtp
 
-    folder = speculative.model or BUNDLED_DRAFTER
+    folder = find_drafter_folder(speculative.model, config.model) or BUNDLED_DRAFTER
     return MtpDrafter(Mtp(folder, target, dtype, device, speculative.quantization, config.load_format), speculative.num_model_steps or 1)
 
 

@@ -14,6 +14,7 @@ from backend.models.values import Values
 
 if TYPE_CHECKING:
     from backend.models.moe_spec import MoeSpec
+    from backend.models.mtp_spec import MtpSpec
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -32,6 +33,13 @@ class WeightList:
     def add_norm(self, name: str | None, size: int) -> None:
         if name is not None:
             self.required[name] = (size,)
+
+    def add_known(self, spec: DecoderSpec | MtpSpec) -> None:
+        """Weights that others read, each of which may be there."""
+        other = WeightList()
+        spec.list_weights(other)
+        shapes = other.required | {name: shape for group in other.optional for name, shape in group.items()}
+        self.optional += [{name: shape} for name, shape in shapes.items()]
 
     def add_plain(self, projection: Projection) -> None:
         """One that has no bias."""
@@ -155,36 +163,6 @@ class DecoderSpec:
         weights.optional.append({f"{self.head}.bias": (self.vocab_size,)})
         for layer in self.layers:
             layer.list_weights(weights)
-
-
-@dataclass(frozen=True, slots=True)
-class MtpLayerSpec:
-    """One module of a multi-token-prediction drafter: norms, projection of both, decoder layer, norm before the shared head."""
-
-    embedding_norm: str
-    hidden_norm: str
-    projection: Projection
-    decoder: LayerSpec
-    head_norm: str
-    repeated: tuple[str, ...] = ()
-    """The target's embedding and head, which some files hold again."""
-
-
-@dataclass(frozen=True, slots=True)
-class MtpSpec:
-    """A drafter's modules; embedding and head are the target's."""
-
-    vocab_size: int
-    hidden_size: int
-    layers: tuple[MtpLayerSpec, ...]
-
-    def list_weights(self, weights: WeightList) -> None:
-        for layer in self.layers:
-            for name in (layer.embedding_norm, layer.hidden_norm, layer.head_norm):
-                weights.add_norm(name, self.hidden_size)
-            weights.required[f"{layer.projection.name}.weight"] = (self.hidden_size, 2 * self.hidden_size)
-            weights.optional += [{name: (self.vocab_size, self.hidden_size)} for name in layer.repeated]
-            layer.decoder.list_weights(weights)
 
 
 # -- what families read alike -----------------------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from backend.models.moe_spec import GATED_NAMES, MoeSpec, read_router
+from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, read_modules
 from backend.models.rope_spec import read_rope
 from backend.models.spec import (
     ACTIVATIONS,
     DecoderSpec,
     LayerSpec,
+    Projection,
     Sizes,
     attention,
     gated_mlp,
@@ -75,3 +77,19 @@ def _experts(values: Values, sizes: Sizes, prefix: str) -> MoeSpec:
     if num_shared:
         shared = gated_mlp(f"{prefix}.shared_experts", sizes, activation, has_bias=values.flag("use_bias"), inner=num_shared * inner)
     return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, key, size_key, activation, shared)
+
+
+def ernie4_5_moe_mtp(values: Values) -> MtpSpec:
+    """Dense layers, whose states go on as they are, and to the head through the model's own last norm (FastDeploy)."""
+    sizes, has_bias = read_sizes(values), values.flag("use_bias")
+
+    def module(number: int) -> MtpLayerSpec:
+        return MtpLayerSpec(
+            embedding_norm=f"model.mtp_emb_norm.{number}.weight",
+            hidden_norm=f"model.mtp_hidden_norm.{number}.weight",
+            projection=Projection(f"model.mtp_linear_proj.{number}", sizes.hidden, 2 * sizes.hidden, has_bias),
+            decoder=_layer(values, sizes, f"model.mtp_block.{number}", THETA),
+            head_norm="model.norm.weight",
+        )
+
+    return read_modules(values, module)

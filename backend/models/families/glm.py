@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from backend.models.families.deepseek import corrected_experts
+from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, make_module, read_modules
 from backend.models.rope_spec import read_rope
 from backend.models.spec import (
     ACTIVATIONS,
@@ -61,3 +62,14 @@ def _moe_layer(values: Values, prefix: str, *, is_sparse: bool) -> LayerSpec:
 def glm4_moe(values: Values) -> DecoderSpec:
     num_dense = values.integer("first_k_dense_replace", 2**16, low=0, default=1)
     return read_decoder(values, [_moe_layer(values, f"model.layers.{i}", is_sparse=i >= num_dense) for i in range(read_num_layers(values))])
+
+
+def glm4_moe_mtp(values: Values) -> MtpSpec:
+    """Beside the model's layers, with experts; the state before the norm goes on."""
+    first = read_num_layers(values)
+
+    def module(number: int) -> MtpLayerSpec:
+        prefix = f"model.layers.{first + number}"
+        return make_module(prefix, _moe_layer(values, prefix, is_sparse=True))
+
+    return read_modules(values, module)

@@ -1,16 +1,18 @@
 """Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: with norms of heads instead. Both may have windows in later layers.
 
-Qwen 2 MoE has a shared expert with a gate beside its experts; Qwen 3 MoE none.
+Qwen 2 MoE has a shared expert with a gate beside its experts; Qwen 3 MoE none. MiMo is Qwen 2 with prediction modules (Xiaomi 2025).
 """
 
 from __future__ import annotations
 
 from backend.models.moe_spec import GATED_NAMES, MoeSpec, read_router, read_sparse_layers
+from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, read_modules
 from backend.models.rope_spec import read_rope
 from backend.models.spec import (
     ACTIVATIONS,
     LAYER_TYPES,
     DecoderSpec,
+    LayerSpec,
     MlpSpec,
     Projection,
     Sizes,
@@ -29,35 +31,48 @@ from backend.models.values import Values
 FULL, SLIDING = LAYER_TYPES
 
 
-def _decoder(values: Values, *, head_dim: int | None, has_bias: bool, has_output_bias: bool, has_head_norms: bool) -> DecoderSpec:
-    sizes, count, eps = read_sizes(values, head_dim), read_num_layers(values), read_eps(values)
-    rope, activation = read_rope(values, sizes.head_dim), values.choice("hidden_act", ACTIVATIONS, "silu")
+def _layer(
+    values: Values, prefix: str, window: int | None, *, head_dim: int | None, has_bias: bool, has_output_bias: bool, has_head_norms: bool
+) -> LayerSpec:
+    sizes = read_sizes(values, head_dim)
+    part = attention(
+        f"{prefix}.self_attn",
+        sizes,
+        read_rope(values, sizes.head_dim),
+        has_bias=has_bias,
+        has_output_bias=has_output_bias,
+        has_head_norms=has_head_norms,
+        window=window,
+    )
+    mlp = gated_mlp(f"{prefix}.mlp", sizes, values.choice("hidden_act", ACTIVATIONS, "silu"))
+    return pre_norm_layer(prefix, sizes, read_eps(values), part, mlp)
+
+
+def _read_windows(values: Values) -> list[int | None]:
+    """Of each layer."""
     window = read_window(values, 4096) if values.flag("use_sliding_window") else None
     first = values.integer("max_window_layers", 2**16, low=0, default=28)
-    types = read_layer_types(values, [SLIDING if i >= first else FULL for i in range(count)])
-    layers = []
-    for i, kind in enumerate(types):
-        prefix = f"model.layers.{i}"
-        part = attention(
-            f"{prefix}.self_attn",
-            sizes,
-            rope,
-            has_bias=has_bias,
-            has_output_bias=has_output_bias,
-            has_head_norms=has_head_norms,
-            window=window if kind == SLIDING else None,
-        )
-        layers.append(pre_norm_layer(prefix, sizes, eps, part, gated_mlp(f"{prefix}.mlp", sizes, activation)))
-    return read_decoder(values, layers)
+    types = read_layer_types(values, [SLIDING if i >= first else FULL for i in range(read_num_layers(values))])
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def _qwen2_layer(values: Values, prefix: str, window: int | None) -> LayerSpec:
+    return _layer(values, prefix, window, head_dim=None, has_bias=True, has_output_bias=False, has_head_norms=False)
 
 
 def qwen2(values: Values) -> DecoderSpec:
-    return _decoder(values, head_dim=None, has_bias=True, has_output_bias=False, has_head_norms=False)
+    windows = _read_windows(values)
+    return read_decoder(values, [_qwen2_layer(values, f"model.layers.{i}", window) for i, window in enumerate(windows)])
 
 
 def qwen3(values: Values) -> DecoderSpec:
     has_bias = values.flag("attention_bias")
-    return _decoder(values, head_dim=128, has_bias=has_bias, has_output_bias=has_bias, has_head_norms=True)
+
+    def layer(number: int, window: int | None) -> LayerSpec:
+        prefix = f"model.layers.{number}"
+        return _layer(values, prefix, window, head_dim=128, has_bias=has_bias, has_output_bias=has_bias, has_head_norms=True)
+
+    return read_decoder(values, [layer(i, window) for i, window in enumerate(_read_windows(values))])
 
 
 def _mlp(values: Values, prefix: str, sizes: Sizes, activation: str, *, is_sparse: bool, has_shared: bool) -> MlpSpec | MoeSpec:
@@ -115,3 +130,20 @@ def qwen3_moe(values: Values) -> DecoderSpec:
     window = read_window(values, 4096) if values.flag("use_sliding_window") else None
     has_bias, windows = values.flag("attention_bias"), [window] * read_num_layers(values)
     return _moe_decoder(values, windows, has_bias=has_bias, has_output_bias=has_bias, has_head_norms=True, has_shared=False)
+
+
+def mimo_mtp(values: Values) -> MtpSpec:
+    """Modules that take the state first, and hand it on after their last norm."""
+    hidden = read_sizes(values).hidden
+
+    def module(number: int) -> MtpLayerSpec:
+        prefix = f"model.mtp_layers.{number}"
+        return MtpLayerSpec(
+            embedding_norm=f"{prefix}.token_layernorm.weight",
+            hidden_norm=f"{prefix}.hidden_layernorm.weight",
+            projection=Projection(f"{prefix}.input_proj", hidden, 2 * hidden),
+            decoder=_qwen2_layer(values, prefix, None),
+            head_norm=f"{prefix}.final_layernorm.weight",
+        )
+
+    return read_modules(values, module, is_hidden_first=True, is_norm_recycled=True)
