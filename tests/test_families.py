@@ -36,6 +36,7 @@ from tests.families import (
     rope,
 )
 from tests.steps import Row, Steps, make_worker
+from tests.test_latents import CASES as LATENTS
 from tests.test_mixtures import CASES as MIXTURES
 from tests.test_own_drafters import OWN
 
@@ -136,7 +137,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder_of
 
 
-ALL_CASES = [*CASES, *MIXTURES]
+ALL_CASES = [*CASES, *MIXTURES, *LATENTS]
 FAMILIES = list(dict.fromkeys(case.family for case in ALL_CASES))
 
 

@@ -32,8 +32,10 @@ class Decoder:
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
         own = spec.layers[0].attention
-        own_q, own_kv = ranks.part(own.num_q, "num_attention_heads"), ranks.part(own.num_kv, "num_key_value_heads", can_repeat=True)
-        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, own.head_dim)
+        num_q, num_kv, size = own.heads
+        own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
+        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, size)
+        self._token_shape, self._num_planes = own.token_shape(self.heads[1]), own.num_planes
         self.eps = spec.layers[-1].eps
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it
@@ -57,16 +59,15 @@ class Decoder:
     def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
         places: dict[tuple, int] = {}
         for layer in spec.layers:
-            part = layer.attention
             self.layers.append(DecoderLayer(layer, weights, context_len))
-            key = (part.rope, part.head_dim, part.scale)
+            key = layer.attention.turning
             if key not in places:
                 places[key] = len(places)
-                self._tables.append(RopeTables(part.rope, part.head_dim, context_len, weights.dtype, weights.device, part.scale))
+                self._tables.append(RopeTables(*key[:2], context_len, weights.dtype, weights.device, key[2]))
             self._table_of.append(places[key])
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
-        return [CacheSpec(ATTENTION, self.heads[1:], dtype, 2 * self.num_layers)]
+        return [CacheSpec(ATTENTION, self._token_shape, dtype, self._num_planes * self.num_layers)]
 
     def forward(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from backend.models.latent import LatentAttention
+from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Weights
 from backend.models.moe import Moe
 from backend.models.moe_spec import MoeSpec
@@ -16,7 +18,8 @@ from kernels import ops
 class DecoderLayer:
     def __init__(self, spec: LayerSpec, weights: Weights, context_len: int | None = None) -> None:
         """context_len: the longest context; a window that holds it is none."""
-        self.attention = Attention(spec.attention, spec, weights, context_len)
+        part = spec.attention
+        self.attention = LatentAttention(part, spec, weights) if isinstance(part, LatentSpec) else Attention(part, spec, weights, context_len)
         self.mlp = Moe(spec.mlp, spec, weights) if isinstance(spec.mlp, MoeSpec) else Mlp(spec.mlp, spec, weights)
 
     def forward(

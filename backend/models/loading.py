@@ -11,6 +11,7 @@ from backend.errors import ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_model
 from backend.models.decoder import Decoder
+from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Wanted
 from backend.models.loader import Checkpoint, DummyCheckpoint
 from backend.models.moe_spec import MoeSpec
@@ -92,6 +93,8 @@ def check_gpu(spec: DecoderSpec, context_len: int) -> None:
         raise ModelError(f"{spec.where}: a GPU serves no experts ({mlp.count_key} {mlp.router.num_experts}) yet; use --device cpu")
     for layer in spec.layers:
         part, key = layer.attention, None
+        if isinstance(part, LatentSpec):
+            raise ModelError(f"{spec.where}: a GPU serves no latent attention (kv_lora_rank {part.rank}) yet; use --device cpu")
         if part.window is not None and part.window < context_len:
             key = f"sliding_window {part.window} (a context of {context_len} does not fit in it; one that does is served: max_model_len)"
         elif part.soft_cap is not None:

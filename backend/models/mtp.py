@@ -57,11 +57,12 @@ class Mtp:
         self._is_hidden_first, self._is_norm_recycled = spec.is_hidden_first, spec.is_norm_recycled
         first = spec.layers[0].decoder
         own, self.eps = first.attention, first.eps
-        self.heads = (own.num_q, own.num_kv, own.head_dim)
+        self.heads, self.token_shape, self.num_planes = own.heads, own.token_shape(own.heads[1]), own.num_planes
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
             weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
             self.layers = [_Layer(layer, weights) for layer in spec.layers]
-        self._tables = RopeTables(own.rope, own.head_dim, target.max_model_len, dtype, device, own.scale)
+        rope, size, scale = own.turning
+        self._tables = RopeTables(rope, size, target.max_model_len, dtype, device, scale)
 
     def forward(
         self,

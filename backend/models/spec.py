@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from backend.models.rope_spec import RopeSpec
 from backend.models.values import Values
 
 if TYPE_CHECKING:
+    from backend.models.latent_spec import LatentSpec
     from backend.models.moe_spec import MoeSpec
     from backend.models.mtp_spec import MtpSpec
 
@@ -71,6 +72,9 @@ class Projection:
 class AttentionSpec:
     """Grouped-query attention."""
 
+    num_planes: ClassVar[int] = 2
+    """Tensors that are kept of each layer: keys and values."""
+
     num_q: int
     num_kv: int
     head_dim: int
@@ -90,6 +94,20 @@ class AttentionSpec:
     """The norms are of all queries and of all keys at once, not of each head."""
     clip: float | None = None
     """What queries, keys and values are clipped to, either way."""
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Of queries, of keys and values, and their size."""
+        return self.num_q, self.num_kv, self.head_dim
+
+    @property
+    def turning(self) -> tuple[RopeSpec, int, float | None]:
+        """Rotary embedding, size of heads, factor of scores within the tables: what `backend.models.rope.RopeTables` are made for."""
+        return self.rope, self.head_dim, self.scale
+
+    def token_shape(self, num_kv: int) -> tuple[int, ...]:
+        """Of what a rank with num_kv heads keeps of a token in a plane."""
+        return num_kv, self.head_dim
 
     def list_weights(self, weights: WeightList) -> None:
         weights.add(*self.qkv)
@@ -119,7 +137,7 @@ class LayerSpec:
     hidden_size: int
     eps: float
     input_norm: str
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentSpec
     mlp_norm: str
     mlp: MlpSpec | MoeSpec
     attention_post_norm: str | None = None
@@ -283,7 +301,7 @@ def read_soft_cap(values: Values, key: str, default: float | None = None) -> flo
     return values.number(key, 1e9)
 
 
-def pre_norm_layer(prefix: str, sizes: Sizes, eps: float, attention: AttentionSpec, mlp: MlpSpec | MoeSpec) -> LayerSpec:
+def pre_norm_layer(prefix: str, sizes: Sizes, eps: float, attention: AttentionSpec | LatentSpec, mlp: MlpSpec | MoeSpec) -> LayerSpec:
     """A layer with a norm before each part, under the names that most families use."""
     norms = (f"{prefix}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
     return LayerSpec(sizes.hidden, eps, next(norms), attention, next(norms), mlp)

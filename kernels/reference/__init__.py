@@ -18,6 +18,7 @@ from kernels.reference.dense import (
     soft_cap,
 )
 from kernels.reference.experts import mix_experts, route
+from kernels.reference.latent import append_latent, latent_attention
 from kernels.reference.sampling import (
     apply_penalties,
     argmax,
@@ -43,12 +44,14 @@ __all__ = [
     "add_rms_norm",
     "append_attention",
     "append_kv",
+    "append_latent",
     "apply_penalties",
     "argmax",
     "draw_tokens",
     "filter_logits",
     "gelu_mul",
     "gumbel_noise",
+    "latent_attention",
     "linear",
     "mix_experts",
     "norm_gated_linear",

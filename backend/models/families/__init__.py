@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from backend.models.families.deepseek import deepseek_v2, deepseek_v3, deepseek_v3_mtp
 from backend.models.families.ernie import ernie4_5, ernie4_5_moe, ernie4_5_moe_mtp
 from backend.models.families.gemma import gemma2, gemma3_text
 from backend.models.families.glm import glm, glm4, glm4_moe, glm4_moe_mtp
@@ -36,11 +37,14 @@ ARCHITECTURES: dict[str, Callable[[Values], DecoderSpec]] = {
     "OlmoeForCausalLM": olmoe,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
     "Glm4MoeForCausalLM": glm4_moe,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
 }
 """By the name that config.json's `architectures` gives."""
 
 DRAFTERS: dict[str, Callable[[Values], MtpSpec]] = {
     "LlamaMTP": llama_mtp,
+    "DeepseekV3ForCausalLM": deepseek_v3_mtp,
     "Glm4MoeForCausalLM": glm4_moe_mtp,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_mtp,
     "MiMoForCausalLM": mimo_mtp,
