@@ -106,7 +106,7 @@ def test_greedy_tokens_are_those_of_transformers(case: tuple[Any, Path]) -> None
     check_greedy(*case)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3", "phi3", "ministral3", "glm4", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3", "phi3", "ministral3", "glm4", "ernie4_5_moe", "deepseek_v3"])
 def test_bfloat16_computes_about_the_same(family: str, folders: Callable[[str], Path]) -> None:
     """It must agree with transformers' own bfloat16 as well as that does with float32."""
     auto, folder, token_ids = transformers.AutoModelForCausalLM, folders(family), random_tokens(40)

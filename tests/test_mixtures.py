@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backend import LLM, SamplingParams
 from backend.config import EngineConfig
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_model
@@ -209,18 +208,3 @@ def test_counts_that_do_not_divide(folders: Callable[..., Path]) -> None:
         load(folders("qwen2_moe", 2), ranks=Ranks(0, 4), is_expert_parallel=True)
     with pytest.raises(ConfigError, match="tensor_parallel_size 4: moe_intermediate_size is 6, which does not divide by it"):
         load_experts(dataclasses.replace(check_model(folders("qwen2_moe")).layers[0].mlp, inner=6), Weights(None, torch.float32, CPU, Ranks(0, 4)))
-
-
-def test_tokens_of_two_processes_are_those_of_one(folders: Callable[..., Path]) -> None:
-    prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
-    choices = [({"method": "none"}, {"temperature": 0.0}), ({"method": "ngram"}, {"temperature": 0.9, "seed": 5})]
-    answers = []
-    for size in (1, 2):
-        parallel = {"tensor_parallel_size": size, "expert_parallel": True}
-        llm = LLM(str(folders("glm4_moe")), parallel_config=parallel, num_threads=1, kv_cache_memory="2MiB", speculative_config={"method": "ngram"})
-        answers.append([])
-        for choice, sampling in choices:
-            params = SamplingParams(max_tokens=12, ignore_eos=True, **sampling)
-            answers[-1] += [r.outputs[0].token_ids for r in llm.generate(prompts, params, speculative=choice, use_tqdm=False)]
-        llm.close()
-    assert answers[0] == answers[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from backend.models.spec import DecoderSpec
 from backend.parallel.ranks import Ranks
 from kernels import ops
 from kernels.attention import HEAD_DIMS
+
+logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -83,6 +86,8 @@ def load_model(
     context_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     if device.type == "cuda" and not only_head:
         check_gpu(spec, context_len)
+    if is_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+        logger.warning("%s: expert_parallel changes nothing: the model has no experts", spec.where)
     with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
         return Decoder(spec, checkpoint, dtype, device, ranks, context_len, only_head=only_head, is_expert_parallel=is_expert_parallel)
 
