@@ -95,7 +95,7 @@ def load_model(
 def check_gpu(spec: DecoderSpec, context_len: int) -> None:
     """Raises ModelError for parts that the CUDA kernels do not compute; on CPU all are served."""
     for mlp in (layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)):
-        raise ModelError(f"{spec.where}: a GPU serves no experts ({mlp.count_key} {mlp.router.num_experts}) yet; use --device cpu")
+        raise ModelError(f"{spec.where}: a GPU serves no experts ({mlp.router.count_key} {mlp.router.num_experts}) yet; use --device cpu")
     for layer in spec.layers:
         part, key = layer.attention, None
         if isinstance(part, LatentSpec):

@@ -83,7 +83,7 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
     ranks, count = weights.ranks, spec.router.num_experts
     own, inner = slice(0, count), slice(0, spec.inner)
     if weights.is_expert_parallel:
-        own = ranks.part(count, f"{spec.count_key} (expert_parallel)")
+        own = ranks.part(count, f"{spec.router.count_key} (expert_parallel)")
     else:
         inner = ranks.part(spec.inner, spec.inner_key)
     num_own, size = own.stop - own.start, inner.stop - inner.start

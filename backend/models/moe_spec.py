@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backend.models.spec import MlpSpec, Projection, WeightList
 from backend.models.values import Values
 
-SCORINGS = ("softmax", "sigmoid")
 MAX_EXPERTS = 4096
 GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -23,7 +22,11 @@ class RouterSpec:
     gate: Projection
     """[experts, hidden]"""
     num_chosen: int
+    count_key: str
+    chosen_key: str
+    """What config.json calls the number of experts, and num_chosen."""
     scoring: str = "softmax"
+    """Or sigmoid."""
     correction: str | None = None
     """A weight that is added to the scores for the choice, not for the weights of what is chosen (DeepSeek-V3)."""
     correction_shape: tuple[int, ...] = ()
@@ -55,9 +58,8 @@ class MoeSpec:
     hidden_size: int
     inner: int
     """Of each expert."""
-    count_key: str
     inner_key: str
-    """The keys of config.json that say how many experts there are, and `inner`: for complaints."""
+    """What config.json calls it."""
     activation: str = "silu"
     shared: MlpSpec | None = None
     """An MLP that every token takes."""
@@ -84,53 +86,28 @@ class MoeSpec:
 
 
 def read_router(
-    values: Values,
-    gate: str,
-    hidden: int,
-    *,
-    count_key: str,
-    chosen_key: str = "num_experts_per_tok",
-    scoring: str = "softmax",
-    is_normalized: bool = False,
-    min_sum: float = 0.0,
-    scale: float = 1.0,
-    correction: str | None = None,
-    correction_rows: int | None = None,
-    num_group_scores: int = 1,
-    default_chosen: int | None = None,
-    has_groups: bool = False,
+    values: Values, gate: str, hidden: int, count_key: str, chosen_key: str = "num_experts_per_tok", default_chosen: int | None = None
 ) -> RouterSpec:
-    """Of `count_key` experts, `chosen_key` of which a token takes. Raises ModelError where that cannot be.
-
-    has_groups: n_group and topk_group count; correction_rows: leading size of the correction's stored shape, where it has two.
-    """
+    """Softmax over `count_key` experts, `chosen_key` of which a token takes; families replace what else theirs has."""
     count = values.integer(count_key, MAX_EXPERTS)
     chosen = values.integer(chosen_key, MAX_EXPERTS, default=default_chosen)
     if chosen > count:
         raise values.refuse(chosen_key, f"no more than {count_key} ({count})")
-    groups, best = 1, 1
-    if has_groups and (values.has("n_group") or values.has("topk_group")):
-        groups, best = values.integer("n_group", MAX_EXPERTS), values.integer("topk_group", MAX_EXPERTS)
-        if count % groups or (groups > 1 and count // groups < num_group_scores):
-            raise values.refuse("n_group", f"such that {count_key} ({count}) divides by it, {num_group_scores} experts to a group at least")
-        if best > groups or best * (count // groups) < chosen:
-            raise values.refuse(
-                "topk_group", f"no more than n_group ({groups}), whose groups of {count // groups} have {chosen_key} ({chosen}) experts"
-            )
-    shape = () if correction is None else (count,) if correction_rows is None else (correction_rows, count)
-    return RouterSpec(
-        Projection(gate, count, hidden),
-        chosen,
-        scoring,
-        correction,
-        shape,
-        is_normalized,
-        min_sum,
-        scale,
-        groups,
-        best,
-        num_group_scores,
-    )
+    return RouterSpec(Projection(gate, count, hidden), chosen, count_key, chosen_key)
+
+
+def read_groups(values: Values, router: RouterSpec, num_group_scores: int) -> RouterSpec:
+    """The router with n_group and topk_group, where the file has them. Raises ModelError where such groups cannot be."""
+    if not values.has("n_group") and not values.has("topk_group"):
+        return router
+    groups, best = values.integer("n_group", MAX_EXPERTS), values.integer("topk_group", MAX_EXPERTS)
+    count, chosen = router.num_experts, router.num_chosen
+    if count % groups or (groups > 1 and count // groups < num_group_scores):
+        raise values.refuse("n_group", f"such that {router.count_key} ({count}) divides by it, {num_group_scores} experts to a group at least")
+    if best > groups or best * (count // groups) < chosen:
+        rule = f"no more than n_group ({groups}), whose groups of {count // groups} have {router.chosen_key} ({chosen}) experts"
+        raise values.refuse("topk_group", rule)
+    return replace(router, num_groups=groups, num_chosen_groups=best, num_group_scores=num_group_scores)
 
 
 def read_sparse_layers(values: Values, num_layers: int) -> Callable[[int], bool]:

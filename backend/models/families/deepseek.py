@@ -5,10 +5,11 @@ V2 chooses experts by softmax, V3 by corrected sigmoid scores; both may do so wi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from backend.models.latent_spec import read_latent
-from backend.models.moe_spec import GATED_NAMES, MoeSpec, RouterSpec, read_router
+from backend.models.moe_spec import GATED_NAMES, MoeSpec, RouterSpec, read_groups, read_router
 from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, make_module, read_modules
 from backend.models.rope_spec import RopeSpec, read_rope
 from backend.models.spec import (
@@ -33,19 +34,14 @@ def corrected_experts(values: Values, prefix: str, sizes: Sizes, activation: str
     """DeepSeek-V3's, which other families have too."""
     values.choice("scoring_func", ("sigmoid",), "sigmoid")
     values.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    router = read_router(
-        values,
-        f"{prefix}.gate",
-        sizes.hidden,
-        count_key=COUNT_KEY,
-        default_chosen=8,
+    router = read_groups(values, read_router(values, f"{prefix}.gate", sizes.hidden, COUNT_KEY, default_chosen=8), num_group_scores=2)
+    router = dataclasses.replace(
+        router,
         scoring="sigmoid",
         is_normalized=values.flag("norm_topk_prob", default=True),
         min_sum=1e-20,
-        scale=values.number("routed_scaling_factor", 1e6, default=1.0),
         correction=f"{prefix}.gate.e_score_correction_bias",
-        has_groups=True,
-        num_group_scores=2,
+        correction_shape=(router.num_experts,),
     )
     return _experts(values, prefix, sizes, activation, router)
 
@@ -56,22 +52,17 @@ def _softmax_experts(values: Values, prefix: str, sizes: Sizes, activation: str)
     method = values.choice("topk_method", (GREEDY, GROUPED), GREEDY)
     if values.flag("norm_topk_prob"):
         raise values.refuse("norm_topk_prob", "false: what else it means here, implementations do not agree on")
-    router = read_router(
-        values,
-        f"{prefix}.gate",
-        sizes.hidden,
-        count_key=COUNT_KEY,
-        scale=values.number("routed_scaling_factor", 1e6, default=1.0),
-        has_groups=method == GROUPED,
-    )
+    router = read_router(values, f"{prefix}.gate", sizes.hidden, COUNT_KEY)
+    router = read_groups(values, router, num_group_scores=1) if method == GROUPED else router
     return _experts(values, prefix, sizes, activation, router, has_bias=values.flag("mlp_bias"))
 
 
 def _experts(values: Values, prefix: str, sizes: Sizes, activation: str, router: RouterSpec, *, has_bias: bool = False) -> MoeSpec:
     """has_bias: of shared experts."""
+    router = dataclasses.replace(router, scale=values.number("routed_scaling_factor", 1e6, default=1.0))
     inner, num_shared = values.integer(SIZE_KEY, 2**20), values.integer("n_shared_experts", 1024, low=0, default=0)
     shared = gated_mlp(f"{prefix}.shared_experts", sizes, activation, has_bias=has_bias, inner=num_shared * inner) if num_shared else None
-    return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, COUNT_KEY, SIZE_KEY, activation, shared)
+    return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, SIZE_KEY, activation, shared)
 
 
 def _score_scale(values: Values, rope: RopeSpec) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from backend.models.moe_spec import GATED_NAMES, MoeSpec, read_router
 from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, read_modules
 from backend.models.rope_spec import read_rope
@@ -59,24 +61,20 @@ def ernie4_5_moe(values: Values) -> DecoderSpec:
 
 
 def _experts(values: Values, sizes: Sizes, prefix: str) -> MoeSpec:
-    key, size_key, activation = "moe_num_experts", "moe_intermediate_size", _read_activation(values)
+    size_key, activation = "moe_intermediate_size", _read_activation(values)
     inner, num_shared = values.integer(size_key, 2**20), values.integer("moe_num_shared_experts", 1024, low=0, default=2)
-    router = read_router(
-        values,
-        f"{prefix}.gate",
-        sizes.hidden,
-        count_key=key,
-        chosen_key="moe_k",
-        default_chosen=6,
+    router = read_router(values, f"{prefix}.gate", sizes.hidden, "moe_num_experts", "moe_k", default_chosen=6)
+    router = dataclasses.replace(
+        router,
         is_normalized=True,
         min_sum=values.number("moe_norm_min", 1.0, default=1e-12),
         correction=f"{prefix}.moe_statics.e_score_correction_bias",
-        correction_rows=1,
+        correction_shape=(1, router.num_experts),
     )
     shared = None
     if num_shared:
         shared = gated_mlp(f"{prefix}.shared_experts", sizes, activation, has_bias=values.flag("use_bias"), inner=num_shared * inner)
-    return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, key, size_key, activation, shared)
+    return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, size_key, activation, shared)
 
 
 def ernie4_5_moe_mtp(values: Values) -> MtpSpec:

@@ -66,12 +66,19 @@ def ministral3(values: Values) -> DecoderSpec:
 def mixtral(values: Values) -> DecoderSpec:
     sizes = read_sizes(values)
     spec = _decoder(values, sizes, read_rope(values, sizes.head_dim, theta=1e6), [read_window(values)] * read_num_layers(values))
-    activation, key = values.choice("hidden_act", ACTIVATIONS, "silu"), "num_local_experts"
+    activation = values.choice("hidden_act", ACTIVATIONS, "silu")
     layers = []
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}.block_sparse_moe"
-        router = read_router(values, f"{prefix}.gate", sizes.hidden, count_key=key, default_chosen=2, is_normalized=True)
-        names = ("w1", "w3", "w2")
-        mlp = MoeSpec(router, f"{prefix}.experts", names, sizes.hidden, sizes.inner, key, "intermediate_size", activation)
+        router = read_router(values, f"{prefix}.gate", sizes.hidden, "num_local_experts", default_chosen=2)
+        mlp = MoeSpec(
+            dataclasses.replace(router, is_normalized=True),
+            f"{prefix}.experts",
+            ("w1", "w3", "w2"),
+            sizes.hidden,
+            sizes.inner,
+            "intermediate_size",
+            activation,
+        )
         layers.append(dataclasses.replace(layer, mlp=mlp))
     return dataclasses.replace(spec, layers=tuple(layers))

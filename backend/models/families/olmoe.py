@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from backend.models.moe_spec import GATED_NAMES, MoeSpec, read_router
 from backend.models.rope_spec import read_rope
 from backend.models.spec import (
@@ -21,13 +23,20 @@ def olmoe(values: Values) -> DecoderSpec:
     sizes, eps, has_bias = read_sizes(values), read_eps(values), values.flag("attention_bias")
     rope, activation = read_rope(values, sizes.head_dim), values.choice("hidden_act", ACTIVATIONS, "silu")
     clip = values.number("clip_qkv", 1e9) if values.has("clip_qkv") else None
-    is_normalized, key = values.flag("norm_topk_prob"), "num_experts"
+    is_normalized = values.flag("norm_topk_prob")
     layers = []
     for i in range(read_num_layers(values)):
         prefix = f"model.layers.{i}"
         part = attention(f"{prefix}.self_attn", sizes, rope, has_bias=has_bias, has_output_bias=has_bias, are_norms_whole=True, clip=clip)
-        router = read_router(values, f"{prefix}.mlp.gate", sizes.hidden, count_key=key, default_chosen=8, is_normalized=is_normalized)
-        experts = f"{prefix}.mlp.experts"
-        mlp = MoeSpec(router, experts, GATED_NAMES, sizes.hidden, sizes.inner, key, "intermediate_size", activation)
+        router = read_router(values, f"{prefix}.mlp.gate", sizes.hidden, "num_experts", default_chosen=8)
+        mlp = MoeSpec(
+            dataclasses.replace(router, is_normalized=is_normalized),
+            f"{prefix}.mlp.experts",
+            GATED_NAMES,
+            sizes.hidden,
+            sizes.inner,
+            "intermediate_size",
+            activation,
+        )
         layers.append(pre_norm_layer(prefix, sizes, eps, part, mlp))
     return read_decoder(values, layers)

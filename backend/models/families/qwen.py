@@ -5,6 +5,8 @@ Qwen 2 MoE has a shared expert with a gate beside its experts; Qwen 3 MoE none. 
 
 from __future__ import annotations
 
+import dataclasses
+
 from backend.models.moe_spec import GATED_NAMES, MoeSpec, read_router, read_sparse_layers
 from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, read_modules
 from backend.models.rope_spec import read_rope
@@ -78,20 +80,21 @@ def qwen3(values: Values) -> DecoderSpec:
 def _mlp(values: Values, prefix: str, sizes: Sizes, activation: str, *, is_sparse: bool, has_shared: bool) -> MlpSpec | MoeSpec:
     if not is_sparse:
         return gated_mlp(prefix, sizes, activation)
-    count_key = _count_key(values)
-    router = read_router(values, f"{prefix}.gate", sizes.hidden, count_key=count_key, is_normalized=values.flag("norm_topk_prob"), default_chosen=8)
-    shared = shared_gate = None
-    if has_shared:
-        inner = values.integer("shared_expert_intermediate_size", 2**20)
-        shared = gated_mlp(f"{prefix}.shared_expert", sizes, activation, inner=inner)
-        shared_gate = Projection(f"{prefix}.shared_expert_gate", 1, sizes.hidden)
-    inner = values.integer("moe_intermediate_size", 2**20)
-    where = f"{prefix}.experts"
-    return MoeSpec(router, where, GATED_NAMES, sizes.hidden, inner, count_key, "moe_intermediate_size", activation, shared, shared_gate)
-
-
-def _count_key(values: Values) -> str:
-    return "num_local_experts" if values.has("num_local_experts") and not values.has("num_experts") else "num_experts"
+    count_key = "num_experts" if values.has("num_experts") else "num_local_experts"  # the one that newer files have
+    router = read_router(values, f"{prefix}.gate", sizes.hidden, count_key, default_chosen=8)
+    experts = MoeSpec(
+        dataclasses.replace(router, is_normalized=values.flag("norm_topk_prob")),
+        f"{prefix}.experts",
+        GATED_NAMES,
+        sizes.hidden,
+        values.integer("moe_intermediate_size", 2**20),
+        "moe_intermediate_size",
+        activation,
+    )
+    if not has_shared:
+        return experts
+    shared = gated_mlp(f"{prefix}.shared_expert", sizes, activation, inner=values.integer("shared_expert_intermediate_size", 2**20))
+    return dataclasses.replace(experts, shared=shared, shared_gate=Projection(f"{prefix}.shared_expert_gate", 1, sizes.hidden))
 
 
 def _moe_decoder(
