@@ -93,7 +93,7 @@ def find_drafter_folder(asked: str | None, model: str | Path) -> Path | None:
 
 def _has_own_drafter(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
-    is_known = isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES and names[0] in DRAFTERS
+    is_known = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ARCHITECTURES and names[0] in DRAFTERS
     return is_known and bool(config.get("num_nextn_predict_layers"))
 
 

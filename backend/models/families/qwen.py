@@ -6,6 +6,7 @@ Qwen 2 MoE has a shared expert with a gate beside its experts; Qwen 3 MoE none. 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from backend.models.moe_spec import GATED_NAMES, MoeSpec, read_router, read_sparse_layers
 from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, read_modules
@@ -15,9 +16,7 @@ from backend.models.spec import (
     LAYER_TYPES,
     DecoderSpec,
     LayerSpec,
-    MlpSpec,
     Projection,
-    Sizes,
     attention,
     gated_mlp,
     pre_norm_layer,
@@ -58,35 +57,33 @@ def _read_windows(values: Values) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in types]
 
 
-def _qwen2_layer(values: Values, prefix: str, window: int | None) -> LayerSpec:
-    return _layer(values, prefix, window, head_dim=None, has_bias=True, has_output_bias=False, has_head_norms=False)
+def _qwen2_layer(values: Values, prefix: str, window: int | None, *, has_bias: bool = True) -> LayerSpec:
+    return _layer(values, prefix, window, head_dim=None, has_bias=has_bias, has_output_bias=False, has_head_norms=False)
+
+
+def _qwen3_layer(values: Values, prefix: str, window: int | None, *, head_dim: int | None) -> LayerSpec:
+    has_bias = values.flag("attention_bias")
+    return _layer(values, prefix, window, head_dim=head_dim, has_bias=has_bias, has_output_bias=has_bias, has_head_norms=True)
 
 
 def qwen2(values: Values) -> DecoderSpec:
-    windows = _read_windows(values)
-    return read_decoder(values, [_qwen2_layer(values, f"model.layers.{i}", window) for i, window in enumerate(windows)])
+    return read_decoder(values, [_qwen2_layer(values, f"model.layers.{i}", window) for i, window in enumerate(_read_windows(values))])
 
 
 def qwen3(values: Values) -> DecoderSpec:
-    has_bias = values.flag("attention_bias")
-
-    def layer(number: int, window: int | None) -> LayerSpec:
-        prefix = f"model.layers.{number}"
-        return _layer(values, prefix, window, head_dim=128, has_bias=has_bias, has_output_bias=has_bias, has_head_norms=True)
-
-    return read_decoder(values, [layer(i, window) for i, window in enumerate(_read_windows(values))])
+    windows = _read_windows(values)
+    return read_decoder(values, [_qwen3_layer(values, f"model.layers.{i}", window, head_dim=128) for i, window in enumerate(windows)])
 
 
-def _mlp(values: Values, prefix: str, sizes: Sizes, activation: str, *, is_sparse: bool, has_shared: bool) -> MlpSpec | MoeSpec:
-    if not is_sparse:
-        return gated_mlp(prefix, sizes, activation)
-    count_key = "num_experts" if values.has("num_experts") else "num_local_experts"  # the one that newer files have
-    router = read_router(values, f"{prefix}.gate", sizes.hidden, count_key, default_chosen=8)
+def _experts(values: Values, prefix: str, layer: LayerSpec, *, has_shared: bool) -> MoeSpec:
+    sizes, activation = read_sizes(values), values.choice("hidden_act", ACTIVATIONS, "silu")
+    count_key = "num_local_experts" if values.has("num_local_experts") else "num_experts"  # newer files have the first
+    router = read_router(values, f"{prefix}.gate", layer.hidden_size, count_key, default_chosen=8)
     experts = MoeSpec(
         dataclasses.replace(router, is_normalized=values.flag("norm_topk_prob")),
         f"{prefix}.experts",
         GATED_NAMES,
-        sizes.hidden,
+        layer.hidden_size,
         values.integer("moe_intermediate_size", 2**20),
         "moe_intermediate_size",
         activation,
@@ -94,45 +91,30 @@ def _mlp(values: Values, prefix: str, sizes: Sizes, activation: str, *, is_spars
     if not has_shared:
         return experts
     shared = gated_mlp(f"{prefix}.shared_expert", sizes, activation, inner=values.integer("shared_expert_intermediate_size", 2**20))
-    return dataclasses.replace(experts, shared=shared, shared_gate=Projection(f"{prefix}.shared_expert_gate", 1, sizes.hidden))
+    return dataclasses.replace(experts, shared=shared, shared_gate=Projection(f"{prefix}.shared_expert_gate", 1, layer.hidden_size))
 
 
-def _moe_decoder(
-    values: Values, windows: list[int | None], *, has_bias: bool, has_output_bias: bool, has_head_norms: bool, has_shared: bool
-) -> DecoderSpec:
-    sizes, eps, activation = read_sizes(values), read_eps(values), values.choice("hidden_act", ACTIVATIONS, "silu")
-    rope, is_sparse = read_rope(values, sizes.head_dim), read_sparse_layers(values, len(windows))
-    layers = []
-    for i, window in enumerate(windows):
-        prefix = f"model.layers.{i}"
-        part = attention(
-            f"{prefix}.self_attn",
-            sizes,
-            rope,
-            has_bias=has_bias,
-            has_output_bias=has_output_bias,
-            has_head_norms=has_head_norms,
-            window=window,
-        )
-        mlp = _mlp(values, f"{prefix}.mlp", sizes, activation, is_sparse=is_sparse(i), has_shared=has_shared)
-        layers.append(pre_norm_layer(prefix, sizes, eps, part, mlp))
-    return read_decoder(values, layers)
+def _with_experts(values: Values, layers: Sequence[LayerSpec], *, has_shared: bool) -> DecoderSpec:
+    is_sparse, mixed = read_sparse_layers(values, len(layers)), []
+    for i, layer in enumerate(layers):
+        experts = _experts(values, f"model.layers.{i}.mlp", layer, has_shared=has_shared) if is_sparse(i) else None
+        mixed.append(dataclasses.replace(layer, mlp=experts) if experts else layer)
+    return read_decoder(values, mixed)
 
 
 def qwen2_moe(values: Values) -> DecoderSpec:
-    count = read_num_layers(values)
     has_windows, first = values.flag("use_sliding_window"), values.integer("max_window_layers", 2**16, low=0, default=28)
     window = read_window(values, 4096) if has_windows else None
-    types = read_layer_types(values, [SLIDING if has_windows and i < first and i % 2 == 0 else FULL for i in range(count)])
-    windows = [window if kind == SLIDING else None for kind in types]
-    has_bias = values.flag("qkv_bias", default=True)
-    return _moe_decoder(values, windows, has_bias=has_bias, has_output_bias=False, has_head_norms=False, has_shared=True)
+    default = [SLIDING if has_windows and i < first and i % 2 == 0 else FULL for i in range(read_num_layers(values))]
+    has_bias, windows = values.flag("qkv_bias", default=True), [window if kind == SLIDING else None for kind in read_layer_types(values, default)]
+    layers = [_qwen2_layer(values, f"model.layers.{i}", window, has_bias=has_bias) for i, window in enumerate(windows)]
+    return _with_experts(values, layers, has_shared=True)
 
 
 def qwen3_moe(values: Values) -> DecoderSpec:
     window = read_window(values, 4096) if values.flag("use_sliding_window") else None
-    has_bias, windows = values.flag("attention_bias"), [window] * read_num_layers(values)
-    return _moe_decoder(values, windows, has_bias=has_bias, has_output_bias=has_bias, has_head_norms=True, has_shared=False)
+    layers = [_qwen3_layer(values, f"model.layers.{i}", window, head_dim=None) for i in range(read_num_layers(values))]
+    return _with_experts(values, layers, has_shared=False)
 
 
 def mimo_mtp(values: Values) -> MtpSpec:
