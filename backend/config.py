@@ -101,7 +101,7 @@ class SpeculativeConfig(Section):
     min_ngram_size: int | None = None
     """ngram: shortest run. Default: 1; with_ngram: 2."""
     model: str | None = None
-    """mtp: folder of the drafter's weights; default: the mtp_drafter model's version folder."""
+    """mtp: folder of the drafter's weights; default: the model's own, where it has such weights, else the mtp_drafter model's version folder."""
     num_model_steps: int | None = None
     """mtp: drafter forwards a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
     mtp_strategy: str = "default"
@@ -268,6 +268,8 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: int = 1
     """Ranks that one model is split over, each a process; on GPUs each with its own. 1 to 64."""
+    expert_parallel: bool = False
+    """Mixtures of experts: each rank holds whole experts, as many as the others; else a part of every expert."""
 
     def __post_init__(self) -> None:
         require(1 <= self.tensor_parallel_size <= MAX_RANKS, "tensor_parallel_size", self.tensor_parallel_size, f"from 1 to {MAX_RANKS}")

@@ -15,7 +15,8 @@ from typing import Any
 from backend.errors import ConfigError, ModelError
 from backend.model_files import find_weights, open_weights, read_config, read_json
 from backend.models.families import ARCHITECTURES, DRAFTERS
-from backend.models.spec import DecoderSpec, MtpSpec, Shapes, WeightList
+from backend.models.mtp_spec import MtpSpec
+from backend.models.spec import DecoderSpec, Shapes, WeightList
 from backend.models.values import Values
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,19 @@ def _find_drafter(config: Mapping[str, Any], directory: str | Path) -> str:
     raise ModelError(f"{directory}/config.json: architectures {names!r:.200} is no drafter; known: {', '.join(DRAFTERS)}")
 
 
+def find_drafter_folder(asked: str | None, model: str | Path) -> Path | None:
+    """Where a drafter's weights are: in the folder asked for, or else beside the model's own; None: neither is."""
+    if asked is not None:
+        return Path(asked)
+    return Path(model) if _has_own_drafter(read_config(model)) else None
+
+
+def _has_own_drafter(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures")
+    is_known = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ARCHITECTURES and names[0] in DRAFTERS
+    return is_known and bool(config.get("num_nextn_predict_layers"))
+
+
 def check_max_model_len(asked: int | None, own: int) -> None:
     if asked is not None and asked > own:
         raise ConfigError(f"max_model_len {asked} is beyond the model's own limit {own}")
@@ -119,11 +133,13 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     Raises ModelError for what is missing, damaged, left over or not supported.
     """
     config = read_config(directory)
-    family = ARCHITECTURES[find_architecture(config, directory)]
-    spec = family(check_config(config, directory))
+    name, values = find_architecture(config, directory), check_config(config, directory)
+    spec = ARCHITECTURES[name](values)
     if has_weights:
         weights = WeightList()
         spec.list_weights(weights)
+        if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
+            weights.add_known(DRAFTERS[name](values))
         check_weights(Path(directory), weights, f"num_hidden_layers is {config['num_hidden_layers']}")
     return spec
 
@@ -131,10 +147,13 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
 def check_drafter(directory: str | Path, *, has_weights: bool = True) -> MtpSpec:
     """The same of a drafter (`check_fits_target` comes before it: a drafter of another model is called that)."""
     config = read_config(directory)
-    spec = DRAFTERS[_find_drafter(config, directory)](check_config(config, directory))
+    name, values = _find_drafter(config, directory), check_config(config, directory)
+    spec = DRAFTERS[name](values)
     if has_weights:
         weights = WeightList()
         spec.list_weights(weights)
+        if name in ARCHITECTURES:
+            weights.add_known(ARCHITECTURES[name](values))
         check_weights(Path(directory), weights, f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}")
     return spec
 

@@ -284,6 +284,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--tensor-parallel-size", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"
     )
+    model.add_argument(
+        "--expert-parallel", action=argparse.BooleanOptionalAction, default=None, help="each of them holds whole experts (default: a part of each)"
+    )
     model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
 
     load = parser.add_argument_group("load and memory")
@@ -346,8 +349,9 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     nodes = {key: values.pop(key) for key in DISAGGREGATION_FLAGS if key in values}
     if nodes:
         values["disaggregation"] = {**(values.get("disaggregation") or {}), **nodes}
-    if "tensor_parallel_size" in values:
-        values["parallel_config"] = {**(values.get("parallel_config") or {}), "tensor_parallel_size": values.pop("tensor_parallel_size")}
+    for key in ("tensor_parallel_size", "expert_parallel"):
+        if key in values:
+            values["parallel_config"] = {**(values.get("parallel_config") or {}), key: values.pop(key)}
     if isinstance(values.get("speculative_config"), str):
         try:
             values["speculative_config"] = json.loads(values["speculative_config"])
@@ -374,9 +378,10 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     if "mtp" not in config.loaded_methods:
         return None
-    if config.model is None and not is_bundled(model):
+    found = model_checks.find_drafter_folder(config.model, model)
+    if found is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method mtp needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
-    folder = Path(config.model or BUNDLED_DRAFTER).expanduser().resolve()
+    folder = (found or BUNDLED_DRAFTER).expanduser().resolve()
     own, target = read_config(folder), read_config(model)
     if not str(folder).isascii():
         raise ModelError(f"drafter folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")

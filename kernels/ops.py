@@ -8,12 +8,12 @@ from kernels.distribution import draw_tokens, probabilities
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
-from kernels.reference import apply_penalties, argmax, gelu_mul, norm_heads, soft_cap, token_rows
+from kernels.reference import append_latent, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
-from kernels.step_attention import Plan, StepAttention, append_attention, plan_attention
+from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
 from kernels.step_rows import DrafterRows, StepRows
 from kernels.structs import DRAFT_STREAM, SAMPLE_STREAM, Policy, StepSizes
 from kernels.verify import sample_candidates, top_p_candidates, verify, verify_drafts, verify_rejection, verify_top_p
@@ -33,6 +33,7 @@ __all__ = [
     "append_attention",
     "append_draft",
     "append_kv",
+    "append_latent",
     "apply_penalties",
     "argmax",
     "choose",
@@ -40,7 +41,9 @@ __all__ = [
     "draft_ngram",
     "draw_tokens",
     "gelu_mul",
+    "latent_attention",
     "linear",
+    "mix_experts",
     "norm_gated_linear",
     "norm_heads",
     "norm_linear",
@@ -51,6 +54,7 @@ __all__ = [
     "probabilities",
     "process_and_choose",
     "rms_norm",
+    "route",
     "sample",
     "sample_candidates",
     "silu_mul",

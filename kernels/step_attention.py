@@ -131,6 +131,12 @@ class StepAttention:
         out[:count].copy_(self._prompts.attend(query[:count], key_pages, value_pages))
         return out
 
+    def attend_latents(self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, value_up: torch.Tensor, scale: float) -> torch.Tensor:
+        """See `latent_attention`."""
+        if self._rows is None:
+            raise ValueError("attention over latents is computed on CPU alone, after refresh()")
+        return reference.latent_attention(query, pages, self._rows, key_up, value_up, scale)
+
     def _plan_rows(self) -> reference.AttentionPlan:
         """The twin's plan of all rows."""
         starts, lens, indices = (t.tolist() for t in (self.cu_query_lens, self.seq_lens, self.request_indices))
@@ -254,3 +260,12 @@ def append_attention(
     if isinstance(plan, StepAttention):
         return plan.attend(query, key_pages, value_pages, window, cap)
     return reference.append_attention(query, key_pages, value_pages, plan, window, cap)
+
+
+def latent_attention(
+    query: torch.Tensor, pages: torch.Tensor, plan: Plan, key_up: torch.Tensor, value_up: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of packed queries [T, H, N + D] over paged latents [P, page, 1, R + D] -> [T, H, V]: see `reference.latent_attention`. On CPU."""
+    if isinstance(plan, StepAttention):
+        return plan.attend_latents(query, pages, key_up, value_up, scale)
+    return reference.latent_attention(query, pages, plan, key_up, value_up, scale)

@@ -77,6 +77,7 @@ def field_names(kind: type) -> list[str]:
         ({"qqqq": 1}, "unknown key 'qqqq'; known keys: async_scheduling, cascade_attention, device, disaggregation, dtype, "),
         ({5: 1}, "unknown key 5"),
         ({"speculative_config": {"num_speculative_token": 3}}, 'did you mean "num_speculative_tokens"?'),
+        ({"parallel_config": {"expert_parallel": 2}}, "parallel_config.expert_parallel must be bool, got 2"),
         ({"parallel_config": {"tensor_parallel_sise": 1}}, 'did you mean "tensor_parallel_size"?'),
     ],
 )
@@ -143,7 +144,7 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         (
             "parallel_config",
             [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}],
-            [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}],
+            [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}],
         ),
     ],
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +13,32 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from backend import LLM
-from backend.config import BUNDLED_MODEL
-from backend.core import SamplingParams
 from backend.errors import ModelError
 from backend.model_checks import check_model
-from backend.models import load_model
+from backend.models.decoder_layer import DecoderLayer
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
 from backend.models.loading import check_gpu
-from backend.models.parts import DecoderLayer
 from backend.parallel.ranks import Ranks
+from tests.families import (
+    CONTEXT,
+    VOCABULARY,
+    Case,
+    check_greedy,
+    check_logits,
+    edited,
+    expected_logits,
+    load,
+    make_model,
+    random_tokens,
+    refused,
+    rope,
+)
 from tests.steps import Row, Steps, make_worker
-
-TOLERANCE = 1e-4
-"""Of the largest logit."""
-PROMPT, MORE, VOCABULARY = 45, 32, 301
-CONTEXT = 128
-
-
-@dataclass(frozen=True)
-class Case:
-    """A configuration of a family: transformers' config class is that of the model_type."""
-
-    family: str
-    name: str = "plain"
-    config: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.family}, {self.name}"
-
-
-def rope(kind: str, **values: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **values}}
-
+from tests.test_latents import CASES as LATENTS
+from tests.test_mixtures import CASES as MIXTURES
+from tests.test_own_drafters import OWN
 
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3, 1.5, 2.0, 2.5, 3.0], [1.0, 2.0, 3.0, 4.5, 6.0, 8.0, 12.0, 16.0]
 LONGROPE = rope("longrope", short_factor=SHORT, long_factor=LONG)
@@ -103,61 +92,6 @@ CASES = [
 ]  # fmt: skip
 
 
-def make_model(case: Case, folder: Path) -> Any:
-    """Saves a tiny model in which every weight matters: transformers starts biases at zero and norms at one."""
-    values = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2 if case.config.get("num_key_value_heads") == 1 else 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": CONTEXT,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-        "attn_implementation": "eager",
-        **case.config,
-    }
-    if "head_dim" not in values:
-        values["hidden_size"] = 64  # heads of 16
-    elif values["num_attention_heads"] == 3:
-        values["hidden_size"] = 33
-    config = transformers.AutoConfig.for_model(case.family, **values)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.uniform_(-0.4, 0.4) if "gemma" in case.family else weight.uniform_(0.6, 1.4)
-            elif name.endswith(".bias"):
-                weight.normal_(0, 0.3)
-            else:
-                weight.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED_MODEL / name, folder)
-    return model
-
-
-def random_tokens(count: int, seed: int = 0) -> list[int]:
-    numbers = random.Random(seed)
-    return [numbers.randrange(1, VOCABULARY) for _ in range(count)]
-
-
-@torch.inference_mode()
-def expected_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """At every token, in one pass, without a cache."""
-    return model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
-
-
-def assert_close(own: torch.Tensor, expected: torch.Tensor) -> None:
-    assert own.shape == expected.shape
-    assert expected.std() > 0.1, "logits this flat would agree with anything"
-    difference = ((own - expected).abs().max() / expected.abs().max()).item()
-    assert difference <= TOLERANCE, f"relative difference {difference:.2g}"
-
-
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("model")
@@ -165,52 +99,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_logits_are_those_of_transformers(case: tuple[Any, Path]) -> None:
-    """Of a prompt, and of 32 tokens after it: one by one, and as drafts. Of the same in chunks, and after another request's pages."""
-    model, folder = case
-    steps = Steps(make_worker(folder))
-    token_ids = random_tokens(PROMPT + MORE)
-    expected = expected_logits(model, token_ids)
-    pages = random.Random(1).sample(range(steps.worker.store.num_pages), 30)
-    steps.admit(0, token_ids[:PROMPT], pages[:10])
-    steps.run([Row(0, 0, PROMPT)])
-    assert_close(steps.logits(), expected[:PROMPT])
-    # Known tokens one by one, in chunks that other rows' lengths differ from; then drafts.
-    steps.admit(1, token_ids, pages[10:20])
-    steps.run([Row(1, 0, 13, is_end=False)])
-    assert_close(steps.logits(), expected[:13])
-    steps.run([Row(1, 13, 33, is_end=False)])
-    assert_close(steps.logits(), expected[13:46])
-    for place in range(46, PROMPT + 20):
-        steps.run([Row(1, place, 1, is_end=False)])
-        assert_close(steps.logits(), expected[place : place + 1])
-    steps.admit(2, token_ids[: PROMPT + 20], pages[10:18] + pages[20:22])  # a prefix hit: eight pages of request 1
-    steps.run([Row(1, PROMPT + 20, 12), Row(2, 64, 1)])
-    assert_close(steps.logits(), torch.cat([expected[PROMPT + 20 :], expected[64:65]]))
-    steps.run([Row(2, drafts=token_ids[PROMPT + 20 : PROMPT + 27])])
-    # The newest token is the model's own choice: the drafts follow that one.
-    chosen = int(expected[64].argmax())
-    assert_close(steps.logits(), expected_logits(model, [*token_ids[:65], chosen, *token_ids[65:72]])[65:])
+    check_logits(*case)
 
 
 def test_greedy_tokens_are_those_of_transformers(case: tuple[Any, Path]) -> None:
-    """Through the whole engine, with and without drafts, and again from the prefix cache."""
-    model, folder = case
-    prompts = [random_tokens(40, 3), (random_tokens(9, 4) * 5)[:41]]
-    params = SamplingParams(max_tokens=MORE, temperature=0.0, ignore_eos=True)
-    answers = {}
-    for method in ("none", "ngram"):
-        config = {"method": method, "num_speculative_tokens": 4} if method == "ngram" else {"method": method}
-        llm = LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory="4MiB", page_size=8, speculative_config=config)
-        for turn in ("first", "again"):
-            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-            answers[method, turn] = [output.outputs[0].token_ids for output in outputs]
-    for prompt, own in zip(prompts, answers["none", "first"]):
-        scores = expected_logits(model, [*prompt, *own])[len(prompt) - 1 : -1]
-        assert own == scores.argmax(dim=-1).tolist()
-    assert all(answer == answers["none", "first"] for answer in answers.values())
+    check_greedy(*case)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3", "phi3", "ministral3", "glm4"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3", "phi3", "ministral3", "glm4", "ernie4_5_moe", "deepseek_v3"])
 def test_bfloat16_computes_about_the_same(family: str, folders: Callable[[str], Path]) -> None:
     """It must agree with transformers' own bfloat16 as well as that does with float32."""
     auto, folder, token_ids = transformers.AutoModelForCausalLM, folders(family), random_tokens(40)
@@ -227,24 +123,6 @@ def test_bfloat16_computes_about_the_same(family: str, folders: Callable[[str], 
 # -- what every family's files are held against ---------------------------------------------------------------------------------
 
 
-def edited(folder: Path, target: Path, **values: Any) -> Path:
-    """A copy whose config.json has these values; `...` takes a key away."""
-    shutil.copytree(folder, target)
-    config = json.loads((target / "config.json").read_text()) | values
-    (target / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
-    return target
-
-
-def load(folder: Path, **options: Any) -> Any:
-    return load_model(folder, torch.float32, torch.device("cpu"), Ranks(), **options)
-
-
-def refused(folder: Path, *parts: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        load(folder)
-    assert all(part in str(caught.value) for part in parts), str(caught.value)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The first case of a family, saved once."""
@@ -253,18 +131,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def folder_of(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp(family)
-            make_model(next(case for case in CASES if case.family == family), made[family])
+            make_model(next(case for case in ALL_CASES if case.family == family), made[family])
         return made[family]
 
     return folder_of
 
 
-FAMILIES = list(dict.fromkeys(case.family for case in CASES))
+ALL_CASES = [*CASES, *MIXTURES, *LATENTS]
+FAMILIES = list(dict.fromkeys(case.family for case in ALL_CASES))
 
 
 def test_every_family_has_a_case(folders: Callable[[str], Path]) -> None:
     named = {json.loads((folders(family) / "config.json").read_text())["architectures"][0] for family in FAMILIES}
-    assert named == set(ARCHITECTURES)
+    others = {own.architecture for own in OWN if own.architecture}  # of families that transformers does not have
+    assert named | others == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -263,7 +263,7 @@ def test_only_drafters_name_methods() -> None:
 
 
 def test_drafters_import_what_they_draft_with() -> None:
-    names = ("drafters", "core", "config", "section", "errors", "models", "kv_store", "model_files", "pages", "parallel")
+    names = ("drafters", "model_checks", "core", "config", "section", "errors", "models", "kv_store", "model_files", "pages", "parallel")
     allowed = (*(f"backend.{name}" for name in names), "kernels")
     none_of([i for i in of_project(imports_of("backend/drafters")) if not i.is_in(*allowed)], "a drafter knows neither engine nor scheduler")
 

@@ -20,6 +20,9 @@ from backend.group import CHECK_EVERY, Verdicts, check_verdicts
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import MEMORY_FOLDER, NUM_SLOTS, SLOT_WORDS, PlanRing
 from tests.conftest import code_prompts
+from tests.families import Case, random_tokens
+from tests.test_latents import DEEPSEEK
+from tests.test_own_drafters import DEEPSEEK_NAMES, Own, make_checkpoint
 
 PROMPTS = code_prompts(3, (60, 300), seed=31)
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 4, "num_model_steps": 2, "request_methods": ["suffix"], "adaptive": False}
@@ -56,6 +59,30 @@ def test_tokens_are_those_of_one_rank(llm_two: LLM) -> None:
     assert llm_two.engine.worker.model.heads[1] * 2 == one.engine.worker.model.heads[1], "each rank has its own heads"
 
 
+def test_a_model_with_experts_latents_and_its_own_drafter(tmp_path: Path) -> None:
+    """Two processes: heads are split, experts spread; latents and the drafter are every rank's."""
+    make_checkpoint(Own(Case("deepseek_v3", config=DEEPSEEK | {"vocab_size": 302}), DEEPSEEK_NAMES, is_norm_recycled=True), tmp_path)
+    prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
+    choices = [({"method": "none"}, {"temperature": 0.0}), ({"method": "ngram"}, {"temperature": 0.0}), ({"method": "mtp"}, {"temperature": 0.0})]
+    choices.append(({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.9, "seed": 5}))
+    answers: list[list[list[int]]] = []
+    for size in (1, 2):
+        llm = LLM(
+            str(tmp_path),
+            parallel_config={"tensor_parallel_size": size, "expert_parallel": True},
+            num_threads=1,
+            kv_cache_memory="2MiB",
+            speculative_config={"method": "mtp", "num_speculative_tokens": 2, "adaptive": False},
+        )
+        answers.append([])
+        for choice, sampling in choices:
+            params = SamplingParams(max_tokens=12, ignore_eos=True, **sampling)
+            answers[-1] += [r.outputs[0].token_ids for r in llm.generate(prompts, params, speculative=choice, use_tqdm=False)]
+        llm.close()
+    assert answers[0] == answers[1]
+    assert answers[0][:3] == answers[0][3:6] == answers[0][6:9]
+
+
 def test_a_rank_that_is_killed_ends_every_open_request() -> None:
     llm = LLM(tensor_parallel_size=2, num_threads=1)
     deltas: list[Delta] = []
@@ -82,7 +109,10 @@ def test_a_rank_that_is_killed_ends_every_open_request() -> None:
 def test_sizes_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 5: .* which does not divide by it"):
         Ranks(0, 5).part(12, "num_attention_heads")
-    assert [Ranks(r, 8).part(2, "num_key_value_heads") for r in range(8)] == [slice(r // 4, r // 4 + 1) for r in range(8)], "heads are replicated"
+    shares = [Ranks(r, 8).part(2, "num_key_value_heads", can_repeat=True) for r in range(8)]
+    assert shares == [slice(r // 4, r // 4 + 1) for r in range(8)], "heads are replicated"
+    with pytest.raises(ConfigError, match="tensor_parallel_size 8: num_attention_heads is 2, which does not divide by it"):
+        Ranks(0, 8).part(2, "num_attention_heads")
     with pytest.raises(ConfigError, match="rank is 2; the group has ranks 0 to 1"):
         Ranks(2, 2)
 

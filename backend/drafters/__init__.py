@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import BUNDLED_DRAFTER, EngineConfig, SpeculativeConfig
@@ -13,6 +14,7 @@ from backend.drafters.calls import DraftService
 from backend.drafters.choice import LookupChoice
 from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.protocol import HIDDEN, HostDrafter, Lookup, StepDrafter
+from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
     from backend.drafters.mtp import MtpDrafter
     from backend.models.mtp import Mtp
 
-    folder = speculative.model or BUNDLED_DRAFTER
-    return MtpDrafter(Mtp(folder, target, dtype, device, speculative.quantization, config.load_format), speculative.num_model_steps or 1)
+    return MtpDrafter(
+        Mtp(_find_folder(config), target, dtype, device, speculative.quantization, config.load_format), speculative.num_model_steps or 1
+    )
 
 
 def step_drafter_identity(config: EngineConfig) -> str:
@@ -48,7 +51,11 @@ def step_drafter_identity(config: EngineConfig) -> str:
     speculative = config.speculative_config
     if _MODEL not in speculative.loaded_methods or speculative.placement == "bls":
         return ""
-    return f"{fingerprint(speculative.model or BUNDLED_DRAFTER)} {speculative.quantization or 'unquantized'}"
+    return f"{fingerprint(_find_folder(config))} {speculative.quantization or 'unquantized'}"
+
+
+def _find_folder(config: EngineConfig) -> Path:
+    return find_drafter_folder(config.speculative_config.model, config.model) or BUNDLED_DRAFTER
 
 
 @dataclass(frozen=True, slots=True)

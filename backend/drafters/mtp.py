@@ -28,7 +28,7 @@ class MtpDrafter:
         self._hidden = torch.empty(0)
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
-        specs = [CacheSpec(ATTENTION, self.heads[1:], dtype, 2 * self.num_layers)]
+        specs = [CacheSpec(ATTENTION, self._model.token_shape, dtype, self._model.num_planes * self.num_layers)]
         if self.num_layers > 1:
             specs.append(CacheSpec(STATES, (self._model.hidden_size,), dtype, self.num_layers - 1))
         return specs
@@ -69,5 +69,6 @@ class MtpDrafter:
         return self._model.logits(layer, states[layer])
 
     def _compute(self, layer: int, rows: DrafterRows, previous: torch.Tensor) -> torch.Tensor:
-        cache = (self._planes[2 * layer], self._planes[2 * layer + 1])
+        count = self._model.num_planes
+        cache = tuple(self._planes[count * layer : count * (layer + 1)])
         return self._model.forward(layer, rows.token_ids, previous, rows.positions, rows.kv_slots, cache, rows.plan)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from backend.kv_store import CacheSpec
+from backend.models.decoder_layer import DecoderLayer
 from backend.models.layers import ATTENTION, Wanted, Weights
 from backend.models.loader import Checkpoint
-from backend.models.parts import DecoderLayer
 from backend.models.rope import RopeTables
 from backend.models.spec import DecoderSpec, Projection
 from backend.parallel.ranks import Ranks
@@ -26,18 +26,21 @@ class Decoder:
         context_len: int,
         *,
         only_head: bool = False,
+        is_expert_parallel: bool = False,
     ) -> None:
         """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run."""
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
         own = spec.layers[0].attention
-        own_q, own_kv = ranks.part(own.num_q, "num_attention_heads"), ranks.part(own.num_kv, "num_key_value_heads")
-        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, own.head_dim)
+        num_q, num_kv, size = own.heads
+        own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
+        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, size)
+        self._token_shape, self._num_planes = own.token_shape(self.heads[1]), own.num_planes
         self.eps = spec.layers[-1].eps
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it
         self._logit_soft_cap = spec.logit_soft_cap
-        weights = Weights(checkpoint, dtype, device, ranks)
+        weights = Weights(checkpoint, dtype, device, ranks, is_expert_parallel=is_expert_parallel)
         self.embedding = weights.whole(f"{spec.embedding}.weight", (self.vocab_size, self.hidden_size))
         self.layers: list[DecoderLayer] = []
         self._tables: list[RopeTables] = []
@@ -46,25 +49,25 @@ class Decoder:
         if not only_head:
             self._build_layers(spec, weights, context_len)
         self.norm = weights.norm(spec.norm, self.hidden_size, spec.norm_offset)
-        if spec.is_tied and ranks.size == 1:
-            self.head = make_linear(self.embedding)
+        if spec.is_tied:
+            rows, name = ranks.part(self.vocab_size, spec.embedding), f"{spec.head}.bias"
+            bias = weights.whole(name, (self.vocab_size,))[rows] if name in checkpoint else None
+            self.head = make_linear(self.embedding[rows], bias)
         else:
-            name = spec.embedding if spec.is_tied else spec.head
-            self.head = weights.split_rows([Projection(name, self.vocab_size, self.hidden_size)])
+            self.head = weights.split_rows([Projection(spec.head, self.vocab_size, self.hidden_size)])
 
     def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
         places: dict[tuple, int] = {}
         for layer in spec.layers:
-            part = layer.attention
             self.layers.append(DecoderLayer(layer, weights, context_len))
-            key = (part.rope, part.head_dim, part.scale)
+            key = layer.attention.turning
             if key not in places:
                 places[key] = len(places)
-                self._tables.append(RopeTables(part.rope, part.head_dim, context_len, weights.dtype, weights.device, part.scale))
+                self._tables.append(RopeTables(*key[:2], context_len, weights.dtype, weights.device, key[2]))
             self._table_of.append(places[key])
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
-        return [CacheSpec(ATTENTION, self.heads[1:], dtype, 2 * self.num_layers)]
+        return [CacheSpec(ATTENTION, self._token_shape, dtype, self._num_planes * self.num_layers)]
 
     def forward(
         self,

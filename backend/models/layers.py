@@ -36,17 +36,38 @@ class Part:
     unit: int = 1
     order: torch.Tensor | None = None
     """[unit]: in which order a unit's rows are wanted."""
+    can_repeat: bool = False
+    """Several ranks may hold the same unit: see `Ranks.part`."""
 
 
 class Weights:
     """A checkpoint seen from one rank: reads, splits, converts."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks, quantization: str | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        quantization: str | None = None,
+        *,
+        is_expert_parallel: bool = False,
+    ) -> None:
+        """is_expert_parallel: whole experts are spread over the ranks; else each is split."""
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
         self.quantization = quantization
+        self.is_expert_parallel = is_expert_parallel
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Room for what is read piece by piece."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def exact(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A weight in float32, whatever the model's dtype."""
+        return self.checkpoint.get(name, shape).to(self.device, torch.float32)
 
     def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.checkpoint.get(name, shape).to(self.device, self.dtype)
@@ -70,7 +91,7 @@ class Weights:
         weights, biases, begin = [], [], 0
         for i, part in enumerate(parts):
             weight, bias = stored[i if len(stored) > 1 else 0]
-            own = self.ranks.part(part.rows // part.unit, part.name)
+            own = self.ranks.part(part.rows // part.unit, part.name, can_repeat=part.can_repeat)
             rows: slice | torch.Tensor = slice(begin + own.start * part.unit, begin + own.stop * part.unit)
             if part.order is not None:
                 rows = (begin + torch.arange(own.start, own.stop)[:, None] * part.unit + part.order).flatten()

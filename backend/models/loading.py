@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
@@ -11,12 +12,16 @@ from backend.errors import ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_model
 from backend.models.decoder import Decoder
+from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Wanted
 from backend.models.loader import Checkpoint, DummyCheckpoint
+from backend.models.moe_spec import MoeSpec
 from backend.models.spec import DecoderSpec
 from backend.parallel.ranks import Ranks
 from kernels import ops
 from kernels.attention import HEAD_DIMS
+
+logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -69,24 +74,32 @@ def load_model(
     only_head: bool = False,
     load_format: str = "safetensors",
     max_model_len: int | None = None,
+    is_expert_parallel: bool = False,
 ) -> Model:
     """The model in a Hugging Face folder; only_head: embedding and head alone, for a drafter that shares them.
 
     max_model_len: the longest context that will be served, which decides whether windows matter; None: the model's own limit.
+    is_expert_parallel: whole experts are spread over the ranks; else each is split.
     Raises ModelError for what is missing, truncated, mismatched or not supported.
     """
     spec = check_model(directory, has_weights=load_format != "dummy")
     context_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     if device.type == "cuda" and not only_head:
         check_gpu(spec, context_len)
+    if is_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+        logger.warning("%s: expert_parallel changes nothing: the model has no experts", spec.where)
     with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
-        return Decoder(spec, checkpoint, dtype, device, ranks, context_len, only_head=only_head)
+        return Decoder(spec, checkpoint, dtype, device, ranks, context_len, only_head=only_head, is_expert_parallel=is_expert_parallel)
 
 
 def check_gpu(spec: DecoderSpec, context_len: int) -> None:
     """Raises ModelError for parts that the CUDA kernels do not compute; on CPU all are served."""
+    for mlp in (layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)):
+        raise ModelError(f"{spec.where}: a GPU serves no experts ({mlp.router.count_key} {mlp.router.num_experts}) yet; use --device cpu")
     for layer in spec.layers:
         part, key = layer.attention, None
+        if isinstance(part, LatentSpec):
+            raise ModelError(f"{spec.where}: a GPU serves no latent attention (kv_lora_rank {part.rank}) yet; use --device cpu")
         if part.window is not None and part.window < context_len:
             key = f"sliding_window {part.window} (a context of {context_len} does not fit in it; one that does is served: max_model_len)"
         elif part.soft_cap is not None:

@@ -3,7 +3,7 @@
 Layer k at token s takes the embedding of s and the state of layer k - 1 at the token before it (k = 1: the target's hidden state
 after its final norm; before the first token: zeros), and scores what follows s. So what a layer keeps of a token depends on the
 tokens up to that one alone, and a page of it is right for every request that shares the page's tokens. Past the last layer, the
-last one goes on with its own state.
+last one goes on with its own state. Which state goes on, that before the norm of the head or that after it, is the family's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from backend.model_checks import check_drafter, check_fits_target
 from backend.model_files import read_config
 from backend.models import Model, open_checkpoint
+from backend.models.decoder_layer import DecoderLayer
 from backend.models.layers import Weights
-from backend.models.parts import DecoderLayer
+from backend.models.mtp_spec import MtpLayerSpec
 from backend.models.rope import RopeTables
-from backend.models.spec import MtpLayerSpec
 from backend.parallel.ranks import Ranks
 from kernels import ops
 
@@ -31,7 +31,7 @@ class _Layer:
         self.embedding_norm = weights.norm(spec.embedding_norm, hidden)
         self.hidden_norm = weights.norm(spec.hidden_norm, hidden)
         self.head_norm = weights.norm(spec.head_norm, hidden)
-        self.projection = weights.linear(spec.projection.name, spec.projection.out_features, spec.projection.in_features)
+        self.projection = weights.split_rows([spec.projection])
         self.decoder = DecoderLayer(spec.decoder, weights)
 
 
@@ -54,13 +54,15 @@ class Mtp:
         self._target = target
         self.hidden_size: int = target.hidden_size
         self.num_layers = len(spec.layers)
+        self._is_hidden_first, self._is_norm_recycled = spec.is_hidden_first, spec.is_norm_recycled
         first = spec.layers[0].decoder
         own, self.eps = first.attention, first.eps
-        self.heads = (own.num_q, own.num_kv, own.head_dim)
+        self.heads, self.token_shape, self.num_planes = own.heads, own.token_shape(own.heads[1]), own.num_planes
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
             weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
             self.layers = [_Layer(layer, weights) for layer in spec.layers]
-        self._tables = RopeTables(own.rope, own.head_dim, target.max_model_len, dtype, device, own.scale)
+        rope, size, scale = own.turning
+        self._tables = RopeTables(rope, size, target.max_model_len, dtype, device, scale)
 
     def forward(
         self,
@@ -75,9 +77,11 @@ class Mtp:
         """States [T, hidden] of one layer at tokens [T]; previous [T, hidden]: states at the tokens before them."""
         own = self.layers[layer]
         embedded = ops.rms_norm(self._target.embed(token_ids), own.embedding_norm, self.eps)
-        x = own.projection(torch.cat([embedded, ops.rms_norm(previous, own.hidden_norm, self.eps)], dim=-1))
-        return own.decoder.forward(x, self._tables.at(positions), slots, cache, plan)
+        parts = [embedded, ops.rms_norm(previous, own.hidden_norm, self.eps)]
+        x = own.projection(torch.cat(parts[::-1] if self._is_hidden_first else parts, dim=-1))
+        x = own.decoder.forward(x, self._tables.at(positions), slots, cache, plan)
+        return ops.rms_norm(x, own.head_norm, self.eps) if self._is_norm_recycled else x
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, V] in the model's dtype."""
-        return self._target.logits(ops.rms_norm(states, self.layers[layer].head_norm, self.eps))
+        return self._target.logits(states if self._is_norm_recycled else ops.rms_norm(states, self.layers[layer].head_norm, self.eps))

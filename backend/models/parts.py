@@ -12,20 +12,29 @@ from backend.quantization import Linear
 from kernels import ops
 
 
+def activate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """gate | up [T, 2 N] -> act(gate) * up [T, N]."""
+    return ops.silu_mul(gate_up) if activation in ("silu", "swish") else ops.gelu_mul(gate_up, is_exact=activation == "gelu")
+
+
+def add_shares(x: torch.Tensor, y: torch.Tensor, ranks: Ranks, post_norm: torch.Tensor | None, eps: float) -> None:
+    """Adds the sum of the ranks' y [T, hidden] to the residual stream x in place; post_norm: weights of a norm of what is added."""
+    y = ranks.all_reduce(y)
+    x.add_(y if post_norm is None else ops.rms_norm(y, post_norm, eps))
+
+
 class Residual:
     """What the ranks' parts of a projection make together, added to the residual stream."""
 
     def __init__(self, projection: Linear, ranks: Ranks, post_norm: torch.Tensor | None, eps: float) -> None:
-        """post_norm: weights of a norm of what is added."""
         self._projection, self._ranks, self._post_norm, self._eps = projection, ranks, post_norm, eps
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Adds the product of y to x in place."""
         if self._post_norm is None and self._ranks.size == 1:
             self._projection.add_to(x, y)
-            return
-        y = self._ranks.all_reduce(self._projection(y))
-        x.add_(y if self._post_norm is None else ops.rms_norm(y, self._post_norm, self._eps))
+        else:
+            add_shares(x, self._projection(y), self._ranks, self._post_norm, self._eps)
 
 
 class Attention:
@@ -38,19 +47,23 @@ class Attention:
         heads = {"num_attention_heads": spec.num_q, "num_key_value_heads": spec.num_kv}
         (q_name, num_q), (kv_name, num_kv) = heads.items()
         unit = spec.head_dim
-        parts = [Part(q_name, num_q * unit, unit, order), Part(kv_name, num_kv * unit, unit, order), Part(kv_name, num_kv * unit, unit)]
+        key_part, value_part = (Part(kv_name, num_kv * unit, unit, own, can_repeat=True) for own in (order, None))
+        parts = [Part(q_name, num_q * unit, unit, order), key_part, value_part]
         self.input_norm = weights.norm(layer.input_norm, layer.hidden_size, layer.norm_offset)
         self.qkv = weights.split_rows(spec.qkv, parts)
-        post_norm = _optional_norm(weights, layer.attention_post_norm, layer)
+        post_norm = optional_norm(weights, layer.attention_post_norm, layer)
         self.o = Residual(weights.split_columns(spec.o), ranks, post_norm, layer.eps)
-        self.head_norms = None
+        self.head_norms, self._whole_norms, self._clip = None, None, spec.clip
         if spec.query_norm is not None and spec.key_norm is not None:
-            query, key = (weights.norm(name, unit, layer.norm_offset) for name in (spec.query_norm, spec.key_norm))
-            if order is not None:
-                query, key = query[order.to(query.device)], key[order.to(key.device)]
-            own_heads = (ranks.part(num_q, q_name), ranks.part(num_kv, kv_name))
-            counts = [own.stop - own.start for own in own_heads]
-            self.head_norms = torch.cat([own.expand(count, unit) for own, count in zip((query, key), counts)])
+            own_heads = (ranks.part(num_q, q_name), ranks.part(num_kv, kv_name, can_repeat=True))
+            if spec.are_norms_whole:
+                self._whole_norms = WholeNorms(spec, weights, own_heads, order)
+            else:
+                query, key = (weights.norm(name, unit, layer.norm_offset) for name in (spec.query_norm, spec.key_norm))
+                if order is not None:
+                    query, key = query[order.to(query.device)], key[order.to(key.device)]
+                counts = [own.stop - own.start for own in own_heads]
+                self.head_norms = torch.cat([own.expand(count, unit) for own, count in zip((query, key), counts)])
         is_seen_whole = spec.window is None or (context_len is not None and spec.window >= context_len)
         self.window = None if is_seen_whole else spec.window
         self.soft_cap = spec.soft_cap
@@ -60,6 +73,10 @@ class Attention:
         heads = self.qkv.after_norm(x, self.input_norm, self.eps).view(len(x), -1, self.head_dim)
         if self.head_norms is not None:
             ops.norm_heads(heads, self.head_norms, self.eps)
+        if self._whole_norms is not None:
+            self._whole_norms.normalize(heads, self.eps)
+        if self._clip is not None:
+            heads.clamp_(-self._clip, self._clip)
         keys, values = cache
         query = ops.append_kv(heads, angles.cos, angles.sin, slots, keys, values)
         return query if angles.query_scale is None else query * angles.query_scale
@@ -71,6 +88,30 @@ class Attention:
         self.o.add(x, y.view(len(x), -1))
 
 
+class WholeNorms:
+    """Norms over all queries, and over all keys, of a token: sums of squares are the ranks' together."""
+
+    def __init__(self, spec: AttentionSpec, weights: Weights, own_heads: tuple[slice, slice], order: torch.Tensor | None) -> None:
+        assert spec.query_norm is not None and spec.key_norm is not None
+        self._ranks, self._weights, self._shares, sizes = weights.ranks, [], [], []
+        for name, count, own in zip((spec.query_norm, spec.key_norm), (spec.num_q, spec.num_kv), own_heads):
+            weight = weights.norm(name, count * spec.head_dim).view(count, spec.head_dim)[own]
+            self._weights.append(weight if order is None else weight[:, order.to(weight.device)])
+            # Of heads that several ranks hold, each counts its part.
+            self._shares.append(count / (weights.ranks.size * (own.stop - own.start)))
+            sizes.append(count * spec.head_dim)
+        self._sizes = torch.tensor(sizes, dtype=torch.float32, device=weights.device)
+
+    def normalize(self, heads: torch.Tensor, eps: float) -> None:
+        """heads [T, H + 2 Hkv, D] of this rank, in place."""
+        num_q, num_kv = (len(weight) for weight in self._weights)
+        parts = heads[:, :num_q], heads[:, num_q : num_q + num_kv]
+        squares = [part.float().square().sum(dim=(1, 2)) * share for part, share in zip(parts, self._shares)]
+        scales = (self._ranks.all_reduce(torch.stack(squares, dim=1)) / self._sizes + eps).rsqrt()
+        for number, (part, weight) in enumerate(zip(parts, self._weights)):
+            part.copy_((part.float() * scales[:, number, None, None]).to(part.dtype) * weight)
+
+
 class Mlp:
     """act(gate) * up, and down."""
 
@@ -79,7 +120,7 @@ class Mlp:
         self.norm = weights.norm(layer.mlp_norm, layer.hidden_size, layer.norm_offset)
         inner = spec.down.in_features
         self.gate_up = weights.split_rows(spec.gate_up, [Part("intermediate_size", inner), Part("intermediate_size", inner)])
-        post_norm = _optional_norm(weights, layer.mlp_post_norm, layer)
+        post_norm = optional_norm(weights, layer.mlp_post_norm, layer)
         self.down = Residual(weights.split_columns(spec.down), weights.ranks, post_norm, layer.eps)
 
     def add(self, x: torch.Tensor) -> None:
@@ -87,37 +128,9 @@ class Mlp:
         if self._activation in ("silu", "swish"):
             y = self.gate_up.gated_after_norm(x, self.norm, self.eps)
         else:
-            y = ops.gelu_mul(self.gate_up.after_norm(x, self.norm, self.eps), is_exact=self._activation == "gelu")
+            y = activate(self.gate_up.after_norm(x, self.norm, self.eps), self._activation)
         self.down.add(x, y)
 
 
-def _optional_norm(weights: Weights, name: str | None, layer: LayerSpec) -> torch.Tensor | None:
+def optional_norm(weights: Weights, name: str | None, layer: LayerSpec) -> torch.Tensor | None:
     return None if name is None else weights.norm(name, layer.hidden_size, layer.norm_offset)
-
-
-class DecoderLayer:
-    """One layer on one rank."""
-
-    def __init__(self, spec: LayerSpec, weights: Weights, context_len: int | None = None) -> None:
-        self.attention = Attention(spec.attention, spec, weights, context_len)
-        self.mlp = Mlp(spec.mlp, spec, weights)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        angles: Angles,
-        slots: torch.Tensor,
-        cache: tuple[torch.Tensor, ...],
-        plan: ops.Plan,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden], residual included; x is changed in place. rows [R]: the result is wanted of these alone, and the plan
-        is theirs; keys and values of all T are kept."""
-        query = self.attention.append(x, angles, slots, cache)
-        if rows is not None:
-            query, x = query[rows], x[rows]
-            if not len(rows):
-                return x
-        self.attention.add(x, query, cache, plan)
-        self.mlp.add(x)
-        return x

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 from backend.models.rope_spec import RopeSpec
 from backend.models.values import Values
+
+if TYPE_CHECKING:
+    from backend.models.latent_spec import LatentSpec
+    from backend.models.moe_spec import MoeSpec
+    from backend.models.mtp_spec import MtpSpec
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -28,6 +34,17 @@ class WeightList:
     def add_norm(self, name: str | None, size: int) -> None:
         if name is not None:
             self.required[name] = (size,)
+
+    def add_known(self, spec: DecoderSpec | MtpSpec) -> None:
+        """Weights that others read, each of which may be there."""
+        other = WeightList()
+        spec.list_weights(other)
+        shapes = other.required | {name: shape for group in other.optional for name, shape in group.items()}
+        self.optional += [{name: shape} for name, shape in shapes.items()]
+
+    def add_plain(self, projection: Projection) -> None:
+        """One that has no bias."""
+        self.required[f"{projection.name}.weight"] = (projection.out_features, projection.in_features)
 
     def add(self, *projections: Projection) -> None:
         """Projections of one input, whose biases go together."""
@@ -55,6 +72,9 @@ class Projection:
 class AttentionSpec:
     """Grouped-query attention."""
 
+    num_planes: ClassVar[int] = 2
+    """Tensors that are kept of each layer: keys and values."""
+
     num_q: int
     num_kv: int
     head_dim: int
@@ -70,12 +90,30 @@ class AttentionSpec:
     """Tokens that a query sees, itself with them."""
     soft_cap: float | None = None
     """Scores become cap tanh(score / cap)."""
+    are_norms_whole: bool = False
+    """The norms are of all queries and of all keys at once, not of each head."""
+    clip: float | None = None
+    """What queries, keys and values are clipped to, either way."""
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Of queries, of keys and values, and their size."""
+        return self.num_q, self.num_kv, self.head_dim
+
+    @property
+    def turning(self) -> tuple[RopeSpec, int, float | None]:
+        """Rotary embedding, size of heads, factor of scores within the tables: what `backend.models.rope.RopeTables` are made for."""
+        return self.rope, self.head_dim, self.scale
+
+    def token_shape(self, num_kv: int) -> tuple[int, ...]:
+        """Of what a rank with num_kv heads keeps of a token in a plane."""
+        return num_kv, self.head_dim
 
     def list_weights(self, weights: WeightList) -> None:
         weights.add(*self.qkv)
         weights.add(self.o)
-        for name in (self.query_norm, self.key_norm):
-            weights.add_norm(name, self.head_dim)
+        for name, heads in ((self.query_norm, self.num_q), (self.key_norm, self.num_kv)):
+            weights.add_norm(name, self.head_dim * (heads if self.are_norms_whole else 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +137,9 @@ class LayerSpec:
     hidden_size: int
     eps: float
     input_norm: str
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentSpec
     mlp_norm: str
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
     attention_post_norm: str | None = None
     mlp_post_norm: str | None = None
     norm_offset: float = 0.0
@@ -140,39 +178,9 @@ class DecoderSpec:
             weights.optional.append(head)  # some files repeat it
         else:
             weights.required |= head
-            weights.optional.append({f"{self.head}.bias": (self.vocab_size,)})
+        weights.optional.append({f"{self.head}.bias": (self.vocab_size,)})
         for layer in self.layers:
             layer.list_weights(weights)
-
-
-@dataclass(frozen=True, slots=True)
-class MtpLayerSpec:
-    """One module of a multi-token-prediction drafter: norms, projection of both, decoder layer, norm before the shared head."""
-
-    embedding_norm: str
-    hidden_norm: str
-    projection: Projection
-    decoder: LayerSpec
-    head_norm: str
-    repeated: tuple[str, ...] = ()
-    """The target's embedding and head, which some files hold again."""
-
-
-@dataclass(frozen=True, slots=True)
-class MtpSpec:
-    """A drafter's modules; embedding and head are the target's."""
-
-    vocab_size: int
-    hidden_size: int
-    layers: tuple[MtpLayerSpec, ...]
-
-    def list_weights(self, weights: WeightList) -> None:
-        for layer in self.layers:
-            for name in (layer.embedding_norm, layer.hidden_norm, layer.head_norm):
-                weights.add_norm(name, self.hidden_size)
-            weights.required[f"{layer.projection.name}.weight"] = (self.hidden_size, 2 * self.hidden_size)
-            weights.optional += [{name: (self.vocab_size, self.hidden_size)} for name in layer.repeated]
-            layer.decoder.list_weights(weights)
 
 
 # -- what families read alike -----------------------------------------------------------------------------------------------------
@@ -213,6 +221,8 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    are_norms_whole: bool = False,
+    clip: float | None = None,
 ) -> AttentionSpec:
     """Grouped-query attention under the names that most families use."""
     query, key = sizes.num_q * sizes.head_dim, sizes.num_kv * sizes.head_dim
@@ -224,19 +234,22 @@ def attention(
         qkv=tuple(Projection(f"{prefix}.{name}", rows, sizes.hidden, has_bias) for name, rows in parts),
         o=Projection(f"{prefix}.o_proj", sizes.hidden, query, has_output_bias),
         rope=rope,
-        query_norm=f"{prefix}.q_norm.weight" if has_head_norms else None,
-        key_norm=f"{prefix}.k_norm.weight" if has_head_norms else None,
+        query_norm=f"{prefix}.q_norm.weight" if has_head_norms or are_norms_whole else None,
+        key_norm=f"{prefix}.k_norm.weight" if has_head_norms or are_norms_whole else None,
         scale=None if scale == sizes.head_dim**-0.5 else scale,
         window=window,
         soft_cap=soft_cap,
+        are_norms_whole=are_norms_whole,
+        clip=clip,
     )
 
 
-def gated_mlp(prefix: str, sizes: Sizes, activation: str, *, has_bias: bool = False, is_fused: bool = False) -> MlpSpec:
-    """A gated MLP under the names that most families use."""
-    parts = (("gate_up_proj", 2 * sizes.inner),) if is_fused else (("gate_proj", sizes.inner), ("up_proj", sizes.inner))
+def gated_mlp(prefix: str, sizes: Sizes, activation: str, *, has_bias: bool = False, is_fused: bool = False, inner: int | None = None) -> MlpSpec:
+    """A gated MLP under the names that most families use. inner: where it is not intermediate_size."""
+    inner = inner or sizes.inner
+    parts = (("gate_up_proj", 2 * inner),) if is_fused else (("gate_proj", inner), ("up_proj", inner))
     gate_up = tuple(Projection(f"{prefix}.{name}", rows, sizes.hidden, has_bias) for name, rows in parts)
-    return MlpSpec(gate_up, Projection(f"{prefix}.down_proj", sizes.hidden, sizes.inner, has_bias), activation)
+    return MlpSpec(gate_up, Projection(f"{prefix}.down_proj", sizes.hidden, inner, has_bias), activation)
 
 
 def read_decoder(
@@ -288,7 +301,7 @@ def read_soft_cap(values: Values, key: str, default: float | None = None) -> flo
     return values.number(key, 1e9)
 
 
-def pre_norm_layer(prefix: str, sizes: Sizes, eps: float, attention: AttentionSpec, mlp: MlpSpec) -> LayerSpec:
+def pre_norm_layer(prefix: str, sizes: Sizes, eps: float, attention: AttentionSpec | LatentSpec, mlp: MlpSpec | MoeSpec) -> LayerSpec:
     """A layer with a norm before each part, under the names that most families use."""
     norms = (f"{prefix}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
     return LayerSpec(sizes.hidden, eps, next(norms), attention, next(norms), mlp)

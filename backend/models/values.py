@@ -53,6 +53,13 @@ class Values:
             raise self.refuse(key, f"a list of {count} numbers above 0")
         return tuple(float(value) for value in values)
 
+    def integers(self, key: str, high: int) -> tuple[int, ...]:
+        """A list of integers from 0 to `high`; none where it is not there."""
+        values = self._take(key, [])
+        if not isinstance(values, list) or not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= high for v in values):
+            raise self.refuse(key, f"a list of integers from 0 to {high}")
+        return tuple(values)
+
     def choice(self, key: str, known: Sequence[str], default: str | None = None) -> str:
         value = self._take(key, default)
         if value not in known:

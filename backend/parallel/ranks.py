@@ -25,15 +25,15 @@ class Ranks:
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"rank is {self.rank}; the group has ranks 0 to {self.size - 1}")
 
-    def part(self, count: int, what: str) -> slice:
-        """This rank's share of `count` rows or heads. Where there are more ranks than rows, several ranks hold the same one.
+    def part(self, count: int, what: str, *, can_repeat: bool = False) -> slice:
+        """This rank's share of `count` rows, heads or experts. Raises ConfigError when it does not divide.
 
-        Raises ConfigError when it does not divide.
+        can_repeat: where there are more ranks than that, several may hold the same one; what the ranks' parts make must not be added up then.
         """
         if count % self.size == 0:
             share = count // self.size
             return slice(self.rank * share, (self.rank + 1) * share)
-        if self.size % count == 0:
+        if can_repeat and self.size % count == 0:
             own = self.rank // (self.size // count)
             return slice(own, own + 1)
         raise ConfigError(f"tensor_parallel_size {self.size}: {what} is {count}, which does not divide by it")

@@ -1,4 +1,5 @@
-"""Linear layers by weight scheme. Every projection of every model is built by `make_linear`."""
+"""Linear layers and experts by weight scheme. Every projection of every model is built by `make_linear`, every mixture's experts by
+`make_experts`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from backend.quantization.experts import Activation, Experts, SingleExperts
 from backend.quantization.unfused import UnfusedLinear
 from backend.quantization.weight_only import WeightOnlyLinear
 from kernels import ops
@@ -79,3 +81,11 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, scheme: 
     if scheme is not None:
         return WeightOnlyLinear(weight, bias, scheme)
     return PackedLinear(weight, bias) if PackedLinear.is_usable(weight) else DenseLinear(weight, bias)
+
+
+def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0, scheme: str | None = None) -> Experts:
+    """Experts of weights gate_up [E, 2 inner, hidden] (gate | up) and down [E, hidden, inner], the first of which is number `first`.
+
+    The one place that chooses how their products run. A GPU has none yet (`backend.models.loading.check_gpu` says so before anything is loaded).
+    """
+    return SingleExperts(gate_up, down, activation, first, lambda weight: make_linear(weight, None, scheme))

@@ -106,7 +106,8 @@ class Program:
         self._config, self._model, self._store, self._table, self._page_table = config, model, store, table, page_table
         self._drafter, self._max_model_len, self.dtype = drafter, max_model_len, dtype
         planes = store.planes(ATTENTION)
-        self._cache: list[tuple[torch.Tensor, ...]] = [(planes[i], planes[i + 1]) for i in range(0, len(planes), 2)]
+        count = len(planes) // model.num_layers
+        self._cache: list[tuple[torch.Tensor, ...]] = [tuple(planes[i : i + count]) for i in range(0, len(planes), count)]
         self._tap = store.rows(HIDDEN) if HIDDEN in store.specs else None
         self._policy = {"accept_all": Policy.ACCEPT_ALL, "reject_all": Policy.REJECT_ALL}.get(config.accept_policy, Policy.NORMAL)
         most = (config.num_model_steps or 1) if drafter is not None else 0

@@ -94,7 +94,13 @@ class Worker:
         # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
         with cpu_threads(1):
             self.model: Model = load_model(
-                config.model, self.dtype, self.device, ranks, load_format=config.load_format, max_model_len=config.max_model_len
+                config.model,
+                self.dtype,
+                self.device,
+                ranks,
+                load_format=config.load_format,
+                max_model_len=config.max_model_len,
+                is_expert_parallel=config.parallel_config.expert_parallel,
             )
             self.drafter = load_step_drafter(config, self.model, self.dtype, self.device)
         check_max_model_len(config.max_model_len, self.model.max_model_len)

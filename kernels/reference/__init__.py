@@ -17,6 +17,8 @@ from kernels.reference.dense import (
     silu_mul,
     soft_cap,
 )
+from kernels.reference.experts import mix_experts, route
+from kernels.reference.latent import append_latent, latent_attention
 from kernels.reference.sampling import (
     apply_penalties,
     argmax,
@@ -42,13 +44,16 @@ __all__ = [
     "add_rms_norm",
     "append_attention",
     "append_kv",
+    "append_latent",
     "apply_penalties",
     "argmax",
     "draw_tokens",
     "filter_logits",
     "gelu_mul",
     "gumbel_noise",
+    "latent_attention",
     "linear",
+    "mix_experts",
     "norm_gated_linear",
     "norm_heads",
     "norm_linear",
@@ -56,6 +61,7 @@ __all__ = [
     "plan_attention",
     "probabilities",
     "rms_norm",
+    "route",
     "sample",
     "silu_mul",
     "soft_cap",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backend.models.families.ernie import ernie4_5
+from backend.models.families.deepseek import deepseek_v2, deepseek_v3, deepseek_v3_mtp
+from backend.models.families.ernie import ernie4_5, ernie4_5_moe, ernie4_5_moe_mtp
 from backend.models.families.gemma import gemma2, gemma3_text
-from backend.models.families.glm import glm, glm4
+from backend.models.families.glm import glm, glm4, glm4_moe, glm4_moe_mtp
 from backend.models.families.llama import llama, llama_mtp
-from backend.models.families.mistral import ministral, ministral3, mistral
+from backend.models.families.mistral import ministral, ministral3, mistral, mixtral
+from backend.models.families.olmoe import olmoe
 from backend.models.families.phi import phi3
-from backend.models.families.qwen import qwen2, qwen3
-from backend.models.spec import DecoderSpec, MtpSpec
+from backend.models.families.qwen import mimo_mtp, qwen2, qwen2_moe, qwen3, qwen3_moe
+from backend.models.mtp_spec import MtpSpec
+from backend.models.spec import DecoderSpec
 from backend.models.values import Values
 
 ARCHITECTURES: dict[str, Callable[[Values], DecoderSpec]] = {
@@ -20,6 +23,7 @@ ARCHITECTURES: dict[str, Callable[[Values], DecoderSpec]] = {
     "MinistralForCausalLM": ministral,
     "Ministral3ForCausalLM": ministral3,
     "Qwen2ForCausalLM": qwen2,
+    "MiMoForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Phi3ForCausalLM": phi3,
     "Gemma2ForCausalLM": gemma2,
@@ -27,7 +31,22 @@ ARCHITECTURES: dict[str, Callable[[Values], DecoderSpec]] = {
     "Ernie4_5ForCausalLM": ernie4_5,
     "GlmForCausalLM": glm,
     "Glm4ForCausalLM": glm4,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
+    "OlmoeForCausalLM": olmoe,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
+    "Glm4MoeForCausalLM": glm4_moe,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
 }
 """By the name that config.json's `architectures` gives."""
 
-DRAFTERS: dict[str, Callable[[Values], MtpSpec]] = {"LlamaMTP": llama_mtp}
+DRAFTERS: dict[str, Callable[[Values], MtpSpec]] = {
+    "LlamaMTP": llama_mtp,
+    "DeepseekV3ForCausalLM": deepseek_v3_mtp,
+    "Glm4MoeForCausalLM": glm4_moe_mtp,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe_mtp,
+    "MiMoForCausalLM": mimo_mtp,
+}
+"""Likewise; those that are models too have a drafter's modules in their own checkpoints, where num_nextn_predict_layers says so."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, make_module, read_modules
 from backend.models.rope_spec import read_rope
 from backend.models.spec import (
     ACTIVATIONS,
     DecoderSpec,
     LayerSpec,
-    MtpLayerSpec,
-    MtpSpec,
-    Projection,
     attention,
     gated_mlp,
     pre_norm_layer,
@@ -35,18 +33,8 @@ def llama(values: Values) -> DecoderSpec:
 
 
 def llama_mtp(values: Values) -> MtpSpec:
-    """Names as DeepSeek-V3's."""
-    hidden = values.integer("hidden_size", 2**17)
+    def module(number: int) -> MtpLayerSpec:
+        prefix = f"model.layers.{number}"
+        return make_module(prefix, _layer(values, prefix))
 
-    def module(prefix: str) -> MtpLayerSpec:
-        return MtpLayerSpec(
-            embedding_norm=f"{prefix}.enorm.weight",
-            hidden_norm=f"{prefix}.hnorm.weight",
-            projection=Projection(f"{prefix}.eh_proj", hidden, 2 * hidden),
-            decoder=_layer(values, prefix),
-            head_norm=f"{prefix}.shared_head.norm.weight",
-            repeated=(f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"),
-        )
-
-    count = values.integer("num_nextn_predict_layers", 1024)
-    return MtpSpec(values.integer("vocab_size", 2**22), hidden, tuple(module(f"model.layers.{i}") for i in range(count)))
+    return read_modules(values, module)

@@ -1,10 +1,14 @@
-"""Mistral: Llama with a sliding window in every layer (Jiang et al. 2023). Ministral: in some, or with queries that grow with the position."""
+"""Mistral: Llama with a sliding window in every layer (Jiang et al. 2023). Ministral: in some, or with queries that grow with the position.
+
+Mixtral: experts in every layer (Jiang et al. 2024).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
+from backend.models.moe_spec import MoeSpec, read_router
 from backend.models.rope_spec import RopeSpec, read_rope
 from backend.models.spec import (
     ACTIVATIONS,
@@ -57,3 +61,24 @@ def ministral3(values: Values) -> DecoderSpec:
         original = parameters.integer("original_max_position_embeddings", 2**24)
         rope = dataclasses.replace(rope, query_scale_beta=parameters.number("llama_4_scaling_beta", 1e3), original_len=original)
     return _decoder(values, sizes, rope, [read_window(values)] * read_num_layers(values))
+
+
+def mixtral(values: Values) -> DecoderSpec:
+    sizes = read_sizes(values)
+    spec = _decoder(values, sizes, read_rope(values, sizes.head_dim, theta=1e6), [read_window(values)] * read_num_layers(values))
+    activation = values.choice("hidden_act", ACTIVATIONS, "silu")
+    layers = []
+    for i, layer in enumerate(spec.layers):
+        prefix = f"model.layers.{i}.block_sparse_moe"
+        router = read_router(values, f"{prefix}.gate", sizes.hidden, "num_local_experts", default_chosen=2)
+        mlp = MoeSpec(
+            dataclasses.replace(router, is_normalized=True),
+            f"{prefix}.experts",
+            ("w1", "w3", "w2"),
+            sizes.hidden,
+            sizes.inner,
+            "intermediate_size",
+            activation,
+        )
+        layers.append(dataclasses.replace(layer, mlp=mlp))
+    return dataclasses.replace(spec, layers=tuple(layers))

@@ -1,0 +1,43 @@
+"""One decoder layer on one rank: attention, then an MLP or a mixture of experts, of the kinds that its spec names."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.models.latent import LatentAttention
+from backend.models.latent_spec import LatentSpec
+from backend.models.layers import Weights
+from backend.models.moe import Moe
+from backend.models.moe_spec import MoeSpec
+from backend.models.parts import Attention, Mlp
+from backend.models.rope import Angles
+from backend.models.spec import LayerSpec
+from kernels import ops
+
+
+class DecoderLayer:
+    def __init__(self, spec: LayerSpec, weights: Weights, context_len: int | None = None) -> None:
+        """context_len: the longest context; a window that holds it is none."""
+        part = spec.attention
+        self.attention = LatentAttention(part, spec, weights) if isinstance(part, LatentSpec) else Attention(part, spec, weights, context_len)
+        self.mlp = Moe(spec.mlp, spec, weights) if isinstance(spec.mlp, MoeSpec) else Mlp(spec.mlp, spec, weights)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        angles: Angles,
+        slots: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
+        plan: ops.Plan,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden], residual included; x is changed in place. rows [R]: the result is wanted of these alone, and the plan
+        is theirs; keys and values of all T are kept."""
+        query = self.attention.append(x, angles, slots, cache)
+        if rows is not None:
+            query, x = query[rows], x[rows]
+            if not len(rows):
+                return x
+        self.attention.add(x, query, cache, plan)
+        self.mlp.add(x)
+        return x

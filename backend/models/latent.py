@@ -1,0 +1,60 @@
+"""Multi-head latent attention on one rank (DeepSeek-V2, 2024, section 2.1). Heads are split over the ranks; latents are every rank's."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.models.latent_spec import LatentSpec
+from backend.models.layers import Part, Weights
+from backend.models.parts import Residual, optional_norm
+from backend.models.rope import Angles, head_order
+from backend.models.spec import LayerSpec
+from kernels import ops
+
+
+class LatentAttention:
+    """Attention over paged latents; as `backend.models.parts.Attention` for whoever calls it."""
+
+    def __init__(self, spec: LatentSpec, layer: LayerSpec, weights: Weights) -> None:
+        self._eps, self._norm_eps, self._scale, self._rank = layer.eps, spec.norm_eps, spec.scale, spec.rank
+        name, (_, _, size) = "num_attention_heads", spec.heads
+        order = head_order(spec.rope, spec.rope.dim)
+        # What turns lies behind what does not.
+        query_order, down_order = (None if order is None else torch.cat([torch.arange(n), n + order]) for n in (spec.still_dim, spec.rank))
+        self._size = size
+        self.input_norm = weights.norm(layer.input_norm, layer.hidden_size, layer.norm_offset)
+        self._latent_norm = weights.norm(spec.latent_norm, spec.rank)
+        down = Part("latents", spec.down.out_features, spec.down.out_features, down_order, can_repeat=True)
+        self._query_norm = None
+        if spec.query_down is None or spec.query_norm is None:
+            self._down = weights.split_rows([spec.down], [down])
+        else:
+            count = spec.query_down.out_features
+            self._down = weights.split_rows([spec.query_down, spec.down], [Part("latents", count, count, can_repeat=True), down])
+            self._query_norm = weights.norm(spec.query_norm, count)
+        self._query = weights.split_rows([spec.query], [Part(name, spec.query.out_features, size, query_order)])
+        own = weights.ranks.part(spec.num_heads, name)
+        up = weights.whole(f"{spec.up.name}.weight", (spec.up.out_features, spec.up.in_features)).unflatten(0, (spec.num_heads, -1))[own]
+        self._key_up, self._value_up = up[:, : spec.still_dim].contiguous(), up[:, spec.still_dim :].contiguous()
+        self._o = Residual(weights.split_columns(spec.o), weights.ranks, optional_norm(weights, layer.attention_post_norm, layer), layer.eps)
+
+    def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """x [T, hidden] -> queries [T, H, D]; latents go to their slots."""
+        latents = self._down.after_norm(x, self.input_norm, self._eps)
+        if self._query_norm is None:
+            query = self._query.after_norm(x, self.input_norm, self._eps)
+        else:
+            count = len(self._query_norm)
+            query = self._query.after_norm(latents[:, :count].contiguous(), self._query_norm, self._norm_eps)
+            latents = latents[:, count:]
+        own = ops.rms_norm(latents[:, : self._rank].contiguous(), self._latent_norm, self._norm_eps)
+        query, latents = query.view(len(x), -1, self._size), torch.cat([own, latents[:, self._rank :]], dim=-1)
+        (pages,) = cache
+        ops.append_latent(query, latents, angles.cos, angles.sin, slots, pages)
+        return query
+
+    def add(self, x: torch.Tensor, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan) -> None:
+        """Adds what the queries find to x [T, hidden] in place."""
+        (pages,) = cache
+        y = ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale)
+        self._o.add(x, y.view(len(x), -1))

@@ -1,0 +1,97 @@
+"""A mixture of experts on one rank (Shazeer et al. 2017; Fedus et al. 2021), in the place of a layer's MLP.
+
+Routing gives each token's experts and weights [T, k]; the experts, stacked [E, ...] when they are read, are one object that makes the
+rank's share of the sum (`backend.quantization.make_experts`). Over ranks they are split as an MLP is, or whole ones are spread
+(expert_parallel). Shared experts are an MLP, split like any.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from backend.models.layers import Part, Weights
+from backend.models.moe_spec import MoeSpec, RouterSpec
+from backend.models.parts import activate, add_shares, optional_norm
+from backend.models.spec import LayerSpec, MlpSpec
+from backend.quantization import Experts, make_experts
+from kernels import ops
+
+
+class Router:
+    """Which experts a token takes. Every rank holds it whole, and computes in float32: near ties decide what is computed at all."""
+
+    def __init__(self, spec: RouterSpec, weights: Weights) -> None:
+        self._spec, self._correction = spec, None
+        self._gate = weights.exact(f"{spec.gate.name}.weight", (spec.gate.out_features, spec.gate.in_features))
+        if spec.correction is not None:
+            self._correction = weights.exact(spec.correction, spec.correction_shape).flatten()
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, hidden] -> experts [T, k] int64, and the weights of what they add [T, k] float32."""
+        spec = self._spec
+        scores = ops.linear(x.float(), self._gate)
+        return ops.route(
+            scores.sigmoid() if spec.scoring == "sigmoid" else scores.softmax(dim=-1),
+            spec.num_chosen,
+            correction=self._correction,
+            num_groups=spec.num_groups,
+            num_chosen_groups=spec.num_chosen_groups,
+            num_group_scores=spec.num_group_scores,
+            min_sum=spec.min_sum if spec.is_normalized else None,
+            scale=spec.scale,
+        )
+
+
+class SharedExpert:
+    """An MLP that every token takes, on what is normalised already, perhaps with a gate."""
+
+    def __init__(self, spec: MoeSpec, shared: MlpSpec, weights: Weights) -> None:
+        inner = shared.down.in_features
+        self._gate_up = weights.split_rows(shared.gate_up, [Part("the shared experts' size", inner)] * 2)
+        self._down = weights.split_columns(shared.down)
+        self._activation = shared.activation
+        own = spec.shared_gate
+        self._gate = None if own is None else weights.linear(own.name, own.out_features, own.in_features)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._down(activate(self._gate_up(x), self._activation))
+        return y if self._gate is None else y.mul_(self._gate(x).sigmoid())
+
+
+class Moe:
+    """Router, experts and shared experts."""
+
+    def __init__(self, spec: MoeSpec, layer: LayerSpec, weights: Weights) -> None:
+        self._ranks, self._eps = weights.ranks, layer.eps
+        self._norm = weights.norm(layer.mlp_norm, layer.hidden_size, layer.norm_offset)
+        self._post_norm = optional_norm(weights, layer.mlp_post_norm, layer)
+        self.router = Router(spec.router, weights)
+        self.experts = load_experts(spec, weights)
+        self._shared = None if spec.shared is None else SharedExpert(spec, spec.shared, weights)
+
+    def add(self, x: torch.Tensor) -> None:
+        """Adds to x [T, hidden] in place."""
+        y = ops.rms_norm(x, self._norm, self._eps)
+        made = self.experts(y, *self.router(y))
+        if self._shared is not None:
+            made += self._shared(y)
+        add_shares(x, made, self._ranks, self._post_norm, self._eps)
+
+
+def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
+    """The rank's own: each expert's share of inner rows, or whole experts. What it does not hold is not read."""
+    ranks, count = weights.ranks, spec.router.num_experts
+    own, inner = slice(0, count), slice(0, spec.inner)
+    if weights.is_expert_parallel:
+        own = ranks.part(count, f"{spec.router.count_key} (expert_parallel)")
+    else:
+        inner = ranks.part(spec.inner, spec.inner_key)
+    num_own, size = own.stop - own.start, inner.stop - inner.start
+    gate_up = weights.empty(num_own, 2 * size, spec.hidden_size)
+    down = weights.empty(num_own, spec.hidden_size, size)
+    for place, number in enumerate(range(own.start, own.stop)):
+        gate, up, back = ((f"{p.name}.weight", (p.out_features, p.in_features)) for p in spec.expert(number))
+        gate_up[place, :size] = weights.checkpoint.get(*gate)[inner]
+        gate_up[place, size:] = weights.checkpoint.get(*up)[inner]
+        down[place] = weights.checkpoint.get(*back)[:, inner]
+    return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start, weights.quantization)
