@@ -1,0 +1,212 @@
+"""Prefill and decode on two servers against one server that does both, side by side in one run.
+
+    python -m benchmarks.disaggregation [--repeats 3] [--streams 4] [--seconds 20] [--gap 1.0] [--model DIR] [--devices cuda:0 cuda:1] ...
+
+First prompts of several lengths, one at a time: time to first token of both, and bytes that were moved. Then streams of tokens while long prompts
+arrive at a steady rate: time between a stream's tokens, and time to first token of those prompts. A Redis server is started for the run.
+On CPU all servers share the cores; the server that does both then has them alone while it is measured, for the others have nothing to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from backend.text import Tokenizer
+from benchmarks.workloads import completion_prompts
+from client import AsyncClient
+from deploy.demo import free_ports, open_url, running_server
+
+ROOT = Path(__file__).parent.parent
+UNPACKED = ROOT / ".venv" / "redis" / "usr"
+MARKS = itertools.count(10)
+
+
+@dataclass
+class Times:
+    """Seconds."""
+
+    first: list[float] = field(default_factory=list)
+    """To the first token, of the prompts that arrive."""
+    between: list[float] = field(default_factory=list)
+    """Per token of the streams: each response's, shared out over its tokens."""
+
+
+def start_redis(port: int, folder: str) -> subprocess.Popen[bytes]:
+    executable = shutil.which("redis-server") or str(UNPACKED / "bin" / "redis-server")
+    libraries = ":".join([*map(str, UNPACKED.glob("lib/*")), os.environ.get("LD_LIBRARY_PATH", "")])
+    environment = {**os.environ, "LD_LIBRARY_PATH": libraries} if executable.startswith(str(UNPACKED)) else None
+    command = [executable, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+
+
+def fresh(token_ids: list[int], length: int) -> list[int]:
+    """So many of them, after a beginning that no cache knows."""
+    return [next(MARKS), next(MARKS), *token_ids[: length - 2]]
+
+
+async def first_token(client: AsyncClient, token_ids: list[int]) -> float:
+    started = time.perf_counter()
+    async for chunk in client.stream(token_ids, max_tokens=2, temperature=0.0, ignore_eos=True):
+        if chunk.token_ids:
+            return time.perf_counter() - started
+    raise RuntimeError("no token came")
+
+
+async def read_stream(client: AsyncClient, token_ids: list[int], until: float, times: Times) -> None:
+    """One answer after another."""
+    while time.perf_counter() < until:
+        last = 0.0
+        async for chunk in client.stream(fresh(token_ids, len(token_ids)), max_tokens=400, temperature=0.0, ignore_eos=True):
+            now = time.perf_counter()
+            if chunk.token_ids and last:
+                times.between += [(now - last) / len(chunk.token_ids)] * len(chunk.token_ids)
+            last = now if chunk.token_ids else last
+            if now >= until:
+                break
+
+
+async def load(address: str, short: list[int], long: list[int], args: argparse.Namespace) -> Times:
+    times = Times()
+    async with AsyncClient(address, inactivity_timeout=60) as client:
+        until = time.perf_counter() + args.seconds
+        streams = [asyncio.create_task(read_stream(client, short, until, times)) for _ in range(args.streams)]
+        prompts = []
+        while time.perf_counter() < until - args.gap:
+            await asyncio.sleep(args.gap)
+            prompts.append(asyncio.create_task(first_token(client, fresh(long, len(long)))))
+        times.first = list(await asyncio.gather(*prompts))
+        await asyncio.gather(*streams)
+    return times
+
+
+async def alone(address: str, token_ids: list[int]) -> float:
+    async with AsyncClient(address, inactivity_timeout=60) as client:
+        return await first_token(client, token_ids)
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def read_metric(port: int, name: str) -> float:
+    with open_url(f"http://127.0.0.1:{port}/metrics", 10) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+
+
+def wait_until_fetched(address: str, port: int, token_ids: list[int]) -> None:
+    """The nodes know of each other."""
+    end = time.monotonic() + 60
+    while not read_metric(port, "foretoken_pd_fetched_prompts_total"):
+        if time.monotonic() > end:
+            raise RuntimeError("no prompt was computed by the prefill node")
+        asyncio.run(alone(address, fresh(token_ids, len(token_ids))))
+        time.sleep(0.5)
+
+
+def measure_prompts(addresses: dict[str, str], port: int, token_ids: list[int], lengths: list[int], repeats: int) -> list[dict[str, float]]:
+    rows = []
+    for length in lengths:
+        before = read_metric(port, "foretoken_pd_transferred_bytes_total")
+        pairs = []
+        for _ in range(repeats + 1):
+            pairs.append({name: asyncio.run(alone(address, fresh(token_ids, length))) for name, address in addresses.items()})
+        time.sleep(0.5)  # metrics are published
+        moved = (read_metric(port, "foretoken_pd_transferred_bytes_total") - before) / (repeats + 1)
+        one, two = (statistics.median(pair[name] for pair in pairs[1:]) for name in ("one", "two"))
+        ratios = sorted(pair["two"] / pair["one"] for pair in pairs[1:])
+        rows.append(
+            {"tokens": length, "one": one, "two": two, "ratio": statistics.median(ratios), "least": ratios[0], "greatest": ratios[-1], "moved": moved}
+        )
+        print(
+            f"prompt of {length:5d} tokens: first token after {1e3 * one:7.1f} ms (one server), {1e3 * two:7.1f} ms (two): "
+            f"{rows[-1]['ratio']:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}], {moved / 1e6:.1f} MB moved",
+            flush=True,
+        )
+    return rows
+
+
+def measure_load(addresses: dict[str, str], short: list[int], long: list[int], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The two take turns."""
+    total = {name: Times() for name in addresses}
+    for _ in range(args.repeats):
+        for name, address in addresses.items():
+            times = asyncio.run(load(address, short, long, args))
+            total[name].first += times.first
+            total[name].between += times.between
+    found = {}
+    for name, times in total.items():
+        found[name] = {
+            "tokens_per_second": len(times.between) / (args.seconds * args.repeats),
+            **{f"token_p{int(100 * s)}": quantile(times.between, s) for s in (0.5, 0.9, 0.99)},
+            **{f"first_p{int(100 * s)}": quantile(times.first, s) for s in (0.5, 0.99)},
+        }
+        print(
+            f"{name} server{'s' * (name == 'two')}: "
+            + ", ".join(f"{k} {v:.1f}" if k.endswith("second") else f"{k} {1e3 * v:.1f} ms" for k, v in found[name].items())
+        )
+    print("two / one: " + ", ".join(f"{k} {found['two'][k] / found['one'][k]:.2f}" for k in found["one"]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=4, help="that decode all the time")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of load, for each turn")
+    parser.add_argument("--gap", type=float, default=1.0, help="seconds between two long prompts")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 1536])
+    parser.add_argument("--model", help="default: the bundled one")
+    parser.add_argument("--load-format", default="safetensors")
+    parser.add_argument("--devices", nargs=2, default=["cpu", "cpu"], help="of the prefill and of the decode node; the one server has the first")
+    parser.add_argument("--speculative-config", default='{"method": "mtp", "num_speculative_tokens": 3}')
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    common = [f"--speculative-config={args.speculative_config}"] + ([f"--model={args.model}"] if args.model else [])
+    token_ids: list[int] = []
+    tokenizer = Tokenizer(args.model) if args.model else Tokenizer(str(ROOT / "model_repository/standalone/decode/1"))
+    for prompt in completion_prompts(64, (2000, 4000), seed=5):
+        token_ids += tokenizer.encode(prompt, add_special_tokens=False)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        (redis_port,) = free_ports(1)
+        redis = start_redis(redis_port, folder)
+        stack.callback(redis.kill)
+        (Path(folder) / "options.yaml").write_text(json.dumps({"load_format": args.load_format}))
+        common += [f"--scheduler-port={redis_port}", f"--config={folder}/options.yaml"]
+        devices = {"mixed": args.devices[0], "prefill": args.devices[0], "decode": args.devices[1]}
+        ports = {}
+        for role, device in devices.items():
+            ports[role] = free_ports(3)
+            options = [f"--repository={folder}/{role}", f"--role={role}", f"--device={device}", *common]
+            stack.enter_context(running_server(*ports[role], Path(folder) / f"{role}.log", *options))
+        addresses = {"one": f"127.0.0.1:{ports['mixed'][1]}", "two": f"127.0.0.1:{ports['decode'][1]}"}
+        metrics = ports["decode"][2]
+        wait_until_fetched(addresses["two"], metrics, token_ids[:300])
+        where = torch.cuda.get_device_name() if devices["decode"].startswith("cuda") else platform.processor() or platform.machine()
+        print(f"{where}, {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
+        prompts = measure_prompts(addresses, metrics, token_ids, args.lengths, args.repeats)
+        found = measure_load(addresses, token_ids[:64], token_ids[: args.lengths[-1]], args)
+        print(f"prompts that the decode node computed itself: {read_metric(metrics, 'foretoken_pd_fallbacks_total'):.0f}")
+    if args.json:
+        with suppress(FileNotFoundError):
+            os.unlink(args.json)
+        Path(args.json).write_text(json.dumps({"prompts": prompts, "load": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
