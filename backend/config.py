@@ -305,7 +305,7 @@ class DisaggregationConfig(Section):
     heartbeat_seconds: float = 1.0
     """Between a node's signs of life; after three that are missing it is taken for dead."""
     job_seconds: float = 30.0
-    """For a prompt to come back from a prefill node; after that the decode node computes it."""
+    """Without a word from a prefill node after which the decode node computes the prompts that it has there itself."""
     lease_seconds: float = 30.0
     """For a decode node to read the pages of a prompt that is computed; then the prefill node gives them to others."""
     min_remote_tokens: int = 64

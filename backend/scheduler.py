@@ -232,7 +232,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)  # it ended while it waited
                 continue
             if request.is_remote:
-                if not self._start_fetch(request, batch):
+                if len(self._fetching) >= self.max_batch_size or not self._start_fetch(request, batch):
                     break
                 if request.is_remote:
                     heapq.heappop(self._waiting)

@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
-from backend.config import DisaggregationConfig
+from backend.config import DisaggregationConfig, SpeculativeConfig
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
+from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.node import read_password
 from backend.disaggregation.records import Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
@@ -196,6 +197,79 @@ def test_damaged_records_are_errors_of_their_own(fields: dict[bytes, bytes]) -> 
     for read in (read_job, read_message):
         with pytest.raises(RecordError):
             read(fields)
+
+
+REQUEST = Request("r", [5, 1, 7], greedy(4), Speculation("mtp", 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"prompt_token_ids": []}, "has no prompt"),
+        ({"prompt_token_ids": [1, 10**6]}, "prompt has token 1000000; the vocabulary has ids 0 to 99"),
+        ({"prompt_token_ids": [-1]}, "prompt has token -1"),
+        ({"params": greedy(4, logit_bias={100: 1.0})}, "logit_bias has token 100"),
+        ({"stop_ids": frozenset({"x"})}, "stop_ids has token 'x'"),
+        ({"bad_word_ids": ((1, 200),)}, "bad_word_ids has token 200"),
+        ({"seed": "7"}, "seed is '7'"),
+        ({"priority": 1.5}, "priority is 1.5"),
+        ({"speculation": Speculation("mtp", 99)}, "num_speculative_tokens is 99"),
+        ({"speculation": Speculation("mtp", 3, num_model_steps=17)}, "num_model_steps is 17"),
+        ({"speculation": Speculation("mtp", 3, verify_strategy="hope")}, "verify_strategy"),
+        ({"speculation": Speculation("suffix", 3)}, "method suffix is not loaded"),
+        ({"speculation": Speculation("mtp", 3, mtp_strategy="with_suffix")}, "needs method suffix"),
+    ],
+)
+def test_jobs_that_cannot_be(change: dict[str, Any], text: str) -> None:
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+    check_job(Job("j", "s", REQUEST, 0, "layout"), config, 100, 16)
+    with pytest.raises(RecordError, match=re.escape(text)):
+        check_job(Job("j", "s", dataclasses.replace(REQUEST, token_ids=[], **change), 0, "layout"), config, 100, 16)
+
+
+def test_a_job_with_more_pages_than_its_prompt() -> None:
+    with pytest.raises(RecordError, match="num_cached_pages is 1"):
+        check_job(Job("j", "s", REQUEST, 1, "layout"), SpeculativeConfig(method="mtp"), 100, 16)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "more", "text"),
+    [
+        ({"token_ids": []}, {}, "0 tokens came"),
+        ({"token_ids": [1, 2]}, {}, "2 tokens came"),
+        ({"token_ids": [100]}, {}, "token_ids has token 100"),
+        ({"next_drafts": [1, -1]}, {}, "next_drafts has token -1"),
+        ({"next_drafts": [1]}, {}, "the sources of 2"),
+        ({"num_drafter_tokens": 5}, {}, "num_drafter_tokens is 5"),
+        ({"scores": np.zeros((1, 3, 4), np.int32)}, {}, "log-probabilities came"),
+        ({}, {"probs_shape": (3, 100), "probs_pages": [1]}, "distributions of [3, 100] numbers came in 1 pages, for 2 drafts"),
+        ({}, {"probs_shape": (1, 99), "probs_pages": [1]}, "distributions of [1, 99]"),
+        ({}, {"probs_shape": (1, 100), "probs_pages": []}, "in 0 pages"),
+    ],
+)
+def test_hand_offs_that_cannot_be(outcome: dict[str, Any], more: dict[str, Any], text: str) -> None:
+    hand_off = HandOff(Outcome([8], next_drafts=[1, 2], num_drafter_tokens=4), ["mtp", "mtp"])
+    check_done(Message("done", "j", "s", hand_off=hand_off), REQUEST, 100)
+    changed = dataclasses.replace(hand_off, outcome=dataclasses.replace(hand_off.outcome, **outcome))
+    with pytest.raises(RecordError, match=re.escape(text)):
+        check_done(Message("done", "j", "s", hand_off=changed, **more), REQUEST, 100)
+
+
+def test_bad_records_in_redis_end_nothing(cluster: Cluster, llm_all: LLM) -> None:
+    """Whatever somebody writes there: both nodes go on."""
+    there, here = cluster.make("prefill"), cluster.make("decode")
+    cluster.see(here, there)
+    node = here.nodes.node
+    request = dataclasses.replace(REQUEST, prompt_token_ids=[5, 10**8], token_ids=[])
+    bad = write_job(Job("bad", node.node_id, request, 0, here.llm.engine.worker.store.fingerprint))
+    for stream, owner in (("jobs", there), ("inbox", there), ("inbox", here)):
+        for fields in ({"head": b"{"}, {"other": b"x"}, bad, write_message(Message("pages", "unknown", "nobody", 3, [10**9]))):
+            cluster.redis.client.xadd(node.key(stream, owner.nodes.node.node_id), fields)
+    (prompt,) = prompts_of(llm_all, 1, seed=67)
+    assert here.generate([prompt], greedy(6)) == expect(llm_all, [prompt], greedy(6)) and here.num_fetched == 1
+    assert there.prefill.results["refused"] == 1
+    for one in (here, there):
+        one.check_idle()
 
 
 def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

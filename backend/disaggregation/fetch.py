@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backend.core import HandOff, Request
+from backend.disaggregation.checks import check_done
 from backend.disaggregation.node import JOIN_SECONDS, Node, NodeInfo, RedisState
-from backend.disaggregation.records import Job, Message, probs_from_pages, write_job
+from backend.disaggregation.records import Job, Message, RecordError, probs_from_pages, write_job
 from backend.disaggregation.transfer import PageAddress, PageTransfer
 from backend.engine import Engine
 from backend.errors import EngineError, TransferError
@@ -41,6 +42,8 @@ FALLBACKS = (
 """Why a prompt is computed by the decode node itself."""
 LEASE_MARGIN = 1.0
 """Seconds before the end of a prefill node's lease by which pages have to be here: two nodes know Redis's time to some milliseconds."""
+MAX_JOB_LIMITS = 20
+"""Times job_seconds after which a prompt is not waited for any more, though its node tells of others."""
 POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
 """Between two looks at reads under way, and at deadlines."""
 MAX_PREFIXES = 65536
@@ -65,7 +68,8 @@ class _Fetch:
     first_page: int
     """Number within the prompt of the first of them."""
     lease: int
-    deadline: float
+    begun: float
+    """time.monotonic()"""
     tokens: int
     """To be computed elsewhere."""
     node_id: str = ""
@@ -94,6 +98,8 @@ class PageFetcher:
         self._places: OrderedDict[bytes, str] = OrderedDict()
         """Nodes by the chain hash of a prompt's page that they have computed."""
         self._refused: set[tuple[str, str]] = set()
+        self._heard: dict[str, float] = {}
+        """When a node told last of any prompt, in time.monotonic(): one that works through its queue is not late."""
         self._probs_of: _Fetch | None = None
         """Whose distributions are being read to the scratch memory."""
         self.num_bytes = 0
@@ -118,7 +124,7 @@ class PageFetcher:
             page_ids,
             num_cached_pages,
             self._engine.scheduler.pool.lease(page_ids),
-            time.monotonic() + self._node.config.job_seconds,
+            time.monotonic(),
             len(request.prompt_token_ids) - num_cached_pages * self._engine.config.page_size,
         )
         self._jobs[request.request_id] = fetch.job_id
@@ -242,6 +248,7 @@ class PageFetcher:
         self._events.put(lambda: self._give_up_all("redis"))
 
     def _take_message(self, message: Message) -> None:
+        self._heard[message.sender] = time.monotonic()
         fetch = self._fetches.get(message.job_id)
         if fetch is None or fetch.is_over:
             if message.kind in ("pages", "done"):  # of a prompt that nobody waits for any more
@@ -255,6 +262,12 @@ class PageFetcher:
         elif message.kind == "pages":
             self._read_pages(fetch, message)
         elif message.kind == "done":
+            try:
+                check_done(message, fetch.request, self._engine.worker.model.vocab_size)
+            except RecordError as error:
+                logger.error("request %r: node %s: %s", fetch.request.group_id, message.sender, error)
+                self._give_up(fetch, "internal")
+                return
             fetch.done, fetch.hand_off = message, message.hand_off
             fetch.wants_probs = bool(message.probs_pages)
 
@@ -269,7 +282,9 @@ class PageFetcher:
 
     def _read_pages(self, fetch: _Fetch, message: Message) -> None:
         skip = fetch.first_page + fetch.num_asked - message.first_page
-        if fetch.is_over or skip < 0:  # a message is missing: the deadline ends this
+        if skip < 0:
+            logger.error("request %r: node %s has left pages out before page %d", fetch.request.group_id, message.sender, message.first_page)
+            self._give_up(fetch, "internal")
             return
         remote = message.page_ids[skip:][: len(fetch.page_ids) - fetch.num_asked]
         if not remote:
@@ -314,10 +329,14 @@ class PageFetcher:
             if fetch.is_over:
                 if not fetch.reads:
                     self._forget(fetch)
-            elif now >= fetch.deadline:
+            elif self._is_late(fetch, now):
                 self._give_up(fetch, "timeout")
             elif fetch.done is not None:
                 self._go_on(fetch, fetch.done)
+
+    def _is_late(self, fetch: _Fetch, now: float) -> bool:
+        limit = self._node.config.job_seconds
+        return now - max(fetch.begun, self._heard.get(fetch.node_id, 0.0)) >= limit or now - fetch.begun >= MAX_JOB_LIMITS * limit
 
     def _go_on(self, fetch: _Fetch, done: Message) -> None:
         """What is left to read, and the end."""
@@ -380,6 +399,7 @@ class PageFetcher:
 
     def _look_for_dead(self, alive: set[str]) -> None:
         """Jobs of nodes that are gone: another one takes them over, if there is one."""
+        self._heard = {node_id: heard for node_id, heard in self._heard.items() if node_id in alive}
         for fetch in list(self._fetches.values()):
             if fetch.node_id not in alive and not fetch.is_over and not self._candidates(fetch.request):
                 self._give_up(fetch, "node_lost")

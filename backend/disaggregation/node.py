@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 2.0
 BLOCK_MS = 500
-MAX_STREAM_ENTRIES = 65536
+MAX_STREAM_ENTRIES = {"jobs": 4096, "inbox": 65536}
+"""Beyond these the oldest go: of a node that reads nothing any more."""
 HEARTBEATS = 3
 """Missing ones after which a node is taken for dead."""
 RETRY_SECONDS = 0.5
@@ -203,7 +204,7 @@ class Node:
         stream = self.key(kind, node_id)
 
         def write(pipe: Any) -> None:
-            pipe.xadd(stream, fields, maxlen=MAX_STREAM_ENTRIES, approximate=True)
+            pipe.xadd(stream, fields, maxlen=MAX_STREAM_ENTRIES[kind], approximate=True)
             pipe.expire(stream, self.config.scheduler_ttl)
 
         self.write(write, on_failure)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from backend.core import Delta, HandOff, Request
+from backend.disaggregation.checks import check_job
 from backend.disaggregation.node import BLOCK_MS, RETRY_SECONDS, Node, as_pairs, time_of
 from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
 from backend.engine import Engine
@@ -163,6 +164,11 @@ class PrefillService:
         method, loaded = job.request.speculation.method, self._engine.config.speculative_config.loaded_methods
         if method not in loaded:
             self._refuse(job, node_id, entry_id, "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
+            return
+        try:
+            check_job(job, self._engine.config.speculative_config, self._engine.worker.model.vocab_size, self._engine.config.page_size)
+        except RecordError as error:
+            self._refuse(job, node_id, entry_id, "refused", str(error))
             return
         self._open[job.job_id] = _Open(job, node_id, entry_id, job.num_cached_pages)
         try:

@@ -1,0 +1,68 @@
+"""What comes from other nodes, looked at before the engine has it: one bad number there would end every request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from backend.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from backend.core import Request
+from backend.disaggregation.records import Job, Message, RecordError
+from backend.errors import ConfigError
+
+MAX_WORDS = 4096
+MAX_INTEGER = 2**63
+
+
+def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: int) -> None:
+    """Raises RecordError naming what cannot be."""
+    request, speculation = job.request, job.request.speculation
+    if not request.prompt_token_ids:
+        raise RecordError("a job has no prompt")
+    _check_ids("prompt", request.prompt_token_ids, vocab_size)
+    _check_ids("logit_bias", request.params.logit_bias, vocab_size)
+    _check_ids("stop_ids", request.stop_ids, vocab_size)
+    if len(request.bad_word_ids) > MAX_WORDS:
+        raise RecordError(f"a job has {len(request.bad_word_ids)} bad words; the limit is {MAX_WORDS}")
+    for ids in request.bad_word_ids:
+        _check_ids("bad_word_ids", ids, vocab_size)
+    _check_integer("num_cached_pages", job.num_cached_pages, 0, len(request.prompt_token_ids) // page_size)
+    _check_integer("seed", request.seed, -MAX_INTEGER, 2 * MAX_INTEGER)
+    for key in ("index", "priority"):
+        _check_integer(key, getattr(request, key), -MAX_INTEGER, MAX_INTEGER)
+    _check_integer("num_speculative_tokens", speculation.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+    _check_integer("num_model_steps", speculation.num_model_steps, 0, MAX_SPECULATIVE_TOKENS)
+    own = {"method": speculation.method, "verify_strategy": speculation.verify_strategy}
+    try:
+        config.resolve(own | ({"mtp_strategy": speculation.mtp_strategy} if speculation.mtp_strategy != config.mtp_strategy else {}))
+    except ConfigError as error:
+        raise RecordError(str(error)) from None
+
+
+def check_done(message: Message, request: Request, vocab_size: int) -> None:
+    """Raises RecordError naming what cannot be in the hand-off of this request's prompt."""
+    if message.hand_off is None:
+        raise RecordError("a prompt is done and nothing is handed over")
+    outcome, sources = message.hand_off.outcome, message.hand_off.sources
+    if len(outcome.token_ids) != 1 or len(outcome.next_drafts) > MAX_SPECULATIVE_TOKENS or len(sources) != len(outcome.next_drafts):
+        raise RecordError(f"{len(outcome.token_ids)} tokens came, {len(outcome.next_drafts)} drafts and the sources of {len(sources)}")
+    _check_ids("token_ids", outcome.token_ids, vocab_size)
+    _check_ids("next_drafts", outcome.next_drafts, vocab_size)
+    _check_integer("num_drafter_tokens", outcome.num_drafter_tokens, 0, len(request.prompt_token_ids) + 1)
+    if (outcome.scores is None) != (request.params.logprobs is None) or (outcome.scores is not None and outcome.scores.shape[0] != 1):
+        raise RecordError(f"log-probabilities came as {None if outcome.scores is None else list(outcome.scores.shape)}")
+    count, width = message.probs_shape
+    if not 0 <= count <= len(outcome.next_drafts) or width != (vocab_size if count else 0) or bool(count) != bool(message.probs_pages):
+        raise RecordError(
+            f"distributions of {[count, width]} numbers came in {len(message.probs_pages)} pages, for {len(outcome.next_drafts)} drafts"
+        )
+
+
+def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    bad = next((t for t in token_ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab_size), None)
+    if bad is not None:
+        raise RecordError(f"{name} has token {bad!r:.50}; the vocabulary has ids 0 to {vocab_size - 1}")
+
+
+def _check_integer(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise RecordError(f"{name} is {value!r:.50}; an integer from {least} to {most} is needed")
