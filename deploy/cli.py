@@ -77,10 +77,10 @@ def make_parser() -> argparse.ArgumentParser:
     from client import cli
     from client.bench import cli as bench
     from client.gateway import cli as gateway
-    from deploy import demo, launcher
+    from deploy import demo, launcher, options
     from training.heldout import list_heldout
 
-    launcher.add_arguments(pages["serve"])
+    options.add_arguments(pages["serve"])
     cli.add_arguments(pages["complete"])
     cli.add_arguments(pages["chat"])
     gateway.add_arguments(pages["gateway"])

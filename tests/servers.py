@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import Popen
 
 from deploy.demo import FORETOKEN, free_ports, running_server
-from deploy.launcher import KEY_FILE
+from deploy.rendering import KEY_FILE
 from deploy.supervision.probe import KEY_HEADER
 from deploy.supervision.processes import is_running, read_state
 

@@ -47,7 +47,7 @@ from backend.core import (
     SamplingParams,
 )
 from backend.errors import ConfigError, ModelError
-from deploy import launcher, server
+from deploy import launcher, options, rendering, server
 from deploy.cli import main
 from deploy.server import LaunchError
 from deploy.supervision import processes
@@ -832,7 +832,7 @@ def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def parse(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    launcher.add_arguments(parser)
+    options.add_arguments(parser)
     return parser.parse_args(flags)
 
 
@@ -844,7 +844,7 @@ def yaml_file(folder: Path, text: str) -> str:
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, "max_batch_size: 4\nmax-waiting: 7\nhttp-port: 9000\nspeculative_config: {method: ngram, num_speculative_tokens: 2}\n")
-    values = launcher.gather(parse("--config", path, "--max-batch-size", "9", "--grpc-port=9001"))
+    values = options.gather(parse("--config", path, "--max-batch-size", "9", "--grpc-port=9001"))
     assert values == {
         "max_batch_size": 9,
         "max_waiting": 7,
@@ -852,28 +852,28 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         "grpc_port": 9001,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
     }
-    config, engine = launcher.split_keys(values)
+    config, engine = options.split_keys(values)
     assert (config.http_port, config.grpc_port, config.metrics_port) == (9000, 9001, 8002)
     assert (engine.max_batch_size, engine.max_waiting, engine.speculative_config.method) == (9, 7, "ngram")
 
 
 def test_what_is_not_given_is_left_to_the_engine() -> None:
-    assert launcher.gather(parse()) == {}
-    assert launcher.gather(parse("--no-enable-prefix-caching")) == {"enable_prefix_caching": False}
-    assert launcher.gather(parse("--enable-prefix-caching")) == {"enable_prefix_caching": True}
+    assert options.gather(parse()) == {}
+    assert options.gather(parse("--no-enable-prefix-caching")) == {"enable_prefix_caching": False}
+    assert options.gather(parse("--enable-prefix-caching")) == {"enable_prefix_caching": True}
 
 
 def test_speculative_config_as_json() -> None:
-    assert launcher.gather(parse("--speculative-config", '{"method": "naive"}')) == {"speculative_config": {"method": "naive"}}
+    assert options.gather(parse("--speculative-config", '{"method": "naive"}')) == {"speculative_config": {"method": "naive"}}
     with pytest.raises(ConfigError, match="speculative_config is not valid JSON"):
-        launcher.gather(parse("--speculative-config", "{method: ngram}"))
+        options.gather(parse("--speculative-config", "{method: ngram}"))
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("", {}), ("# nothing\n", {}), ("a-b: 1\n", {"a_b": 1}), ("enable_prefix_caching: no\n", {"enable_prefix_caching": False})]
 )
 def test_read_yaml(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
-    assert launcher.read_yaml(yaml_file(tmp_path, text)) == expected
+    assert options.read_yaml(yaml_file(tmp_path, text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -888,18 +888,18 @@ def test_read_yaml(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
 def test_bad_yaml(tmp_path: Path, text: str, message: str) -> None:
     path = yaml_file(tmp_path, text)
     with pytest.raises(ConfigError, match=message) as caught:
-        launcher.read_yaml(path)
+        options.read_yaml(path)
     assert path in str(caught.value)
 
 
 def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--config .*nothing\.yaml: No such file"):
-        launcher.read_yaml(str(tmp_path / "nothing.yaml"))
+        options.read_yaml(str(tmp_path / "nothing.yaml"))
     with pytest.raises(ConfigError, match="--config"):
-        launcher.read_yaml(str(tmp_path))
+        options.read_yaml(str(tmp_path))
     (tmp_path / "latin.yaml").write_bytes(b"model: \xe9\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
-        launcher.read_yaml(str(tmp_path / "latin.yaml"))
+        options.read_yaml(str(tmp_path / "latin.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -920,7 +920,7 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_split_keys_refuses(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        launcher.split_keys(values)
+        options.split_keys(values)
 
 
 # -- launcher: the rendered repository ------------------------------------------------------------------------------------------
@@ -944,11 +944,11 @@ DRAFTER = {"model": "/d", "target": "/m", "num_model_steps": 3}
 def test_the_rendered_repository_is_the_checked_in_one_with_other_parameters(tmp_path: Path, others: dict[str, Any]) -> None:
     target = tmp_path / "repository"
     engine = {"max_batch_size": 8, "enable_prefix_caching": False, "kv_cache_memory": "1GiB", "speculative_config": {"method": "ngram"}}
-    launcher.render_repository(target, {"decode": {"model": "/m", **engine}, "tokenizer": {"model": "/m"}, **others}, "cpu")
+    rendering.render_repository(target, {"decode": {"model": "/m", **engine}, "tokenizer": {"model": "/m"}, **others}, "cpu")
     assert {p.name for p in target.iterdir()} == {"decode", "generate", "tokenizer", *others}
-    assert {p.name for p in launcher.REPOSITORY.iterdir()} == {"decode", "generate", "tokenizer", "mtp_drafter"}
+    assert {p.name for p in rendering.REPOSITORY.iterdir()} == {"decode", "generate", "tokenizer", "mtp_drafter"}
     for folder in target.iterdir():
-        config, original = read_pbtxt(folder / "config.pbtxt"), read_pbtxt(launcher.REPOSITORY / folder.name / "config.pbtxt")
+        config, original = read_pbtxt(folder / "config.pbtxt"), read_pbtxt(rendering.REPOSITORY / folder.name / "config.pbtxt")
         assert config.name == folder.name
         assert (folder / "1").is_dir(), "the server loads version folders only"
         parameters = parameters_of(config)
@@ -964,16 +964,16 @@ def test_the_rendered_repository_is_the_checked_in_one_with_other_parameters(tmp
 
 
 def test_weights_are_referenced(tmp_path: Path) -> None:
-    launcher.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, "cpu")
+    rendering.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, "cpu")
     files = {p.relative_to(tmp_path / "r").as_posix(): p for p in (tmp_path / "r").rglob("*") if p.is_file()}
     wanted = {
-        p.relative_to(launcher.REPOSITORY).as_posix() for pattern in ("*/config.pbtxt", "*/1/model.py") for p in launcher.REPOSITORY.glob(pattern)
+        p.relative_to(rendering.REPOSITORY).as_posix() for pattern in ("*/config.pbtxt", "*/1/model.py") for p in rendering.REPOSITORY.glob(pattern)
     }
     assert set(files) == wanted >= {"decode/config.pbtxt", "decode/1/model.py", "generate/config.pbtxt", "tokenizer/1/model.py"}
     assert sum(p.stat().st_size for p in files.values()) < 100_000
     assert not any(p.is_symlink() for p in files.values())
     for name in ("decode/1/model.py", "tokenizer/1/model.py", "mtp_drafter/1/model.py"):
-        assert files[name].read_bytes() == (launcher.REPOSITORY / name).read_bytes()
+        assert files[name].read_bytes() == (rendering.REPOSITORY / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ['with "quotes"', "it's", r"back\slash", "new\nline", "tab\t", "modèle", "]\n}", 'x" } } ] #', "${HOME} %s {0}"])
@@ -984,7 +984,7 @@ def test_parameters_are_escaped(tmp_path: Path, name: str) -> None:
         "tokenizer": {"model": f"/models/{name}"},
         "mtp_drafter": {"target": f"/models/{name}"},
     }
-    launcher.render_repository(tmp_path / "r", parameters, "cpu")
+    rendering.render_repository(tmp_path / "r", parameters, "cpu")
     for model, wanted in parameters.items():
         assert parameters_of(read_pbtxt(tmp_path / "r" / model / "config.pbtxt")) == wanted
 
@@ -993,7 +993,7 @@ def test_parameters_are_escaped(tmp_path: Path, name: str) -> None:
 @settings(max_examples=100, deadline=None)
 def test_any_parameters_parse(values: dict[str, Any]) -> None:
     """Values outside Unicode's first plane are left to the server: Python's reader of the text format cannot join surrogates."""
-    text = launcher.render_parameters(values)
+    text = rendering.render_parameters(values)
     if "\\ud" in text.lower():
         return
     found = parameters_of(text_format.Parse(text, model_config.ModelConfig()))
@@ -1002,7 +1002,7 @@ def test_any_parameters_parse(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("device", "gpus"), [("auto", None), ("cpu", None), ("cuda", [0]), ("cuda:3", [3])])
 def test_the_instance_group_follows_the_device(tmp_path: Path, device: str, gpus: list[int] | None) -> None:
-    launcher.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, device)
+    rendering.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, device)
     for model in ("decode", "mtp_drafter"):
         (group,) = read_pbtxt(tmp_path / "r" / model / "config.pbtxt").instance_group
         assert group.count == 1
@@ -1014,9 +1014,9 @@ def test_the_instance_group_follows_the_device(tmp_path: Path, device: str, gpus
 
 def test_rendering_again_leaves_nothing_of_before(tmp_path: Path) -> None:
     before = {"decode": {"model": "/m", "max_batch_size": 3}, "tokenizer": {"model": "/m"}, "mtp_drafter": DRAFTER}
-    launcher.render_repository(tmp_path / "r", before, "cuda:1")
+    rendering.render_repository(tmp_path / "r", before, "cuda:1")
     (tmp_path / "r" / "decode" / "2").mkdir()
-    launcher.render_repository(tmp_path / "r", OWN, "cpu")
+    rendering.render_repository(tmp_path / "r", OWN, "cpu")
     assert not (tmp_path / "r" / "decode" / "2").exists() and not (tmp_path / "r" / "mtp_drafter").exists()
     assert parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt")) == {"model": "/m"}
 
@@ -1027,7 +1027,7 @@ def test_a_folder_of_something_else_survives(tmp_path: Path) -> None:
     precious.parent.mkdir()
     precious.write_text("three years of work")
     with contextlib.suppress(ConfigError, LaunchError):
-        launcher.render_repository(precious.parent, OWN, "cpu")
+        rendering.render_repository(precious.parent, OWN, "cpu")
     assert precious.is_file()
 
 
@@ -1035,11 +1035,11 @@ def test_a_folder_of_something_else_survives(tmp_path: Path) -> None:
 def test_a_repository_that_holds_weights_survives(tmp_path: Path, model: str) -> None:
     """What is rendered holds none, so this is somebody's own: the checked-in repository, to begin with."""
     own = tmp_path / "standalone"
-    shutil.copytree(launcher.REPOSITORY, own, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    shutil.copytree(rendering.REPOSITORY, own, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
     weights = own / model / "1" / "model.safetensors"
     weights.write_bytes(b"a week of training")
     with contextlib.suppress(ConfigError, LaunchError):
-        launcher.render_repository(own, OWN, "cpu")
+        rendering.render_repository(own, OWN, "cpu")
     assert weights.is_file()
 
 
@@ -1048,7 +1048,7 @@ def test_a_repository_that_holds_weights_survives(tmp_path: Path, model: str) ->
 
 def told(values: dict[str, Any], model: Path = BUNDLED_MODEL) -> dict[str, dict[str, Any]]:
     """The models' parameters, as `serve` makes them."""
-    return launcher.model_parameters(values, launcher.split_keys(values)[1], model.resolve())
+    return launcher.model_parameters(values, options.split_keys(values)[1], model.resolve())
 
 
 @pytest.fixture
@@ -1094,7 +1094,7 @@ def test_a_foreign_model_needs_its_own_drafter(foreign: Path, drafter: Path, spe
 
 def test_the_bundled_model_is_known_by_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout may be reached through a link, and then the folder's resolved name is another one."""
-    (tmp_path / "link").symlink_to(launcher.REPOSITORY)
+    (tmp_path / "link").symlink_to(rendering.REPOSITORY)
     linked = tmp_path / "link" / "decode" / "1"
     assert launcher.is_bundled(linked) and launcher.is_bundled(BUNDLED_MODEL) and not launcher.is_bundled(tmp_path)
     monkeypatch.setattr(launcher, "BUNDLED_MODEL", linked)
@@ -1153,7 +1153,7 @@ def test_a_drafter_of_its_own_is_told_what_decode_is(
     values = {**engine, "speculative_config": {"method": "mtp", "placement": "BLS", "model": str(drafter), **speculative}}
     parameters = told(values, foreign)
     assert parameters["mtp_drafter"] == {"model": str(drafter), "target": str(foreign), **own}
-    launcher.render_repository(tmp_path / "r", parameters, "cpu")
+    rendering.render_repository(tmp_path / "r", parameters, "cpu")
     rendered = parameters_of(read_pbtxt(tmp_path / "r" / "mtp_drafter" / "config.pbtxt"))
     assert rendered == {key: str(value) for key, value in parameters["mtp_drafter"].items()}
     read_back = json.loads(parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt"))["speculative_config"])
@@ -1178,7 +1178,7 @@ def test_the_suffix_cache_has_a_file_for_each_model(state: Path, foreign: Path, 
 
 
 def test_server_command() -> None:
-    config = launcher.ServeConfig(http_port=1, grpc_port=2, metrics_port=3, host="127.0.0.1", log_verbose=1)
+    config = options.ServeConfig(http_port=1, grpc_port=2, metrics_port=3, host="127.0.0.1", log_verbose=1)
     found = server.Server(Path("/opt/tritonserver"), Path("/state/backends"), ("/lib/a", "/lib/b"))
     command, environment = launcher.server_command(found, config, Path("/repo"), "k")
     assert command[0] == "/opt/tritonserver"
@@ -1193,15 +1193,15 @@ def test_server_command() -> None:
     assert explicit <= set(command)
     apis = "shared-memory,model-config,model-repository,statistics,trace,logging"
     restricted = {f"--{option}={apis}:foretoken-key=k" for option in ("http-restricted-api", "grpc-restricted-protocol")}
-    alone = launcher.server_command(found, launcher.ServeConfig(supervise=False), Path("/repo"), "k")[0]
+    alone = launcher.server_command(found, options.ServeConfig(supervise=False), Path("/repo"), "k")[0]
     assert restricted <= set(command) and restricted <= set(alone)
     assert not any("--model-control-mode" in part for part in alone) and "--exit-timeout-secs=30" in alone
-    config = launcher.ServeConfig(supervise=False, model_control_mode="explicit")
+    config = options.ServeConfig(supervise=False, model_control_mode="explicit")
     assert explicit <= set(launcher.server_command(found, config, Path("/repo"), "k")[0])
 
 
 def test_inputs_are_limited_where_the_server_can() -> None:
-    config = launcher.ServeConfig(max_request_size="2MiB")
+    config = options.ServeConfig(max_request_size="2MiB")
     new = server.Server(Path("/t"), options=frozenset(["http-max-input-size"]))
     assert "--http-max-input-size=2097152" in launcher.server_command(new, config, Path("/repo"), "k")[0]
     old = launcher.server_command(server.Server(Path("/t")), config, Path("/repo"), "k")[0]
@@ -1237,11 +1237,11 @@ def test_a_server_that_cannot_run(tmp_path: Path) -> None:
 
 
 def test_the_key_is_new_each_time_and_for_this_user_alone(tmp_path: Path) -> None:
-    first = launcher.write_key(tmp_path)
-    path = tmp_path / launcher.KEY_FILE
+    first = rendering.write_key(tmp_path)
+    path = tmp_path / rendering.KEY_FILE
     assert path.read_text().strip() == first and path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
-    assert launcher.write_key(tmp_path) != first and path.stat().st_mode & 0o777 == 0o600
+    assert rendering.write_key(tmp_path) != first and path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_has_one_owner(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1322,7 +1322,7 @@ def test_ports_are_tried_on_the_address_that_is_asked_for() -> None:
 
 
 def test_the_server_is_for_this_machine_alone_unless_told() -> None:
-    assert launcher.ServeConfig().host == "127.0.0.1"
+    assert options.ServeConfig().host == "127.0.0.1"
 
 
 def test_numpy_2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

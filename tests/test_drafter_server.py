@@ -17,7 +17,8 @@ import pytest
 from backend import LLM, SamplingParams
 from client import Client
 from deploy.demo import free_ports, stop_server
-from deploy.launcher import ServeConfig, server_command
+from deploy.launcher import server_command
+from deploy.options import ServeConfig
 from deploy.server import find_server
 from tests.conftest import code_prompts, greedy
 from tests.servers import RunningServer, serve

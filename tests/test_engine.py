@@ -249,7 +249,7 @@ class TestRefusals:
             ({"methods": "ngram"}, 'did you mean "method"'),
             ({"method": "mtpp"}, "not one of"),
             ({"method": "mtp"}, "method mtp is not loaded; loaded: naive, ngram, none"),
-            ({"mtp_strategy": "with_suffix"}, "mtp_strategy with_suffix needs method suffix, which is not loaded"),
+            ({"mtp_strategy": "with_suffix"}, "mtp_strategy has no effect with method ngram: it is a key of mtp"),
             ({"num_speculative_tokens": 99}, "from 0 .off. to 16"),
             ({"num_speculative_tokens": True}, "from 0"),
             ({"verify_strategy": "lucky"}, "verify_strategy"),

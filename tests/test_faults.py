@@ -19,7 +19,8 @@ import tritonclient.http as triton_http
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from client import AsyncClient, Client, GenerateError, HttpClient
 from deploy.demo import free_ports, stop_server
-from deploy.launcher import ServeConfig, server_command
+from deploy.launcher import server_command
+from deploy.options import ServeConfig
 from deploy.server import COMPLETE_OPTION, find_server
 from tests.conftest import ROOT
 from tests.servers import serve

@@ -1,0 +1,93 @@
+"""A model repository for the configuration at hand, and the secrets beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from backend.config import REPOSITORIES, REPOSITORY
+from backend.errors import ConfigError
+from deploy.server import LOCK_FILE, LaunchError
+from deploy.supervision.processes import REGIONS_FILE
+
+KEY_FILE, PASSWORD_FILE = ".key", ".scheduler-password"
+"""In the repository's folder, for this user alone to read."""
+
+
+def render_parameters(values: dict[str, Any]) -> str:
+    """config.pbtxt's `parameters` block. JSON's string escapes are the text format's too."""
+    lines = [
+        f"  {{ key: {json.dumps(key)} value: {{ string_value: {json.dumps(value if isinstance(value, str) else json.dumps(value))} }} }}"
+        for key, value in values.items()
+    ]
+    return "parameters [\n" + ",\n".join(lines) + "\n]\n"
+
+
+def check_repository(target: Path) -> None:
+    """Raises LaunchError when the folder holds anything that was not rendered."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise LaunchError(f"--repository {target} is not a folder")
+    models, own = {source.name for source in REPOSITORIES.glob("*/*")}, {LOCK_FILE, KEY_FILE, PASSWORD_FILE, REGIONS_FILE}
+    is_other = any(p.name not in models or not (p / "config.pbtxt").is_file() for p in target.iterdir() if p.name not in own)
+    if is_other or any(target.rglob("*.safetensors")):
+        raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
+
+
+def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str, source_folder: Path = REPOSITORY) -> None:
+    """Writes a repository like a checked-in one: its models without parameters, and those named here with theirs.
+
+    Weights are referenced, not copied. Raises LaunchError when the folder holds anything that was not rendered.
+    """
+    check_repository(target)
+    for source in REPOSITORIES.glob("*/*"):  # it may have been of another role
+        if (target / source.name).exists():
+            shutil.rmtree(target / source.name)
+    for source in sorted(source_folder.iterdir()):
+        text = (source / "config.pbtxt").read_text()
+        head, mark, tail = text.partition("parameters [")
+        if mark and source.name not in parameters:
+            continue
+        version = target / source.name / "1"
+        version.mkdir(parents=True)
+        if mark:
+            block_end = tail.index("\n]\n") + 3 if "\n]\n" in tail.split("input [")[0] else tail.index("\n") + 1
+            text = head + render_parameters(parameters[source.name]) + tail[block_end:]
+            if source.name != "tokenizer" and device.startswith("cuda"):
+                number = device.partition(":")[2] or "0"
+                text = text.replace("kind: KIND_CPU", f"kind: KIND_GPU gpus: [ {number} ]")
+            shutil.copy(source / "1" / "model.py", version)
+        (target / source.name / "config.pbtxt").write_text(text)
+
+
+def write_secret(path: Path, secret: str) -> None:
+    """For this user alone to read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{secret}\n")
+
+
+def write_key(repository: Path) -> str:
+    """A new key for RESTRICTED_APIS, in the repository's folder too, where only this user reads it."""
+    key = secrets.token_hex(16)
+    write_secret(repository / KEY_FILE, key)
+    return key
+
+
+def put_password(values: dict[str, Any], repository: Path, password: str | None) -> None:
+    """A password of the command line goes to a file: tritonserver's configuration names that. Raises ConfigError."""
+    if password is None:
+        (repository / PASSWORD_FILE).unlink(missing_ok=True)
+        return
+    print("foretoken serve: warning: other users of this machine can read --scheduler-password; use --scheduler-password-file", file=sys.stderr)
+    section = values["disaggregation"] = dict(values.get("disaggregation") or {})
+    if section.get("scheduler_password_file"):
+        raise ConfigError("scheduler_password is given twice: as itself, and as scheduler_password_file")
+    write_secret(repository / PASSWORD_FILE, password)
+    section["scheduler_password_file"] = str(repository / PASSWORD_FILE)
