@@ -370,7 +370,7 @@ class TritonPythonModel:
             if self._nodes is not None:
                 self._nodes.leave()
             logger.info("shutting down: no new requests; %d open ones have %g s", len(self._exchanges), seconds)
-        elif not self._exchanges and (self._nodes is None or not self._nodes.num_jobs or now >= self._drain_end):
+        elif not self._exchanges and not self._has_jobs(now):
             self._shut_down()
             self._drain_file.unlink()
         elif now >= self._drain_end:
@@ -380,6 +380,11 @@ class TritonPythonModel:
                 self._refuse(exchange, error)
             self._engine.call(lambda: self._engine.end_all(error))
             self._drain_end = math.inf
+
+    def _has_jobs(self, now: float) -> bool:
+        """Prompts of other nodes, which have as long as open requests have."""
+        is_over = self._drain_end is None or math.isinf(self._drain_end) or now >= self._drain_end
+        return self._nodes is not None and self._nodes.num_jobs > 0 and not is_over
 
     def _shut_down(self) -> None:
         """Ends the engine, which saves what it keeps: requests that are still open get an error."""
