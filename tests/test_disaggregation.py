@@ -320,12 +320,12 @@ def test_pages_are_read_from_another_agent() -> None:
 
 
 def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
-    """Many at once, by two prefill nodes; each method, and what drafts were drawn from for `rejection`."""
+    """Many at once, by two prefill nodes; with what drafts were drawn from for `rejection`. Every method: tests/test_hand_overs.py."""
     nodes = [cluster.make("prefill", engine={"max_num_batched_tokens": 256}) for _ in range(2)]
     here = cluster.make("decode")
     cluster.see(here, *nodes)
     prompts = prompts_of(llm_all, 6, seed=41, lengths=(300, 1200))
-    choices = ({"method": "mtp"}, {"method": "mtp", "verify_strategy": "rejection"}, {"method": "ngram"}, {"method": "none"})
+    choices = ({"method": "ngram"}, {"method": "mtp", "verify_strategy": "rejection"})
     for number, choice in enumerate(choices):
         params = dataclasses.replace(SAMPLED, n=2) if number % 2 else greedy(10)
         own = [{"prompt_token_ids": [4 + number, *p["prompt_token_ids"]]} for p in prompts]  # that no cache knows
@@ -333,7 +333,7 @@ def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
     assert not here.fallbacks and here.num_fetched >= 6 * len(choices)
     for one in (here, *nodes):
         one.check_idle()
-    assert all(one.prefill.results["done"] > 5 for one in nodes), "work is shared out"
+    assert all(one.prefill.results["done"] > 2 for one in nodes), "work is shared out"
     assert sum(one.prefill.results["done"] for one in nodes) == here.num_fetched
     assert here.nodes.fetcher is not None and here.nodes.fetcher.num_bytes > 0
 
