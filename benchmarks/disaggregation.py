@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,23 +61,25 @@ def fresh(token_ids: list[int], length: int) -> list[int]:
 
 async def first_token(client: AsyncClient, token_ids: list[int]) -> float:
     started = time.perf_counter()
+    first = 0.0
     async for chunk in client.stream(token_ids, max_tokens=2, temperature=0.0, ignore_eos=True):
-        if chunk.token_ids:
-            return time.perf_counter() - started
-    raise RuntimeError("no token came")
+        if chunk.token_ids and not first:
+            first = time.perf_counter() - started
+    return first
 
 
 async def read_stream(client: AsyncClient, token_ids: list[int], until: float, times: Times) -> None:
     """One answer after another."""
     while time.perf_counter() < until:
         last = 0.0
-        async for chunk in client.stream(fresh(token_ids, len(token_ids)), max_tokens=400, temperature=0.0, ignore_eos=True):
-            now = time.perf_counter()
-            if chunk.token_ids and last:
-                times.between += [(now - last) / len(chunk.token_ids)] * len(chunk.token_ids)
-            last = now if chunk.token_ids else last
-            if now >= until:
-                break
+        async with aclosing(client.stream(fresh(token_ids, len(token_ids)), max_tokens=400, temperature=0.0, ignore_eos=True)) as chunks:
+            async for chunk in chunks:
+                now = time.perf_counter()
+                if chunk.token_ids and last:
+                    times.between += [(now - last) / len(chunk.token_ids)] * len(chunk.token_ids)
+                last = now if chunk.token_ids else last
+                if now >= until:
+                    break
 
 
 async def load(address: str, short: list[int], long: list[int], args: argparse.Namespace) -> Times:

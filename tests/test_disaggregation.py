@@ -297,11 +297,16 @@ def test_pages_are_read_from_another_agent() -> None:
     here, there = (KvStore(spec, 8, 6, torch.device("cpu")) for _ in range(2))
     there.memory.copy_(torch.randint(0, 255, there.memory.shape, dtype=torch.uint8))
     one, other = PageTransfer("reader", here, num_scratch_bytes=1), PageTransfer("offerer", there)
+
+    def is_read() -> bool:
+        other.serve()
+        return one.is_done(handle)
+
     handle = one.read(other.address, [5, 0, 2], [1, 3, 4])
-    wait_for(lambda: one.is_done(handle), "a read")
+    wait_for(is_read, "a read")
     assert torch.equal(here.memory[[5, 0, 2]], there.memory[[1, 3, 4]]) and not here.memory[[1, 3, 4]].any()
     handle = one.read(other.address, [0], [2], to_scratch=True)
-    wait_for(lambda: one.is_done(handle), "a read")
+    wait_for(is_read, "a read")
     assert torch.equal(one.scratch[0], there.memory[2])
     with pytest.raises(TransferError, match="page 7 does not exist; there are 7"):
         one.read(other.address, [7], [0])
@@ -311,7 +316,7 @@ def test_pages_are_read_from_another_agent() -> None:
         one.read(dataclasses.replace(other.address, metadata=b"nonsense"), [0], [0])
     one.forget(other.address)
     handle = one.read(other.address, [1], [0])
-    wait_for(lambda: one.is_done(handle), "a read after the peer was forgotten")
+    wait_for(is_read, "a read after the peer was forgotten")
     one.close()
     other.close()
 

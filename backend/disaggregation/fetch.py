@@ -98,6 +98,8 @@ class PageFetcher:
         self._places: OrderedDict[bytes, str] = OrderedDict()
         """Nodes by the chain hash of a prompt's page that they have computed."""
         self._refused: set[tuple[str, str]] = set()
+        self._loads: dict[str, tuple[float, int]] = {}
+        """Of nodes: prompt tokens that they had to compute, and when they said so."""
         self._heard: dict[str, float] = {}
         """When a node told last of any prompt, in time.monotonic(): one that works through its queue is not late."""
         self._probs_of: _Fetch | None = None
@@ -169,7 +171,7 @@ class PageFetcher:
             if why := me.differences(info):
                 self._refused.add((info.node_id, info.fingerprint))
                 logger.error("prefill node %s cannot work for this one: %s", info.node_id, why)
-        self._events.put(lambda: self._look_for_dead(set(state.peers)))
+        self._events.put(lambda: self._take_heartbeat(list(state.peers.values())))
 
     def _choose(self, fetch: _Fetch) -> NodeInfo | None:
         """Where the least is to be computed before this prompt is done: what waits there, and what the node lacks of it."""
@@ -185,7 +187,8 @@ class PageFetcher:
         def cost(info: NodeInfo) -> tuple[int, str]:
             known = next((n for n in range(len(hashes), 0, -1) if self._places.get(hashes[n - 1]) == info.node_id), 0)
             # What this node sent last may be in the load that the other one told, or not yet.
-            return max(info.load, owed.get(info.node_id, 0)) + len(tokens) - known * size, info.node_id
+            load = self._loads.get(info.node_id, (0.0, 0))[1]
+            return max(load, owed.get(info.node_id, 0)) + len(tokens) - known * size, info.node_id
 
         candidates = self._candidates(fetch.request)
         if not candidates:
@@ -249,6 +252,7 @@ class PageFetcher:
 
     def _take_message(self, message: Message) -> None:
         self._heard[message.sender] = time.monotonic()
+        self._note_load(message.sender, message.time, message.load)
         fetch = self._fetches.get(message.job_id)
         if fetch is None or fetch.is_over:
             if message.kind in ("pages", "done"):  # of a prompt that nobody waits for any more
@@ -397,8 +401,16 @@ class PageFetcher:
         for fetch in list(self._fetches.values()):
             self._give_up(fetch, reason)
 
-    def _look_for_dead(self, alive: set[str]) -> None:
+    def _note_load(self, node_id: str, at: float, load: int) -> None:
+        if at > self._loads.get(node_id, (0.0, 0))[0]:
+            self._loads[node_id] = at, load
+
+    def _take_heartbeat(self, infos: list[NodeInfo]) -> None:
         """Jobs of nodes that are gone: another one takes them over, if there is one."""
+        alive = {info.node_id for info in infos}
+        self._loads = {node_id: load for node_id, load in self._loads.items() if node_id in alive}
+        for info in infos:
+            self._note_load(info.node_id, info.time, info.load)
         self._heard = {node_id: heard for node_id, heard in self._heard.items() if node_id in alive}
         for fetch in list(self._fetches.values()):
             if fetch.node_id not in alive and not fetch.is_over and not self._candidates(fetch.request):

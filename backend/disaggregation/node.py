@@ -117,6 +117,8 @@ class NodeInfo:
     """`PageAddress.as_dict`."""
     load: int = 0
     """Prompt tokens that it has to compute."""
+    time: float = 0.0
+    """When that was so, in the Redis server's seconds."""
     num_requests: int = 0
     is_leaving: bool = False
     """It takes no more jobs, and ends those that it has."""

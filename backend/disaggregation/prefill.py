@@ -14,8 +14,9 @@ import torch
 
 from backend.core import Delta, HandOff, Request
 from backend.disaggregation.checks import check_job
-from backend.disaggregation.node import BLOCK_MS, RETRY_SECONDS, Node, as_pairs, time_of
+from backend.disaggregation.node import BLOCK_MS, JOIN_SECONDS, RETRY_SECONDS, Node, as_pairs, time_of
 from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
+from backend.disaggregation.transfer import PageTransfer
 from backend.engine import Engine
 from backend.errors import CapacityError, EngineError
 
@@ -28,6 +29,8 @@ RESULTS = ("done", "stopped", "late", "fingerprint", "method", "full", "refused"
 MAX_TAKEN = 16
 """Jobs that are taken at a time."""
 BUSY_SECONDS = 0.02
+SERVE_SECONDS, IDLE_SECONDS = 0.0005, 0.5
+"""Between two looks at others' reads, and for jobs to serve at all."""
 MAX_STOPPED = 4096
 """Ids of jobs that were stopped before they were taken."""
 
@@ -48,10 +51,10 @@ class _Open:
 
 
 class PrefillService:
-    """One thread reads jobs; the engine's thread does the rest."""
+    """One thread reads jobs, and one serves reads of pages while there are some; the engine's thread does the rest."""
 
-    def __init__(self, engine: Engine, node: Node) -> None:
-        self._engine, self._node = engine, node
+    def __init__(self, engine: Engine, node: Node, transfer: PageTransfer) -> None:
+        self._engine, self._node, self._transfer = engine, node, transfer
         self._open: dict[str, _Open] = {}
         """By job id; the engine thread's."""
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
@@ -62,7 +65,8 @@ class PrefillService:
         """Jobs that wait for room here."""
         self.queue_seconds = 0.0
         """Age of the job that was taken last, when it was taken."""
-        self._thread = threading.Thread(target=self._take_jobs, name="jobs", daemon=True)
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in ((self._take_jobs, "jobs"), (self._serve, "pages"))]
+        self._has_jobs = threading.Event()
         engine.hand_overs.sink = self
 
     @property
@@ -75,11 +79,30 @@ class PrefillService:
         return sum(max(0, len(r.prompt_token_ids) - r.num_computed_tokens) for r in self._engine.scheduler.open_requests())
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            self._thread.join(BLOCK_MS / 1000 + 5.0)
+        """After the node was."""
+        self._has_jobs.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(BLOCK_MS / 1000 + JOIN_SECONDS)
+
+    # -- the thread that serves pages ---------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._node.is_stopping:
+            self._has_jobs.clear()  # before the look, so that none is missed
+            if not self._open:
+                self._has_jobs.wait(IDLE_SECONDS)
+                continue
+            try:
+                self._transfer.serve()
+            except Exception:
+                logger.exception("pages could not be served")
+                self._node.wait(RETRY_SECONDS)
+            time.sleep(SERVE_SECONDS)
 
     # -- the thread that takes jobs -----------------------------------------------------------------------------------
 
@@ -171,6 +194,7 @@ class PrefillService:
             self._refuse(job, node_id, entry_id, "refused", str(error))
             return
         self._open[job.job_id] = _Open(job, node_id, entry_id, job.num_cached_pages)
+        self._has_jobs.set()
         try:
             self._engine.submit_requests([job.request], lambda delta: self._note_end(job.job_id, delta))
         except Exception as error:
@@ -207,9 +231,8 @@ class PrefillService:
         page_ids = request.page_ids[own.num_told : num_pages]
         if page_ids:
             own.leases.append(self._engine.scheduler.pool.lease(page_ids))
-            message = Message("pages", own.job.job_id, self._node.node_id, first_page=own.num_told, page_ids=page_ids)
+            self._tell(own, "pages", first_page=own.num_told, page_ids=page_ids)
             own.num_told += len(page_ids)
-            self._node.tell(own.job.sender, message)
         return page_ids
 
     def done(self, request: Request, hand_off: HandOff) -> None:
@@ -221,9 +244,13 @@ class PrefillService:
             hand_off.outcome.next_drafts, hand_off.sources, shape = [], [], (0, 0)
         seconds = self._node.config.lease_seconds
         own.end, expires = time.monotonic() + seconds, self._node.server_time() + seconds
-        told = {"hand_off": hand_off, "probs_pages": pages, "probs_shape": shape, "expires": expires}
-        self._node.tell(own.job.sender, Message("done", own.job.job_id, self._node.node_id, **told))  # type: ignore[arg-type]
+        self._tell(own, "done", hand_off=hand_off, probs_pages=pages, probs_shape=shape, expires=expires)
         self.results["done"] += 1
+
+    def _tell(self, own: _Open, kind: str, **values: Any) -> None:
+        """With what is to be computed here, so that the decode node need not go by an old sign of life."""
+        message = Message(kind, own.job.job_id, self._node.node_id, load=self.num_tokens, time=self._node.server_time(), **values)
+        self._node.tell(own.job.sender, message)
 
     def _put_probs(self, own: _Open, hand_off: HandOff) -> tuple[list[int], tuple[int, int] | None]:
         """What drafts were drawn from, in pages of their own; None: there is no room."""

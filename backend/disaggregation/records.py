@@ -60,6 +60,10 @@ class Message:
     probs_shape: tuple[int, int] = (0, 0)
     expires: float = 0.0
     """done: the Redis server's seconds until which the pages are held."""
+    load: int = 0
+    """pages, done: prompt tokens that the sender has to compute."""
+    time: float = 0.0
+    """When that was so, in the Redis server's seconds."""
 
 
 _REQUEST_FIELDS = ("seed", "index", "priority")

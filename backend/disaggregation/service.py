@@ -25,7 +25,7 @@ class Disaggregation:
         num_drafts = (speculative.num_model_steps or 1) if engine.worker.drafter is not None and is_decode else 0
         self.transfer = PageTransfer(self.node.node_id, engine.worker.store, num_drafts * engine.worker.model.vocab_size * FLOAT_BYTES)
         self.fetcher = PageFetcher(engine, self.node, self.transfer) if is_decode else None
-        self.prefill = PrefillService(engine, self.node) if not is_decode else None
+        self.prefill = PrefillService(engine, self.node, self.transfer) if not is_decode else None
         self._address = self.transfer.address.as_dict()
 
     def _describe(self, node_id: str) -> NodeInfo:
@@ -40,6 +40,7 @@ class Disaggregation:
             max_model_len=engine.worker.max_model_len,
             address=self._address,
             load=self.prefill.num_tokens if self.prefill is not None else 0,
+            time=self.node.server_time(),
             num_requests=engine.scheduler.num_open,
             is_leaving=self.node.is_leaving,
         )

@@ -48,7 +48,8 @@ class PageTransfer:
         """name: unlike any other node's. num_scratch_bytes: for what is read beside the store's pages. Raises ConfigError."""
         api = _load_nixl()
         try:
-            config = api.nixl_agent_config(backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+            # NIXL's own thread for progress never sleeps: it takes a whole core of each node (measured). Readers poll, and who offers calls `serve`.
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
             self._agent = api.nixl_agent(name, config)
             self._store, self._memory = store, store.memory
             self.scratch = torch.zeros(-(-num_scratch_bytes // store.page_bytes), store.page_bytes, dtype=torch.uint8, device=store.device)
@@ -111,6 +112,10 @@ class PageTransfer:
         if state != "DONE":
             raise TransferError(f"the transfer ended with state {state}")
         return True
+
+    def serve(self) -> None:
+        """Lets others' reads get on where the network wants this side for that (TCP). To be called again and again while there may be some."""
+        self._agent.get_new_notifs()
 
     def _release(self, handle: Any) -> None:
         try:
