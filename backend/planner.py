@@ -146,7 +146,8 @@ class Planner:
         self._put_host_drafts(step, decoding, known)
         for entry, hand_off in handed:
             self._put_handed_probs(step, hand_off, known[id(entry)])
-            entry.request.hand_off = None
+        for entry in batch.entries:
+            entry.request.hand_off = None  # its drafts are for this step, or for none
         rows = []
         for entry in entries:
             own = known[id(entry)]

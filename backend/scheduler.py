@@ -279,8 +279,9 @@ class Scheduler:
         return self.pool.pages_for(min(known, self.max_model_len))
 
     def end_fetch(self, request: Request) -> None:
-        """Its pages are filled: it runs when there is a place."""
+        """Its pages are filled: it runs when there is a place. Should it lose them, they are computed here."""
         del self._fetching[request.request_id]
+        request.is_remote = False
         self._count_prompt(request)
         bisect.insort(self._ready, request, key=lambda r: (r.priority, r.arrival))
 

@@ -65,6 +65,17 @@ class Direct:
         self.here.hand_overs.take(request, hand_off)
 
 
+def test_pages_that_are_lost_again(llm_plain) -> None:
+    """Requests that are set back go on with what they have emitted: nobody else computes that."""
+    llm, there = LLM(kv_cache_memory="13MiB", enable_prefix_caching=False, speculative_config=EVERY_METHOD), LLM(speculative_config=EVERY_METHOD)
+    link = Direct(llm.engine, there.engine)
+    prompts, params = code_prompts(6, (300, 700), seed=66), greedy(60)
+    expected = [r.outputs[0].token_ids for r in llm_plain.generate(prompts, params, use_tqdm=False)]
+    assert [r.outputs[0].token_ids for r in llm.generate(prompts, params, use_tqdm=False)] == expected
+    assert llm.engine.metrics.preemptions > 0 and llm.engine.hand_overs.num_fetched >= len(prompts)
+    check_idle(link)
+
+
 @pytest.fixture(scope="module")
 def pair(request):
     """An engine whose prompts another one computes, and the link."""
