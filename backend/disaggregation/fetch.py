@@ -53,6 +53,7 @@ MAX_PREFIXES = 65536
 @dataclass(slots=True, eq=False)
 class _Read:
     handle: Any
+    address: PageAddress
     num_pages: int
     to_scratch: bool = False
 
@@ -231,13 +232,18 @@ class PageFetcher:
 
     def _send(self, fetch: _Fetch) -> None:
         self._fetches[fetch.job_id] = fetch
-        info = self._choose(fetch)
-        if info is None:
-            self._give_up(fetch, "no_node")
+        try:
+            info = self._choose(fetch)
+            if info is None:
+                self._give_up(fetch, "no_node")
+                return
+            self._assign(fetch, info)
+            fields = write_job(Job(fetch.job_id, self._node.node_id, fetch.request, fetch.first_page, self._engine.worker.store.fingerprint))
+        except Exception:
+            logger.exception("request %r: no other node could be asked", fetch.request.group_id)
+            self._give_up(fetch, "internal")
             return
-        self._assign(fetch, info)
-        job = Job(fetch.job_id, self._node.node_id, fetch.request, fetch.first_page, self._engine.worker.store.fingerprint)
-        self._node.post("jobs", info.node_id, write_job(job), lambda: self._events.put(lambda: self._give_up(fetch, "redis")))
+        self._node.post("jobs", info.node_id, fields, lambda: self._events.put(lambda: self._give_up(fetch, "redis")))
 
     def _assign(self, fetch: _Fetch, info: NodeInfo) -> None:
         fetch.node_id, fetch.address = info.node_id, PageAddress.from_dict(info.address)
@@ -260,6 +266,8 @@ class PageFetcher:
             return
         if message.sender != fetch.node_id:
             self._move(fetch, message.sender)
+            if fetch.is_over:
+                return
         if message.kind == "failed":
             logger.warning("request %r: prefill node %s: %s", fetch.request.group_id, message.sender, message.text)
             self._give_up(fetch, message.reason)
@@ -302,14 +310,13 @@ class PageFetcher:
         try:
             handle = self._transfer.read(fetch.address, local, remote, to_scratch=to_scratch)
         except TransferError as error:
-            self._fail_transfer(fetch, error)
+            self._fail_transfer(fetch, fetch.address, error)
             return
-        fetch.reads.append(_Read(handle, len(local), to_scratch))
+        fetch.reads.append(_Read(handle, fetch.address, len(local), to_scratch))
 
-    def _fail_transfer(self, fetch: _Fetch, error: TransferError) -> None:
+    def _fail_transfer(self, fetch: _Fetch, address: PageAddress, error: TransferError) -> None:
         logger.warning("request %r: pages of node %s: %s", fetch.request.group_id, fetch.node_id, error)
-        if fetch.address is not None:
-            self._transfer.forget(fetch.address)  # a later one begins anew
+        self._transfer.forget(address)  # a later one begins anew
         self._give_up(fetch, "transfer")
 
     # -- its own thread: what became of it --------------------------------------------------------------------------------
@@ -329,7 +336,7 @@ class PageFetcher:
                     fetch.reads.remove(read)
                     if read.to_scratch:
                         self._probs_of = None
-                    self._fail_transfer(fetch, error)
+                    self._fail_transfer(fetch, read.address, error)
             if fetch.is_over:
                 if not fetch.reads:
                     self._forget(fetch)
@@ -352,6 +359,8 @@ class PageFetcher:
                 pages = list(range(len(done.probs_pages)))
                 fetch.wants_probs = False
                 self._begin_read(fetch, pages, done.probs_pages, to_scratch=True)
+                if fetch.is_over:
+                    self._probs_of = None
         if fetch.is_over or fetch.reads or fetch.wants_probs or fetch.num_asked < len(fetch.page_ids):
             return
         if self._node.server_time() > done.expires - LEASE_MARGIN:
