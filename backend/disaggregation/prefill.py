@@ -40,8 +40,6 @@ class _Open:
     """A job whose pages are held here."""
 
     job: Job
-    node_id: str
-    """Whose stream it came by."""
     entry_id: bytes
     num_told: int
     """Leading pages of the prompt that the decode node has, or knows of."""
@@ -122,7 +120,7 @@ class PrefillService:
                 found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=MAX_TAKEN, block=BLOCK_MS)
                 for _, entries in as_pairs(found):
                     for entry_id, fields in entries:
-                        self._take(own, entry_id, fields)
+                        self._take(entry_id, fields)
                 for dead in self._node.state.dead:
                     self._inherit(dead)
             except redis.RedisError:  # the heartbeat says why; the group may be gone with everything else
@@ -153,64 +151,69 @@ class PrefillService:
             return
         self._make_group(dead)
         own = self._node.node_id
-        idle_ms = int(self._node.config.heartbeat_seconds * 1000)  # whoever else inherits has them for as long
+        idle_ms = int(self._node.config.heartbeat_seconds * 1000)  # whoever else claims them moves them within that time
         claimed = client.xautoclaim(stream, GROUP, own, min_idle_time=idle_ms, count=MAX_TAKEN)[1]
         new = [entry for _, entries in as_pairs(client.xreadgroup(GROUP, own, {stream: ">"}, count=MAX_TAKEN)) for entry in entries]
         taken = [(entry_id, fields) for entry_id, fields in [*claimed, *new] if fields]
-        for entry_id, fields in taken:
-            self._take(dead, entry_id, fields)
-        if taken:
+        if taken:  # to this node's own stream, before somebody else may claim them
+            pipe = client.pipeline(transaction=True)
+            for entry_id, fields in taken:
+                pipe.xadd(self._node.key("jobs", own), fields)
+                pipe.xack(stream, GROUP, entry_id)
+                pipe.xdel(stream, entry_id)
+            pipe.execute()
             logger.warning("%d jobs of node %s, which is dead, go on here", len(taken), dead)
         elif not client.xlen(stream):
             self._node.bury(dead)
 
-    def _take(self, node_id: str, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
+    def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
         """One job to the engine; what is too late, or wrong, is answered here."""
         try:
             job = read_job(fields)
         except RecordError as error:
             logger.warning("%s", error)
-            self._acknowledge(node_id, entry_id)
+            self._acknowledge(entry_id)
             return
         age = self._node.server_time() - time_of(entry_id)
         self.queue_seconds = max(0.0, age)
         if job.job_id in self._stopped or age > self._node.config.job_seconds:
             self.results["late" if age > self._node.config.job_seconds else "stopped"] += 1
-            self._acknowledge(node_id, entry_id)
+            self._acknowledge(entry_id)
             return
-        if job.job_id in self._open:  # inherited, and waited for by nobody else meanwhile
+        if job.job_id in self._open:
+            self._acknowledge(entry_id)
             return
         own = self._engine.worker.store.fingerprint
         if job.fingerprint != own:
-            self._refuse(job, node_id, entry_id, "fingerprint", f"pages of layout {job.fingerprint} there, {own} here")
+            self._refuse(job, entry_id, "fingerprint", f"pages of layout {job.fingerprint} there, {own} here")
             return
         method, loaded = job.request.speculation.method, self._engine.config.speculative_config.loaded_methods
         if method not in loaded:
-            self._refuse(job, node_id, entry_id, "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
+            self._refuse(job, entry_id, "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
             return
         try:
             check_job(job, self._engine.config.speculative_config, self._engine.worker.model.vocab_size, self._engine.config.page_size)
         except RecordError as error:
-            self._refuse(job, node_id, entry_id, "refused", str(error))
+            self._refuse(job, entry_id, "refused", str(error))
             return
-        self._open[job.job_id] = _Open(job, node_id, entry_id, job.num_cached_pages)
+        self._open[job.job_id] = _Open(job, entry_id, job.num_cached_pages)
         self._has_jobs.set()
         try:
             self._engine.submit_requests([job.request], lambda delta: self._note_end(job.job_id, delta))
         except Exception as error:
             del self._open[job.job_id]
             reason = "full" if isinstance(error, CapacityError) else "refused"
-            self._refuse(job, node_id, entry_id, reason, f"{type(error).__name__}: {error}")
+            self._refuse(job, entry_id, reason, f"{type(error).__name__}: {error}")
 
-    def _refuse(self, job: Job, node_id: str, entry_id: bytes, reason: str, text: str) -> None:
+    def _refuse(self, job: Job, entry_id: bytes, reason: str, text: str) -> None:
         self.results[reason] += 1
         logger.warning("job %s of %s is refused: %s", job.job_id, job.sender, text)
         self._node.tell(job.sender, Message("failed", job.job_id, self._node.node_id, reason=reason, text=text))
-        self._acknowledge(node_id, entry_id)
+        self._acknowledge(entry_id)
 
-    def _acknowledge(self, node_id: str, entry_id: bytes) -> None:
+    def _acknowledge(self, entry_id: bytes) -> None:
         """If that fails, somebody may compute it once more, for nobody."""
-        stream = self._node.key("jobs", node_id)
+        stream = self._node.key("jobs", self._node.node_id)
 
         def write(pipe: Any) -> None:
             pipe.xack(stream, GROUP, entry_id)
@@ -274,7 +277,7 @@ class PrefillService:
         """The engine is through with a request. What it computed is held until it is read."""
         if not delta.is_final or (own := self._open.get(job_id)) is None:
             return
-        self._acknowledge(own.node_id, own.entry_id)
+        self._acknowledge(own.entry_id)
         if own.end:
             return
         why = f"{type(delta.error).__name__}: {delta.error}" if delta.error is not None else f"it ended with {delta.finish_reason}"
