@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from backend.core import Speculation
+from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
 from backend.section import Section, choose, closest, nearest, require
 
@@ -48,9 +49,6 @@ KEY_METHODS = {key: method for method, keys in METHOD_KEYS.items() for key in ke
 PLACEMENTS = ("auto", "in_process", "bls")
 DRAFT_SAMPLINGS = ("shared_noise", "greedy")
 QUANTIZATIONS = ("wint8", "wint4", "fp8")
-ROLES = ("mixed", "prefill", "decode")
-SCHEDULERS = ("local", "redis")
-TRANSFER_BACKENDS = ("nixl",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 DEFAULT_STEP_MS = {"cuda": 50.0}
@@ -273,67 +271,6 @@ class ParallelConfig(Section):
 
     def __post_init__(self) -> None:
         require(1 <= self.tensor_parallel_size <= MAX_RANKS, "tensor_parallel_size", self.tensor_parallel_size, f"from 1 to {MAX_RANKS}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DisaggregationConfig(Section):
-    """Prefill and decode on nodes of their own, which find each other in Redis (docs/disaggregation.md)."""
-
-    role: str = "mixed"
-    """prefill (computes prompts for decode nodes), decode (has prompts computed by prefill nodes, or itself where there is none), or mixed: a
-    node that computes its own prompts, and with a scheduler those of decode nodes too."""
-    scheduler_name: str | None = None
-    """local (no other nodes) or redis, also written splitwise. Default: redis for the roles prefill and decode."""
-    scheduler_host: str = "127.0.0.1"
-    """Of the Redis server."""
-    scheduler_port: int = 6379
-    """Of the Redis server."""
-    scheduler_db: int = 0
-    """Number of the Redis database."""
-    scheduler_password_file: str | None = None
-    """File whose first line is the password of the Redis server."""
-    scheduler_password_variable: str | None = None
-    """Environment variable that holds it, in place of a file."""
-    scheduler_topic: str = "foretoken"
-    """What all keys in Redis begin with: nodes of one topic work for each other."""
-    scheduler_ttl: int = 900
-    """Seconds after which Redis forgets streams that nobody writes to."""
-    transfer_backend: str = "nixl"
-    """What moves pages: nixl."""
-    node_id: str | None = None
-    """Of this node, unlike any other's. Default: host name, process and a random number."""
-    heartbeat_seconds: float = 1.0
-    """Between a node's signs of life; after three that are missing it is taken for dead."""
-    job_seconds: float = 30.0
-    """Without a word from a prefill node after which the decode node computes the prompts that it has there itself."""
-    lease_seconds: float = 30.0
-    """For a decode node to read the pages of a prompt that is computed; then the prefill node gives them to others."""
-    min_remote_tokens: int = 64
-    """Prompts that lack fewer tokens than these in the decode node's cache are computed there."""
-
-    def __post_init__(self) -> None:
-        put = functools.partial(object.__setattr__, self)
-        put("role", choose("role", self.role, ROLES))
-        name = self.scheduler_name or ("local" if self.role == "mixed" else "redis")
-        name = choose("scheduler_name", name, (*SCHEDULERS, "splitwise"))
-        put("scheduler_name", "redis" if name == "splitwise" else name)
-        require(self.role == "mixed" or self.scheduler_name == "redis", "scheduler_name", self.scheduler_name, f"redis for role {self.role}")
-        put("transfer_backend", choose("transfer_backend", self.transfer_backend, TRANSFER_BACKENDS))
-        require(1 <= self.scheduler_port <= 65535, "scheduler_port", self.scheduler_port, "from 1 to 65535")
-        require(self.scheduler_db >= 0, "scheduler_db", self.scheduler_db, ">= 0")
-        require(self.scheduler_ttl >= 1, "scheduler_ttl", self.scheduler_ttl, ">= 1")
-        for key in ("scheduler_host", "scheduler_topic", "node_id", "scheduler_password_file", "scheduler_password_variable"):
-            require(getattr(self, key) != "", key, "", "a name")
-        good = self.scheduler_password_file is None or self.scheduler_password_variable is None
-        require(good, "scheduler_password_variable", self.scheduler_password_variable, "left out where scheduler_password_file is given")
-        for key, least in (("heartbeat_seconds", 0.05), ("job_seconds", 0.1), ("lease_seconds", 2.0)):
-            value = getattr(self, key)
-            require(least <= value <= 86400, key, value, f"from {least} to 86400")
-        require(self.min_remote_tokens >= 1, "min_remote_tokens", self.min_remote_tokens, ">= 1")
-
-    @property
-    def is_on(self) -> bool:
-        return self.scheduler_name == "redis"
 
 
 @dataclass(frozen=True, kw_only=True)

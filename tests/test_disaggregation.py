@@ -20,13 +20,14 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
-from backend.config import DisaggregationConfig, SpeculativeConfig
+from backend.config import SpeculativeConfig
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.node import read_password
 from backend.disaggregation.records import Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
 from backend.disaggregation.transfer import PageTransfer
+from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
 from deploy.demo import free_ports

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.config import DisaggregationConfig
 from backend.disaggregation.records import VERSION, Fields, Message, RecordError, read_message, write_message
+from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
