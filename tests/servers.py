@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,16 @@ class RunningServer:
         family = [own, *(pid for pid in running if read_state(pid)[1] == own)]
         (found,) = (pid for pid in family if b"tritonserver" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])
         return found
+
+    def wait_until_ready(self, seconds: float = 60) -> None:
+        """For tests after others that cancel streams, which can end this Triton (CVE-2025-23322, docs/operations.md): it is started again."""
+        ending = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError):
+                if self.get("/v2/health/ready")[0] == 200:
+                    return
+            assert time.monotonic() < ending, "the server is not ready"
+            time.sleep(0.1)
 
     def get(self, path: str) -> tuple[int, str]:
         return self._ask(urllib.request.Request(f"http://{self.http}{path}"))

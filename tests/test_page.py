@@ -38,7 +38,8 @@ def browser():
 
 
 @pytest.fixture
-def page(browser, address):
+def page(browser, address, server):
+    server.wait_until_ready()
     page = browser.new_page(viewport=WIDE)
     problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
