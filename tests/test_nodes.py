@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import os
@@ -10,7 +11,7 @@ import re
 import signal
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,25 @@ from deploy.demo import free_ports
 from tests.conftest import ROOT, code_prompts, greedy
 from tests.redis_server import RedisServer, redis_server
 from tests.servers import RunningServer, serve
-from tests.test_drafter_server import stub_of, wait_for
+from tests.test_drafter_server import stub_of
+from tests.test_drafter_server import wait_for as wait_until
 
 SPECULATIVE = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 SECTION = {"heartbeat_seconds": 0.5, "lease_seconds": 3, "job_seconds": 8}
 PROMPTS = code_prompts(6, (800, 1500), seed=71)
 NUMBERS = itertools.count(1)
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    """Servers that are started again meanwhile answer nobody."""
+
+    def is_so() -> object:
+        try:
+            return condition()
+        except (OSError, http.client.HTTPException, GenerateError):
+            return False
+
+    wait_until(is_so, what)
 
 
 @dataclass
@@ -134,7 +148,7 @@ def test_a_prefill_node_that_is_killed(pair: Pair, llm_all: LLM) -> None:
     alone = pair.fallbacks()
     load(pair, llm_all, lambda: os.kill(stub_of(pair.prefill, "prefill"), signal.SIGKILL))
     wait_for(lambda: pair.fallbacks() > alone, "prompts computed by the decode node")
-    wait_for(lambda: pair.prefill.get("/v2/health/ready")[0] == 200, "a new server")
+    pair.prefill.wait_until_ready()
     pair.wait_until_fetching()
     pair.wait_until_idle()
 
@@ -184,7 +198,7 @@ def test_a_decode_node_that_is_killed(pair: Pair) -> None:
         thread.join()
     assert len(errors) == len(PROMPTS), "each open request ended with an error"
     wait_for(lambda: pair.prefill.metric("foretoken_kv_pages_held") == 0, "leases that end")
-    wait_for(lambda: pair.decode.get("/v2/health/ready")[0] == 200, "a new server")
+    pair.decode.wait_until_ready()
     pair.wait_until_fetching()
 
 
