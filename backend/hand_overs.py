@@ -21,6 +21,10 @@ from backend.step.worker import Worker
 logger = logging.getLogger(__name__)
 
 
+Book = Callable[[OpenRequest, Scheduled, Outcome, list[str]], None]
+"""Of a request, its share of the step, the outcome, and who made each draft that was verified."""
+
+
 class Fetcher(Protocol):
     """Has prompts computed by other nodes. Its calls do not wait."""
 
@@ -56,14 +60,15 @@ class PrefillSink(Protocol):
 class HandOvers:
     """Both directions."""
 
-    def __init__(self, scheduler: Scheduler, planner: Planner, worker: Worker, open_requests: OpenRequests) -> None:
+    def __init__(self, scheduler: Scheduler, planner: Planner, worker: Worker, open_requests: OpenRequests, book: Book) -> None:
+        """book: what a step emitted for a request."""
+        self._book = book
         self._scheduler, self._planner, self._worker, self._open = scheduler, planner, worker, open_requests
         self._fetcher: Fetcher | None = None
         self.sink: PrefillSink | None = None
         self.fallbacks: Counter[str] = Counter()
         """Prompts that were computed here although another node was to, by reason."""
         self.num_fetched = 0
-        self.book: Callable[[OpenRequest, Scheduled, Outcome, list[str]], None] = lambda own, entry, outcome, drafters: None
         scheduler.count_usable = planner.count_usable
 
     # -- prompts that another node computes --------------------------------------------------------------------------
@@ -103,7 +108,7 @@ class HandOvers:
             entry = Scheduled(request, len(prompt) - begin, begin=begin)
             self._scheduler.launch([entry])
             self.num_fetched += 1
-            self.book(own, entry, hand_off.outcome, [])
+            self._book(own, entry, hand_off.outcome, [])
         except Exception as error:  # it belongs to this request only
             self._open.fail_internally(own, error)
 

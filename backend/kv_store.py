@@ -66,10 +66,15 @@ class KvStore:
         if len({spec.name for spec in specs}) != len(specs):
             raise KvStoreError(f"cache specs have a name twice: {', '.join(spec.name for spec in specs)}")
         self.specs = {spec.name: spec for spec in specs}
-        self.page_size, self.num_pages, self.device, self._identity = page_size, num_pages, device, identity
+        self.page_size, self.num_pages, self.device = page_size, num_pages, device
         self.page_bytes = count_page_bytes(specs, page_size)
         self.memory = _make_memory(num_pages + 1, self.page_bytes, device)
         """[P + 1, page_bytes] uint8"""
+        specs_said = {spec.name: f"{spec.num_planes} x {list(spec.shape)} {spec.dtype}" for spec in specs}
+        self.layout: dict[str, object] = {"model": identity, "page_size": page_size, "page_bytes": self.page_bytes, **specs_said}
+        """What has to be equal for two stores to exchange pages, in words."""
+        self.fingerprint = hashlib.blake2b(json.dumps(list(self.layout.items())).encode(), digest_size=16).hexdigest()
+        """Of the layout. Only stores with equal ones may exchange pages."""
         self._planes: dict[str, list[torch.Tensor]] = {}
         offset = 0
         for spec in specs:
@@ -135,18 +140,6 @@ class KvStore:
             raise KvStoreError(f"page {bad} does not exist; there are pages 0 to {self.num_pages - 1}")
 
     # -- exchange with another store ----------------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> dict[str, object]:
-        """What has to be equal for two stores to exchange pages, in words."""
-        specs = {spec.name: f"{spec.num_planes} x {list(spec.shape)} {spec.dtype}" for spec in self.specs.values()}
-        return {"model": self._identity, "page_size": self.page_size, "page_bytes": self.page_bytes, **specs}
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the layout. Only stores with equal ones may exchange pages."""
-        said = json.dumps(list(self.layout.items()))
-        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     @torch.inference_mode()
     def export_pages(self, page_ids: Sequence[int]) -> torch.Tensor:

@@ -1236,6 +1236,22 @@ def test_a_server_that_cannot_run(tmp_path: Path) -> None:
         server.read_options(server.Server(tmp_path / "empty"))
 
 
+def test_the_scheduler_password_is_in_a_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Not in what is rendered for the server, nor on its command line: both name the file at most."""
+    status = launcher.serve(parse("--role=prefill", "--scheduler-password=open sesame", f"--repository={tmp_path / 'r'}", "--dry-run"))
+    shown = capsys.readouterr()
+    assert status == 0 and "open sesame" not in shown.out + shown.err and "use --scheduler-password-file" in shown.err
+    path = tmp_path / "r" / rendering.PASSWORD_FILE
+    assert path.read_text() == "open sesame\n" and path.stat().st_mode & 0o777 == 0o600
+    told = parameters_of(read_pbtxt(tmp_path / "r" / "prefill" / "config.pbtxt"))
+    assert json.loads(told["disaggregation"]) == {"role": "prefill", "scheduler_password_file": str(path)}
+    assert all("open sesame" not in p.read_text() for p in (tmp_path / "r").rglob("*.pbtxt"))
+    with pytest.raises(ConfigError, match="given twice"):
+        rendering.put_password({"disaggregation": {"scheduler_password_file": "x"}}, tmp_path / "r", "open sesame")
+    rendering.put_password({}, tmp_path / "r", None)
+    assert not path.exists(), "a later start without one does not find it"
+
+
 def test_the_key_is_new_each_time_and_for_this_user_alone(tmp_path: Path) -> None:
     first = rendering.write_key(tmp_path)
     path = tmp_path / rendering.KEY_FILE

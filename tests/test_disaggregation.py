@@ -23,8 +23,9 @@ from backend import LLM, SamplingParams
 from backend.config import SpeculativeConfig
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation.checks import check_done, check_job
-from backend.disaggregation.node import read_password
-from backend.disaggregation.records import Job, Message, RecordError, read_job, read_message, write_job, write_message
+from backend.disaggregation.choice import NodeChoice
+from backend.disaggregation.node import NodeInfo, RedisState, read_password
+from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
 from backend.disaggregation.transfer import PageTransfer
 from backend.disaggregation_config import DisaggregationConfig
@@ -172,7 +173,7 @@ def test_records_come_back_as_they_were() -> None:
     assert (own.speculation, own.seed, own.index, own.priority, own.stop_ids) == (request.speculation, -5, 2, -1, request.stop_ids)
     assert own.bad_word_ids == ((1, 2), (3,))
     scores = np.arange(12, dtype=np.int32).reshape(1, 3, 4)
-    hand_off = HandOff(Outcome([8], scores=scores, next_drafts=[1, 2], lookup_score=3, num_drafter_tokens=4), ["mtp", "ngram"])
+    hand_off = HandOff(Outcome([8], scores=scores, next_drafts=[1, 2], num_drafter_tokens=4), ["mtp", "ngram"])
     message = Message("done", "job", "you", 2, [3, 4], "", "", hand_off, [9], (1, 50), 12.5)
     found = read_message(as_read(write_message(message)))
     assert found.hand_off is not None and np.array_equal(found.hand_off.outcome.scores, scores)
@@ -271,6 +272,21 @@ def test_bad_records_in_redis_end_nothing(cluster: Cluster, llm_all: LLM) -> Non
     assert there.prefill.results["refused"] == 1
     for one in (here, there):
         one.check_idle()
+
+
+def test_nodes_of_another_version_are_told_apart(caplog) -> None:
+    here = NodeInfo("here", "decode", VERSION, "layout", {}, ["mtp"], 100, {})
+    there = dataclasses.replace(here, node_id="there", role="prefill")
+    choice = NodeChoice("layout", 16)
+    good, old = (RedisState({"there": dataclasses.replace(there, version=v)}, is_connected=True) for v in (VERSION, VERSION + 1))
+    assert choice.fitting(good, REQUEST) and choice.choose(good, REQUEST, {}) == there
+    assert not choice.fitting(old, REQUEST) and choice.choose(old, REQUEST, {}) is None
+    assert choice.why_none(old, REQUEST) == "fingerprint"
+    for _ in range(2):
+        choice.tell_refused(here, good)
+        choice.tell_refused(here, old)
+    (record,) = (r for r in caplog.records if "cannot work for this one" in r.getMessage())
+    assert f"version {VERSION} here, {VERSION + 1} there" in record.getMessage()
 
 
 def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import itertools
-import json
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import yaml
@@ -212,11 +210,3 @@ def test_metrics_are_those_that_are_drawn_and_explained(pair: Pair) -> None:
     for name in ("grafana/dashboards/foretoken.json", "prometheus/alerts.yml"):
         used = set(re.findall(r"\bforetoken_pd_\w+", (ROOT / "deploy" / name).read_text()))
         assert used and used <= exported, name
-
-
-def test_the_password_is_on_nobodys_command_line(pair: Pair) -> None:
-    """Nor in what is rendered for the server: that names a file."""
-    for server, name in ((pair.prefill, "prefill"), (pair.decode, "decode")):
-        text = (server.repository / name / "config.pbtxt").read_text()
-        assert json.dumps(SECTION["lease_seconds"]) in text and "password" not in text
-        assert Path(server.repository / name / "1" / "model.py").is_file()

@@ -8,19 +8,18 @@ import queue
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from backend.core import HandOff, Request
 from backend.disaggregation.checks import check_done
+from backend.disaggregation.choice import NodeChoice
 from backend.disaggregation.node import JOIN_SECONDS, Node, NodeInfo, RedisState
 from backend.disaggregation.records import Job, Message, RecordError, probs_from_pages, write_job
 from backend.disaggregation.transfer import PageAddress, PageTransfer
 from backend.engine import Engine
 from backend.errors import EngineError, TransferError
-from backend.prefix_cache import ROOT, chain_hash
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,6 @@ MAX_JOB_LIMITS = 20
 """Times job_seconds after which a prompt is not waited for any more, though its node tells of others."""
 POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
 """Between two looks at reads under way, and at deadlines."""
-MAX_PREFIXES = 65536
-"""Pages of prompts of which it is remembered which node has them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,11 +93,7 @@ class PageFetcher:
         """By job; its own thread's."""
         self._jobs: dict[str, str] = {}
         """Jobs by request; the engine thread's."""
-        self._places: OrderedDict[bytes, str] = OrderedDict()
-        """Nodes by the chain hash of a prompt's page that they have computed."""
-        self._refused: set[tuple[str, str]] = set()
-        self._loads: dict[str, tuple[float, int]] = {}
-        """Of nodes: prompt tokens that they had to compute, and when they said so."""
+        self._choice = NodeChoice(engine.worker.store.fingerprint, engine.config.page_size)
         self._heard: dict[str, float] = {}
         """When a node told last of any prompt, in time.monotonic(): one that works through its queue is not late."""
         self._probs_of: _Fetch | None = None
@@ -114,9 +107,9 @@ class PageFetcher:
     def wants(self, request: Request) -> bool:
         if len(request.prompt_token_ids) < self.min_tokens:
             return False
-        if self._candidates(request):
+        if self._choice.fitting(self._node.state, request):
             return True
-        self._engine.hand_overs.fallbacks[self._why_none(request)] += 1
+        self._engine.hand_overs.fallbacks[self._choice.why_none(self._node.state, request)] += 1
         return False
 
     def begin(self, request: Request, num_cached_pages: int) -> None:
@@ -138,69 +131,18 @@ class PageFetcher:
         if job_id is not None:
             self._events.put(lambda: self._stop_job(job_id))
 
-    # -- which node -----------------------------------------------------------------------------------------------------
-
-    def _candidates(self, request: Request) -> list[NodeInfo]:
-        own = self._engine.worker.store.fingerprint
-        method, length = request.speculation.method, len(request.prompt_token_ids)
-        return [
-            info
-            for info in self._node.state.peers.values()
-            if info.role != "decode" and not info.is_leaving and info.fingerprint == own and method in info.methods and length < info.max_model_len
-        ]
-
-    def _why_none(self, request: Request) -> str:
-        state = self._node.state
-        if not state.is_connected:
-            return "redis"
-        others = [info for info in state.peers.values() if info.role != "decode" and not info.is_leaving]
-        if not others:
-            return "no_node"
-        own = self._engine.worker.store.fingerprint
-        fitting = [info for info in others if info.fingerprint == own]
-        if not fitting:
-            return "fingerprint"
-        method = request.speculation.method
-        return "method" if all(method not in info.methods for info in fitting) else "too_long"
+    # -- the node's thread ----------------------------------------------------------------------------------------------
 
     def on_heartbeat(self, state: RedisState) -> None:
-        """Says once of each node why it is of no use; the node's thread."""
-        me = self._node.describe()
-        for info in state.peers.values():
-            if info.role == "decode" or (info.node_id, info.fingerprint) in self._refused:
-                continue
-            if why := me.differences(info):
-                self._refused.add((info.node_id, info.fingerprint))
-                logger.error("prefill node %s cannot work for this one: %s", info.node_id, why)
+        self._choice.tell_refused(self._node.describe(), state)
         self._events.put(lambda: self._take_heartbeat(list(state.peers.values())))
 
-    def _choose(self, fetch: _Fetch) -> NodeInfo | None:
-        """Where the least is to be computed before this prompt is done: what waits there, and what the node lacks of it."""
-        hashes, parent, tokens = [], ROOT, fetch.request.prompt_token_ids
-        size = self._engine.config.page_size
-        for begin in range(0, len(tokens) - size + 1, size):
-            parent = chain_hash(parent, tokens[begin : begin + size])
-            hashes.append(parent)
-        owed: dict[str, int] = {}
-        for other in self._fetches.values():
-            owed[other.node_id] = owed.get(other.node_id, 0) + other.tokens
+    def on_message(self, message: Message) -> None:
+        self._events.put(lambda: self._take_message(message))
 
-        def cost(info: NodeInfo) -> tuple[int, str]:
-            known = next((n for n in range(len(hashes), 0, -1) if self._places.get(hashes[n - 1]) == info.node_id), 0)
-            # What this node sent last may be in the load that the other one told, or not yet.
-            load = self._loads.get(info.node_id, (0.0, 0))[1]
-            return max(load, owed.get(info.node_id, 0)) + len(tokens) - known * size, info.node_id
-
-        candidates = self._candidates(fetch.request)
-        if not candidates:
-            return None
-        best = min(candidates, key=cost)
-        for key in hashes:
-            self._places[key] = best.node_id
-            self._places.move_to_end(key)
-        while len(self._places) > MAX_PREFIXES:
-            self._places.popitem(last=False)
-        return best
+    def on_lost(self) -> None:
+        """What was written for this node may be lost."""
+        self._events.put(lambda: self._give_up_all("redis"))
 
     # -- its own thread: a prompt's way ---------------------------------------------------------------------------------
 
@@ -233,7 +175,7 @@ class PageFetcher:
     def _send(self, fetch: _Fetch) -> None:
         self._fetches[fetch.job_id] = fetch
         try:
-            info = self._choose(fetch)
+            info = self._choice.choose(self._node.state, fetch.request, self._count_owed())
             if info is None:
                 self._give_up(fetch, "no_node")
                 return
@@ -245,20 +187,19 @@ class PageFetcher:
             return
         self._node.post("jobs", info.node_id, fields, lambda: self._events.put(lambda: self._give_up(fetch, "redis")))
 
+    def _count_owed(self) -> dict[str, int]:
+        owed: dict[str, int] = {}
+        for fetch in self._fetches.values():
+            if not fetch.is_over:
+                owed[fetch.node_id] = owed.get(fetch.node_id, 0) + fetch.tokens
+        return owed
+
     def _assign(self, fetch: _Fetch, info: NodeInfo) -> None:
         fetch.node_id, fetch.address = info.node_id, PageAddress.from_dict(info.address)
 
-    def on_message(self, message: Message) -> None:
-        """On the node's thread."""
-        self._events.put(lambda: self._take_message(message))
-
-    def on_lost(self) -> None:
-        """What was written for this node may be lost."""
-        self._events.put(lambda: self._give_up_all("redis"))
-
     def _take_message(self, message: Message) -> None:
         self._heard[message.sender] = time.monotonic()
-        self._note_load(message.sender, message.time, message.load)
+        self._choice.note_load(message.sender, message.time, message.load)
         fetch = self._fetches.get(message.job_id)
         if fetch is None or fetch.is_over:
             if message.kind in ("pages", "done"):  # of a prompt that nobody waits for any more
@@ -410,19 +351,13 @@ class PageFetcher:
         for fetch in list(self._fetches.values()):
             self._give_up(fetch, reason)
 
-    def _note_load(self, node_id: str, at: float, load: int) -> None:
-        if at > self._loads.get(node_id, (0.0, 0))[0]:
-            self._loads[node_id] = at, load
-
     def _take_heartbeat(self, infos: list[NodeInfo]) -> None:
         """Jobs of nodes that are gone: another one takes them over, if there is one."""
         alive = {info.node_id for info in infos}
-        self._loads = {node_id: load for node_id, load in self._loads.items() if node_id in alive}
-        for info in infos:
-            self._note_load(info.node_id, info.time, info.load)
+        self._choice.note_alive(infos)
         self._heard = {node_id: heard for node_id, heard in self._heard.items() if node_id in alive}
         for fetch in list(self._fetches.values()):
-            if fetch.node_id not in alive and not fetch.is_over and not self._candidates(fetch.request):
+            if fetch.node_id not in alive and not fetch.is_over and not self._choice.fitting(self._node.state, fetch.request):
                 self._give_up(fetch, "node_lost")
 
     def _stop_job(self, job_id: str) -> None:

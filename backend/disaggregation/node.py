@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backend.disaggregation.records import VERSION, Fields, Message, RecordError, read_message, write_message
+from backend.disaggregation.records import Fields, Message, RecordError, read_message, write_message
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
 
@@ -119,7 +119,6 @@ class NodeInfo:
     """Prompt tokens that it has to compute."""
     time: float = 0.0
     """When that was so, in the Redis server's seconds."""
-    num_requests: int = 0
     is_leaving: bool = False
     """It takes no more jobs, and ends those that it has."""
 
@@ -347,11 +346,10 @@ class Node:
 
 def _read_info(node_id: str, value: bytes) -> NodeInfo | None:
     try:
-        info = NodeInfo(**json.loads(value))
+        return NodeInfo(**json.loads(value))
     except (TypeError, ValueError) as error:
         logger.debug("node %s says what this version does not understand: %s", node_id, error)
         return None
-    return info if info.version == VERSION else None
 
 
 def as_pairs(found: Any) -> list[tuple[bytes, list[tuple[bytes, Mapping[bytes, bytes]]]]]:

@@ -126,7 +126,7 @@ def write_message(message: Message) -> Fields:
     return {"head": json.dumps(head).encode(), **fields}
 
 
-_OUTCOME_FIELDS = ("token_ids", "next_drafts", "lookup_score", "num_drafter_tokens")
+_OUTCOME_FIELDS = ("token_ids", "next_drafts", "num_drafter_tokens")
 
 
 def read_message(fields: Mapping[bytes, bytes]) -> Message:

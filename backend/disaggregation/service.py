@@ -41,7 +41,6 @@ class Disaggregation:
             address=self._address,
             load=self.prefill.num_tokens if self.prefill is not None else 0,
             time=self.node.server_time(),
-            num_requests=engine.scheduler.num_open,
             is_leaving=self.node.is_leaving,
         )
 

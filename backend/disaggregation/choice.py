@@ -1,0 +1,100 @@
+"""Which prefill node computes a prompt: those that can, and of them the one that will be done first."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from backend.core import Request
+from backend.disaggregation.node import NodeInfo, RedisState
+from backend.disaggregation.records import VERSION
+from backend.prefix_cache import ROOT, chain_hash
+
+logger = logging.getLogger(__name__)
+
+MAX_PREFIXES = 65536
+"""Pages of prompts of which it is remembered which node has them."""
+
+
+class NodeChoice:
+    """What a decode node knows of prefill nodes. `fitting` and `why_none` are safe from any thread, the rest is one thread's."""
+
+    def __init__(self, fingerprint: str, page_size: int) -> None:
+        """fingerprint: of this node's pages."""
+        self._fingerprint, self._page_size = fingerprint, page_size
+        self._places: OrderedDict[bytes, str] = OrderedDict()
+        """Nodes by the chain hash of a prompt's page that they have computed."""
+        self._loads: dict[str, tuple[float, int]] = {}
+        """Of nodes: prompt tokens that they had to compute, and when they said so."""
+        self._refused: set[tuple[str, int, str]] = set()
+
+    def _can_exchange(self, info: NodeInfo) -> bool:
+        return info.version == VERSION and info.fingerprint == self._fingerprint
+
+    def fitting(self, state: RedisState, request: Request) -> list[NodeInfo]:
+        """Those that could compute a prompt now."""
+        method, length = request.speculation.method, len(request.prompt_token_ids)
+        return [i for i in _working(state) if self._can_exchange(i) and method in i.methods and length < i.max_model_len]
+
+    def why_none(self, state: RedisState, request: Request) -> str:
+        """Why there is no such node, as fall-backs are counted."""
+        if not state.is_connected:
+            return "redis"
+        working = _working(state)
+        if not working:
+            return "no_node"
+        fitting = [info for info in working if self._can_exchange(info)]
+        if not fitting:
+            return "fingerprint"
+        return "method" if all(request.speculation.method not in info.methods for info in fitting) else "too_long"
+
+    def tell_refused(self, me: NodeInfo, state: RedisState) -> None:
+        """Says once of each node why it is of no use."""
+        for info in _working(state):
+            key = (info.node_id, info.version, info.fingerprint)
+            if key not in self._refused and (why := me.differences(info)):
+                self._refused.add(key)
+                logger.error("prefill node %s cannot work for this one: %s", info.node_id, why)
+
+    def note_load(self, node_id: str, at: float, load: int) -> None:
+        """Prompt tokens that a node had to compute at the Redis server's second `at`."""
+        if at > self._loads.get(node_id, (0.0, 0))[0]:
+            self._loads[node_id] = at, load
+
+    def note_alive(self, infos: Sequence[NodeInfo]) -> None:
+        """After a heartbeat: the others are forgotten."""
+        alive = {info.node_id for info in infos}
+        self._loads = {node_id: load for node_id, load in self._loads.items() if node_id in alive}
+        for info in infos:
+            self.note_load(info.node_id, info.time, info.load)
+
+    def choose(self, state: RedisState, request: Request, owed: dict[str, int]) -> NodeInfo | None:
+        """Where the least is to be computed before this prompt is done: what waits there, and what the node lacks of it.
+
+        owed: tokens of this node's own prompts there, which may be in the load that the other one told, or not yet.
+        """
+        hashes, parent, tokens, size = [], ROOT, request.prompt_token_ids, self._page_size
+        for begin in range(0, len(tokens) - size + 1, size):
+            parent = chain_hash(parent, tokens[begin : begin + size])
+            hashes.append(parent)
+
+        def cost(info: NodeInfo) -> tuple[int, str]:
+            known = next((n for n in range(len(hashes), 0, -1) if self._places.get(hashes[n - 1]) == info.node_id), 0)
+            load = self._loads.get(info.node_id, (0.0, 0))[1]
+            return max(load, owed.get(info.node_id, 0)) + len(tokens) - known * size, info.node_id
+
+        best = min(self.fitting(state, request), key=cost, default=None)
+        if best is None:
+            return None
+        for key in hashes:
+            self._places[key] = best.node_id
+            self._places.move_to_end(key)
+        while len(self._places) > MAX_PREFIXES:
+            self._places.popitem(last=False)
+        return best
+
+
+def _working(state: RedisState) -> list[NodeInfo]:
+    """Nodes that take prompts of others."""
+    return [info for info in state.peers.values() if info.role != "decode" and not info.is_leaving]
