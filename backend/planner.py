@@ -56,6 +56,8 @@ class _Known:
     num_pages: int = 0
     """Leading page ids in the page table."""
     is_admitted: bool = False
+    is_reported: bool = False
+    """The host, or another node, wants to see what a step drafted for it."""
     drafted: Drafted = field(default_factory=Drafted)
     num_drafter_tokens: int = 0
     """Leading tokens that the model drafter has computed, by the steps that were read or whose rows the host named."""
@@ -140,14 +142,14 @@ class Planner:
         prompts = [e for e in batch.entries if id(e) not in decoding_ids]
         entries = [*prompts, *decoding]
         step = PlannedStep(plan, entries, [], [])
-        handed = [(e, e.request.hand_off) for e in decoding if e.request.hand_off is not None]
-        for entry, hand_off in handed:
-            self._put_handed_drafts(step, entry, hand_off, known[id(entry)])
+        handed = [(e, h, known[id(e)]) for e in decoding if (h := e.request.hand_off) is not None] if plan.admissions else []
+        for entry, hand_off, own in handed:
+            self._put_handed_drafts(step, entry, hand_off, own)
         self._put_host_drafts(step, decoding, known)
-        for entry, hand_off in handed:
-            self._put_handed_probs(step, hand_off, known[id(entry)])
-        for entry in batch.entries:
-            entry.request.hand_off = None  # its drafts are for this step, or for none
+        for _, hand_off, own in handed:
+            self._put_handed_probs(step, hand_off, own)
+        for entry in batch.entries if plan.admissions else ():
+            entry.request.hand_off = None  # its drafts are for the step that admits it, or for none
         rows = []
         for entry in entries:
             own = known[id(entry)]
@@ -161,7 +163,7 @@ class Planner:
         plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
         plan.options = functools.reduce(operator.or_, (known[id(e)].options for e in entries), 0)
-        plan.reports_drafts = any(own.place.has_model for own in known.values()) or any(e.request.is_prefill_only for e in entries)
+        plan.reports_drafts = any(own.is_reported for own in known.values())
         if self._cascade_heads is not None and not prompts:
             self._put_prefixes(plan, entries)
         return step
@@ -180,6 +182,7 @@ class Planner:
         if known is None:
             known = _Known(self._free.pop(), self._drafters.place(request.speculation))
             self._known[request.request_id] = known
+            known.is_reported = known.place.has_model or request.is_prefill_only
             known.options = options_of(request, self._config.accept_policy).value
             # After a hand-off the drafter has seen the newest token too, at the end of the step that emitted it.
             is_handed = request.hand_off is not None

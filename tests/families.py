@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,13 @@ def check_greedy(model: Any, folder: Path) -> None:
         scores = expected_logits(model, [*prompt, *own])[len(prompt) - 1 : -1]
         assert own == scores.argmax(dim=-1).tolist()
     assert all(answer == answers["none", "first"] for answer in answers.values())
+
+
+def check_case(case: Case, model: Any, folder: Path, cases: Sequence[Case]) -> None:
+    """Logits of each; answers, which take longer, of each family."""
+    check_logits(model, folder)
+    if case is next(first for first in cases if first.family == case.family):
+        check_greedy(model, folder)
 
 
 def edited(folder: Path, target: Path, **values: Any) -> Path:

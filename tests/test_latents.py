@@ -17,7 +17,7 @@ from backend.models.layers import ATTENTION
 from backend.models.loading import check_gpu
 from backend.step.worker import Worker
 from kernels import ops, reference
-from tests.families import Case, assert_close, check_greedy, check_logits, edited, make_model, refused, rope
+from tests.families import Case, assert_close, check_case, edited, make_model, refused, rope
 from tests.steps import make_worker
 from tests.test_mixtures import logits_of, on_ranks
 
@@ -49,11 +49,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_as_transformers(case: tuple[Case, Any, Path]) -> None:
-    """Logits of each; answers, which take longer, of each family."""
-    own, model, folder = case
-    check_logits(model, folder)
-    if own is next(first for first in CASES if first.family == own.family):
-        check_greedy(model, folder)
+    check_case(*case, CASES)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from backend.models.moe import load_experts
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.step.worker import Worker
 from kernels import ops
-from tests.families import Case, assert_close, check_greedy, check_logits, edited, load, make_model, random_tokens, refused
+from tests.families import Case, assert_close, check_case, edited, load, make_model, random_tokens, refused
 from tests.steps import Row, Steps, make_worker
 
 CPU = torch.device("cpu")
@@ -64,11 +64,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_as_transformers(case: tuple[Case, Any, Path]) -> None:
-    """Logits of each; answers, which take longer, of each family."""
-    own, model, folder = case
-    check_logits(model, folder)
-    if own is next(first for first in CASES if first.family == own.family):
-        check_greedy(model, folder)
+    check_case(*case, CASES)
 
 
 @pytest.fixture(scope="module")
