@@ -336,7 +336,9 @@ class SuffixLookup:
         with self._wake:
             if self._is_broken or self._num_shared == self._num_saved:
                 return
-            num_shared, answers = self._num_shared, [array("i", a.token_ids) for a in self._answers]
+            num_shared, texts = self._num_shared, list(self._answers)
+        # One by one and without the lock: the engine's thread wants it each step. Answers only ever grow.
+        answers = [array("i", text.token_ids) for text in texts]
         try:
             if answers and self._file.save(answers, self.max_cached_tokens):
                 self._num_saved = num_shared
