@@ -565,6 +565,20 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     wait_for(lambda: not here.nodes.node.state.dead, "the dead node is forgotten")
 
 
+def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM) -> None:
+    """Memory that the other node has not offered: the transfer fails, and the next one, of memory that it has, does not."""
+    there, here = cluster.make("prefill"), cluster.make("decode")
+    right = there.nodes._address
+    there.nodes._address = {**right, "begin": right["begin"] + 2**40}
+    wait_for(lambda: any(info.address != right for info in here.nodes.node.state.peers.values()), "the wrong address")
+    check_alone(here, llm_all, "transfer", 68)
+    there.nodes._address = right
+    wait_for(lambda: all(info.address == right for info in here.nodes.node.state.peers.values()), "the right one")
+    here.generate(prompts_of(llm_all, 1, seed=69), greedy(4))
+    assert here.num_fetched == 1
+    there.check_idle()
+
+
 def test_a_job_that_takes_too_long(cluster: Cluster, llm_all: LLM) -> None:
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=0.5)
     cluster.see(here, there)
