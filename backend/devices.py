@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 DRIVER_FILE = Path("/dev/nvidiactl")
 """There where NVIDIA's driver runs."""
-GPU_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GPU_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What kernels are tested in from end to end."""
 
 

@@ -54,9 +54,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_folders(shape: str, folder: Path) -> tuple[Path, Path]:
-    """Configurations of a target and its drafter, with the bundled tokenizer."""
-    target = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "eos_token_id": 0, **COMMON, **SHAPES[shape]}
+def write_folders(shape: str, folder: Path, **values: Any) -> tuple[Path, Path]:
+    """Configurations of a target and its drafter, with the bundled tokenizer. values: other ones than the shape's."""
+    target = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "eos_token_id": 0, **COMMON, **SHAPES[shape], **values}
     drafter = {**target, "architectures": ["LlamaMTP"], "num_nextn_predict_layers": 1}
     for name, values in (("target", target), ("drafter", drafter)):
         (folder / name).mkdir()

@@ -104,7 +104,8 @@ def check_nodes(engine: EngineConfig) -> None:
     """Raises LaunchError when the libraries of a node among others are missing."""
     if not engine.disaggregation.is_on:
         return
-    if missing := [name for name in ("redis", "async_timeout") if importlib.util.find_spec(name) is None]:
+    needs = ("redis",) if sys.version_info >= (3, 12) else ("redis", "async_timeout")  # which a server's stub of an older 3.11 wants as well
+    if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
         raise LaunchError(f"scheduler_name redis: {missing[0]} is not installed: pip install 'foretoken[disaggregation]'")
     if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu13", "nixl_cu12")):
         raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")

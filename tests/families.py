@@ -102,9 +102,9 @@ def assert_close(own: torch.Tensor, expected: torch.Tensor) -> None:
     assert difference <= TOLERANCE, f"relative difference {difference:.2g}"
 
 
-def check_logits(model: Any, folder: Path) -> None:
+def check_logits(model: Any, folder: Path, device: str = "cpu", page_size: int = 8) -> None:
     """Of a prompt, and of 32 tokens after it: one by one, and as drafts. Of the same in chunks, and after another request's pages."""
-    steps = Steps(make_worker(folder))
+    steps = Steps(make_worker(folder, device=device, page_size=page_size))
     token_ids = random_tokens(PROMPT + MORE)
     expected = expected_logits(model, token_ids)
     pages = random.Random(1).sample(range(steps.worker.store.num_pages), 30)
@@ -120,7 +120,8 @@ def check_logits(model: Any, folder: Path) -> None:
     for place in range(46, PROMPT + 20):
         steps.run([Row(1, place, 1, is_end=False)])
         assert_close(steps.logits(), expected[place : place + 1])
-    steps.admit(2, token_ids[: PROMPT + 20], pages[10:18] + pages[20:22])  # a prefix hit: eight pages of request 1
+    cached = pages[10 : 10 + 64 // page_size]
+    steps.admit(2, token_ids[: PROMPT + 20], cached + pages[20:22])  # a prefix hit: 64 tokens of request 1
     steps.run([Row(1, PROMPT + 20, 12), Row(2, 64, 1)])
     assert_close(steps.logits(), torch.cat([expected[PROMPT + 20 :], expected[64:65]]))
     steps.run([Row(2, drafts=token_ids[PROMPT + 20 : PROMPT + 27])])
@@ -129,14 +130,14 @@ def check_logits(model: Any, folder: Path) -> None:
     assert_close(steps.logits(), expected_logits(model, [*token_ids[:65], chosen, *token_ids[65:72]])[65:])
 
 
-def check_greedy(model: Any, folder: Path) -> None:
+def check_greedy(model: Any, folder: Path, device: str = "cpu", page_size: int = 8) -> None:
     """Through the whole engine, with and without drafts, and again from the prefix cache."""
     prompts = [random_tokens(40, 3), (random_tokens(9, 4) * 5)[:41]]
     params = SamplingParams(max_tokens=MORE, temperature=0.0, ignore_eos=True)
     answers = {}
     for method in ("none", "ngram"):
         config = {"method": method, "num_speculative_tokens": 4} if method == "ngram" else {"method": method}
-        llm = LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory="4MiB", page_size=8, speculative_config=config)
+        llm = LLM(str(folder), dtype="float32", device=device, kv_cache_memory="4MiB", page_size=page_size, speculative_config=config)
         for turn in ("first", "again"):
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
             answers[method, turn] = [output.outputs[0].token_ids for output in outputs]

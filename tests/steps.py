@@ -90,4 +90,4 @@ class Steps:
     def logits(self) -> torch.Tensor:
         """[T, V] of the same rows."""
         with torch.inference_mode():
-            return self.worker.model.logits(self.hidden)
+            return self.worker.model.logits(self.hidden).cpu()

@@ -90,8 +90,9 @@ def test_a_gpu_that_torch_does_not_see_is_an_error(machine) -> None:
         ({"torch_dtype": "bfloat16"}, torch.bfloat16, False),
         ({"dtype": "float32"}, torch.float32, False),
         ({}, torch.bfloat16, False),
-        ({"torch_dtype": "float16"}, torch.bfloat16, True),
-        ({"dtype": "torch.float16"}, torch.bfloat16, True),
+        ({"torch_dtype": "float16"}, torch.float16, False),
+        ({"dtype": "torch.float16"}, torch.float16, False),
+        ({"dtype": "float8_e4m3fn"}, torch.bfloat16, True),
     ],
 )
 def test_the_checkpoints_type_on_a_gpu(
@@ -101,7 +102,7 @@ def test_the_checkpoints_type_on_a_gpu(
     own = config(model=str(tmp_path))
     with caplog.at_level(logging.WARNING):
         assert pick_dtype(own, torch.device("cuda")) == expected
-    assert ("float16 and is served in bfloat16" in caplog.text) == is_said
+    assert ("is served in bfloat16" in caplog.text) == is_said
     assert pick_dtype(own, torch.device("cpu")) == torch.float32
     assert pick_dtype(config(model=str(tmp_path), dtype="float32"), torch.device("cuda")) == torch.float32
 

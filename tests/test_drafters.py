@@ -276,6 +276,10 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_drafters(tiny, tmp_path_factory) -> dict[str, Path]:
+    return make_drafters(tiny, tmp_path_factory)
+
+
+def make_drafters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One that was never trained, and one that gives the target's own scores back (its layers add nothing)."""
     target = load_model(tiny)
     target.config.setdefault("rope_theta", 10000.0)
@@ -297,10 +301,11 @@ def tiny_drafters(tiny, tmp_path_factory) -> dict[str, Path]:
 PARAMETERS = {"temperature": 1.3, "ignore_eos": True}
 
 
-def answers(tiny: Path, drafter: Path, choice: dict, is_ahead: bool = False) -> tuple[Counter, float]:
+def answers(tiny: Path, drafter: Path, choice: dict, is_ahead: bool = False, device: str = "cpu") -> tuple[Counter, float]:
     """How often each answer came, the first token (which no draft can precede) and LENGTH more, and the share of accepted drafts."""
     speculative = {"method": "mtp", "num_speculative_tokens": 2, "model": str(drafter), "adaptive": False, **choice}
-    llm = LLM(str(tiny), speculative_config=speculative, dtype="float32", kv_cache_memory="8MiB", async_scheduling=is_ahead)
+    options: dict = {"dtype": "float32", "kv_cache_memory": "8MiB", "async_scheduling": is_ahead, "device": device}
+    llm = LLM(str(tiny), speculative_config=speculative, **options)
     prompts = [{"prompt_token_ids": [1, 3, 2, 4]}] * (DRAWS // 50)
     seeded = [SamplingParams(max_tokens=LENGTH + 1, n=50, seed=1000 * i, **PARAMETERS) for i in range(len(prompts))]
     outputs = [o for r in llm.generate(prompts, seeded, use_tqdm=False) for o in r.outputs]

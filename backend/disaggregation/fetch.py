@@ -52,6 +52,7 @@ class _Read:
     handle: Any
     address: PageAddress
     num_pages: int
+    begun: float
     to_scratch: bool = False
 
 
@@ -99,6 +100,7 @@ class PageFetcher:
         self._probs_of: _Fetch | None = None
         """Whose distributions are being read to the scratch memory."""
         self.num_bytes = 0
+        self.read_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
         engine.hand_overs.use(self)
 
@@ -248,12 +250,13 @@ class PageFetcher:
 
     def _begin_read(self, fetch: _Fetch, local: list[int], remote: list[int], *, to_scratch: bool) -> None:
         assert fetch.address is not None
+        begun = time.monotonic()
         try:
             handle = self._transfer.read(fetch.address, local, remote, to_scratch=to_scratch)
         except TransferError as error:
             self._fail_transfer(fetch, fetch.address, error)
             return
-        fetch.reads.append(_Read(handle, fetch.address, len(local), to_scratch))
+        fetch.reads.append(_Read(handle, fetch.address, len(local), begun, to_scratch))
 
     def _fail_transfer(self, fetch: _Fetch, address: PageAddress, error: TransferError) -> None:
         logger.warning("request %r: pages of node %s: %s", fetch.request.group_id, fetch.node_id, error)
@@ -270,6 +273,7 @@ class PageFetcher:
                     if not self._transfer.is_done(read.handle):
                         continue
                     self.num_bytes += read.num_pages * self._engine.worker.store.page_bytes
+                    self.read_seconds += time.monotonic() - read.begun
                     fetch.reads.remove(read)
                     if read.to_scratch:
                         self._take_probs(fetch)

@@ -130,8 +130,9 @@ def check_only_ties_differ(llm: LLM, exact_llm: LLM, prompts: list[list[int]], p
     assert max(gaps) <= rounding
 
 
-def test_in_bfloat16_only_ties_differ(prompts, engines):
-    llm = LLM(device="cuda", dtype="bfloat16", speculative_config=SPECULATION, max_batch_size=64, max_num_batched_tokens=2048)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_half_precision_only_ties_differ(prompts, engines, dtype):
+    llm = LLM(device="cuda", dtype=dtype, speculative_config=SPECULATION, max_batch_size=64, max_num_batched_tokens=2048)
     encoded = [llm.engine.tokenizer.encode(p) for p in prompts]
     requests = [{"prompt_token_ids": ids} for ids in encoded]
     plain, *answers = (

@@ -53,9 +53,10 @@ def test_fused(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype,
     normalised = rms_norm(x.contiguous(), norm_weight, EPS)
     exact = F.linear(F.rms_norm(x.double(), (in_size,), norm_weight.double(), EPS), weight.double(), bias.double())
     out = norm_linear(x, norm_weight, EPS, weight, bias)
-    assert relative_error(out, exact) <= 2 * relative_error(F.linear(normalised, weight, bias), exact) + 1e-6
+    chance = 6 * torch.finfo(dtype).eps / (num_tokens * out_size / 2) ** 0.5  # of few numbers one may be rounded luckily, or the other not
+    assert relative_error(out, exact) <= 2 * relative_error(F.linear(normalised, weight, bias), exact) + chance
     exact, apart = silu_mul((exact - bias.double()).cpu()).to(device), silu_mul(F.linear(normalised, weight))
-    assert relative_error(norm_gated_linear(x, norm_weight, EPS, weight), exact) <= 2 * relative_error(apart, exact) + 1e-6
+    assert relative_error(norm_gated_linear(x, norm_weight, EPS, weight), exact) <= 2 * relative_error(apart, exact) + chance
 
 
 @pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 192), (33824, 160)])
