@@ -60,8 +60,8 @@ def main() -> None:
         device = torch.device(config.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        ranks = make_ranks(rank, size, store, device.type, timedelta(seconds=EXCHANGE_SECONDS))
         with on_stream(device):
+            ranks = make_ranks(rank, size, store, device, timedelta(seconds=EXCHANGE_SECONDS))
             worker = Worker(config, ranks)
             worker.warm_up()
             try:

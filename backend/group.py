@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from backend.config import EngineConfig
+from backend.devices import on_stream
 from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
@@ -107,8 +108,9 @@ class Group:
                 self._children.append(self._start(config, rank, size))
             self._meet(size)
             self._ring.unlink()
-            device = "cpu" if device_of_rank(config, 0) == "cpu" else "cuda"
-            self.ranks = make_ranks(0, size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS))
+            device = torch.device(device_of_rank(config, 0))
+            with on_stream(device):
+                self.ranks = make_ranks(0, size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS))
         except BaseException:
             self.close()
             raise

@@ -104,7 +104,7 @@ def assert_close(own: torch.Tensor, expected: torch.Tensor) -> None:
 
 def check_logits(model: Any, folder: Path, device: str = "cpu", page_size: int = 8) -> None:
     """Of a prompt, and of 32 tokens after it: one by one, and as drafts. Of the same in chunks, and after another request's pages."""
-    steps = Steps(make_worker(folder, device=device, page_size=page_size))
+    steps = Steps(make_worker(folder, device=device, page_size=page_size, kv_cache_memory=f"{page_size // 2}MiB"))
     token_ids = random_tokens(PROMPT + MORE)
     expected = expected_logits(model, token_ids)
     pages = random.Random(1).sample(range(steps.worker.store.num_pages), 30)

@@ -25,6 +25,7 @@ GPUS = {
 }
 DEFINES = {
     "activation": {"ELEMENT": "__nv_bfloat16"},
+    "all_reduce": {"ELEMENT": "__nv_bfloat16", "RANKS": 4},
     "append_kv": {"DTYPE": 0, "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128},
     "distribution": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1},
     "linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 8, "TILES": 2, "SHARED": 136 * 1024, "NORM": 4096, "GATED": 0},

@@ -160,7 +160,7 @@ def on_ranks(size: int, action: Callable[[Ranks], Any]) -> list[Any]:
     store, results = dist.HashStore(), [None] * size
 
     def run(rank: int) -> None:
-        results[rank] = action(make_ranks(rank, size, store, "cpu", timedelta(seconds=20)))
+        results[rank] = action(make_ranks(rank, size, store, torch.device("cpu"), timedelta(seconds=20)))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -19,8 +19,10 @@ def activate(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 def add_shares(x: torch.Tensor, y: torch.Tensor, ranks: Ranks, post_norm: torch.Tensor | None, eps: float) -> None:
     """Adds the sum of the ranks' y [T, hidden] to the residual stream x in place; post_norm: weights of a norm of what is added."""
-    y = ranks.all_reduce(y)
-    x.add_(y if post_norm is None else ops.rms_norm(y, post_norm, eps))
+    if post_norm is None:
+        ranks.add_sum(x, y)
+    else:
+        x.add_(ops.rms_norm(ranks.all_reduce(y), post_norm, eps))
 
 
 class Residual:

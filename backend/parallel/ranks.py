@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 from backend.errors import ConfigError
+from kernels.all_reduce import PeerMemory, all_reduce, can_all_reduce, meet_peers
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,8 @@ class Ranks:
     size: int = 1
     group: Any = None
     """torch.distributed's process group, of the backend's own class; None when the rank is alone."""
+    peers: PeerMemory | None = None
+    """Through which small sums go, where the GPUs can read each other's memory."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -40,9 +46,19 @@ class Ranks:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
-        if self.size > 1:
-            self._group.allreduce([x]).wait()
+        if self.size == 1:
+            return x
+        if self.peers is not None and can_all_reduce(x, self.size):
+            return all_reduce(x, self.peers)
+        self._group.allreduce([x]).wait()
         return x
+
+    def add_sum(self, x: torch.Tensor, part: torch.Tensor) -> None:
+        """Adds the sum of the ranks' parts to x, in place; both of the same shape and type."""
+        if self.peers is not None and can_all_reduce(part, self.size):
+            all_reduce(part, self.peers, x)
+        else:
+            x.add_(self.all_reduce(part))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The ranks' parts [R, V / size] side by side along the last axis."""
@@ -60,6 +76,8 @@ class Ranks:
 
     def close(self) -> None:
         """Leaves the group, as all ranks do at the same time; graphs with exchanges in them are gone by then (`Worker.release`)."""
+        if self.peers is not None:
+            self.peers.close()
         if self.group is not None and hasattr(self.group, "shutdown"):
             self.group.shutdown()
 
@@ -69,11 +87,20 @@ class Ranks:
         return self.group
 
 
-def make_ranks(rank: int, size: int, store: dist.Store, device_type: str, timeout: timedelta) -> Ranks:
-    """Meets the other ranks. Raises RuntimeError when they do not come in time."""
+def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, timeout: timedelta) -> Ranks:
+    """Meets the other ranks, on a GPU within its `on_stream`. Raises RuntimeError when they do not come in time."""
     own = dist.PrefixStore("exchanges", store)
-    if device_type == "cuda":
+    if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options))
+        meeting = dist.PrefixStore("peers", store)
+
+        def exchange(name: str, words: bytes) -> list[bytes]:
+            meeting.set(f"{name} {rank}", words.hex())
+            return [bytes.fromhex(meeting.get(f"{name} {r}").decode()) for r in range(size)]
+
+        peers = meet_peers(device, rank, size, exchange)
+        if peers is None and rank == 0:
+            logger.warning("tensor_parallel_size %d: the GPUs cannot read each other's memory; all sums go through NCCL", size)
+        return Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
     return Ranks(rank, size, dist.ProcessGroupGloo(own, rank, size, timeout))
