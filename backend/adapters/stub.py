@@ -17,6 +17,7 @@ import numpy
 import triton_python_backend_utils as pb_utils
 
 from backend.errors import CapacityError, ConfigError, EngineError
+from backend.heap import Heap
 
 SERVER_LOOK_SECONDS = 0.5
 STUCK_SECONDS = 15.0
@@ -38,12 +39,13 @@ def end_with_server() -> None:
     A call to a dead server, such as one that creates a metric, never returns and keeps Python's lock (measured): then no thread of Python
     runs, and a timer of faulthandler's, which needs none, says where each one stands and ends the process.
     """
-    server = os.getppid()
+    server, heap = os.getppid(), Heap()
 
     def watch() -> None:
         while os.getppid() == server:
             faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
             time.sleep(SERVER_LOOK_SECONDS)
+            heap.look()
         os._exit(1)
 
     threading.Thread(target=watch, name="server watch", daemon=True).start()
