@@ -203,7 +203,7 @@ LEVELS = (
     ("errors", "core"),
     ("section",),
     ("config", "disaggregation_config", "model_files", "chat_template", "detokenizer", "metrics"),
-    ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "models", "model_checks"),
+    ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks"),
     ("prefix_cache", "drafters"),
     ("scheduler", "intake", "open_requests", "step"),
     ("planner", "group"),
