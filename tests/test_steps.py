@@ -109,6 +109,31 @@ def test_the_budget_of_known_tokens_caps_no_drafts(llm_ahead, texts, planned, bu
         assert max(len(v.sources) for v in step.verified) == max(e.max_drafts for e in step.entries)
 
 
+@pytest.fixture(scope="module")
+def llm_chunked() -> LLM:
+    return LLM(speculative_config=EVERY_METHOD, max_batch_size=4, max_num_batched_tokens=16, async_scheduling=True)
+
+
+EVERYTHING = {
+    "bad words": ({"bad_words": ["self", "return x"]}, {}),
+    "log-probabilities": ({"logprobs": 3}, {}),
+    "penalties and biases": ({"repetition_penalty": 1.2, "presence_penalty": 0.3, "logit_bias": {9: 1.5}, "min_tokens": 4, "min_p": 0.1}, {}),
+    "rejection": ({"temperature": 0.9, "seed": 1}, {"verify_strategy": "rejection"}),
+    "topp": ({"temperature": 0.9, "seed": 1, "top_p": 0.9}, {"verify_strategy": "topp"}),
+    "scores of the prompt": ({"echo": True, "logprobs": 2}, {"method": "none"}),
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_a_step_of_chunks_alone(llm_chunked, texts, name) -> None:
+    """No request of it chooses a token, whatever it asks for."""
+    sampling, choice = EVERYTHING[name]
+    params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
+    deltas = submit(llm_chunked, name, texts[0], params, **choice)
+    drain(llm_chunked)
+    assert deltas[-1].error is None and sum(len(d.token_ids) for d in deltas) >= 8
+
+
 def test_chunks_of_prompts_are_cut_to_max_step_ms(llm_all, texts, planned) -> None:
     """Beside requests that decode; how the size is chosen from measured times: test_pacing."""
     llm = LLM(max_step_ms=1e-6, max_num_batched_tokens=512)

@@ -48,6 +48,8 @@ class BadWords:
 
     def ban(self, logits: torch.Tensor, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, width: int) -> None:
         """Sets logits [R, V] to -inf, in place. Request b has rows cu[b] to cu[b + 1], at most `width`; row j has its first j drafts before it."""
+        if not len(logits):  # chunks of prompts alone: nobody chooses
+            return
         table, indices, length = self._table, request_indices.long(), self._sequences.shape[2]
         sequences, known = self._sequences[indices], table.num_tokens[indices].long()
         places = torch.arange(width, device=logits.device)
