@@ -12,6 +12,7 @@ from pathlib import Path
 
 from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, SpeculativeConfig
 from backend.disaggregation_config import DisaggregationConfig
+from backend.quantization_config import QuantizationConfig
 from backend.section import Section
 from deploy.options import ServeConfig, add_arguments
 
@@ -35,6 +36,7 @@ SECTIONS: tuple[tuple[type[Section], str, str], ...] = (
     (EngineConfig, "The engine", "Keys of the file, and of `LLM(...)` in Python."),
     (SpeculativeConfig, "speculative_config", "An object. What the methods are, and when each pays: [methods](methods.md)."),
     (ParallelConfig, "parallel_config", "An object."),
+    (QuantizationConfig, "quantization", "As an object. What each type is, and what is read: [quantization](quantization.md)."),
     (DisaggregationConfig, "disaggregation", "An object. What the nodes do for each other: [disaggregation](disaggregation.md)."),
     (ServeConfig, "The server", "Keys of `foretoken serve` alone."),
 )

@@ -132,6 +132,7 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     length = target["max_position_embeddings"]
     model_checks.check_fits_target(own, folder, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], max_model_len=length)
     model_checks.check_drafter(folder, has_weights=has_weights)
+    model_checks.check_rounding(own, folder, config.rounding)
     return folder
 
 
@@ -146,7 +147,8 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     if drafter is not None:
         speculative["model"] = str(drafter)
         if config.placement == "bls":
-            own = {"model": str(drafter), "target": str(model), "num_model_steps": config.num_model_steps, "quantization": config.quantization}
+            own = {"model": str(drafter), "target": str(model), "num_model_steps": config.num_model_steps}
+            own |= {"quantization": speculative.get("quantization"), "target_quantization": values.get("quantization")}
             shared = {k: decode[k] for k in ("dtype", "device", "num_threads", "single_thread_tokens") if k in decode}
             parameters["mtp_drafter"] = {k: v for k, v in own.items() if v is not None} | shared
     if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
@@ -167,6 +169,7 @@ def serve(args: argparse.Namespace) -> int:
         config, engine = split_keys(values)
         check_nodes(engine)
         model = check_model(engine.model, engine.max_model_len, engine.load_format)
+        model_checks.check_rounding(read_config(model), model, engine.rounding)
         model_parameters(values, engine, model)  # before anything is written
         check_gpu(engine.device)
         server = find_server()

@@ -114,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
     model.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
     model.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    model.add_argument("--quantization", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts")
     model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     model.add_argument(
         "--tensor-parallel-size", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"
@@ -186,9 +187,10 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     for key in ("tensor_parallel_size", "expert_parallel"):
         if key in values:
             values["parallel_config"] = {**(values.get("parallel_config") or {}), key: values.pop(key)}
-    if isinstance(values.get("speculative_config"), str):
-        try:
-            values["speculative_config"] = json.loads(values["speculative_config"])
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"speculative_config is not valid JSON: {error}") from None
+    for key in ("speculative_config", "quantization"):
+        if isinstance(text := values.get(key), str) and (key == "speculative_config" or text.lstrip().startswith("{")):
+            try:
+                values[key] = json.loads(text)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ConfigError(f"{key} is not valid JSON: {error}") from None
     return values

@@ -101,6 +101,7 @@ class Worker:
                 load_format=config.load_format,
                 max_model_len=config.max_model_len,
                 is_expert_parallel=config.parallel_config.expert_parallel,
+                quantization=config.rounding,
             )
             self.drafter = load_step_drafter(config, self.model, self.dtype, self.device)
         check_max_model_len(config.max_model_len, self.model.max_model_len)
@@ -109,7 +110,7 @@ class Worker:
         taps = {HIDDEN: (self.model.hidden_size,)}
         specs = self.model.cache_specs(self.dtype) + [CacheSpec(tap, taps[tap], self.dtype) for tap in needed_taps(config.speculative_config)]
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
-        identity = f"{fingerprint(config.model)} {config.load_format}, drafter {step_drafter_identity(config)}, rank {ranks.rank} of {ranks.size}"
+        identity = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}, drafter {step_drafter_identity(config)}, rank {ranks.rank} of {ranks.size}"
         num_pages = ranks.least(self._count_pages(specs), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:

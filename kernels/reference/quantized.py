@@ -1,0 +1,56 @@
+"""Products of quantized weights, expanded tile by tile: the specification of `quantized_linear.cu`, and what runs on CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from kernels.quantized import QuantizedWeight
+
+FEW_TOKENS = 32
+TILE_BYTES, WIDE_TILE_BYTES = 2**20, 2**24
+"""Of a tile in float32. Few tokens: it stays in a core's own cache until it is multiplied. Many: products of long tiles are the faster ones."""
+
+
+def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor) -> torch.Tensor:
+    """Writes (digit - zero) * scale of these rows to out [n, K] float32 and returns it; columns lie in the stored order."""
+    codes, scales = weight.codes[rows], weight.scales[rows]
+    if weight.bits == 4:
+        half = codes.shape[1]
+        out[:, :half] = codes & 15
+        out[:, half:] = codes >> 4
+    elif codes.dtype == torch.float8_e4m3fn:
+        # Sign, exponent and fraction of e4m3 lie in a float16 as they are, 2^8 too small; torch's own conversion is several times slower.
+        bits = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(-16512)
+        out.copy_(bits.view(torch.float16))
+        scales = scales * 256.0
+    else:
+        out.copy_(codes)
+    grouped = out.view(len(out), scales.shape[1], -1)
+    if weight.zeros is not None:
+        grouped.sub_(weight.zeros[rows].unsqueeze(-1))
+    elif weight.bits == 4:
+        grouped.sub_(8.0)
+    grouped.mul_(scales.unsqueeze(-1))
+    return out
+
+
+def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [M, K] times the expanded weights [N, K], rounded to x's dtype, transposed, plus bias [N] -> [M, N]."""
+    x = weight.ordered(x)
+    num_tokens, num_columns = x.shape
+    rows_out = len(weight.scales)
+    if x.is_cuda:
+        tile = rows_out
+    else:
+        tile = max(16, (TILE_BYTES if num_tokens <= FEW_TOKENS else WIDE_TILE_BYTES) // (4 * num_columns))
+    expanded = torch.empty(min(tile, rows_out), num_columns, dtype=torch.float32, device=x.device)
+    parts = []
+    for begin in range(0, rows_out, tile):
+        rows = slice(begin, min(begin + tile, rows_out))
+        own = expand_rows(weight, rows, expanded[: rows.stop - begin]).to(x.dtype)
+        parts.append(F.linear(x, own, None if bias is None else bias[rows]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
