@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from backend.core import Speculation
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
-from backend.quantization_config import QuantizationConfig, read_quantization
+from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, choose, closest, nearest, require
 
 if TYPE_CHECKING:
@@ -161,7 +161,9 @@ class SpeculativeConfig(Section):
             ("draft_sampling", DRAFT_SAMPLINGS),
         ):
             put(key, choose(key, getattr(self, key), known))
-        require(self.rounding.head_quant_type is None, "quantization.head_quant_type", self.rounding.head_quant_type, "left out: the head is the target's")
+        put("quantization", normalize_quantization("quantization", self.quantization))
+        head = self.rounding.head_quant_type
+        require(head is None, "quantization.head_quant_type", head, "left out: the drafter's head is the target's")
         put("request_methods", tuple(normalize_method(m, "request_methods") for m in self.request_methods))
         for key in ("model", "suffix_decoding_cache_path"):
             require(getattr(self, key) != "", key, "", "a path")
@@ -217,7 +219,7 @@ class SpeculativeConfig(Section):
     @property
     def rounding(self) -> QuantizationConfig:
         """`quantization` by parts."""
-        return read_quantization("quantization", self.quantization)
+        return read_quantization(self.quantization)
 
     @property
     def loaded_methods(self) -> tuple[str, ...]:
@@ -328,7 +330,7 @@ class EngineConfig(Section):
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
-        read_quantization("quantization", self.quantization)
+        object.__setattr__(self, "quantization", normalize_quantization("quantization", self.quantization))
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
         kind, _, number = self.device.partition(":")
         good = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
@@ -355,7 +357,7 @@ class EngineConfig(Section):
     @property
     def rounding(self) -> QuantizationConfig:
         """`quantization` by parts."""
-        return read_quantization("quantization", self.quantization)
+        return read_quantization(self.quantization)
 
     def max_num_batched_tokens_on(self, device_type: str) -> int:
         """Or its default: on a GPU so many as keep its products busy."""

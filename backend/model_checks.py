@@ -132,6 +132,8 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
         if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
             weights.add_known(DRAFTERS[name](values))
         quantization = read_checkpoint_quantization(config, directory)
+        if quantization is not None:
+            _check_any(Path(directory), weights, quantization)
         check_weights(Path(directory), weights, f"num_hidden_layers is {config['num_hidden_layers']}", quantization)
     else:
         _refuse_dummy(config, directory)
@@ -155,9 +157,18 @@ def check_drafter(directory: str | Path, *, has_weights: bool = True) -> MtpSpec
     return spec
 
 
+def _check_any(directory: Path, weights: WeightList, quantization: CheckpointQuantization) -> None:
+    """Raises ModelError where no projection at all is what config.json says that they are."""
+    files, names = find_weights(directory), [name.removesuffix(".weight") for name, shape in weights.required.items() if len(shape) == 2]
+    if not any(quantization.find(name, files) for name in names):
+        raise ModelError(f"{directory}: no weight is quantized as config.json says ({quantization.method}); {names[-1]} is among those that could be")
+
+
 def _refuse_dummy(config: Mapping[str, Any], directory: str | Path) -> None:
     if (found := read_checkpoint_quantization(config, directory)) is not None:
-        raise ModelError(f"{directory}: load_format dummy makes plain weights, not {found.method}; take quantization_config out, and use quantization")
+        raise ModelError(
+            f"{directory}: load_format dummy makes plain weights, not {found.method}; take quantization_config out, and use quantization"
+        )
 
 
 def check_rounding(config: Mapping[str, Any], directory: str | Path, quantization: QuantizationConfig | None) -> None:

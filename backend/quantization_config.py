@@ -56,13 +56,17 @@ class QuantizationConfig(Section):
         return "/".join(name or "-" for name in (self.dense_quant_type, self.moe_quant_type, self.head_quant_type))
 
 
-def read_quantization(key: str, value: str | QuantizationConfig | None) -> QuantizationConfig:
-    """The types that an option names: one for all, or an object. Raises ConfigError."""
-    if value is None:
-        return QuantizationConfig()
+def normalize_quantization(key: str, value: str | QuantizationConfig | None) -> str | QuantizationConfig | None:
+    """What an option names: a type for all parts, by its own name, or types of parts. Raises ConfigError."""
+    if not isinstance(value, str):
+        return value
+    if (nested := NESTED_ALIASES.get(value.lower())) is not None:
+        return QuantizationConfig(**nested)
+    return normalize_scheme(key, value)
+
+
+def read_quantization(value: str | QuantizationConfig | None) -> QuantizationConfig:
+    """Of a normalized option, each part's type."""
     if isinstance(value, QuantizationConfig):
         return value
-    if value.lower() in NESTED_ALIASES:
-        return QuantizationConfig(**NESTED_ALIASES[value.lower()])
-    name = normalize_scheme(key, value)
-    return QuantizationConfig(dense_quant_type=name, moe_quant_type=name)
+    return QuantizationConfig(dense_quant_type=value, moe_quant_type=value)

@@ -20,7 +20,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-*Written by `make docs` from the dataclasses in `backend/config.py`, `backend/disaggregation_config.py` and `deploy/options.py`; change it there.*
+*Written by `make docs` from the dataclasses in `backend/config.py`, `backend/disaggregation_config.py`,
+`backend/quantization_config.py` and `deploy/options.py`; change it there.*
 
 `foretoken serve --config FILE.yaml` takes the keys below; those with a flag can be given on the command line too, and flags win. In a model
 repository that is written by hand they are `parameters` of `decode`'s `config.pbtxt` (objects as JSON). Unknown keys, wrong types and values out of

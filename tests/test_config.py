@@ -340,7 +340,7 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "mtp_strategy": (["ngram", "with_mtp", "", None, 5], "default, with_ngram, with_suffix"),
     "placement": (["triton", "", None, 5], "auto, in_process, bls"),
     "draft_sampling": (["random", "", None, 5], "shared_noise, greedy"),
-    "quantization": (["int8", "wint2", "", 8], "wint8, wint4, fp8"),
+    "quantization": (["int8", "wint2", "", 8], "wint8, wint4, fp8, block_wise_fp8"),
     "draft_tensor_parallel_size": ([0, -1, "1", True, None], ">= 1"),
     "suffix_decoding_max_tree_depth": ([0, -1, 10**6 + 1, 2**40, "64", True, None], "from 1 to 1000000"),
     "suffix_decoding_max_cached_requests": ([-2, "0", True, None], ">= 0, or -1"),
@@ -395,7 +395,7 @@ def test_bad_speculative_values_are_refused(key: str, value: Any) -> None:
         message = str(caught.value)
         seen = value[0] if key == "request_methods" and isinstance(value, list) else value
         assert key in message and repr(seen)[:80] in message and len(message) < 400, message
-        assert rule in message or re.search(r"must be (str|int|float|bool|a list)( or null)?, got", message), message
+        assert rule in message or re.search(r"must be (str|int|float|bool|a list)( or an object)?( or null)?, got", message), message
 
 
 @pytest.mark.parametrize(("key", "value"), cases(GOOD_SPECULATIVE))
@@ -1469,7 +1469,10 @@ def test_another_models_default_is_plain_decoding(state: Path, foreign: Path, ca
         (["--speculative-config", '{"method": "ngrm"}'], 'did you mean "ngram"'),
         (["--speculative-config", "ngram"], "speculative_config is not valid JSON"),
         (["--speculative-config", '{"method": "mtp", "model": "/no/drafter"}'], "model folder /no/drafter does not exist"),
-        (["--speculative-config", '{"method": "mtp", "quantization": "int8"}'], "quantization must be one of wint8, wint4, fp8, got 'int8'"),
+        (
+            ["--speculative-config", '{"method": "mtp", "quantization": "int8"}'],
+            "quantization must be one of wint8, wint4, fp8, block_wise_fp8, got 'int8'",
+        ),
         (["--speculative-config", '{"method": "mtp", "draft_tensor_parallel_size": 2}'], "draft_tensor_parallel_size must be 1 or the target's"),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: No such file"),
     ],

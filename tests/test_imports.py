@@ -153,6 +153,7 @@ def test_deploy_imports_configuration_at_most() -> None:
         "deploy",
         "backend.config",
         "backend.disaggregation_config",
+        "backend.quantization_config",
         "backend.section",
         "backend.errors",
         "backend.model_files",
@@ -177,7 +178,7 @@ def test_adapters_alone_know_triton() -> None:
     assert any(i.is_in("triton_python_backend_utils") for i in imports_of("backend/adapters"))
 
 
-PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "disaggregation_config", "section", "errors")
+PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "disaggregation_config", "quantization_config", "section", "errors")
 
 
 @pytest.mark.parametrize("name", PURE)

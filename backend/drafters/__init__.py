@@ -41,9 +41,7 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
     from backend.drafters.mtp import MtpDrafter
     from backend.models.mtp import Mtp
 
-    return MtpDrafter(
-        Mtp(_find_folder(config), target, dtype, device, speculative.rounding, config.load_format), speculative.num_model_steps or 1
-    )
+    return MtpDrafter(Mtp(_find_folder(config), target, dtype, device, speculative.rounding, config.load_format), speculative.num_model_steps or 1)
 
 
 def step_drafter_identity(config: EngineConfig) -> str:

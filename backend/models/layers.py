@@ -90,7 +90,9 @@ class Weights:
         weight = self.checkpoint.get_projection(projection.name, projection.out_features, projection.in_features)
         if isinstance(weight, Quantized):
             if scheme is not None:
-                raise ModelError(f"{self.checkpoint.directory}: {projection.name} is quantized already; leave its type ({scheme}) out of quantization")
+                raise ModelError(
+                    f"{self.checkpoint.directory}: {projection.name} is quantized already; leave its type ({scheme}) out of quantization"
+                )
             return weight.to(self.device)
         return weight.to(self.device, self.dtype) if scheme is None else quantize(weight.to(self.device), scheme)
 

@@ -51,7 +51,10 @@ class Checkpoint:
             return self.get(f"{name}.weight", (out_features, in_features))
         expected = layout.tensors(out_features, in_features)
         tensors = {part: self._read(f"{name}.{part}", own.shapes) for part, own in expected.items()}
-        return read_quantized(layout, tensors, out_features, in_features)
+        try:
+            return read_quantized(layout, tensors, out_features, in_features)
+        except ValueError as error:
+            raise ModelError(f"{self.directory}: {name}.{error}") from None
 
     def _read(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> torch.Tensor:
         path = self._files.get(name)

@@ -24,12 +24,21 @@ def unpack_words(words: torch.Tensor, bits: int, count: int, order: tuple[int, .
 
 
 def read_quantized(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
-    """The weight [out, in] of tensors that are as `Layout.tensors` says; formats of 4-bit floats give a plain one, in float32."""
+    """The weight [out, in] of tensors that are as `Layout.tensors` says; formats of 4-bit floats give a plain one, in float32.
+
+    Raises ValueError for numbers that no such weight has.
+    """
     return _READERS[layout.kind](layout, tensors, out, inputs)
 
 
-def _groups(layout: Layout, inputs: int) -> torch.Tensor:
-    return torch.arange(inputs) // (layout.group or inputs)
+def _groups(layout: Layout, inputs: int, index: torch.Tensor | None = None, name: str = "") -> torch.Tensor:
+    """Of each input, where they lie in order, or as the checkpoint's index says. Raises ValueError for groups that are not there."""
+    if index is None or not layout.has_order:
+        return torch.arange(inputs) // (layout.group or inputs)
+    low, high, limit = int(index.min()), int(index.max()), layout.num_groups(inputs) - 1
+    if low < 0 or high > limit:
+        raise ValueError(f"{name} has {low if low < 0 else high}; the limit is {limit}")
+    return index.long()
 
 
 def _settle(digits: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor, groups: torch.Tensor, bits: int) -> Quantized:
@@ -58,9 +67,8 @@ def _of_rows(values: torch.Tensor, out: int, num_groups: int) -> torch.Tensor:
 
 
 def _read_packed(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
-    digits, groups, zeros = unpack_words(tensors["weight_packed"], layout.bits, inputs), _groups(layout, inputs), None
-    if layout.has_order:
-        groups = tensors["weight_g_idx"].long()
+    digits, zeros = unpack_words(tensors["weight_packed"], layout.bits, inputs), None
+    groups = _groups(layout, inputs, tensors.get("weight_g_idx"), "weight_g_idx")
     if not layout.is_symmetric:
         zeros = unpack_words(tensors["weight_zero_point"].t(), layout.bits, out).t()
     return _settle(digits, zeros, _of_rows(tensors["weight_scale"], out, layout.num_groups(inputs)), groups, layout.bits)
@@ -70,7 +78,7 @@ def _read_gptq(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Store
     digits = unpack_words(tensors["qweight"].t(), layout.bits, inputs)
     # What is stored as the largest digit is one more than it: zeros have a bit more than digits.
     zeros = unpack_words(tensors["qzeros"], layout.bits, out).t() + layout.zero_offset
-    groups = tensors["g_idx"].long() if layout.has_order else _groups(layout, inputs)
+    groups = _groups(layout, inputs, tensors.get("g_idx"), "g_idx")
     return _settle(digits, zeros, tensors["scales"].t(), groups, layout.bits)
 
 

@@ -35,7 +35,7 @@ def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Pat
             return _read(Values(found, f"{where}: {key}"))
     if path.exists():
         values = Values(read_json(path), str(path)).section("quantization")
-        return _read_modelopt(values) if values.has("quant_algo") else None
+        return None if values.names("quant_algo") and not values.has("quant_algo") else _read_modelopt(values)
     return None
 
 
@@ -145,6 +145,8 @@ def _read_compressed(values: Values) -> CheckpointQuantization:
         raise ModelError(f"{values.where}: sparsity_config is not supported")
     if values.get("transform_config"):
         raise ModelError(f"{values.where}: transform_config is not supported: its rotations are not computed")
+    if not values.has("config_groups"):
+        raise ModelError(f"{values.where} has no 'config_groups'")
     groups = values.section("config_groups")
     general = values.get("format")
     exact: dict[str, Layout] = {}

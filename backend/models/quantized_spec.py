@@ -105,7 +105,7 @@ class Layout:
     def optional(self, inputs: int) -> dict[str, Expected]:
         """What may be there too, and is not needed: factors of activations, and what is known anyway."""
         number = Expected(((1,), ()))
-        found = {name: number for name in ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")}
+        found = dict.fromkeys(("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale"), number)
         found["input_zero_point"] = Expected(((1,), ()), ("I8", "I32", "I64", *PLAIN))
         found["weight_shape"] = Expected(((2,),), ("I64", "I32"))
         if self.kind == "gptq" and not self.has_order:

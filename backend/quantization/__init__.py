@@ -15,6 +15,24 @@ from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows
 from backend.quantization.unfused import UnfusedLinear
 from kernels import ops
 
+__all__ = [
+    "Activation",
+    "DenseLinear",
+    "Experts",
+    "JoinedLinear",
+    "Linear",
+    "PackedLinear",
+    "Quantized",
+    "QuantizedLinear",
+    "Stored",
+    "cut_columns",
+    "cut_rows",
+    "make_experts",
+    "make_linear",
+    "make_stored_experts",
+    "quantize",
+]
+
 
 class Linear(Protocol):
     """x [T, in] -> [T, out], alone and with what stands before and after projections in a layer: fused where a kernel does both."""

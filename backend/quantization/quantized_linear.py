@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ class JoinedLinear(UnfusedLinear):
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: Sequence[UnfusedLinear]) -> None:
+    def __init__(self, parts: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> None:
         self.parts = parts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

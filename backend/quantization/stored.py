@@ -59,9 +59,8 @@ class Quantized:
         if not torch.equal(order, torch.arange(codes.shape[1], device=order.device)):
             codes, kept = codes.view(torch.int8)[:, order].view(codes.dtype), order
         pieces = -(-counts // size)
-        if bool((pieces > 1).any()):
-            scales, zeros = (None if t is None else t.repeat_interleave(pieces, dim=1) for t in (scales, zeros))
-        assert scales is not None
+        scales = scales.repeat_interleave(pieces, dim=1)
+        zeros = None if zeros is None else zeros.repeat_interleave(pieces, dim=1)
         if self.bits == 4:
             half = codes.shape[1] // 2
             codes = codes[:, :half].to(torch.uint8) | codes[:, half:].to(torch.uint8) << 4

@@ -110,7 +110,8 @@ class Worker:
         taps = {HIDDEN: (self.model.hidden_size,)}
         specs = self.model.cache_specs(self.dtype) + [CacheSpec(tap, taps[tap], self.dtype) for tap in needed_taps(config.speculative_config)]
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
-        identity = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}, drafter {step_drafter_identity(config)}, rank {ranks.rank} of {ranks.size}"
+        weights, drafter = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}", step_drafter_identity(config)
+        identity = f"{weights}, drafter {drafter}, rank {ranks.rank} of {ranks.size}"
         num_pages = ranks.least(self._count_pages(specs), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:
