@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kernels.quantized import QuantizedWeight
 
 FEW_TOKENS = 32
-TILE_BYTES, WIDE_TILE_BYTES = 2**20, 2**24
+TILE_BYTES, WIDE_TILE_BYTES, GPU_TILE_BYTES = 2**20, 2**24, 2**26
 """Of a tile in float32. Few tokens: it stays in a core's own cache until it is multiplied. Many: products of long tiles are the faster ones."""
 
 
@@ -39,14 +39,11 @@ def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor) -> torc
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [M, K] times the expanded weights [N, K], rounded to x's dtype, transposed, plus bias [N] -> [M, N]."""
-    x = weight.ordered(x)
+    """x [M, K], in the stored order of columns, times the expanded weights [N, K], rounded to x's dtype, transposed, plus bias [N] -> [M, N]."""
     num_tokens, num_columns = x.shape
     rows_out = len(weight.scales)
-    if x.is_cuda:
-        tile = rows_out
-    else:
-        tile = max(16, (TILE_BYTES if num_tokens <= FEW_TOKENS else WIDE_TILE_BYTES) // (4 * num_columns))
+    size = GPU_TILE_BYTES if x.is_cuda else TILE_BYTES if num_tokens <= FEW_TOKENS else WIDE_TILE_BYTES
+    tile = max(16, size // (4 * num_columns))
     expanded = torch.empty(min(tile, rows_out), num_columns, dtype=torch.float32, device=x.device)
     parts = []
     for begin in range(0, rows_out, tile):
