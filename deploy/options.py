@@ -13,6 +13,7 @@ import yaml
 
 from backend.config import EngineConfig, parse_bytes
 from backend.errors import ConfigError
+from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, nearest
 
 MODEL_CONTROL_MODES = ("none", "explicit")
@@ -187,10 +188,28 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
     for key in ("tensor_parallel_size", "expert_parallel"):
         if key in values:
             values["parallel_config"] = {**(values.get("parallel_config") or {}), key: values.pop(key)}
-    for key in ("speculative_config", "quantization"):
-        if isinstance(text := values.get(key), str) and (key == "speculative_config" or text.lstrip().startswith("{")):
-            try:
-                values[key] = json.loads(text)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise ConfigError(f"{key} is not valid JSON: {error}") from None
+    if isinstance(values.get("speculative_config"), str):
+        values["speculative_config"] = parse_json("speculative_config", values["speculative_config"])
+    if isinstance(text := values.get("quantization"), str):
+        values["quantization"] = parse_quantization(text)
     return values
+
+
+def parse_json(key: str, text: str) -> Any:
+    """Raises ConfigError naming the key."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{key} is not valid JSON: {error}") from None
+
+
+def parse_quantization(text: str) -> Any:
+    """A type's name, or an object of names. Raises ConfigError."""
+    return parse_json("quantization", text) if text.lstrip().startswith("{") else text
+
+
+def read_types(text: str) -> QuantizationConfig:
+    """The types that such an option names. Raises ConfigError."""
+    value = parse_quantization(text)
+    config = QuantizationConfig.from_dict(value, "quantization.") if isinstance(value, dict) else value
+    return read_quantization(normalize_quantization("quantization", config))
