@@ -61,8 +61,8 @@ examples:
     ),
     "quantize": (
         "write a model with its weights in 8 or 4 bits",
-        "Rounds the weights of a model or drafter as `serve --quantization` does when it loads one, and writes them in compressed-tensors' formats, which "
-        "`serve` and other servers read.",
+        "Rounds the weights of a model or drafter as `serve --quantization` does when it loads one, and writes them in formats of "
+        "compressed-tensors, which `serve` and other servers read.",
         """\
 examples:
   foretoken quantize DIR OUT --quantization wint4
