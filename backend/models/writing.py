@@ -108,7 +108,7 @@ def _write_weights(files: dict[str, Path], out: Path, schemes: dict[str, str]) -
     if len(shards) == 1:
         (out / "shard-1.safetensors").rename(out / WEIGHTS_FILE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         (out / f"shard-{number}.safetensors").rename(out / file)

@@ -15,8 +15,8 @@ TILE_BYTES, WIDE_TILE_BYTES, GPU_TILE_BYTES = 2**20, 2**24, 2**26
 """Of a tile in float32. Few tokens: it stays in a core's own cache until it is multiplied. Many: products of long tiles are the faster ones."""
 
 
-def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor) -> torch.Tensor:
-    """Writes (digit - zero) * scale of these rows to out [n, K] float32 and returns it; columns lie in the stored order."""
+def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor, *, is_scaled: bool = True) -> torch.Tensor:
+    """Writes (digit - zero) * scale of these rows, or what is scaled, to out [n, K] float32 and returns it; columns lie in the stored order."""
     codes, scales = weight.codes[rows], weight.scales[rows]
     if weight.bits == 4:
         half = codes.shape[1]
@@ -27,6 +27,8 @@ def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor) -> torc
         bits = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(-16512)
         out.copy_(bits.view(torch.float16))
         scales = scales * 256.0
+        if not is_scaled:
+            out.mul_(256.0)
     else:
         out.copy_(codes)
     grouped = out.view(len(out), scales.shape[1], -1)
@@ -34,20 +36,27 @@ def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor) -> torc
         grouped.sub_(weight.zeros[rows].unsqueeze(-1))
     elif weight.bits == 4:
         grouped.sub_(8.0)
-    grouped.mul_(scales.unsqueeze(-1))
+    if is_scaled:
+        grouped.mul_(scales.unsqueeze(-1))
     return out
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [M, K], in the stored order of columns, times the expanded weights [N, K], rounded to x's dtype, transposed, plus bias [N] -> [M, N]."""
-    num_tokens, num_columns = x.shape
-    rows_out = len(weight.scales)
-    size = GPU_TILE_BYTES if x.is_cuda else TILE_BYTES if num_tokens <= FEW_TOKENS else WIDE_TILE_BYTES
-    tile = max(16, size // (4 * num_columns))
-    expanded = torch.empty(min(tile, rows_out), num_columns, dtype=torch.float32, device=x.device)
+    """x [M, K], in the stored order of columns, times the expanded weights [N, K], rounded to x's dtype, transposed, plus bias [N] -> [M, N].
+
+    Where a row has one scale its digits are multiplied, which 16-bit dtypes hold as they are, and the result is scaled.
+    """
+    (num_rows, num_groups), num_columns = weight.scales.shape, x.shape[1]
+    size = GPU_TILE_BYTES if x.is_cuda else TILE_BYTES if len(x) <= FEW_TOKENS else WIDE_TILE_BYTES
+    tile, is_scaled = max(16, size // (4 * num_columns)), num_groups > 1
+    expanded = torch.empty(min(tile, num_rows), num_columns, dtype=torch.float32, device=x.device)
     parts = []
-    for begin in range(0, rows_out, tile):
-        rows = slice(begin, min(begin + tile, rows_out))
-        own = expand_rows(weight, rows, expanded[: rows.stop - begin]).to(x.dtype)
-        parts.append(F.linear(x, own, None if bias is None else bias[rows]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    for begin in range(0, num_rows, tile):
+        rows = slice(begin, min(begin + tile, num_rows))
+        own = weight.codes[rows] if weight.codes.dtype == torch.int8 and weight.zeros is None and not is_scaled else None
+        if own is None:
+            own = expand_rows(weight, rows, expanded[: rows.stop - begin], is_scaled=is_scaled)
+        parts.append(F.linear(x, own.to(x.dtype)))
+    made = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    total = made if is_scaled else made.float() * weight.scales.squeeze(1)
+    return (total if bias is None else total + bias).to(x.dtype)
