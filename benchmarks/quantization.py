@@ -57,9 +57,8 @@ def logits_of(types: Any, windows: list[list[int]]) -> list[torch.Tensor]:
 def compare_logits(num_files: int) -> None:
     windows = read_windows(num_files)
     exact: list[torch.Tensor] = []
-    print(
-        f"\n{'target':20} {'perplexity':>10} {'relative':>9} {'KL, nats':>9} {'same token':>10}   {sum(map(len, windows))} tokens of {num_files} files"
-    )
+    print(f"\n{sum(map(len, windows))} tokens of {num_files} files; logits against those of the plain weights")
+    print(f"{'target':20} {'perplexity':>10} {'relative':>9} {'KL, nats':>9} {'same token':>10}")
     for name, types in TYPES.items():
         found = logits_of(types, windows)
         exact = exact or found

@@ -1,9 +1,7 @@
 """Projections whose weights are stored in 8 or 4 bits, by groups of inputs that share a scale.
 
-On a GPU few tokens are multiplied with the stored weights themselves; for many the weights are written out in the activations' type first
-(`expand_weight`). A row of a result does not depend on how many rows there are as long as the first computes it.
-
-Weights and scales are read before the kernel ahead in the stream has ended: they must not be what that one writes.
+On a GPU few tokens are multiplied with the stored weights themselves, which are read once; for many the weights are written out in the
+activations' type first (`expand_weight`). A row of a result does not depend on how many rows there are as long as one of the two computes it.
 """
 
 from __future__ import annotations
@@ -18,11 +16,7 @@ from kernels._load import ELEMENTS, gpu_of, load
 from kernels.activation import silu_mul
 
 MAX_TOKENS = 64
-CHUNKS = {8: 32, 4: 24}
-"""Most tokens that a launch has room for, by the bits of a weight. More are several launches, each of which reads the weights."""
-TILE, TILES, STEP, THREADS, WARPS = 16, 2, 64, 256, 8
-MOST_SHARED = 222 * 1024
-"""Bytes of dynamic shared memory: all but what two small blocks of other kernels need."""
+TILE, STEP, THREADS = 16, 64, 256
 PIECE = 16
 """Bytes that a thread writes out."""
 KINDS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.uint8: 2}
@@ -63,37 +57,19 @@ class QuantizedWeight:
         return reference.expand_rows(self, slice(None), torch.empty(shape, dtype=torch.float32, device=self.scales.device))
 
 
-def _size_of(num_tokens: int, bits: int) -> int:
-    """Tokens that the kernel for so many has room for."""
-    return -(-min(num_tokens, CHUNKS[bits]) // 8) * 8
-
-
-def count_stages(tokens: int, bits: int, is_grouped: bool, has_zeros: bool, shared: int) -> int:
-    """Steps that a block of `quantized_linear.cu` has under way at a time; it needs two."""
-    parts, sums = 8 // bits, WARPS * (1 if tokens > 8 else 2) * tokens * (TILE + 4) * 4
-    stage = (2 * TILES + 2 * tokens // 8 * parts) * 512 + is_grouped * 2 * TILES * parts * (1 + has_zeros) * 128
-    return (shared - 2 * sums) // (WARPS * stage)
-
-
-def _shared_of(device: torch.device) -> int:
-    return min(MOST_SHARED, gpu_of(device).block_memory)
-
-
-def is_skinny(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+def is_skinny(x: torch.Tensor, weight: QuantizedWeight, is_gated: bool = False) -> bool:
     """Whether `quantized_linear.cu` computes x [M, K], as the columns lie, times the weight."""
-    is_fit = (
+    return (
         x.is_cuda
         and 0 < x.shape[0] <= MAX_TOKENS
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.codes.shape[1] % STEP == 0
         and weight.group_size % STEP == 0
-        and len(weight.codes) % TILE == 0
+        and len(weight.codes) % (2 * TILE if is_gated else TILE) == 0
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
     )
-    tokens, has_zeros = _size_of(x.shape[0], weight.bits), weight.zeros is not None
-    return is_fit and count_stages(tokens, weight.bits, weight.scales.shape[1] > 1, has_zeros, _shared_of(x.device)) >= 2
 
 
 def _can_expand(x: torch.Tensor, weight: QuantizedWeight) -> bool:
@@ -108,17 +84,24 @@ def _kind(dtype: torch.dtype, weight: QuantizedWeight) -> Defines:
 def _launch(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, is_gated: bool = False
 ) -> torch.Tensor:
-    num_tokens, (out_size, num_groups) = len(x), weight.scales.shape
-    out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
-    shared, num_blocks = _shared_of(x.device), min(out_size // TILE, gpu_of(x.device).num_multiprocessors)
-    options: Defines = {"SHARED": shared, "GROUPED": int(num_groups > 1), "GATED": int(is_gated)}
-    pointers = [0 if t is None else t for t in (weight.zeros, bias)]
-    for begin in range(0, num_tokens, CHUNKS[weight.bits]):
-        own, made = (t[begin : begin + CHUNKS[weight.bits]] for t in (x, out))
-        defines = _kind(x.dtype, weight) | options | {"TOKENS": _size_of(len(own), weight.bits)}
-        kernel = load(x.device, "quantized_linear", "quantized_linear", defines, shared=shared, programmatic=True)
-        sizes = (len(own), out_size, weight.codes.shape[1], num_groups, weight.group_size, x.stride(0))
-        kernel((num_blocks, 1), (THREADS, 1, 1), made, own, weight.codes, weight.scales, *pointers, 0 if residual is None else made, *sizes)
+    (num_tokens, _), out_size, num_groups = x.shape, *weight.scales.shape
+    num_outputs = out_size // 2 if is_gated else out_size
+    out = x.new_empty(num_tokens, num_outputs) if residual is None else residual
+    num_tiles = out_size // TILE
+    tokens = next(size for size in (8, 16, 32, 64) if num_tokens <= size)
+    # Two tiles to a block read x half as often; of few tiles each has a block of its own, or multiprocessors would be idle.
+    tiles = 2 if is_gated or num_tiles >= 4 * gpu_of(x.device).num_multiprocessors else 1
+    defines = _kind(x.dtype, weight) | {
+        "TOKENS": tokens,
+        "TILES": tiles,
+        "DEPTH": 4 // tiles,
+        "GROUPED": int(num_groups > 1),
+        "GATED": int(is_gated),
+    }
+    kernel = load(x.device, "quantized_linear", "quantized_linear", defines)
+    pointers = (0 if t is None else t for t in (weight.zeros, bias, residual))
+    sizes = (num_tokens, out_size, weight.codes.shape[1], num_groups, weight.group_size, x.stride(0))
+    kernel((-(-num_tiles // tiles), 1), (THREADS, 1, 1), out, x, weight.codes, weight.scales, *pointers, *sizes)
     return out
 
 
@@ -169,7 +152,7 @@ def quantized_gated_linear(x: torch.Tensor, weight: QuantizedWeight) -> torch.Te
     """silu_mul(quantized_linear(x, weight)): weight [2N, in] = gate | up -> [M, N]."""
     _check("quantized_gated_linear", x, weight)
     x = weight.ordered(x)
-    if is_skinny(x, weight):
+    if is_skinny(x, weight, is_gated=True):
         return _launch(x, weight, is_gated=True)
     made = F.linear(x, expand_weight(weight, x.dtype)) if _can_expand(x, weight) else reference.quantized_linear(x, weight)
     return silu_mul(made)
