@@ -11,7 +11,7 @@ from backend.models.loader import Checkpoint
 from backend.models.rope import RopeTables
 from backend.models.spec import DecoderSpec, Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import make_linear, quantize
+from backend.quantization import count_written, make_linear, quantize
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
@@ -59,6 +59,7 @@ class Decoder:
             self.head = make_linear(self.embedding[rows] if scheme is None else quantize(self.embedding, scheme).rows(rows), bias)
         else:
             self.head = weights.split_rows([Projection(spec.head, self.vocab_size, self.hidden_size)], is_head=True)
+        self.num_written_weights = max(weights.most_written, count_written(self.head))
 
     def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
         places: dict[tuple, int] = {}

@@ -11,7 +11,7 @@ from backend.errors import ModelError
 from backend.models.loader import Checkpoint
 from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import Linear, Quantized, Stored, cut_columns, cut_rows, make_linear, quantize
+from backend.quantization import Linear, Quantized, Stored, count_written, cut_columns, cut_rows, make_linear, quantize
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
@@ -62,6 +62,8 @@ class Weights:
         self.ranks = ranks
         self.quantization = quantization or QuantizationConfig()
         self.is_expert_parallel = is_expert_parallel
+        self.most_written = 0
+        """Weights that one product writes out, at most."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for what is read piece by piece."""
@@ -120,7 +122,7 @@ class Weights:
             if bias is not None:
                 biases.append(bias[rows].to(self.device, self.dtype))
             begin += part.rows if len(stored) == 1 else 0
-        return make_linear(weights, torch.cat(biases) if biases else None)
+        return self._make(weights, torch.cat(biases) if biases else None)
 
     def _read(self, projection: Projection, scheme: str | None) -> tuple[Stored, torch.Tensor | None]:
         name = f"{projection.name}.bias"
@@ -133,4 +135,9 @@ class Weights:
         own = self.ranks.part(projection.in_features, projection.name)
         if bias is not None:
             bias = bias.to(self.device, self.dtype) if self.ranks.rank == 0 else None
-        return make_linear(cut_columns(weight, own), bias)
+        return self._make([cut_columns(weight, own)], bias)
+
+    def _make(self, weights: Sequence[Stored], bias: torch.Tensor | None) -> Linear:
+        linear = make_linear(weights, bias)
+        self.most_written = max(self.most_written, count_written(linear))
+        return linear

@@ -38,6 +38,9 @@ class Model(Protocol):
     heads: tuple[int, int, int]
     """Of queries, of keys and values, and their size; on this rank."""
 
+    num_written_weights: int
+    """Weights that one product may write out in the model's dtype, where they are stored in fewer bits."""
+
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
         """What it keeps of each token."""
         ...

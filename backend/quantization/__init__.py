@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from backend.quantization.experts import Activation, Experts, SingleExperts
-from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear
+from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear, count_written
 from backend.quantization.schemes import quantize
 from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows, join
 from backend.quantization.unfused import UnfusedLinear
@@ -25,6 +25,7 @@ __all__ = [
     "Quantized",
     "QuantizedLinear",
     "Stored",
+    "count_written",
     "cut_columns",
     "cut_rows",
     "make_experts",

@@ -19,6 +19,11 @@ class QuantizedLinear(UnfusedLinear):
     def __init__(self, weight: Quantized, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight.pack(), bias
 
+    @property
+    def num_weights(self) -> int:
+        """Of them all, which products of many tokens write out."""
+        return len(self.weight.scales) * self.weight.num_columns
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.quantized_linear(x, self.weight, self.bias)
 
@@ -31,10 +36,19 @@ class QuantizedLinear(UnfusedLinear):
         ops.quantized_add_linear(residual, x, self.weight, self.bias)
 
 
+def count_written(linear: object) -> int:
+    """Weights that a product of this projection may write out at a time."""
+    return linear.num_weights if isinstance(linear, (QuantizedLinear, JoinedLinear)) else 0
+
+
 class JoinedLinear(UnfusedLinear):
     """Projections of one input that are stored differently, side by side in the result."""
 
     __slots__ = ("parts",)
+
+    @property
+    def num_weights(self) -> int:
+        return max(count_written(part) for part in self.parts)
 
     def __init__(self, parts: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> None:
         self.parts = parts

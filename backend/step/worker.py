@@ -157,6 +157,7 @@ class Worker:
         if config.kv_cache_memory is not None:
             memory = int(config.kv_cache_memory)
         elif self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading took beside the weights
             free, total = torch.cuda.mem_get_info(self.device)
             memory = int(free - (1 - config.gpu_memory_utilization) * total) - self._count_working_memory()
         else:
@@ -183,7 +184,8 @@ class Worker:
         # Whole distributions are held for some rows at a time; float32 logits beside the model's own where penalties ask for them.
         logits = num_rows * model.vocab_size * (size + 4) + MAX_ROWS * model.vocab_size * BYTES_PER_PROBABILITY
         drawn = (config.speculative_config.num_model_steps or 1) if self.drafter is not None else 0
-        return activations + logits + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
+        written = 2 * model.num_written_weights * size  # eagerly, and in graphs
+        return activations + written + logits + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
