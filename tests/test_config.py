@@ -1140,6 +1140,15 @@ def test_in_process_renders_no_drafter(foreign: Path, drafter: Path) -> None:
         ({"num_speculative_tokens": 6, "mtp_strategy": "with_ngram"}, {}, {"num_model_steps": 1}),
         ({"num_speculative_tokens": 6, "num_model_steps": 2, "quantization": "WINT8"}, {}, {"num_model_steps": 2, "quantization": "wint8"}),
         (
+            {"quantization": {"dense_quant_type": "fp8"}},
+            {"quantization": {"head_quant_type": "WINT8"}},
+            {
+                "num_model_steps": 1,
+                "quantization": {"quantization": None, "dense_quant_type": "fp8", "moe_quant_type": None, "head_quant_type": None},
+                "target_quantization": {"quantization": None, "dense_quant_type": None, "moe_quant_type": None, "head_quant_type": "wint8"},
+            },
+        ),
+        (
             {},
             {"dtype": "bfloat16", "device": "cpu", "num_threads": 3, "single_thread_tokens": 5, "max_batch_size": 4, "http_port": 9000},
             {"num_model_steps": 1, "dtype": "bfloat16", "device": "cpu", "num_threads": 3, "single_thread_tokens": 5},
@@ -1155,7 +1164,7 @@ def test_a_drafter_of_its_own_is_told_what_decode_is(
     assert parameters["mtp_drafter"] == {"model": str(drafter), "target": str(foreign), **own}
     rendering.render_repository(tmp_path / "r", parameters, "cpu")
     rendered = parameters_of(read_pbtxt(tmp_path / "r" / "mtp_drafter" / "config.pbtxt"))
-    assert rendered == {key: str(value) for key, value in parameters["mtp_drafter"].items()}
+    assert rendered == {key: json.dumps(value) if isinstance(value, dict) else str(value) for key, value in parameters["mtp_drafter"].items()}
     read_back = json.loads(parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt"))["speculative_config"])
     assert SpeculativeConfig.from_dict(read_back) == SpeculativeConfig.from_dict(values["speculative_config"])
 
@@ -1474,6 +1483,9 @@ def test_another_models_default_is_plain_decoding(state: Path, foreign: Path, ca
             "quantization must be one of wint8, wint4, fp8, block_wise_fp8, got 'int8'",
         ),
         (["--speculative-config", '{"method": "mtp", "draft_tensor_parallel_size": 2}'], "draft_tensor_parallel_size must be 1 or the target's"),
+        (["--quantization", "int3"], "quantization must be one of wint8, wint4, fp8, block_wise_fp8, got 'int3'"),
+        (["--quantization", '{"moe_type": "wint4"}'], "quantization: unknown key 'moe_type'; did you mean \"moe_quant_type\"?"),
+        (["--quantization", "{"], "quantization is not valid JSON"),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: No such file"),
     ],
 )
