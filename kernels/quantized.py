@@ -15,7 +15,8 @@ from kernels import reference
 from kernels._load import ELEMENTS, gpu_of, load
 from kernels.activation import silu_mul
 
-MAX_TOKENS = 64
+MAX_TOKENS, MAX_GROUPED_TOKENS = 64, 32
+"""From which on writing the weights out takes no longer; where rows have several scales that is earlier."""
 TILE, STEP, THREADS = 16, 64, 256
 PIECE = 16
 """Bytes that a thread writes out."""
@@ -61,7 +62,7 @@ def is_skinny(x: torch.Tensor, weight: QuantizedWeight, is_gated: bool = False) 
     """Whether `quantized_linear.cu` computes x [M, K], as the columns lie, times the weight."""
     return (
         x.is_cuda
-        and 0 < x.shape[0] <= MAX_TOKENS
+        and 0 < x.shape[0] <= (MAX_TOKENS if weight.scales.shape[1] == 1 else MAX_GROUPED_TOKENS)
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.codes.shape[1] % STEP == 0
         and weight.group_size % STEP == 0

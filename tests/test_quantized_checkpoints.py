@@ -207,3 +207,5 @@ def test_it_is_not_rounded_again(stored: Path) -> None:
     load(stored, quantization=QuantizationConfig(head_quant_type="wint8"))  # which the checkpoint holds as plain numbers
     with pytest.raises(ModelError, match=r"load_format dummy makes plain weights, not gptq"):
         load(stored, load_format="dummy")
+    with pytest.raises(ModelError, match="quantization -/wint4/- rounds experts, and the model has none"):
+        load(BUNDLED_MODEL, quantization=QuantizationConfig(moe_quant_type="wint4"))

@@ -96,7 +96,10 @@ def load_model(
     context_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     if device.type == "cuda" and not only_head:
         check_gpu(spec, context_len)
-    if is_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+    has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers)
+    if quantization is not None and quantization.moe_quant_type is not None and not (has_experts or quantization.dense_quant_type):
+        raise ModelError(f"{spec.where}: quantization {quantization.names} rounds experts, and the model has none; name a dense_quant_type")
+    if is_expert_parallel and not has_experts:
         logger.warning("%s: expert_parallel changes nothing: the model has no experts", spec.where)
     with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
         return Decoder(

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 FEW_TOKENS = 32
 TILE_BYTES, WIDE_TILE_BYTES, GPU_TILE_BYTES = 2**20, 2**24, 2**26
-"""Of a tile in float32. Few tokens: it stays in a core's own cache until it is multiplied. Many: products of long tiles are the faster ones."""
+"""Of a tile in float32. Few tokens: it stays in a core's own cache until it is multiplied. Many, and other dtypes: products of long
+tiles are the faster ones."""
 
 
 def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor, *, is_scaled: bool = True) -> torch.Tensor:
@@ -47,7 +48,8 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     Where a row has one scale its digits are multiplied, which 16-bit dtypes hold as they are, and the result is scaled.
     """
     (num_rows, num_groups), num_columns = weight.scales.shape, x.shape[1]
-    size = GPU_TILE_BYTES if x.is_cuda else TILE_BYTES if len(x) <= FEW_TOKENS else WIDE_TILE_BYTES
+    is_short = len(x) <= FEW_TOKENS and x.dtype == torch.float32
+    size = GPU_TILE_BYTES if x.is_cuda else TILE_BYTES if is_short else WIDE_TILE_BYTES
     tile, is_scaled = max(16, size // (4 * num_columns)), num_groups > 1
     expanded = torch.empty(min(tile, num_rows), num_columns, dtype=torch.float32, device=x.device)
     parts = []
