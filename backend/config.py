@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from backend.core import Speculation
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
+from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, choose, closest, nearest, require
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ METHOD_KEYS = {
 KEY_METHODS = {key: method for method, keys in METHOD_KEYS.items() for key in keys}
 PLACEMENTS = ("auto", "in_process", "bls")
 DRAFT_SAMPLINGS = ("shared_noise", "greedy")
-QUANTIZATIONS = ("wint8", "wint4", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 DEFAULT_STEP_MS = {"cuda": 50.0}
@@ -108,8 +108,8 @@ class SpeculativeConfig(Section):
     """mtp: in_process (the decode model runs the drafter), bls (the mtp_drafter model does, called each step), or auto: in_process."""
     draft_sampling: str = "shared_noise"
     """mtp, target_match at temperature > 0: drafts drawn with the target's noise (Daliri et al. 2024), or the likeliest (greedy)."""
-    quantization: str | None = None
-    """mtp: wint8, wint4 or fp8 for the drafter's weights."""
+    quantization: str | QuantizationConfig | None = None
+    """mtp: how the drafter's weights are rounded, as the engine's quantization."""
     draft_tensor_parallel_size: int = 1
     """1, or the target's tensor_parallel_size."""
     suffix_decoding_max_tree_depth: int = 64
@@ -161,8 +161,9 @@ class SpeculativeConfig(Section):
             ("draft_sampling", DRAFT_SAMPLINGS),
         ):
             put(key, choose(key, getattr(self, key), known))
-        if self.quantization is not None:
-            put("quantization", choose("quantization", self.quantization, QUANTIZATIONS))
+        put("quantization", normalize_quantization("quantization", self.quantization))
+        head = self.rounding.head_quant_type
+        require(head is None, "quantization.head_quant_type", head, "left out: the drafter's head is the target's")
         put("request_methods", tuple(normalize_method(m, "request_methods") for m in self.request_methods))
         for key in ("model", "suffix_decoding_cache_path"):
             require(getattr(self, key) != "", key, "", "a path")
@@ -214,6 +215,11 @@ class SpeculativeConfig(Section):
             count = steps
         object.__setattr__(self, "num_speculative_tokens", count)
         object.__setattr__(self, "num_model_steps", steps)
+
+    @property
+    def rounding(self) -> QuantizationConfig:
+        """`quantization` by parts."""
+        return read_quantization(self.quantization)
 
     @property
     def loaded_methods(self) -> tuple[str, ...]:
@@ -308,6 +314,9 @@ class EngineConfig(Section):
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     cascade_attention: bool = False
     """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
+    quantization: str | QuantizationConfig | None = None
+    """Weights are rounded when they are loaded: wint8 or fp8 (a scale for each output), wint4 (for 64 inputs), block_wise_fp8 (for 128 x 128), by one
+    of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are."""
     load_format: str = "safetensors"
     """safetensors, or for benchmarks dummy: random weights of config.json's shapes."""
     single_thread_tokens: int = 8
@@ -321,6 +330,7 @@ class EngineConfig(Section):
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        object.__setattr__(self, "quantization", normalize_quantization("quantization", self.quantization))
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
         kind, _, number = self.device.partition(":")
         good = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
@@ -343,6 +353,11 @@ class EngineConfig(Section):
         require(target == 1 or not self.disaggregation.is_on, "tensor_parallel_size", target, "1 where disaggregation.scheduler_name is redis")
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
+
+    @property
+    def rounding(self) -> QuantizationConfig:
+        """`quantization` by parts."""
+        return read_quantization(self.quantization)
 
     def max_num_batched_tokens_on(self, device_type: str) -> int:
         """Or its default: on a GPU so many as keep its products busy."""

@@ -16,17 +16,18 @@ from backend.errors import ConfigError, ModelError
 from backend.model_files import find_weights, open_weights, read_config, read_json
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.mtp_spec import MtpSpec
+from backend.models.quantized_config import read_checkpoint_quantization
+from backend.models.quantized_spec import CheckpointQuantization, Expected
 from backend.models.spec import DecoderSpec, Shapes, WeightList
 from backend.models.values import Values
+from backend.quantization_config import QuantizationConfig
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-QUANTIZATION_FILE = "hf_quant_config.json"
-"""Beside config.json, where some tools write what others write in it."""
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)$")
 """Tables that older files hold beside the weights: they are computed anew."""
+CACHE_SCALES = re.compile(r"\.self_attn\.([kqv]|prob)_scale$")
+"""Of keys and values in 8 bits, in quantized checkpoints: they are kept in the model's dtype."""
 MAX_LISTED = 5
 
 
@@ -42,22 +43,12 @@ def check_config(config: Mapping[str, Any], directory: str | Path) -> Values:
     """Raises ModelError for values of config.json that no model of any family has; returns the values."""
     where = f"{directory}/config.json"
     values = Values(config, where)
-    _check_quantization(values, where, Path(directory))
+    read_checkpoint_quantization(config, directory)
     values.integer("vocab_size", 2**22)
     values.integer("max_position_embeddings", 2**24)
     for key in ("bos_token_id", "eos_token_id"):
         _check_token_ids(values, key, config["vocab_size"])
     return values
-
-
-def _check_quantization(values: Values, where: str, directory: Path) -> None:
-    """Weights of a quantized checkpoint that are read as plain ones give fluent nonsense, or fail at some odd shape."""
-    for key in QUANTIZATION_KEYS:
-        if found := values.get(key):
-            method = found.get("quant_method") if isinstance(found, dict) else found
-            raise ModelError(f"{where}: {key} of quant_method {method!r:.80} is not supported; known: none. Use a checkpoint that is not quantized")
-    if (directory / QUANTIZATION_FILE).exists():
-        raise ModelError(f"{directory / QUANTIZATION_FILE}: quantized checkpoints are not supported. Use one that is not quantized")
 
 
 def _check_token_ids(values: Values, key: str, vocab_size: int) -> None:
@@ -140,7 +131,12 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
         spec.list_weights(weights)
         if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
             weights.add_known(DRAFTERS[name](values))
-        check_weights(Path(directory), weights, f"num_hidden_layers is {config['num_hidden_layers']}")
+        quantization = read_checkpoint_quantization(config, directory)
+        if quantization is not None:
+            _check_any(Path(directory), weights, quantization)
+        check_weights(Path(directory), weights, f"num_hidden_layers is {config['num_hidden_layers']}", quantization)
+    else:
+        _refuse_dummy(config, directory)
     return spec
 
 
@@ -154,24 +150,54 @@ def check_drafter(directory: str | Path, *, has_weights: bool = True) -> MtpSpec
         spec.list_weights(weights)
         if name in ARCHITECTURES:
             weights.add_known(ARCHITECTURES[name](values))
-        check_weights(Path(directory), weights, f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}")
+        quantization = read_checkpoint_quantization(config, directory)
+        check_weights(Path(directory), weights, f"num_nextn_predict_layers is {config['num_nextn_predict_layers']}", quantization)
+    else:
+        _refuse_dummy(config, directory)
     return spec
 
 
-def check_weights(directory: Path, weights: WeightList, num_layers: str) -> None:
+def _check_any(directory: Path, weights: WeightList, quantization: CheckpointQuantization) -> None:
+    """Raises ModelError where no projection at all is what config.json says that they are."""
+    files, names = find_weights(directory), [name.removesuffix(".weight") for name, shape in weights.required.items() if len(shape) == 2]
+    if not any(quantization.find(name, files) for name in names):
+        raise ModelError(f"{directory}: no weight is quantized as config.json says ({quantization.method}); {names[-1]} is among those that could be")
+
+
+def _refuse_dummy(config: Mapping[str, Any], directory: str | Path) -> None:
+    if (found := read_checkpoint_quantization(config, directory)) is not None:
+        raise ModelError(
+            f"{directory}: load_format dummy makes plain weights, not {found.method}; take quantization_config out, and use quantization"
+        )
+
+
+def check_rounding(config: Mapping[str, Any], directory: str | Path, quantization: QuantizationConfig | None) -> None:
+    """Raises ModelError where weights would be rounded that are rounded already."""
+    found = read_checkpoint_quantization(config, directory)
+    if found is not None and quantization is not None and (quantization.dense_quant_type or quantization.moe_quant_type):
+        raise ModelError(f"{directory}: the weights are quantized already ({found.method}); leave quantization {quantization.names} out")
+
+
+def check_weights(directory: Path, weights: WeightList, num_layers: str, quantization: CheckpointQuantization | None = None) -> None:
     """Raises ModelError unless the folder's weights are the required ones, and whole groups of the optional ones.
 
     A layer's weight that nobody reads means that config.json is another model's; others are named in a warning.
     """
     files = find_weights(directory)
-    required, optional = weights.required, weights.optional
-    known = required | {name: shape for group in optional for name, shape in group.items()}
+    required, extra = _expand(weights.required, files, quantization, directory)
+    known, groups = required | extra, []
+    for group in weights.optional:
+        own, extra = _expand(group, files, quantization, directory)
+        groups.append(own)
+        known |= own | extra
     if missing := [name for name in required if name not in files]:
         raise ModelError(f"{directory}: weight {_describe(missing)} is missing")
-    for group in optional:
-        if 0 < len(absent := [name for name in group if name not in files]) < len(group):
+    for own in groups:
+        if 0 < len(absent := [name for name in own if name not in files]) < len(own):
             raise ModelError(f"{directory}: weight {_describe(absent)} is missing, though the projections beside it have theirs")
     unused = [name for name in files if name not in known and not BUFFERS.search(name)]
+    if quantization is not None:
+        unused = [name for name in unused if not CACHE_SCALES.search(name)]
     if layers := [name for name in unused if name.startswith("model.layers.")]:
         raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:
@@ -184,14 +210,35 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str) -> None
         _check_file(path, {name: known[name] for name in names})
 
 
-def _check_file(path: Path, shapes: Shapes) -> None:
+def _expand(
+    shapes: Shapes, files: Mapping[str, Path], quantization: CheckpointQuantization | None, directory: Path
+) -> tuple[dict[str, Expected], dict[str, Expected]]:
+    """The tensors that stand for these weights, and those that may be beside them."""
+    needed: dict[str, Expected] = {}
+    extra: dict[str, Expected] = {}
+    for name, shape in shapes.items():
+        projection = name.removesuffix(".weight")
+        layout = None if quantization is None or len(shape) != 2 or projection == name else quantization.find(projection, files)
+        if layout is None:
+            needed[name] = Expected((shape,))
+            continue
+        try:
+            needed |= {f"{projection}.{part}": own for part, own in layout.tensors(*shape).items()}
+        except ValueError as error:
+            raise ModelError(f"{directory}: {projection} cannot be quantized as config.json says: {error}") from None
+        extra |= {f"{projection}.{part}": own for part, own in layout.optional(shape[1]).items()}
+    return needed, extra
+
+
+def _check_file(path: Path, tensors: Mapping[str, Expected]) -> None:
     with open_weights(path, "np") as file:
         held = set(file.keys())
-        for name, shape in shapes.items():
+        for name, expected in tensors.items():
             if name not in held:
                 raise ModelError(f"{path}: weight {name} is missing, though the index says that it is there")
             entry = file.get_slice(name)
-            if tuple(entry.get_shape()) != shape:
-                raise ModelError(f"{path}: weight {name} has shape {tuple(entry.get_shape())}; config.json makes it {shape}")
-            if entry.get_dtype() not in WEIGHT_DTYPES:
-                raise ModelError(f"{path}: weight {name} is of dtype {entry.get_dtype()}; known: {', '.join(WEIGHT_DTYPES)}")
+            shape = tuple(entry.get_shape())
+            if expected.shapes and shape not in expected.shapes:
+                raise ModelError(f"{path}: weight {name} has shape {shape}; config.json makes it {expected.shapes[0]}")
+            if entry.get_dtype() not in expected.dtypes:
+                raise ModelError(f"{path}: weight {name} is of dtype {entry.get_dtype()}; known: {', '.join(expected.dtypes)}")

@@ -54,11 +54,15 @@ class Section:
 def _convert(key: str, value: object, hint: Any) -> object:
     """`value` when it is of the annotated type; sections are built from mappings, ints widen to floats."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_choice = len(set(options) - {type(None)}) > 1
     if value is None and type(None) in options:
         return None
     for option in options:
         if isinstance(option, type) and issubclass(option, Section):
-            return value if isinstance(value, option) else option.from_dict(value, f"{key}.")
+            if isinstance(value, option):
+                return value
+            if isinstance(value, dict) or not is_choice:
+                return option.from_dict(value, f"{key}.")
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             with contextlib.suppress(OverflowError):  # an integer that no float holds
                 return float(value)
@@ -67,8 +71,16 @@ def _convert(key: str, value: object, hint: Any) -> object:
             return tuple(_convert(f"{key}[{i}]", v, element) for i, v in enumerate(value))
         if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
             return value
-    names = " or ".join("null" if o is type(None) else "a list" if typing.get_origin(o) is tuple else o.__name__ for o in options)
+    names = " or ".join(_describe_type(option) for option in options)
     raise ConfigError(f"{key} must be {names}, got {value!r:.80}")
+
+
+def _describe_type(option: Any) -> str:
+    if option is type(None):
+        return "null"
+    if typing.get_origin(option) is tuple:
+        return "a list"
+    return "an object" if issubclass(option, Section) else option.__name__
 
 
 def choose(key: str, value: object, known: tuple[str, ...]) -> str:

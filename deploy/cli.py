@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+from pathlib import Path
 
 EPILOG = """\
 first steps:
@@ -58,6 +59,16 @@ examples:
         "Shows that all works here: starts a real server on free ports, completes a prompt without and with speculation, stops the server.",
         "",
     ),
+    "quantize": (
+        "write a model with its weights in 8 or 4 bits",
+        "Rounds the weights of a model or drafter as `serve --quantization` does when it loads one, and writes them in formats of "
+        "compressed-tensors, which `serve` and other servers read.",
+        """\
+examples:
+  foretoken quantize DIR OUT --quantization wint4
+  foretoken quantize DIR OUT --quantization '{"dense_quant_type": "fp8", "moe_quant_type": "wint4"}'
+""",
+    ),
     "train-mtp": ("train a drafter for a model", "", ""),
 }
 """Of each command: its line in the list, its description, its examples."""
@@ -86,6 +97,9 @@ def make_parser() -> argparse.ArgumentParser:
     gateway.add_arguments(pages["gateway"])
     bench.add_arguments(pages["bench"], list(list_heldout().values()))  # code that the bundled model has not seen
     demo.add_arguments(pages["demo"])
+    pages["quantize"].add_argument("model", metavar="DIR", help="folder of the model or drafter, not quantized yet")
+    pages["quantize"].add_argument("out", metavar="OUT", help="new folder")
+    pages["quantize"].add_argument("--quantization", metavar="TYPE", required=True, help="wint8, wint4, fp8, block_wise_fp8, or JSON of parts")
     for name, run in (
         ("serve", launcher.serve),
         ("complete", cli.complete),
@@ -93,9 +107,25 @@ def make_parser() -> argparse.ArgumentParser:
         ("gateway", gateway.run),
         ("bench", bench.run),
         ("demo", demo.run),
+        ("quantize", quantize),
     ):
         pages[name].set_defaults(run=run)
     return parser
+
+
+def quantize(args: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    from backend.errors import ConfigError, ModelError
+    from backend.models.writing import write_quantized
+    from deploy.options import read_types
+
+    try:
+        write_quantized(Path(args.model), Path(args.out), read_types(args.quantization))
+    except (ConfigError, ModelError) as error:
+        print(f"foretoken quantize: {error}", file=sys.stderr)
+        return 2
+    print(f"written to {args.out}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

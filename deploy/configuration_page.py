@@ -12,6 +12,7 @@ from pathlib import Path
 
 from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, SpeculativeConfig
 from backend.disaggregation_config import DisaggregationConfig
+from backend.quantization_config import QuantizationConfig
 from backend.section import Section
 from deploy.options import ServeConfig, add_arguments
 
@@ -19,7 +20,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-*Written by `make docs` from the dataclasses in `backend/config.py`, `backend/disaggregation_config.py` and `deploy/options.py`; change it there.*
+*Written by `make docs` from the dataclasses in `backend/config.py`, `backend/disaggregation_config.py`,
+`backend/quantization_config.py` and `deploy/options.py`; change it there.*
 
 `foretoken serve --config FILE.yaml` takes the keys below; those with a flag can be given on the command line too, and flags win. In a model
 repository that is written by hand they are `parameters` of `decode`'s `config.pbtxt` (objects as JSON). Unknown keys, wrong types and values out of
@@ -35,6 +37,7 @@ SECTIONS: tuple[tuple[type[Section], str, str], ...] = (
     (EngineConfig, "The engine", "Keys of the file, and of `LLM(...)` in Python."),
     (SpeculativeConfig, "speculative_config", "An object. What the methods are, and when each pays: [methods](methods.md)."),
     (ParallelConfig, "parallel_config", "An object."),
+    (QuantizationConfig, "quantization", "As an object. What each type is, and what is read: [quantization](quantization.md)."),
     (DisaggregationConfig, "disaggregation", "An object. What the nodes do for each other: [disaggregation](disaggregation.md)."),
     (ServeConfig, "The server", "Keys of `foretoken serve` alone."),
 )

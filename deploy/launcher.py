@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import importlib.util
 import logging
@@ -16,6 +17,7 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, SpeculativeConfig
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
+from backend.quantization_config import QuantizationConfig
 from deploy.options import SERVE_KEYS, ServeConfig, gather, split_keys
 from deploy.rendering import check_repository, put_password, render_repository, write_key
 from deploy.server import (
@@ -132,6 +134,7 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     length = target["max_position_embeddings"]
     model_checks.check_fits_target(own, folder, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], max_model_len=length)
     model_checks.check_drafter(folder, has_weights=has_weights)
+    model_checks.check_rounding(own, folder, config.rounding)
     return folder
 
 
@@ -146,7 +149,9 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     if drafter is not None:
         speculative["model"] = str(drafter)
         if config.placement == "bls":
-            own = {"model": str(drafter), "target": str(model), "num_model_steps": config.num_model_steps, "quantization": config.quantization}
+            own: dict[str, Any] = {"model": str(drafter), "target": str(model), "num_model_steps": config.num_model_steps}
+            for key, value in (("quantization", config.quantization), ("target_quantization", engine.quantization)):
+                own[key] = dataclasses.asdict(value) if isinstance(value, QuantizationConfig) else value
             shared = {k: decode[k] for k in ("dtype", "device", "num_threads", "single_thread_tokens") if k in decode}
             parameters["mtp_drafter"] = {k: v for k, v in own.items() if v is not None} | shared
     if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
@@ -167,6 +172,7 @@ def serve(args: argparse.Namespace) -> int:
         config, engine = split_keys(values)
         check_nodes(engine)
         model = check_model(engine.model, engine.max_model_len, engine.load_format)
+        model_checks.check_rounding(read_config(model), model, engine.rounding)
         model_parameters(values, engine, model)  # before anything is written
         check_gpu(engine.device)
         server = find_server()

@@ -13,6 +13,7 @@ import yaml
 
 from backend.config import EngineConfig, parse_bytes
 from backend.errors import ConfigError
+from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, nearest
 
 MODEL_CONTROL_MODES = ("none", "explicit")
@@ -114,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
     model.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
     model.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    model.add_argument("--quantization", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts")
     model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     model.add_argument(
         "--tensor-parallel-size", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"
@@ -187,8 +189,27 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
         if key in values:
             values["parallel_config"] = {**(values.get("parallel_config") or {}), key: values.pop(key)}
     if isinstance(values.get("speculative_config"), str):
-        try:
-            values["speculative_config"] = json.loads(values["speculative_config"])
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"speculative_config is not valid JSON: {error}") from None
+        values["speculative_config"] = parse_json("speculative_config", values["speculative_config"])
+    if isinstance(text := values.get("quantization"), str):
+        values["quantization"] = parse_quantization(text)
     return values
+
+
+def parse_json(key: str, text: str) -> Any:
+    """Raises ConfigError naming the key."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{key} is not valid JSON: {error}") from None
+
+
+def parse_quantization(text: str) -> Any:
+    """A type's name, or an object of names. Raises ConfigError."""
+    return parse_json("quantization", text) if text.lstrip().startswith("{") else text
+
+
+def read_types(text: str) -> QuantizationConfig:
+    """The types that such an option names. Raises ConfigError."""
+    value = parse_quantization(text)
+    config = QuantizationConfig.from_dict(value, "quantization.") if isinstance(value, dict) else value
+    return read_quantization(normalize_quantization("quantization", config))

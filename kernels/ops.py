@@ -8,6 +8,7 @@ from kernels.distribution import draw_tokens, probabilities
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
+from kernels.quantized import QuantizedWeight, quantized_add_linear, quantized_gated_linear, quantized_linear
 from kernels.reference import append_latent, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
@@ -25,6 +26,7 @@ __all__ = [
     "DrafterRows",
     "Plan",
     "Policy",
+    "QuantizedWeight",
     "RequestTable",
     "StepAttention",
     "StepRows",
@@ -53,6 +55,9 @@ __all__ = [
     "prepare_step",
     "probabilities",
     "process_and_choose",
+    "quantized_add_linear",
+    "quantized_gated_linear",
+    "quantized_linear",
     "rms_norm",
     "route",
     "sample",

@@ -340,7 +340,7 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "mtp_strategy": (["ngram", "with_mtp", "", None, 5], "default, with_ngram, with_suffix"),
     "placement": (["triton", "", None, 5], "auto, in_process, bls"),
     "draft_sampling": (["random", "", None, 5], "shared_noise, greedy"),
-    "quantization": (["int8", "wint2", "", 8], "wint8, wint4, fp8"),
+    "quantization": (["int8", "wint2", "", 8], "wint8, wint4, fp8, block_wise_fp8"),
     "draft_tensor_parallel_size": ([0, -1, "1", True, None], ">= 1"),
     "suffix_decoding_max_tree_depth": ([0, -1, 10**6 + 1, 2**40, "64", True, None], "from 1 to 1000000"),
     "suffix_decoding_max_cached_requests": ([-2, "0", True, None], ">= 0, or -1"),
@@ -395,7 +395,7 @@ def test_bad_speculative_values_are_refused(key: str, value: Any) -> None:
         message = str(caught.value)
         seen = value[0] if key == "request_methods" and isinstance(value, list) else value
         assert key in message and repr(seen)[:80] in message and len(message) < 400, message
-        assert rule in message or re.search(r"must be (str|int|float|bool|a list)( or null)?, got", message), message
+        assert rule in message or re.search(r"must be (str|int|float|bool|a list)( or an object)?( or null)?, got", message), message
 
 
 @pytest.mark.parametrize(("key", "value"), cases(GOOD_SPECULATIVE))
@@ -1140,6 +1140,15 @@ def test_in_process_renders_no_drafter(foreign: Path, drafter: Path) -> None:
         ({"num_speculative_tokens": 6, "mtp_strategy": "with_ngram"}, {}, {"num_model_steps": 1}),
         ({"num_speculative_tokens": 6, "num_model_steps": 2, "quantization": "WINT8"}, {}, {"num_model_steps": 2, "quantization": "wint8"}),
         (
+            {"quantization": {"dense_quant_type": "fp8"}},
+            {"quantization": {"head_quant_type": "WINT8"}},
+            {
+                "num_model_steps": 1,
+                "quantization": {"quantization": None, "dense_quant_type": "fp8", "moe_quant_type": None, "head_quant_type": None},
+                "target_quantization": {"quantization": None, "dense_quant_type": None, "moe_quant_type": None, "head_quant_type": "wint8"},
+            },
+        ),
+        (
             {},
             {"dtype": "bfloat16", "device": "cpu", "num_threads": 3, "single_thread_tokens": 5, "max_batch_size": 4, "http_port": 9000},
             {"num_model_steps": 1, "dtype": "bfloat16", "device": "cpu", "num_threads": 3, "single_thread_tokens": 5},
@@ -1155,7 +1164,7 @@ def test_a_drafter_of_its_own_is_told_what_decode_is(
     assert parameters["mtp_drafter"] == {"model": str(drafter), "target": str(foreign), **own}
     rendering.render_repository(tmp_path / "r", parameters, "cpu")
     rendered = parameters_of(read_pbtxt(tmp_path / "r" / "mtp_drafter" / "config.pbtxt"))
-    assert rendered == {key: str(value) for key, value in parameters["mtp_drafter"].items()}
+    assert rendered == {key: json.dumps(value) if isinstance(value, dict) else str(value) for key, value in parameters["mtp_drafter"].items()}
     read_back = json.loads(parameters_of(read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt"))["speculative_config"])
     assert SpeculativeConfig.from_dict(read_back) == SpeculativeConfig.from_dict(values["speculative_config"])
 
@@ -1469,8 +1478,14 @@ def test_another_models_default_is_plain_decoding(state: Path, foreign: Path, ca
         (["--speculative-config", '{"method": "ngrm"}'], 'did you mean "ngram"'),
         (["--speculative-config", "ngram"], "speculative_config is not valid JSON"),
         (["--speculative-config", '{"method": "mtp", "model": "/no/drafter"}'], "model folder /no/drafter does not exist"),
-        (["--speculative-config", '{"method": "mtp", "quantization": "int8"}'], "quantization must be one of wint8, wint4, fp8, got 'int8'"),
+        (
+            ["--speculative-config", '{"method": "mtp", "quantization": "int8"}'],
+            "quantization must be one of wint8, wint4, fp8, block_wise_fp8, got 'int8'",
+        ),
         (["--speculative-config", '{"method": "mtp", "draft_tensor_parallel_size": 2}'], "draft_tensor_parallel_size must be 1 or the target's"),
+        (["--quantization", "int3"], "quantization must be one of wint8, wint4, fp8, block_wise_fp8, got 'int3'"),
+        (["--quantization", '{"moe_type": "wint4"}'], "quantization: unknown key 'moe_type'; did you mean \"moe_quant_type\"?"),
+        (["--quantization", "{"], "quantization is not valid JSON"),
         (["--config", "/no/such/file.yaml"], "--config /no/such/file.yaml: No such file"),
     ],
 )

@@ -153,6 +153,7 @@ def test_deploy_imports_configuration_at_most() -> None:
         "deploy",
         "backend.config",
         "backend.disaggregation_config",
+        "backend.quantization_config",
         "backend.section",
         "backend.errors",
         "backend.model_files",
@@ -161,6 +162,7 @@ def test_deploy_imports_configuration_at_most() -> None:
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
     bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py", "deploy/load/locustfile.py"))]
     bad = [i for i in bad if (i.file, i.module) != ("deploy/cli.py", "training.train_mtp")]  # `foretoken train-mtp` is that program
+    bad = [i for i in bad if (i.file, i.module) != ("deploy/cli.py", "backend.models.writing")]  # `foretoken quantize`, the same
     bad = [i for i in bad if i.module != "training.heldout"]  # where load tests take their prompts from: names of files
     none_of(bad, "the launcher starts without torch and without the engine")
 
@@ -177,7 +179,7 @@ def test_adapters_alone_know_triton() -> None:
     assert any(i.is_in("triton_python_backend_utils") for i in imports_of("backend/adapters"))
 
 
-PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "disaggregation_config", "section", "errors")
+PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "disaggregation_config", "quantization_config", "section", "errors")
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -202,7 +204,7 @@ def test_the_planner_handles_integers() -> None:
 LEVELS = (
     ("errors", "core"),
     ("section",),
-    ("config", "disaggregation_config", "model_files", "chat_template", "detokenizer", "metrics"),
+    ("config", "disaggregation_config", "quantization_config", "model_files", "chat_template", "detokenizer", "metrics"),
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks"),
     ("prefix_cache", "drafters"),
     ("scheduler", "intake", "open_requests", "step"),

@@ -420,6 +420,19 @@ def test_shared_noise_accepts_more_than_greedy_drafts(llm_all, prompts):
     assert rates[0] > rates[1] + 0.02
 
 
+@pytest.mark.parametrize("scheme", ["wint8", "block_wise_fp8", {"dense_quant_type": "wint4", "head_quant_type": "wint8"}], ids=["8", "fp8", "4"])
+def test_drafts_change_no_token_of_quantized_targets(prompts, scheme):
+    """Plain decoding and verification of the same rounded weights; drafters in few bits beside them."""
+    config = EVERY_METHOD | {"quantization": "wint4"}
+    own = LLM(quantization=scheme, speculative_config=config)
+    few = prompts[:4]
+    expected = ids_of(run(own, [Asked(p, mixed(i), PLAIN) for i, p in enumerate(few)]))
+    for choice, batch in (({"method": "mtp"}, 4), ({"method": "ngram", "num_speculative_tokens": 5}, 1)):
+        outputs = run(own, [Asked(p, mixed(i), choice) for i, p in enumerate(few)], batch)
+        assert ids_of(outputs) == expected
+        assert sum(o.stats.accepted for o in outputs) > 0
+
+
 @pytest.mark.parametrize("scheme", ["wint8", "wint4", "fp8"])
 def test_quantized_drafters_change_no_token(prompts, plain, scheme):
     own = LLM(speculative_config={"method": "mtp", "num_speculative_tokens": 3, "quantization": scheme, "adaptive": False})

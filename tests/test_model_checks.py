@@ -96,11 +96,12 @@ CONFIGS: list[tuple[Damage, str]] = [
     (edited(hidden_act=["silu"]), "hidden_act ['silu'] is not supported; known: silu"),
     (edited(architectures="LlamaForCausalLM"), "architectures 'LlamaForCausalLM' are not supported"),
     (edited(architectures=[["x"], 3]), "architectures [['x'], 3] are not supported"),
-    (edited(quantization_config={"quant_method": "awq", "bits": 4}), "quantization_config of quant_method 'awq' is not supported; known: none"),
+    (edited(quantization_config={"quant_method": "awq", "bits": 4}), "quantization_config has no 'q_group_size'"),
+    (edited(quantization_config={"quant_method": "fp8"}), "no weight is quantized as config.json says (fp8); model.layers.19.mlp.down_proj is among"),
     (edited(quantization_config={"bits": 8}), "quantization_config of quant_method None is not supported"),
-    (edited(quantization_config="fp8"), "quantization_config of quant_method 'fp8' is not supported"),
-    (edited(compression_config={"quant_method": "compressed-tensors"}), "compression_config of quant_method 'compressed-tensors'"),
-    (replaced("hf_quant_config.json", b"{}"), "hf_quant_config.json: quantized checkpoints are not supported"),
+    (edited(quantization_config="fp8"), "quantization_config is 'fp8'; it must be an object"),
+    (edited(compression_config={"quant_method": "compressed-tensors"}), "compression_config has no 'config_groups'"),
+    (replaced("hf_quant_config.json", b"{}"), "hf_quant_config.json: quantization has no 'quant_algo'"),
     (replaced("config.json", None), "config.json cannot be read: it is not a regular file"),
     (replaced("config.json", b'{"a":' * 100_000), "config.json cannot be read"),
     (replaced("config.json", b"[" * 100_000 + b"]" * 100_000), "config.json cannot be read: it is nested too deeply"),
@@ -201,7 +202,7 @@ def test_a_context_beyond_the_models_is_refused_in_the_dry_run(folder: Path, tmp
 
 
 DRAFTERS: list[tuple[Damage, str]] = [
-    (edited(quantization_config={"quant_method": "gptq"}), "quantization_config of quant_method 'gptq' is not supported"),
+    (edited(quantization_config={"quant_method": "gptq"}), "quantization_config has no 'bits'"),
     (edited(num_nextn_predict_layers=1), "would not be used: num_nextn_predict_layers is 1"),
     (edited(num_nextn_predict_layers=3), "weight model.layers.2.enorm.weight, "),
     (edited(rope_theta=NAN), "rope_theta is nan"),

@@ -30,7 +30,7 @@ from backend.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-OWN_KEYS = ("target", "quantization", "num_model_steps")
+OWN_KEYS = ("target", "quantization", "target_quantization", "num_model_steps")
 ENGINE_KEYS = ("dtype", "device", "num_threads", "single_thread_tokens", "kv_cache_memory")
 
 
@@ -47,7 +47,8 @@ class TritonPythonModel:
         if args["model_instance_kind"] == "GPU" and "device" not in values:
             values["device"] = f"cuda:{args['model_instance_device_id']}"
         target = str((model_folder(args) / values.get("target", ".")).resolve())
-        engine = EngineConfig.from_dict({"model": target, **{k: values[k] for k in ENGINE_KEYS if k in values}}, f"{args['model_name']}: ")
+        options = {"model": target, "quantization": values.get("target_quantization"), **{k: values[k] for k in ENGINE_KEYS if k in values}}
+        engine = EngineConfig.from_dict(options, f"{args['model_name']}: ")
         steps = values.get("num_model_steps", 1)
         config = SpeculativeConfig.from_dict(
             {"method": "mtp", "num_speculative_tokens": steps, "num_model_steps": steps, "quantization": values.get("quantization")},
@@ -59,8 +60,8 @@ class TritonPythonModel:
             keep_temporaries_on_heap()
         # The server may call from another thread: a pool of this one would stall that one's (see Worker).
         with cpu_threads(1):
-            self._target = load_model(target, dtype, device, Ranks(), only_head=True)
-            model = Mtp(resolve_model(values, args), self._target, dtype, device, config.quantization)
+            self._target = load_model(target, dtype, device, Ranks(), only_head=True, quantization=engine.rounding)
+            model = Mtp(resolve_model(values, args), self._target, dtype, device, config.rounding)
         threads, steps = threads_for(engine), config.num_model_steps or 1
 
         def make_service() -> RemoteDrafterService:

@@ -41,9 +41,7 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
     from backend.drafters.mtp import MtpDrafter
     from backend.models.mtp import Mtp
 
-    return MtpDrafter(
-        Mtp(_find_folder(config), target, dtype, device, speculative.quantization, config.load_format), speculative.num_model_steps or 1
-    )
+    return MtpDrafter(Mtp(_find_folder(config), target, dtype, device, speculative.rounding, config.load_format), speculative.num_model_steps or 1)
 
 
 def step_drafter_identity(config: EngineConfig) -> str:
@@ -51,7 +49,7 @@ def step_drafter_identity(config: EngineConfig) -> str:
     speculative = config.speculative_config
     if _MODEL not in speculative.loaded_methods or speculative.placement == "bls":
         return ""
-    return f"{fingerprint(_find_folder(config))} {speculative.quantization or 'unquantized'}"
+    return f"{fingerprint(_find_folder(config))} {speculative.rounding.names}"
 
 
 def _find_folder(config: EngineConfig) -> Path:

@@ -11,7 +11,8 @@ from backend.models.loader import Checkpoint
 from backend.models.rope import RopeTables
 from backend.models.spec import DecoderSpec, Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import make_linear
+from backend.quantization import count_written, make_linear, quantize
+from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
 
@@ -27,8 +28,10 @@ class Decoder:
         *,
         only_head: bool = False,
         is_expert_parallel: bool = False,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
-        """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run."""
+        """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run;
+        quantization: how plain weights are rounded."""
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
         own = spec.layers[0].attention
@@ -40,7 +43,7 @@ class Decoder:
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it
         self._logit_soft_cap = spec.logit_soft_cap
-        weights = Weights(checkpoint, dtype, device, ranks, is_expert_parallel=is_expert_parallel)
+        weights = Weights(checkpoint, dtype, device, ranks, quantization, is_expert_parallel=is_expert_parallel)
         self.embedding = weights.whole(f"{spec.embedding}.weight", (self.vocab_size, self.hidden_size))
         self.layers: list[DecoderLayer] = []
         self._tables: list[RopeTables] = []
@@ -52,9 +55,11 @@ class Decoder:
         if spec.is_tied:
             rows, name = ranks.part(self.vocab_size, spec.embedding), f"{spec.head}.bias"
             bias = weights.whole(name, (self.vocab_size,))[rows] if name in checkpoint else None
-            self.head = make_linear(self.embedding[rows], bias)
+            scheme = weights.quantization.head_quant_type
+            self.head = make_linear(self.embedding[rows] if scheme is None else quantize(self.embedding, scheme).rows(rows), bias)
         else:
-            self.head = weights.split_rows([Projection(spec.head, self.vocab_size, self.hidden_size)])
+            self.head = weights.split_rows([Projection(spec.head, self.vocab_size, self.hidden_size)], is_head=True)
+        self.num_written_weights = max(weights.most_written, count_written(self.head))
 
     def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
         places: dict[tuple, int] = {}

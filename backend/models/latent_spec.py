@@ -58,7 +58,7 @@ class LatentSpec:
             weights.add(self.query_down, self.down)
         else:
             weights.add(self.down)
-        weights.add_plain(self.query)
+        weights.add_plain(self.query, "dense")
         weights.add_plain(self.up)
         weights.add(self.o)
         weights.add_norm(self.query_norm, self.query.in_features)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from backend.errors import ModelError
 from backend.models.loader import Checkpoint
 from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import Linear, make_linear
+from backend.quantization import Linear, Quantized, Stored, count_written, cut_columns, cut_rows, make_linear, quantize
+from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
 ATTENTION = "attention"
@@ -49,17 +51,19 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         ranks: Ranks,
-        quantization: str | None = None,
+        quantization: QuantizationConfig | None = None,
         *,
         is_expert_parallel: bool = False,
     ) -> None:
-        """is_expert_parallel: whole experts are spread over the ranks; else each is split."""
+        """quantization: how plain weights are rounded; is_expert_parallel: whole experts are spread over the ranks; else each is split."""
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
-        self.quantization = quantization
+        self.quantization = quantization or QuantizationConfig()
         self.is_expert_parallel = is_expert_parallel
+        self.most_written = 0
+        """Weights that one product writes out, at most."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for what is read piece by piece."""
@@ -67,26 +71,45 @@ class Weights:
 
     def exact(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A weight in float32, whatever the model's dtype."""
-        return self.checkpoint.get(name, shape).to(self.device, torch.float32)
+        return self._plain(name, shape).to(self.device, torch.float32)
 
     def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.checkpoint.get(name, shape).to(self.device, self.dtype)
+        return self._plain(name, shape).to(self.device, self.dtype)
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """As numbers, however they are stored."""
+        if len(shape) != 2 or not name.endswith(".weight"):
+            return self.checkpoint.get(name, shape)
+        stored = self.checkpoint.get_projection(name.removesuffix(".weight"), *shape)
+        return stored.expand() if isinstance(stored, Quantized) else stored
 
     def linear(self, name: str, out_features: int, in_features: int) -> Linear:
-        """A projection that every rank holds whole."""
-        return make_linear(self.whole(f"{name}.weight", (out_features, in_features)), None, self.quantization)
+        """A projection that every rank holds whole, and that is never rounded."""
+        return make_linear(self.whole(f"{name}.weight", (out_features, in_features)))
+
+    def stored(self, projection: Projection, scheme: str | None) -> Stored:
+        """A projection's weight [out, in], rounded as `scheme` says. Raises ModelError where it is rounded already."""
+        weight = self.checkpoint.get_projection(projection.name, projection.out_features, projection.in_features)
+        if isinstance(weight, Quantized):
+            if scheme is not None:
+                raise ModelError(
+                    f"{self.checkpoint.directory}: {projection.name} is quantized already; leave its type ({scheme}) out of quantization"
+                )
+            return weight.to(self.device)
+        return weight.to(self.device, self.dtype) if scheme is None else quantize(weight.to(self.device), scheme)
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
         """A norm's weights; offset: what is added to the stored ones."""
         stored = self.checkpoint.get(name, (size,))
         return (stored.float() + offset if offset else stored).to(self.device, self.dtype)
 
-    def split_rows(self, projections: Sequence[Projection], parts: Sequence[Part] | None = None) -> Linear:
+    def split_rows(self, projections: Sequence[Projection], parts: Sequence[Part] | None = None, *, is_head: bool = False) -> Linear:
         """Projections of one input as one, each with its share of output rows on this rank.
 
         parts: what the rows are split in, of one projection that holds several or of each projection; None: each is one.
         """
-        stored = [self._read(projection) for projection in projections]
+        scheme = self.quantization.head_quant_type if is_head else self.quantization.dense_quant_type
+        stored = [self._read(projection, scheme) for projection in projections]
         parts = parts or [Part(projection.name, projection.out_features) for projection in projections]
         weights, biases, begin = [], [], 0
         for i, part in enumerate(parts):
@@ -95,22 +118,26 @@ class Weights:
             rows: slice | torch.Tensor = slice(begin + own.start * part.unit, begin + own.stop * part.unit)
             if part.order is not None:
                 rows = (begin + torch.arange(own.start, own.stop)[:, None] * part.unit + part.order).flatten()
-            weights.append(weight[rows])
+            weights.append(cut_rows(weight, rows))
             if bias is not None:
-                biases.append(bias[rows])
+                biases.append(bias[rows].to(self.device, self.dtype))
             begin += part.rows if len(stored) == 1 else 0
-        joined = torch.cat(biases).to(self.device, self.dtype) if biases else None
-        return make_linear(torch.cat(weights).to(self.device, self.dtype), joined, self.quantization)
+        return self._make(weights, torch.cat(biases) if biases else None)
 
-    def _read(self, projection: Projection) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight = self.checkpoint.get(f"{projection.name}.weight", (projection.out_features, projection.in_features))
+    def _read(self, projection: Projection, scheme: str | None) -> tuple[Stored, torch.Tensor | None]:
         name = f"{projection.name}.bias"
-        return weight, self.checkpoint.get(name, (projection.out_features,)) if projection.has_bias or name in self.checkpoint else None
+        bias = self.checkpoint.get(name, (projection.out_features,)) if projection.has_bias or name in self.checkpoint else None
+        return self.stored(projection, scheme), bias
 
     def split_columns(self, projection: Projection) -> Linear:
         """A projection of an input that is split over the ranks; its results add up (`Ranks.all_reduce`)."""
-        weight, bias = self._read(projection)
+        weight, bias = self._read(projection, self.quantization.dense_quant_type)
         own = self.ranks.part(projection.in_features, projection.name)
         if bias is not None:
             bias = bias.to(self.device, self.dtype) if self.ranks.rank == 0 else None
-        return make_linear(weight[:, own].contiguous().to(self.device, self.dtype), bias, self.quantization)
+        return self._make([cut_columns(weight, own)], bias)
+
+    def _make(self, weights: Sequence[Stored], bias: torch.Tensor | None) -> Linear:
+        linear = make_linear(weights, bias)
+        self.most_written = max(self.most_written, count_written(linear))
+        return linear

@@ -10,6 +10,9 @@ from safetensors import SafetensorError
 
 from backend.errors import ModelError
 from backend.model_files import find_weights, open_weights
+from backend.models.quantized import read_quantized
+from backend.models.quantized_spec import CheckpointQuantization
+from backend.quantization import Stored
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -18,8 +21,9 @@ if TYPE_CHECKING:
 class Checkpoint:
     """Weights by Hugging Face name. Use as a context manager; tensors are read when asked for."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, quantization: CheckpointQuantization | None = None) -> None:
         self.directory = Path(directory)
+        self.quantization = quantization
         self._files = find_weights(self.directory)
         self._handles: dict[Path, Any] = {}
 
@@ -34,6 +38,25 @@ class Checkpoint:
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One weight, whole. Raises ModelError when it is missing, unreadable, or not of `shape`."""
+        return self._read(name, (shape,))
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the weight of a projection (without `.weight`) is stored in fewer bits."""
+        return self.quantization is not None and self.quantization.find(name, self._files) is not None
+
+    def get_projection(self, name: str, out_features: int, in_features: int) -> Stored:
+        """The weight [out, in] of a projection (without `.weight`), as it is stored. Raises ModelError."""
+        layout = None if self.quantization is None else self.quantization.find(name, self._files)
+        if layout is None:
+            return self.get(f"{name}.weight", (out_features, in_features))
+        expected = layout.tensors(out_features, in_features)
+        tensors = {part: self._read(f"{name}.{part}", own.shapes) for part, own in expected.items()}
+        try:
+            return read_quantized(layout, tensors, out_features, in_features)
+        except ValueError as error:
+            raise ModelError(f"{self.directory}: {name}.{error}") from None
+
+    def _read(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> torch.Tensor:
         path = self._files.get(name)
         if path is None:
             raise ModelError(f"{self.directory}: weight {name} is missing")
@@ -43,8 +66,8 @@ class Checkpoint:
             tensor = self._handles[path].get_tensor(name)
         except SafetensorError as error:
             raise ModelError(f"{path}: weight {name} cannot be read: {error}") from None
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
+        if tuple(tensor.shape) not in shapes:
+            raise ModelError(f"{path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shapes[0]}")
         return tensor
 
 
@@ -52,7 +75,7 @@ class DummyCheckpoint(Checkpoint):
     """Random weights of any shape that is asked for, made where they are used: for benchmarks, whose time does not depend on values."""
 
     def __init__(self, directory: str | Path, device: torch.device, dtype: torch.dtype) -> None:
-        self.directory = Path(directory)
+        self.directory, self.quantization = Path(directory), None
         self._device, self._dtype = device, dtype
         self._generator = torch.Generator(device).manual_seed(0)
 

@@ -10,14 +10,17 @@ import torch
 
 from backend.errors import ModelError
 from backend.kv_store import CacheSpec
-from backend.model_checks import check_model
+from backend.model_checks import check_model, check_rounding
+from backend.model_files import read_config
 from backend.models.decoder import Decoder
 from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Wanted
 from backend.models.loader import Checkpoint, DummyCheckpoint
 from backend.models.moe_spec import MoeSpec
+from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.spec import DecoderSpec
 from backend.parallel.ranks import Ranks
+from backend.quantization_config import QuantizationConfig
 from kernels import ops
 from kernels.attention import HEAD_DIMS
 
@@ -34,6 +37,9 @@ class Model(Protocol):
     num_layers: int
     heads: tuple[int, int, int]
     """Of queries, of keys and values, and their size; on this rank."""
+
+    num_written_weights: int
+    """Weights that one product may write out in the model's dtype, where they are stored in fewer bits."""
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
         """What it keeps of each token."""
@@ -62,7 +68,9 @@ class Model(Protocol):
 
 def open_checkpoint(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
     """A folder's weights, or with load_format dummy random ones."""
-    return DummyCheckpoint(directory, device, dtype) if load_format == "dummy" else Checkpoint(directory)
+    if load_format == "dummy":
+        return DummyCheckpoint(directory, device, dtype)
+    return Checkpoint(directory, read_checkpoint_quantization(read_config(directory), directory))
 
 
 def load_model(
@@ -75,21 +83,36 @@ def load_model(
     load_format: str = "safetensors",
     max_model_len: int | None = None,
     is_expert_parallel: bool = False,
+    quantization: QuantizationConfig | None = None,
 ) -> Model:
     """The model in a Hugging Face folder; only_head: embedding and head alone, for a drafter that shares them.
 
     max_model_len: the longest context that will be served, which decides whether windows matter; None: the model's own limit.
-    is_expert_parallel: whole experts are spread over the ranks; else each is split.
+    is_expert_parallel: whole experts are spread over the ranks; else each is split. quantization: how plain weights are rounded.
     Raises ModelError for what is missing, truncated, mismatched or not supported.
     """
     spec = check_model(directory, has_weights=load_format != "dummy")
+    check_rounding(read_config(directory), directory, quantization)
     context_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     if device.type == "cuda" and not only_head:
         check_gpu(spec, context_len)
-    if is_expert_parallel and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+    has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers)
+    if quantization is not None and quantization.moe_quant_type is not None and not (has_experts or quantization.dense_quant_type):
+        raise ModelError(f"{spec.where}: quantization {quantization.names} rounds experts, and the model has none; name a dense_quant_type")
+    if is_expert_parallel and not has_experts:
         logger.warning("%s: expert_parallel changes nothing: the model has no experts", spec.where)
     with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
-        return Decoder(spec, checkpoint, dtype, device, ranks, context_len, only_head=only_head, is_expert_parallel=is_expert_parallel)
+        return Decoder(
+            spec,
+            checkpoint,
+            dtype,
+            device,
+            ranks,
+            context_len,
+            only_head=only_head,
+            is_expert_parallel=is_expert_parallel,
+            quantization=quantization,
+        )
 
 
 def check_gpu(spec: DecoderSpec, context_len: int) -> None:

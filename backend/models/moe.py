@@ -1,7 +1,7 @@
 """A mixture of experts on one rank (Shazeer et al. 2017; Fedus et al. 2021), in the place of a layer's MLP.
 
 Routing gives each token's experts and weights [T, k]; the experts, stacked [E, ...] when they are read, are one object that makes the
-rank's share of the sum (`backend.quantization.make_experts`). Over ranks they are split as an MLP is, or whole ones are spread
+rank's share of the sum (`backend.quantization`). Over ranks they are split as an MLP is, or whole ones are spread
 (expert_parallel). Shared experts are an MLP, split like any.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import torch
 
+from backend.errors import ModelError
 from backend.models.layers import Part, Weights
 from backend.models.moe_spec import MoeSpec, RouterSpec
 from backend.models.parts import activate, add_shares, optional_norm
 from backend.models.spec import LayerSpec, MlpSpec
-from backend.quantization import Experts, make_experts
+from backend.quantization import Experts, Stored, cut_columns, cut_rows, make_experts, make_stored_experts
 from kernels import ops
 
 
@@ -86,6 +87,9 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
         own = ranks.part(count, f"{spec.router.count_key} (expert_parallel)")
     else:
         inner = ranks.part(spec.inner, spec.inner_key)
+    first, scheme = spec.expert(0)[0], weights.quantization.moe_quant_type
+    if scheme is not None or weights.checkpoint.is_quantized(first.name):
+        return _load_stored(spec, weights, own, inner, scheme)
     num_own, size = own.stop - own.start, inner.stop - inner.start
     gate_up = weights.empty(num_own, 2 * size, spec.hidden_size)
     down = weights.empty(num_own, spec.hidden_size, size)
@@ -94,4 +98,15 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
         gate_up[place, :size] = weights.checkpoint.get(*gate)[inner]
         gate_up[place, size:] = weights.checkpoint.get(*up)[inner]
         down[place] = weights.checkpoint.get(*back)[:, inner]
-    return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start, weights.quantization)
+    return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start)
+
+
+def _load_stored(spec: MoeSpec, weights: Weights, own: slice, inner: slice, scheme: str | None) -> Experts:
+    """Of quantized weights, or such as are rounded here."""
+    if weights.device.type == "cuda":
+        raise ModelError(f"{weights.checkpoint.directory}: a GPU serves no quantized experts ({spec.prefix}) yet; use --device cpu")
+    experts: list[tuple[list[Stored], Stored]] = []
+    for number in range(own.start, own.stop):
+        gate, up, down = (weights.stored(projection, scheme) for projection in spec.expert(number))
+        experts.append(([cut_rows(gate, inner), cut_rows(up, inner)], cut_columns(down, inner)))
+    return make_stored_experts(experts, lambda x: activate(x, spec.activation), own.start)

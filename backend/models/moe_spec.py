@@ -78,7 +78,7 @@ class MoeSpec:
             weights.required[router.correction] = router.correction_shape
         for number in range(router.num_experts):
             for projection in self.expert(number):
-                weights.add_plain(projection)
+                weights.add_plain(projection, "moe")
         if self.shared is not None:
             self.shared.list_weights(weights)
         if self.shared_gate is not None:

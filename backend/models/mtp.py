@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from backend.model_checks import check_drafter, check_fits_target
+from backend.model_checks import check_drafter, check_fits_target, check_rounding
 from backend.model_files import read_config
 from backend.models import Model, open_checkpoint
 from backend.models.decoder_layer import DecoderLayer
@@ -20,6 +20,7 @@ from backend.models.layers import Weights
 from backend.models.mtp_spec import MtpLayerSpec
 from backend.models.rope import RopeTables
 from backend.parallel.ranks import Ranks
+from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
 
@@ -44,13 +45,14 @@ class Mtp:
         target: Model,
         dtype: torch.dtype,
         device: torch.device,
-        quantization: str | None = None,
+        quantization: QuantizationConfig | None = None,
         load_format: str = "safetensors",
     ) -> None:
-        """Raises ModelError for what is missing, damaged, or not a drafter of this target."""
+        """quantization: how plain weights are rounded. Raises ModelError for what is missing, damaged, or not a drafter of this target."""
         config = read_config(directory)
         check_fits_target(config, directory, hidden_size=target.hidden_size, vocab_size=target.vocab_size, max_model_len=target.max_model_len)
         spec = check_drafter(directory, has_weights=load_format != "dummy")
+        check_rounding(config, directory, quantization)
         self._target = target
         self.hidden_size: int = target.hidden_size
         self.num_layers = len(spec.layers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from backend.models.rope_spec import RopeSpec
 from backend.models.values import Values
@@ -30,6 +30,8 @@ class WeightList:
     required: Shapes = field(default_factory=dict)
     optional: list[Shapes] = field(default_factory=list)
     """Groups of which it has all or none."""
+    rounded: dict[str, Literal["dense", "moe"]] = field(default_factory=dict)
+    """Projections (without `.weight`) that are rounded where their kind is: see backend/quantization_config.py."""
 
     def add_norm(self, name: str | None, size: int) -> None:
         if name is not None:
@@ -41,15 +43,19 @@ class WeightList:
         spec.list_weights(other)
         shapes = other.required | {name: shape for group in other.optional for name, shape in group.items()}
         self.optional += [{name: shape} for name, shape in shapes.items()]
+        self.rounded |= other.rounded
 
-    def add_plain(self, projection: Projection) -> None:
-        """One that has no bias."""
+    def add_plain(self, projection: Projection, kind: Literal["dense", "moe"] | None = None) -> None:
+        """One that has no bias. kind: what it is rounded as; None: never."""
+        if kind is not None:
+            self.rounded[projection.name] = kind
         self.required[f"{projection.name}.weight"] = (projection.out_features, projection.in_features)
 
     def add(self, *projections: Projection) -> None:
         """Projections of one input, whose biases go together."""
         biases: Shapes = {f"{p.name}.bias": (p.out_features,) for p in projections}
         self.required |= {f"{p.name}.weight": (p.out_features, p.in_features) for p in projections}
+        self.rounded |= dict.fromkeys((p.name for p in projections), "dense")
         if projections[0].has_bias:
             self.required |= biases
         else:

@@ -3,14 +3,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from backend.quantization.experts import Activation, Experts, SingleExperts
+from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear, count_written
+from backend.quantization.schemes import quantize
+from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows, join
 from backend.quantization.unfused import UnfusedLinear
-from backend.quantization.weight_only import WeightOnlyLinear
 from kernels import ops
+
+__all__ = [
+    "Activation",
+    "DenseLinear",
+    "Experts",
+    "JoinedLinear",
+    "Linear",
+    "PackedLinear",
+    "Quantized",
+    "QuantizedLinear",
+    "Stored",
+    "count_written",
+    "cut_columns",
+    "cut_rows",
+    "make_experts",
+    "make_linear",
+    "make_stored_experts",
+    "quantize",
+]
 
 
 class Linear(Protocol):
@@ -76,16 +98,29 @@ class PackedLinear(UnfusedLinear):
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, scheme: str | None = None) -> Linear:
-    """The projection of weight [out, in]: dense, or in the named scheme (wint8, wint4, fp8)."""
-    if scheme is not None:
-        return WeightOnlyLinear(weight, bias, scheme)
+def make_linear(weight: Stored | Sequence[Stored], bias: torch.Tensor | None = None) -> Linear:
+    """The projection of weight [out, in], or of several of one input, one below the other, as each is stored; bias [out]."""
+    parts = join([weight] if isinstance(weight, (torch.Tensor, Quantized)) else weight)
+    if len(parts) == 1:
+        return _make_single(parts[0], bias)
+    biases = [None] * len(parts) if bias is None else bias.split([len(part.codes if isinstance(part, Quantized) else part) for part in parts])
+    return JoinedLinear([_make_single(part, own) for part, own in zip(parts, biases, strict=True)])
+
+
+def _make_single(weight: Stored, bias: torch.Tensor | None) -> Linear:
+    if isinstance(weight, Quantized):
+        return QuantizedLinear(weight, bias)
     return PackedLinear(weight, bias) if PackedLinear.is_usable(weight) else DenseLinear(weight, bias)
 
 
-def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0, scheme: str | None = None) -> Experts:
+def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0) -> Experts:
     """Experts of weights gate_up [E, 2 inner, hidden] (gate | up) and down [E, hidden, inner], the first of which is number `first`.
 
     The one place that chooses how their products run. A GPU has none yet (`backend.models.loading.check_gpu` says so before anything is loaded).
     """
-    return SingleExperts(gate_up, down, activation, first, lambda weight: make_linear(weight, None, scheme))
+    return SingleExperts([(make_linear(rows), make_linear(columns)) for rows, columns in zip(gate_up, down, strict=True)], activation, first)
+
+
+def make_stored_experts(experts: Sequence[tuple[Sequence[Stored], Stored]], activation: Activation, first: int = 0) -> Experts:
+    """The same of experts that are not all plain tensors: of each gate and up, and down."""
+    return SingleExperts([(make_linear(gate_up), make_linear(down)) for gate_up, down in experts], activation, first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -37,10 +37,9 @@ class _Expert:
 class SingleExperts:
     """One product after the other, of the experts that are hit: for CPU, where each expert's weights lie as its own product likes them."""
 
-    def __init__(
-        self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int, make_linear: Callable[[torch.Tensor], Product]
-    ) -> None:
-        self.experts = [_Expert(make_linear(rows), make_linear(columns), activation) for rows, columns in zip(gate_up, down, strict=True)]
+    def __init__(self, products: Sequence[tuple[Product, Product]], activation: Activation, first: int) -> None:
+        """products: of each expert gate | up, and down."""
+        self.experts = [_Expert(gate_up, down, activation) for gate_up, down in products]
         self._first = first
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

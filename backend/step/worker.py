@@ -101,6 +101,7 @@ class Worker:
                 load_format=config.load_format,
                 max_model_len=config.max_model_len,
                 is_expert_parallel=config.parallel_config.expert_parallel,
+                quantization=config.rounding,
             )
             self.drafter = load_step_drafter(config, self.model, self.dtype, self.device)
         check_max_model_len(config.max_model_len, self.model.max_model_len)
@@ -109,7 +110,8 @@ class Worker:
         taps = {HIDDEN: (self.model.hidden_size,)}
         specs = self.model.cache_specs(self.dtype) + [CacheSpec(tap, taps[tap], self.dtype) for tap in needed_taps(config.speculative_config)]
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
-        identity = f"{fingerprint(config.model)} {config.load_format}, drafter {step_drafter_identity(config)}, rank {ranks.rank} of {ranks.size}"
+        weights, drafter = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}", step_drafter_identity(config)
+        identity = f"{weights}, drafter {drafter}, rank {ranks.rank} of {ranks.size}"
         num_pages = ranks.least(self._count_pages(specs), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:
@@ -155,6 +157,7 @@ class Worker:
         if config.kv_cache_memory is not None:
             memory = int(config.kv_cache_memory)
         elif self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading took beside the weights
             free, total = torch.cuda.mem_get_info(self.device)
             memory = int(free - (1 - config.gpu_memory_utilization) * total) - self._count_working_memory()
         else:
@@ -181,7 +184,8 @@ class Worker:
         # Whole distributions are held for some rows at a time; float32 logits beside the model's own where penalties ask for them.
         logits = num_rows * model.vocab_size * (size + 4) + MAX_ROWS * model.vocab_size * BYTES_PER_PROBABILITY
         drawn = (config.speculative_config.num_model_steps or 1) if self.drafter is not None else 0
-        return activations + logits + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
+        written = 2 * model.num_written_weights * size  # eagerly, and in graphs
+        return activations + written + logits + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
 
     # -- one step -----------------------------------------------------------------------------------------------------
 

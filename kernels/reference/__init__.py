@@ -19,6 +19,7 @@ from kernels.reference.dense import (
 )
 from kernels.reference.experts import mix_experts, route
 from kernels.reference.latent import append_latent, latent_attention
+from kernels.reference.quantized import expand_rows, quantized_linear
 from kernels.reference.sampling import (
     apply_penalties,
     argmax,
@@ -48,6 +49,7 @@ __all__ = [
     "apply_penalties",
     "argmax",
     "draw_tokens",
+    "expand_rows",
     "filter_logits",
     "gelu_mul",
     "gumbel_noise",
@@ -60,6 +62,7 @@ __all__ = [
     "philox",
     "plan_attention",
     "probabilities",
+    "quantized_linear",
     "rms_norm",
     "route",
     "sample",

@@ -1,0 +1,109 @@
+"""Reads quantized projections from a checkpoint: each layout into the one form that all kernels and ranks know (`Quantized`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from backend.models.quantized_spec import Layout
+from backend.quantization.stored import Quantized, Stored
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word of AutoAWQ's the digits 0, 1, 2 ... lie."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+Tensors = Mapping[str, torch.Tensor]
+"""By what follows the projection's name."""
+
+
+def unpack_words(words: torch.Tensor, bits: int, count: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Digits [n, count] int16 of int32 words [n, m] whose lowest bits are the first digit. order: places of the digits in a word."""
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
+    digits = (words.unsqueeze(-1) >> places) & (2**bits - 1)
+    return digits.flatten(1)[:, :count].to(torch.int16)
+
+
+def read_quantized(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
+    """The weight [out, in] of tensors that are as `Layout.tensors` says; formats of 4-bit floats give a plain one, in float32.
+
+    Raises ValueError for numbers that no such weight has.
+    """
+    return _READERS[layout.kind](layout, tensors, out, inputs)
+
+
+def _groups(layout: Layout, inputs: int, index: torch.Tensor | None = None, name: str = "") -> torch.Tensor:
+    """Of each input, where they lie in order, or as the checkpoint's index says. Raises ValueError for groups that are not there."""
+    if index is None or not layout.has_order:
+        return torch.arange(inputs) // (layout.group or inputs)
+    low, high, limit = int(index.min()), int(index.max()), layout.num_groups(inputs) - 1
+    if low < 0 or high > limit:
+        raise ValueError(f"{name} has {low if low < 0 else high}; the limit is {limit}")
+    return index.long()
+
+
+def _settle(digits: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor, groups: torch.Tensor, bits: int) -> Quantized:
+    """digits [out, in] from 0, zeros [out, G] from 0 (None: the middle) -> the common form."""
+    middle = 2 ** (bits - 1)
+    if zeros is not None and bool((zeros == middle).all()):
+        zeros = None
+    codes = digits.to(torch.int8) if bits == 4 else (digits - middle).to(torch.int8)
+    own = None if zeros is None else zeros.float() - (0 if bits == 4 else middle)
+    return Quantized(codes, scales.float(), own, groups, bits)
+
+
+def _read_scaled(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
+    codes, scales = tensors["weight"], tensors[layout.scale].float()
+    if layout.block is not None:
+        rows, columns = layout.block
+        return Quantized(codes, scales.repeat_interleave(rows, dim=0)[:out], None, torch.arange(inputs) // columns)
+    num_groups = layout.num_groups(inputs)
+    zeros = None if layout.is_symmetric else _of_rows(tensors["weight_zero_point"].float(), out, num_groups)
+    return Quantized(codes, _of_rows(scales, out, num_groups), zeros, _groups(layout, inputs))
+
+
+def _of_rows(values: torch.Tensor, out: int, num_groups: int) -> torch.Tensor:
+    """[out, G], of which there may be one for all."""
+    return (values if values.dim() == 2 else values.reshape(-1, 1)).expand(out, num_groups).contiguous()
+
+
+def _read_packed(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
+    digits, zeros = unpack_words(tensors["weight_packed"], layout.bits, inputs), None
+    groups = _groups(layout, inputs, tensors.get("weight_g_idx"), "weight_g_idx")
+    if not layout.is_symmetric:
+        zeros = unpack_words(tensors["weight_zero_point"].t(), layout.bits, out).t()
+    return _settle(digits, zeros, _of_rows(tensors["weight_scale"], out, layout.num_groups(inputs)), groups, layout.bits)
+
+
+def _read_gptq(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
+    digits = unpack_words(tensors["qweight"].t(), layout.bits, inputs)
+    # What is stored as the largest digit is one more than it: zeros have a bit more than digits.
+    zeros = unpack_words(tensors["qzeros"], layout.bits, out).t() + layout.zero_offset
+    groups = _groups(layout, inputs, tensors.get("g_idx"), "g_idx")
+    return _settle(digits, zeros, tensors["scales"].t(), groups, layout.bits)
+
+
+def _read_awq(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
+    digits = unpack_words(tensors["qweight"], layout.bits, out, AWQ_ORDER).t()
+    zeros = unpack_words(tensors["qzeros"], layout.bits, out, AWQ_ORDER).t()
+    return _settle(digits, zeros, tensors["scales"].t(), _groups(layout, inputs), layout.bits)
+
+
+def _read_float4(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
+    packed, scales = tensors[layout.weight], tensors[layout.scale]
+    digits = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])[digits]
+    # Without a global scale those of groups are exponents of 2 alone (e8m0).
+    factors = torch.exp2(scales.view(torch.uint8).float() - 127) if layout.global_scale is None else scales.float()
+    if layout.global_scale is not None:
+        whole = tensors[layout.global_scale].float().reshape(())
+        factors = factors / whole if layout.is_global_divisor else factors * whole
+    return (values.unflatten(1, (factors.shape[1], -1)) * factors.unsqueeze(-1)).flatten(1)
+
+
+_READERS: dict[str, Callable[[Layout, Tensors, int, int], Stored]] = {
+    "scaled": _read_scaled,
+    "packed": _read_packed,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "float4": _read_float4,
+}

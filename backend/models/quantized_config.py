@@ -1,0 +1,237 @@
+"""Reads a checkpoint's `quantization_config`. What it does not understand is an error that names it, never ignored. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from backend.errors import ModelError
+from backend.model_files import read_json
+from backend.models.quantized_spec import CheckpointQuantization, Layout
+from backend.models.values import Values
+
+KEYS = ("quantization_config", "compression_config")
+FILE = "hf_quant_config.json"
+"""Beside config.json, where ModelOpt writes what others write in it."""
+CLASS = "Linear"
+"""What compressed-tensors' targets call projections in general."""
+E4M3 = "F8_E4M3"
+MODELOPT = {
+    "FP8": Layout("scaled", dtype=E4M3),
+    "NVFP4": Layout("float4", bits=4, group=16, global_scale="weight_scale_2"),
+}
+
+
+def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Path) -> CheckpointQuantization | None:
+    """How the checkpoint beside config.json is quantized; None: it is not. Raises ModelError."""
+    where, path = f"{directory}/config.json", Path(directory) / FILE
+    for key in KEYS:
+        if found := config.get(key):
+            if not isinstance(found, dict):
+                raise ModelError(f"{where}: {key} is {found!r:.80}; it must be an object")
+            return _read(Values(found, f"{where}: {key}"))
+    if path.exists():
+        values = Values(read_json(path), str(path)).section("quantization")
+        return None if values.names("quant_algo") and not values.has("quant_algo") else _read_modelopt(values)
+    return None
+
+
+def _read(values: Values) -> CheckpointQuantization:
+    method = values.get("quant_method")
+    reader = READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise ModelError(f"{values.where} of quant_method {method!r:.80} is not supported; known: {', '.join(READERS)}")
+    return reader(values)
+
+
+def _all(method: str, layout: Layout) -> CheckpointQuantization:
+    return CheckpointQuantization(method, lambda name: layout)
+
+
+def _group(values: Values, key: str = "group_size", default: int | None = None) -> int | None:
+    """-1: all inputs."""
+    return None if values.get(key) == -1 else values.integer(key, 2**17, default=default)
+
+
+def _bits(values: Values, key: str, known: tuple[int, ...]) -> int:
+    bits = values.integer(key, 32)
+    if bits not in known:
+        raise values.refuse(key, " or ".join(map(str, known)))
+    return bits
+
+
+# -- GPTQ -------------------------------------------------------------------------------------------------------------------------
+
+
+def _read_gptq(values: Values) -> CheckpointQuantization:
+    general = _gptq_layout(values)
+    rules: list[tuple[re.Pattern[str], Layout | None]] = []
+    section = values.section("dynamic")
+    for pattern in values.get("dynamic") or {}:
+        layout = None if pattern.startswith("-:") else _gptq_layout(section.section(pattern), general)
+        rules.append((_compile(values, "dynamic", pattern.removeprefix("-:").removeprefix("+:")), layout))
+
+    def layout_of(name: str) -> Layout | None:
+        return next((layout for pattern, layout in rules if pattern.match(name)), general)
+
+    return CheckpointQuantization("gptq", layout_of)
+
+
+def _gptq_layout(values: Values, general: Layout | None = None) -> Layout:
+    """general: what holds where a rule for some modules does not say."""
+    bits = _bits(values, "bits", (4, 8)) if general is None or values.has("bits") else general.bits
+    group = _group(values) if general is None or values.has("group_size") else general.group
+    has_order = values.flag("desc_act", default=general.has_order if general is not None else False)
+    values.flag("sym", default=True)  # zeros are stored either way
+    form = values.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") if general is None or values.has("checkpoint_format") else None
+    offset = (0 if form == "gptq_v2" else 1) if form is not None or general is None else general.zero_offset
+    return Layout("gptq", bits, group, has_order=has_order, zero_offset=offset)
+
+
+def _compile(values: Values, key: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ModelError(f"{values.where}: {key} has {pattern!r:.80}, which is no regular expression: {error}") from None
+
+
+# -- AWQ, fp8, ModelOpt -----------------------------------------------------------------------------------------------------------
+
+
+def _read_awq(values: Values) -> CheckpointQuantization:
+    bits = _bits(values, "bits" if values.has("bits") else "w_bit", (4,))
+    group = _group(values, "group_size" if values.has("group_size") else "q_group_size")
+    version = str(values.get("version") or "gemm").lower()
+    if version != "gemm":
+        raise ModelError(f"{values.where}: version {values.get('version')!r:.80} is not supported; known: gemm")
+    if not values.flag("zero_point", default=True):
+        raise values.refuse("zero_point", "true")
+    return _all("awq", Layout("awq", bits, group))
+
+
+def _read_fp8(values: Values) -> CheckpointQuantization:
+    values.choice("activation_scheme", ("static", "dynamic"), "dynamic")
+    values.choice("fmt", ("e4m3",), "e4m3")
+    block = None
+    if values.has("weight_block_size"):
+        block = values.integers("weight_block_size", 2**16)
+        if len(block) != 2 or 0 in block:
+            raise values.refuse("weight_block_size", "two integers above 0")
+        return _all("fp8", Layout("scaled", block=(block[0], block[1]), dtype=E4M3, scale="weight_scale_inv"))
+    return _all("fp8", Layout("scaled", dtype=E4M3))
+
+
+def _read_fbgemm(values: Values) -> CheckpointQuantization:
+    return _all("fbgemm_fp8", Layout("scaled", dtype=E4M3))
+
+
+def _read_modelopt(values: Values) -> CheckpointQuantization:
+    name = values.choice("quant_algo", tuple(MODELOPT))
+    layout = MODELOPT[name]
+    if layout.group is not None:
+        layout = dataclasses.replace(layout, group=values.integer("group_size", 2**10, default=layout.group))
+    return _all(f"modelopt {name}", layout)
+
+
+# -- compressed-tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _read_compressed(values: Values) -> CheckpointQuantization:
+    values.choice("quantization_status", ("compressed",), "compressed")
+    if values.section("sparsity_config").get("format") not in (None, "dense"):
+        raise ModelError(f"{values.where}: sparsity_config is not supported")
+    if values.get("transform_config"):
+        raise ModelError(f"{values.where}: transform_config is not supported: its rotations are not computed")
+    if not values.has("config_groups"):
+        raise ModelError(f"{values.where} has no 'config_groups'")
+    groups = values.section("config_groups")
+    general = values.get("format")
+    exact: dict[str, Layout] = {}
+    patterns: list[tuple[re.Pattern[str], Layout]] = []
+    of_class: Layout | None = None
+    for name in values.get("config_groups") or {}:
+        group = groups.section(name)
+        layout = _compressed_layout(group.section("weights"), group.get("format") or general, group.where)
+        targets = group.get("targets") or [CLASS]
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise group.refuse("targets", "a list of names")
+        for target in targets:
+            if target.startswith("re:"):
+                patterns.append((_compile(group, "targets", target.removeprefix("re:")), layout))
+            elif target == CLASS:
+                of_class = layout
+            else:
+                exact[target] = layout
+    ignored = _matcher(values, "ignore")
+
+    def layout_of(name: str) -> Layout | None:
+        if ignored(name):
+            return None
+        return exact.get(name) or next((layout for pattern, layout in patterns if pattern.match(name)), of_class)
+
+    return CheckpointQuantization(f"compressed-tensors {general}", layout_of)
+
+
+def _matcher(values: Values, key: str) -> Callable[[str], bool]:
+    names = values.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise values.refuse(key, "a list of names")
+    plain = {name for name in names if not name.startswith("re:")}
+    patterns = [_compile(values, key, name.removeprefix("re:")) for name in names if name.startswith("re:")]
+    return lambda name: name in plain or any(pattern.match(name) for pattern in patterns)
+
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+
+
+def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
+    if form not in FORMATS:
+        raise ModelError(f"{where}: format {form!r:.80} is not supported; known: {', '.join(FORMATS)}")
+    kind, strategy = weights.choice("type", ("int", "float"), "int"), weights.choice("strategy", STRATEGIES, "tensor")
+    is_symmetric = weights.flag("symmetric", default=True)
+    if weights.flag("dynamic"):
+        raise weights.refuse("dynamic", "false for weights")
+    if form == "nvfp4-pack-quantized":
+        return _float4(weights, Layout("float4", 4, 16, weight="weight_packed", global_scale="weight_global_scale", is_global_divisor=True))
+    if form == "mxfp4-pack-quantized":
+        return _float4(weights, Layout("float4", 4, 32, weight="weight_packed"))
+    group = weights.integer("group_size", 2**17) if strategy == "group" else None
+    if form == "pack-quantized":
+        bits, order = _bits(weights, "num_bits", (4, 8)), str(weights.get("actorder") or "").lower()
+        if kind != "int" or strategy not in ("group", "channel"):
+            raise weights.refuse("strategy" if kind == "int" else "type", "group or channel of int, where the format is pack-quantized")
+        return Layout("packed", bits, group, is_symmetric=is_symmetric, has_order=order in ("group", "dynamic"))
+    _bits(weights, "num_bits", (8,))
+    if (form == "int-quantized") > (kind == "int") or (form == "float-quantized") > (kind == "float"):
+        raise weights.refuse("type", f"{form.split('-')[0]}, where the format is {form}")
+    block = None
+    if strategy == "block":
+        block = weights.integers("block_structure", 2**16)
+        if len(block) != 2 or 0 in block:
+            raise weights.refuse("block_structure", "two integers above 0")
+    return Layout("scaled", 8, group, None if block is None else (block[0], block[1]), "I8" if kind == "int" else E4M3, is_symmetric=is_symmetric)
+
+
+STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+
+
+def _float4(weights: Values, layout: Layout) -> Layout:
+    _bits(weights, "num_bits", (4,))
+    if weights.choice("type", ("int", "float"), "float") != "float":
+        raise weights.refuse("type", "float")
+    if weights.integer("group_size", 2**10, default=layout.group) != layout.group:
+        raise weights.refuse("group_size", str(layout.group))
+    return layout
+
+
+READERS: dict[str, Callable[[Values], CheckpointQuantization]] = {
+    "compressed-tensors": _read_compressed,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "fp8": _read_fp8,
+    "fbgemm_fp8": _read_fbgemm,
+    "modelopt": _read_modelopt,
+}

@@ -1,0 +1,72 @@
+"""Which weights are rounded when a model is loaded (the option `quantization`). No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from backend.errors import ConfigError
+from backend.section import Section, closest
+
+SCHEMES = ("wint8", "wint4", "fp8", "block_wise_fp8")
+ALIASES = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8_fp8": "fp8", "wfp8afp8": "fp8"}
+"""What PaddleNLP and FastDeploy call them."""
+NESTED_ALIASES = {"a8w8_fp8_wint4": {"dense_quant_type": "fp8", "moe_quant_type": "wint4"}}
+MIXED = "mix_quant"
+"""FastDeploy's name for a type of each part."""
+
+
+def normalize_scheme(key: str, value: object) -> str:
+    """A scheme's own name from any accepted spelling. Raises ConfigError."""
+    name = value.lower() if isinstance(value, str) else ""
+    name = ALIASES.get(name, name)
+    if name not in SCHEMES:
+        raise ConfigError(f"{key} must be one of {', '.join(SCHEMES)}, got {value!r:.80}{closest(name, (*SCHEMES, *ALIASES))}")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationConfig(Section):
+    """The types of parts that have types of their own."""
+
+    aliases: ClassVar[dict[str, str]] = {}
+
+    quantization: str | None = None
+    """The type of all parts that are not named, without the head; also mix_quant: the others have none."""
+    dense_quant_type: str | None = None
+    """Of attention, MLPs and shared experts."""
+    moe_quant_type: str | None = None
+    """Of experts."""
+    head_quant_type: str | None = None
+    """Of the output head, which is left as it is by default. Not for drafters: their head is the target's."""
+
+    def __post_init__(self) -> None:
+        general = None if self.quantization in (None, MIXED) else normalize_scheme("quantization.quantization", self.quantization)
+        for key in ("dense_quant_type", "moe_quant_type", "head_quant_type"):
+            value = getattr(self, key)
+            if value is not None:
+                object.__setattr__(self, key, normalize_scheme(f"quantization.{key}", value))
+            elif key != "head_quant_type":
+                object.__setattr__(self, key, general)
+        object.__setattr__(self, "quantization", None)  # what it says, the others say now
+
+    @property
+    def names(self) -> str:
+        """For messages and identities: of dense parts, experts and head."""
+        return "/".join(name or "-" for name in (self.dense_quant_type, self.moe_quant_type, self.head_quant_type))
+
+
+def normalize_quantization(key: str, value: str | QuantizationConfig | None) -> str | QuantizationConfig | None:
+    """What an option names: a type for all parts, by its own name, or types of parts. Raises ConfigError."""
+    if not isinstance(value, str):
+        return value
+    if (nested := NESTED_ALIASES.get(value.lower())) is not None:
+        return QuantizationConfig(**nested)
+    return normalize_scheme(key, value)
+
+
+def read_quantization(value: str | QuantizationConfig | None) -> QuantizationConfig:
+    """Of a normalized option, each part's type."""
+    if isinstance(value, QuantizationConfig):
+        return value
+    return QuantizationConfig(dense_quant_type=value, moe_quant_type=value)

@@ -1,0 +1,61 @@
+"""Products of quantized weights on a GPU: each shape of Llama-3.1-8B by scheme and number of tokens, against bf16 and the memory.
+
+    python -m benchmarks.gpu_quantized [--tokens 1,8,16,32,64,128,2048]
+
+Every figure is the median of replays of a captured graph over weights that the cache cannot hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.gpu_linear import SHAPES, measure, measure_bandwidth
+from kernels._load import device_stream
+from kernels.linear import linear
+from kernels.quantized import QuantizedWeight, quantized_linear
+
+SCHEMES: dict[str, tuple[torch.dtype, int | None]] = {
+    "wint8": (torch.int8, None),
+    "fp8": (torch.float8_e4m3fn, None),
+    "block fp8": (torch.float8_e4m3fn, 128),
+    "int4, 128": (torch.uint8, 128),
+    "wint4": (torch.uint8, 64),
+}
+"""Dtype of the stored codes, and columns that share a scale."""
+
+
+def make(stored: torch.dtype, group: int | None, out_size: int, in_size: int, device: torch.device) -> QuantizedWeight:
+    """Random codes: the time does not depend on them."""
+    row_bytes, bits = (in_size // 2, 4) if stored == torch.uint8 else (in_size, 8)
+    codes = torch.randint(0, 120, (out_size, row_bytes), dtype=torch.uint8, device=device).view(stored)
+    return QuantizedWeight(codes, torch.full((out_size, in_size // (group or in_size)), 1e-3, device=device), bits=bits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="1,8,16,32,64,128,2048")
+    parser.add_argument("--shapes", default="qkv,o,gate_up,down")
+    arguments = parser.parse_args()
+    device, counts = torch.device("cuda:0"), [int(n) for n in arguments.tokens.split(",")]
+    with device_stream(device), torch.inference_mode():
+        print(f"{torch.cuda.get_device_name()}: copy and sum {measure_bandwidth(device)} TB/s")
+        print(f"{'us':8} {'tokens':>6} {'bf16':>8} " + " ".join(f"{name:>20}" for name in SCHEMES))
+        for name in arguments.shapes.split(","):
+            out_size, in_size = SHAPES[name]
+            copies = max(3, int(6e8 // (out_size * in_size)))
+            plain = [torch.randn(out_size, in_size, device=device, dtype=torch.bfloat16) for _ in range(copies)]
+            stored = {scheme: [make(*kind, out_size, in_size, device) for _ in range(copies)] for scheme, kind in SCHEMES.items()}
+            for num_tokens in counts:
+                x = torch.randn(num_tokens, in_size, device=device, dtype=torch.bfloat16)
+                base = measure(lambda: [linear(x, weight) for weight in plain]) / copies * 1e3  # noqa: B023
+                cells = []
+                for weights in stored.values():
+                    time = measure(lambda: [quantized_linear(x, weight) for weight in weights]) / copies * 1e3  # noqa: B023
+                    cells.append(f"{time:8.2f} {weights[0].codes.nbytes / time / 1e6:5.2f} TB/s")
+                print(f"{name:8} {num_tokens:6} {base:8.2f} " + " ".join(f"{cell:>20}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What rounding costs, on CPU: the bundled model's logits and perplexity by type, its drafter's acceptance, and the speed of products.
+
+    python -m benchmarks.quantization [--files 8] [--prompts 24]
+
+Held-out standard-library modules, float32 arithmetic. The drafter is rounded while the target is not, and the other way round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from backend import LLM, SamplingParams
+from backend.config import EngineConfig
+from backend.parallel.ranks import Ranks
+from backend.quantization import make_linear, quantize
+from backend.quantization_config import SCHEMES
+from backend.step.worker import Worker
+from tests.steps import Row, Steps
+from training.heldout import read_heldout
+from training.tokenizer import load_tokenizer
+
+TYPES: dict[str, Any] = {
+    "none": None,
+    **{name: name for name in SCHEMES},
+    "wint8, head wint8": {"dense_quant_type": "wint8", "head_quant_type": "wint8"},
+}
+CONTEXT = 512
+
+
+def read_windows(num_files: int) -> list[list[int]]:
+    """The first tokens of each held-out file."""
+    tokenizer = load_tokenizer()
+    return [tokenizer.encode(text).ids[:CONTEXT] for text in list(read_heldout().values())[:num_files]]
+
+
+def logits_of(types: Any, windows: list[list[int]]) -> list[torch.Tensor]:
+    """At every token of each window."""
+    values = {"device": "cpu", "dtype": "float32", "quantization": types, "kv_cache_memory": "64MiB", "max_batch_size": 2}
+    steps = Steps(Worker(EngineConfig.from_dict(values), Ranks()))
+    found = []
+    for window in windows:
+        steps.admit(0, window, range(-(-CONTEXT // 16)))
+        steps.run([Row(0, 0, len(window))])
+        found.append(steps.logits())
+    return found
+
+
+def compare_logits(num_files: int) -> None:
+    windows = read_windows(num_files)
+    exact: list[torch.Tensor] = []
+    print(f"\n{sum(map(len, windows))} tokens of {num_files} files; logits against those of the plain weights")
+    print(f"{'target':20} {'perplexity':>10} {'relative':>9} {'KL, nats':>9} {'same token':>10}")
+    for name, types in TYPES.items():
+        found = logits_of(types, windows)
+        exact = exact or found
+        losses, kl, same, error, size = [], [], [], 0.0, 0.0
+        for window, own, plain in zip(windows, found, exact):
+            losses.append(F.cross_entropy(own[:-1], torch.tensor(window[1:]), reduction="none"))
+            kl.append(F.kl_div(own.log_softmax(-1), plain.log_softmax(-1), log_target=True, reduction="none").sum(-1))
+            same.append((own.argmax(-1) == plain.argmax(-1)).float())
+            error, size = error + float((own - plain).square().sum()), size + float(plain.square().sum())
+        numbers = (math.exp(float(torch.cat(losses).mean())), math.sqrt(error / size), float(torch.cat(kl).mean()), float(torch.cat(same).mean()))
+        print(f"{name:20} {numbers[0]:10.3f} {numbers[1]:9.4f} {numbers[2]:9.5f} {numbers[3]:10.4f}", flush=True)
+
+
+def compare_acceptance(num_prompts: int) -> None:
+    rng, texts = random.Random(0), list(read_heldout().values())
+    prompts = []
+    for _ in range(num_prompts):
+        text = rng.choice(texts)
+        start = rng.randrange(len(text) - 1200)
+        prompts.append(text[start : start + 600])
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    print(f"\n{'rounded':30} {'accepted':>9} mtp, 3 drafts, {num_prompts} prompts, 64 tokens, greedy")
+    for who, name in [("nothing", None), *((who, name) for who in ("drafter", "target", "both") for name in SCHEMES)]:
+        speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, "quantization": name if who in ("drafter", "both") else None}
+        llm = LLM(quantization=name if who in ("target", "both") else None, speculative_config=speculative)
+        stats = [output.outputs[0].stats for output in llm.generate(prompts, params, use_tqdm=False)]
+        drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
+        print(f"{who + ' ' + (name or ''):30} {accepted / drafted:9.3f}", flush=True)
+
+
+def time_of(call: Callable[[], object]) -> float:
+    """Milliseconds, the least: the machine has other work."""
+    times = []
+    for _ in range(25):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return min(times)
+
+
+def compare_speed() -> None:
+    torch.set_num_threads(1)
+    print(f"\n{'ms, 2048 x 2048':20} " + " ".join(f"{f'{dtype}'[6:]} {n:>3}" for dtype in (torch.float32, torch.bfloat16) for n in (1, 8, 128)))
+    plain = torch.randn(2048, 2048) * 0.02
+    for name in (None, "wint8, at once", *SCHEMES):
+        cells = []
+        for dtype in (torch.float32, torch.bfloat16):
+            linear: Callable[[torch.Tensor], torch.Tensor] = make_linear(plain.to(dtype) if name is None else quantize(plain, name.split(",")[0]))
+            if name == "wint8, at once":
+                codes, scales = (
+                    t.to(dtype) if t.is_floating_point() else t for t in (quantize(plain, "wint8").codes, quantize(plain, "wint8").scales)
+                )
+                linear = lambda x: F.linear(x, codes.to(dtype) * scales)  # noqa: B023, E731
+            for num_tokens in (1, 8, 128):
+                x = torch.randn(num_tokens, 2048).to(dtype)
+                cells.append(time_of(lambda: linear(x)))  # noqa: B023
+        print(f"{name or 'plain':20} " + " ".join(f"{cell:{w}.2f}" for cell, w in zip(cells, (11, 11, 11, 12, 12, 12))), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=24)
+    arguments = parser.parse_args()
+    with torch.inference_mode():
+        compare_logits(arguments.files)
+        compare_speed()
+    compare_acceptance(arguments.prompts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+// Stored bytes of quantized weights as numbers of x's type: integers up to 256 and e4m3's values are exact in it.
+//
+// ELEMENT: __nv_bfloat16 or __half; KIND: 0 int8, 1 e4m3, 2 digits of 4 bits, those of the first half of the columns low; ZEROS: zeros are subtracted.
+#pragma once
+
+#include "dense.cuh"
+
+using Element = ELEMENT;
+constexpr bool IS_HALF = std::is_same<Element, __half>::value;
+constexpr int PARTS = KIND == 2 ? 2 : 1;  // of a byte: digits of columns apart from each other
+constexpr float FACTOR = KIND == 1 && IS_HALF ? 256.0f : 1.0f;  // what e4m3's numbers are too small by
+
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) { return __byte_perm(low, high, selector); }
+
+__device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b) {
+    uint32_t d;
+    if constexpr (IS_HALF) {
+        const __half2 r = __hsub2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+        d = *reinterpret_cast<const uint32_t*>(&r);
+    } else {
+        const __nv_bfloat162 r = __hsub2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+        d = *reinterpret_cast<const uint32_t*>(&r);
+    }
+    return d;
+}
+
+__device__ __forceinline__ uint32_t twice(float v) {
+    const Element e = from_float<Element>(v);
+    const uint32_t bits = *reinterpret_cast<const uint16_t*>(&e);
+    return bits | bits << 16;
+}
+
+// Four stored bytes -> four numbers. zero: what is subtracted, two times; of 4 bits with what the digits' own exponent adds.
+__device__ __forceinline__ void expand(uint32_t word, uint32_t zero, uint32_t& first, uint32_t& second) {
+    if constexpr (KIND == 1) {
+        const uint32_t low = permute(word, 0, 0x1404), high = permute(word, 0, 0x3424);  // each byte the upper one of 16 bits
+        constexpr int SHIFT = IS_HALF ? 1 : 4;
+        constexpr uint32_t REST = IS_HALF ? 0x3f803f80u : 0x07f007f0u;
+        first = (low & 0x80008000u) | (low >> SHIFT & REST);
+        second = (high & 0x80008000u) | (high >> SHIFT & REST);
+        if constexpr (!IS_HALF) {
+            const uint32_t bits = 0x7b807b80u;  // 2^120: the difference of the exponents' biases
+            const __nv_bfloat162 factor = *reinterpret_cast<const __nv_bfloat162*>(&bits);
+            __nv_bfloat162 a = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&first), factor);
+            __nv_bfloat162 b = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&second), factor);
+            first = *reinterpret_cast<uint32_t*>(&a), second = *reinterpret_cast<uint32_t*>(&b);
+        }
+    } else if constexpr (IS_HALF) {  // 0x64uu is 1024 + uu
+        if constexpr (KIND == 0) word ^= 0x80808080u;
+        first = subtract(permute(word, 0x64646464u, 0x4140), zero), second = subtract(permute(word, 0x64646464u, 0x4342), zero);
+    } else {  // 0x43uu is 128 + uu where uu < 128, and 256 where uu is 128
+        first = permute(word, 0x43434343u, 0x4140), second = permute(word, 0x43434343u, 0x4342);
+        if constexpr (KIND == 0) {
+            first = subtract(first & 0x437f437fu, first & 0x43804380u), second = subtract(second & 0x437f437fu, second & 0x43804380u);
+            if constexpr (ZEROS) first = subtract(first, zero), second = subtract(second, zero);
+        } else {
+            first = subtract(first, zero), second = subtract(second, zero);
+        }
+    }
+}
+
+// What `expand` subtracts for a zero.
+__device__ __forceinline__ uint32_t offset_of(float zero) {
+    if constexpr (KIND == 1) return 0;
+    if constexpr (IS_HALF) return twice(zero + (KIND == 0 ? 1152.0f : 1024.0f));
+    return twice(zero + (KIND == 0 ? 0.0f : 128.0f));
+}
+
+// Part `part` of sixteen stored bytes -> sixteen numbers.
+__device__ __forceinline__ void expand(uint4 bytes, int part, uint32_t zero, uint32_t (&numbers)[8]) {
+    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t word = KIND == 2 ? (part ? words[i] >> 4 : words[i]) & 0x0f0f0f0fu : words[i];
+        expand(word, zero, numbers[2 * i], numbers[2 * i + 1]);
+    }
+}
+
+// The zero of a row's group, as `expand` takes it.
+__device__ __forceinline__ uint32_t zero_of(const float* zeros, size_t place) {
+    return offset_of(ZEROS ? __ldg(zeros + place) : KIND == 2 ? 8.0f : 0.0f);
+}

@@ -1,0 +1,190 @@
+"""Products of quantized weights against their twin and float64, against themselves at other sizes, and fused against unfused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import reference
+from kernels.activation import silu_mul
+from kernels.quantized import (
+    KINDS,
+    MAX_GROUPED_TOKENS,
+    QuantizedWeight,
+    expand_weight,
+    is_skinny,
+    quantized_add_linear,
+    quantized_gated_linear,
+    quantized_linear,
+)
+
+DTYPES = (torch.bfloat16, torch.float16)
+STORED = tuple(KINDS)
+"""Dtypes of stored codes."""
+SHAPES = [(1, 6144, 4096), (8, 4096, 4096), (5, 4096, 14336), (16, 28672, 4096), (30, 6144, 4096), (64, 4096, 14336)]
+CORNER = [(1, 32, 128), (8, 32, 256), (9, 576, 640), (17, 4256, 384), (33, 12832, 128), (64, 64, 8192), (64, 33824, 256), (3, 48, 1152)]
+CASES = [(*shape, torch.bfloat16) for shape in SHAPES + CORNER] + [(*shape, torch.float16) for shape in (SHAPES[1], CORNER[2], CORNER[5])]
+
+
+def make(stored: torch.dtype, out_size: int, in_size: int, group: int | None, device: torch.device, has_zeros: bool = False) -> QuantizedWeight:
+    """group: columns to a scale; None: all. Scales are such that products are about 1."""
+    shape = (out_size, in_size if stored != torch.uint8 else in_size // 2)
+    codes = torch.randint(0, 256, shape, device=device, dtype=torch.uint8)
+    if stored == torch.float8_e4m3fn:
+        codes = torch.randn(shape, device=device).mul_(50).clamp_(-448, 448).to(stored)
+    num_groups = in_size // (group or in_size)
+    size = {torch.int8: 74.0, torch.float8_e4m3fn: 50.0, torch.uint8: 4.6}[stored]
+    scales = (torch.rand(out_size, num_groups, device=device) + 0.5) / size / in_size**0.5
+    zeros = None
+    if has_zeros:
+        low, high = (0, 17) if stored == torch.uint8 else (-128, 129)
+        zeros = torch.randint(low, high, (out_size, num_groups), device=device).float()
+    return QuantizedWeight(codes.view(stored), scales, zeros, None, 4 if stored == torch.uint8 else 8)
+
+
+def exact_weight(weight: QuantizedWeight) -> torch.Tensor:
+    """[N, K] float64, without any rounding."""
+    codes = weight.codes
+    digits = torch.cat([codes & 15, codes >> 4], dim=1).double() if weight.bits == 4 else codes.double()
+    zeros = 8.0 if weight.bits == 4 else 0.0
+    if weight.zeros is not None:
+        zeros = weight.zeros.double().repeat_interleave(weight.group_size, dim=1)
+    return (digits - zeros) * weight.scales.double().repeat_interleave(weight.group_size, dim=1)
+
+
+def tokens(num_tokens: int, in_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Part of wider rows; what is beside it is NaN."""
+    wide = torch.full((num_tokens + 1, in_size + 64), float("nan"), device=device, dtype=dtype)
+    wide[:-1, 8 : 8 + in_size] = torch.randn(num_tokens, in_size, device=device)
+    return wide[:-1, 8 : 8 + in_size]
+
+
+def poison(*shape: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Fills the memory that the next tensor of this shape gets with NaN."""
+    torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("group", [None, 64, 128])
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size", "dtype"), CASES)
+def test_linear(
+    num_tokens: int, out_size: int, in_size: int, stored: torch.dtype, group: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, dtype, device)
+    bias, residual = torch.randn(out_size, device=device).to(dtype), torch.randn(num_tokens, out_size, device=device).to(dtype)
+    assert is_skinny(x, weight) == (group is None or num_tokens <= MAX_GROUPED_TOKENS)
+    exact, twin = x.double() @ exact_weight(weight).T, reference.quantized_linear(x, weight)
+    poison(num_tokens, out_size, dtype=dtype, device=device)
+    out = quantized_linear(x, weight)
+    assert out.shape == exact.shape and out.dtype == dtype
+    allowed = 1.1 * relative_error(twin, exact) + 1e-6
+    assert relative_error(out, exact) <= allowed
+    with_bias = quantized_linear(x, weight, bias)
+    assert relative_error(with_bias, exact + bias.double()) <= allowed
+    expected = residual + with_bias
+    assert quantized_add_linear(residual, x, weight, bias) is residual
+    assert torch.equal(residual, expected)
+    if out_size % 32 == 0:
+        poison(num_tokens, out_size // 2, dtype=dtype, device=device)
+        assert torch.equal(quantized_gated_linear(x, weight), silu_mul(out))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [None, 64])
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8], ids=str)
+def test_zeros(stored: torch.dtype, group: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    weight, x = make(stored, 576, 640, group, device, has_zeros=True), tokens(7, 640, dtype, device)
+    exact = x.double() @ exact_weight(weight).T
+    assert relative_error(quantized_linear(x, weight), exact) <= 1.1 * relative_error(reference.quantized_linear(x, weight), exact) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [None, 16, 64])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_expanded_weights_are_the_twins(stored: torch.dtype, has_zeros: bool, group: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Bit by bit, every code there is."""
+    for out_size, in_size in ((256, 512), (31, 64), (4096, 4096)):
+        weight = make(stored, out_size, in_size, group, device, has_zeros and stored != torch.float8_e4m3fn)
+        if (out_size, in_size) == (256, 512):
+            codes = torch.arange(256, dtype=torch.uint8, device=device)
+            if stored == torch.float8_e4m3fn:
+                codes = codes.masked_fill(codes & 127 == 127, 0)  # which are no numbers
+            weight.codes.view(torch.uint8).copy_(codes[:, None].expand(-1, weight.codes.shape[1]))
+        poison(out_size, in_size, dtype=dtype, device=device)
+        assert torch.equal(expand_weight(weight, dtype), weight.expand().to(dtype))
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 640)])
+def test_rows_do_not_depend_on_their_number(out_size: int, in_size: int, stored: torch.dtype, device: torch.device) -> None:
+    weight, x = make(stored, out_size, in_size, 128, device), tokens(MAX_GROUPED_TOKENS, in_size, torch.bfloat16, device)
+    whole, gated = quantized_linear(x, weight), quantized_gated_linear(x, weight)
+    for start, stop in ((0, 1), (3, 4), (31, 32), (0, 6), (5, 13), (0, 9), (4, 20), (1, 30)):
+        assert torch.equal(quantized_linear(x[start:stop], weight), whole[start:stop])
+        assert torch.equal(quantized_gated_linear(x[start:stop], weight), gated[start:stop])
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_many_tokens_and_odd_sizes(stored: torch.dtype, device: torch.device) -> None:
+    """The first are multiplied with weights that are written out, the others by torch alone."""
+    for num_tokens, out_size, in_size, group in (
+        (65, 96, 256, 64),
+        (300, 96, 256, None),
+        (4, 48, 260, 130),
+        (4, 96, 96, 32),
+        (4, 96, 256, 32),
+        (3, 7, 26, None),
+    ):
+        weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, torch.bfloat16, device)
+        assert not is_skinny(x, weight)
+        exact = x.double() @ exact_weight(weight).T
+        allowed = 1.1 * relative_error(F.linear(x, weight.expand().bfloat16()), exact) + 1e-6
+        assert relative_error(quantized_linear(x, weight), exact) <= allowed
+        residual = torch.randn(num_tokens, out_size, device=device, dtype=torch.bfloat16)
+        before = residual.double()
+        quantized_add_linear(residual, x, weight)
+        assert relative_error(residual, before + exact) <= allowed + 2.0**-8
+        if out_size % 2 == 0:
+            assert relative_error(quantized_gated_linear(x, weight), silu_mul(exact.float().cpu()).double().to(device)) <= 4 * allowed
+
+
+def test_columns_in_another_order(device: torch.device) -> None:
+    """As of GPTQ's act-order; one past the last is a padding."""
+    weight, order = make(torch.uint8, 64, 256, 64, device), torch.randperm(201, device=device)
+    weight = QuantizedWeight(weight.codes, weight.scales, None, torch.cat([order, order.new_full((55,), 200)]), 4)
+    x = tokens(5, 200, torch.bfloat16, device)
+    wide = torch.cat([x, x.new_zeros(5, 1)], dim=1)[:, weight.order]
+    exact = wide.double() @ exact_weight(weight).T
+    assert relative_error(quantized_linear(x, weight), exact) < 0.01
+
+
+@pytest.mark.parametrize("stored", STORED, ids=str)
+def test_in_a_graph(stored: torch.dtype, device: torch.device) -> None:
+    weight, other = make(stored, 512, 256, 64, device), make(stored, 256, 256, 64, device)
+    x = tokens(6, 256, torch.bfloat16, device)
+
+    def run() -> torch.Tensor:
+        return quantized_add_linear(x.clone(memory_format=torch.contiguous_format), quantized_gated_linear(x, weight), other)
+
+    expected, graph = run(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        out = run()
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+def test_errors(device: torch.device) -> None:
+    weight, x = make(torch.int8, 64, 128, None, device), torch.zeros(2, 128, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"x \(2, 64\) must be \[M, 128\]"):
+        quantized_linear(x[:, :64], weight)
+    with pytest.raises(ValueError, match=r"residual \(1, 64\) torch.bfloat16 must be \[2, 64\]"):
+        quantized_add_linear(x[:1, :64].contiguous(), x, weight)

@@ -1,0 +1,211 @@
+"""Checkpoints in the formats that people have: the model must be that of the numbers that they stand for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
+from backend.errors import ModelError
+from backend.models.mtp import Mtp
+from backend.quantization_config import QuantizationConfig
+from backend.step.worker import Worker
+from tests.families import VOCABULARY, Case, assert_close, edited, load, make_model, random_tokens, refused
+from tests.quantized import BLOCKS, FORMATS, GPTQ, MXFP4, Format, compressed, gptq, packed, scaled, write_checkpoints
+from tests.steps import Row, Steps, make_worker
+from tests.test_latents import DEEPSEEK
+from tests.test_mixtures import QWEN2, logits_of, on_ranks
+
+GPTQ_FORM, ACT_ORDER, INT4 = FORMATS[0], FORMATS[3], FORMATS[5]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a vocabulary that two ranks can split."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(Case("llama", config={"vocab_size": VOCABULARY + 1}), folder)
+    return folder
+
+
+def own_logits(folder: Path) -> torch.Tensor:
+    steps = Steps(make_worker(folder))
+    steps.admit(0, random_tokens(33), range(5))
+    steps.run([Row(0, 0, 33)])
+    return steps.logits()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_the_numbers_are_those_of_the_format(source: Path, tmp_path: Path, form: Format) -> None:
+    stored, plain = write_checkpoints(source, form, tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+
+
+MIXED: list[tuple[Case, Format]] = [
+    (Case("deepseek_v3", config=DEEPSEEK), Format("blocks", BLOCKS, scaled(strategy="block", name="weight_scale_inv"))),
+    (Case("qwen2_moe", config=QWEN2), Format("int4", compressed("pack-quantized", strategy="group", group_size=8), packed(size=8))),
+    (Case("phi3"), Format("fused", GPTQ | {"desc_act": True}, gptq(has_order=True))),
+    (Case("llama", config={"intermediate_size": 96}), MXFP4),
+]
+
+
+@pytest.mark.parametrize(("case", "form"), MIXED, ids=str)
+def test_experts_latents_and_fused_projections(tmp_path: Path, case: Case, form: Format) -> None:
+    make_model(case, tmp_path / "source")
+    stored, plain = write_checkpoints(tmp_path / "source", form, tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+
+
+def test_targets_have_weights_of_their_own(source: Path, tmp_path: Path) -> None:
+    """The name before the pattern before the class; queries, keys and values that are stored differently are one projection here."""
+    config = compressed("pack-quantized", ["lm_head", "model.layers.0.self_attn.v_proj"], strategy="group", group_size=32)
+    eight = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    config["config_groups"]["group_1"] = {"targets": ["re:.*(q|down)_proj$"], "weights": eight}
+    four = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    config["config_groups"]["group_2"] = {"targets": ["model.layers.1.self_attn.q_proj"], "weights": four}
+    general, of_pattern, of_name = packed(), packed(bits=8, size=None), packed(size=16)
+
+    def write(name: str, weight: torch.Tensor, generator: torch.Generator) -> Any:
+        if name == "model.layers.0.self_attn.v_proj":
+            return None
+        own = of_name if name == "model.layers.1.self_attn.q_proj" else of_pattern if name.endswith(("q_proj", "down_proj")) else general
+        return own(weight, generator)
+
+    stored, plain = write_checkpoints(source, Format("several", config, write, is_by_name=True), tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+
+
+def test_rules_of_gptq(source: Path, tmp_path: Path) -> None:
+    config = GPTQ | {"dynamic": {"-:.*k_proj": {}, r"+:.*\.1\..*": {"bits": 8, "group_size": 16}, ".*o_proj": {"group_size": -1}}}
+
+    def write(name: str, weight: torch.Tensor, generator: torch.Generator) -> Any:
+        if name.endswith("k_proj"):
+            return None
+        return (gptq(8, 16) if ".1." in name else gptq(size=None) if name.endswith("o_proj") else gptq())(weight, generator)
+
+    stored, plain = write_checkpoints(source, Format("rules", config, write, is_by_name=True), tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+
+
+@pytest.mark.parametrize("form", [GPTQ_FORM, ACT_ORDER, FORMATS[13], FORMATS[14]], ids=str)
+def test_two_ranks_compute_what_one_does(source: Path, tmp_path: Path, form: Format) -> None:
+    """Groups and blocks are cut where the inputs and outputs are."""
+    stored, _ = write_checkpoints(source, form, tmp_path)
+    values = {"model": str(stored), "device": "cpu", "dtype": "float32", "kv_cache_memory": "1MiB", "page_size": 8, "max_batch_size": 4}
+    config = EngineConfig.from_dict(values | {"parallel_config": {"tensor_parallel_size": 2}})
+    own = on_ranks(2, lambda ranks: logits_of(Worker(config, ranks)))
+    assert torch.equal(own[0], own[1])
+    assert_close(own[0], logits_of(make_worker(stored)))
+
+
+def test_a_drafter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(BUNDLED_DRAFTER, drafter)
+    stored, plain = write_checkpoints(drafter, GPTQ_FORM, tmp_path)
+    target = load(BUNDLED_MODEL, only_head=True)
+    made = [Mtp(folder, target, torch.float32, torch.device("cpu")) for folder in (stored, plain)]
+    x = torch.randn(5, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    norm = torch.ones(target.hidden_size)
+    for first, second in zip(*(model.layers for model in made)):
+        assert_close(first.decoder.attention.qkv.after_norm(x, norm, 1e-5), second.decoder.attention.qkv.after_norm(x, norm, 1e-5))
+    with pytest.raises(ModelError, match=r"the weights are quantized already \(gptq\); leave quantization wint4/wint4/- out"):
+        Mtp(stored, target, torch.float32, torch.device("cpu"), QuantizationConfig(quantization="wint4"))
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------
+
+CT4 = INT4.config
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        "quantization_config of quant_method 'bitsandbytes' is not supported; known: compressed",
+    ),
+    (GPTQ | {"bits": 3}, "bits is 3; it must be 4 or 8"),
+    (GPTQ | {"bits": "4"}, "bits is '4'; it must be an integer"),
+    (GPTQ | {"group_size": 0}, "group_size is 0"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported; known: gptq, gptq_v2"),
+    (GPTQ | {"desc_act": "yes"}, "desc_act is 'yes'; it must be true or false"),
+    (GPTQ | {"dynamic": {"+:(": {}}}, "dynamic has '(', which is no regular expression"),
+    (GPTQ | {"dynamic": {"+:.*": {"bits": 2}}}, "dynamic: +:.*: bits is 2"),
+    (GPTQ | {"dynamic": [1]}, "dynamic is [1]; it must be an object"),
+    (GPTQ | {"group_size": 16}, " has shape (2, 64); config.json makes it (4, 64)"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "version 'gemv' is not supported; known: gemm"),
+    ({"quant_method": "awq", "bits": 4, "group_size": 32}, "self_attn.k_proj.g_idx, "),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported; known: e4m3"),
+    (BLOCKS | {"weight_block_size": [128]}, "weight_block_size is [128]; it must be two integers above 0"),
+    ({"quant_method": "fp8"}, "no weight is quantized as config.json says (fp8)"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; known: FP8, NVFP4"),
+    (CT4 | {"format": "marlin-24"}, "format 'marlin-24' is not supported; known: pack-quantized"),
+    (CT4 | {"quantization_status": "calibration"}, "quantization_status 'calibration' is not supported"),
+    (CT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
+    (CT4 | {"transform_config": {"u": {}}}, "transform_config is not supported"),
+    (CT4 | {"ignore": "lm_head"}, "ignore is 'lm_head'; it must be a list of names"),
+    (compressed("pack-quantized", strategy="group", group_size=32, num_bits=3), "weights: num_bits is 3; it must be 4 or 8"),
+    (compressed("pack-quantized", strategy="tensor"), "weights: strategy is 'tensor'; it must be group or channel"),
+    (compressed("float-quantized", strategy="channel", num_bits=8), "weights: type is 'int'; it must be float, where the format is float-quantized"),
+    (compressed("int-quantized", strategy="channel", num_bits=8, dynamic=True), "weights: dynamic is True; it must be false for weights"),
+]
+
+
+@pytest.fixture(scope="module")
+def stored(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoints(source, GPTQ_FORM, tmp_path_factory.mktemp("gptq"))[0]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED, ids=lambda value: value[:50] if isinstance(value, str) else "")
+def test_what_is_not_understood_is_named(stored: Path, tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    refused(edited(stored, tmp_path / "model", quantization_config=config), str(tmp_path / "model"), message)
+
+
+def damage(folder: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
+    """A copy with other tensors of the first layer's queries; None takes one away."""
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    for part, tensor in tensors.items():
+        name = f"model.layers.0.self_attn.q_proj.{part}"
+        weights.pop(name, None)
+        if tensor is not None:
+            weights[name] = tensor
+    save_file(weights, target / "model.safetensors")
+    return target
+
+
+def test_tensors_that_do_not_fit(stored: Path, tmp_path: Path) -> None:
+    refused(damage(stored, tmp_path / "a", scales=None), "weight model.layers.0.self_attn.q_proj.scales is missing")
+    refused(damage(stored, tmp_path / "b", scales=torch.ones(2, 63)), "q_proj.scales has shape (2, 63); config.json makes it (2, 64)")
+    refused(damage(stored, tmp_path / "c", qweight=torch.zeros(8, 64)), "q_proj.qweight is of dtype F32; known: I32")
+    refused(damage(stored, tmp_path / "d", qweight=None), "weight model.layers.0.self_attn.q_proj.weight is missing")
+    refused(damage(stored, tmp_path / "e", marlin=torch.zeros(2)), "q_proj.marlin would not be used")
+
+
+def test_an_index_of_groups_that_are_not_there(source: Path, tmp_path: Path) -> None:
+    stored, _ = write_checkpoints(source, ACT_ORDER, tmp_path)
+    refused(damage(stored, tmp_path / "model", g_idx=torch.full((64,), 2, dtype=torch.int32)), "q_proj.g_idx has 2; the limit is 1")
+
+
+def test_what_is_left_out_stays_out(source: Path, tmp_path: Path) -> None:
+    """A projection that the list names and the file has quantized."""
+    stored, _ = write_checkpoints(source, INT4, tmp_path)
+    config = compressed("pack-quantized", ["lm_head", "re:.*o_proj"], strategy="group", group_size=32)
+    refused(edited(stored, tmp_path / "model", quantization_config=config), "weight model.layers.0.self_attn.o_proj.weight, ", "is missing")
+
+
+def test_scales_of_a_cache_are_passed_over(stored: Path, tmp_path: Path) -> None:
+    shutil.copytree(stored, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    save_file(weights | {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}, tmp_path / "model" / "model.safetensors")
+    load(tmp_path / "model")
+
+
+def test_it_is_not_rounded_again(stored: Path) -> None:
+    with pytest.raises(ModelError, match=r"the weights are quantized already \(gptq\); leave quantization fp8/fp8/- out"):
+        load(stored, quantization=QuantizationConfig(quantization="fp8"))
+    load(stored, quantization=QuantizationConfig(head_quant_type="wint8"))  # which the checkpoint holds as plain numbers
+    with pytest.raises(ModelError, match=r"load_format dummy makes plain weights, not gptq"):
+        load(stored, load_format="dummy")
+    with pytest.raises(ModelError, match="quantization -/wint4/- rounds experts, and the model has none"):
+        load(BUNDLED_MODEL, quantization=QuantizationConfig(moe_quant_type="wint4"))

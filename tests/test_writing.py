@@ -1,0 +1,82 @@
+"""`foretoken quantize`: what it writes is the model that the option `quantization` makes of the same folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.model_checks import check_drafter, check_model
+from backend.models import writing
+from backend.models.mtp import Mtp
+from backend.quantization_config import read_quantization
+from deploy.cli import main
+from tests.families import Case, load, make_model, random_tokens
+from tests.steps import Row, Steps, make_worker
+from tests.test_latents import DEEPSEEK
+from tests.test_mixtures import QWEN2
+
+
+def own_logits(folder: Path, **options: Any) -> torch.Tensor:
+    steps = Steps(make_worker(folder, **options))
+    steps.admit(0, random_tokens(33), range(5))
+    steps.run([Row(0, 0, 33)])
+    return steps.logits()
+
+
+CASES = [
+    (Case("llama", config={"attention_bias": True}), "wint8"),
+    (Case("llama"), "block_wise_fp8"),
+    (Case("llama"), {"dense_quant_type": "wint4", "head_quant_type": "wint8"}),
+    (Case("qwen2_moe", config=QWEN2), {"dense_quant_type": "fp8", "moe_quant_type": "wint4"}),
+    (Case("qwen2_moe", config=QWEN2), {"moe_quant_type": "wint8"}),
+    (Case("deepseek_v3", config=DEEPSEEK), "wint4"),
+]
+
+
+@pytest.mark.parametrize(("case", "types"), CASES, ids=lambda value: str(value).replace("_quant_type", ""))
+def test_the_same_model_is_loaded_again(case: Case, types: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, from several files too."""
+    monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 60_000)
+    make_model(case, tmp_path / "model")
+    text = types if isinstance(types, str) else json.dumps(types)
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", text]) == 0
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+    check_model(tmp_path / "out")
+    assert torch.equal(own_logits(tmp_path / "out"), own_logits(tmp_path / "model", quantization=types))
+
+
+def test_a_drafter(tmp_path: Path) -> None:
+    assert main(["quantize", str(BUNDLED_DRAFTER), str(tmp_path / "out"), "--quantization", "wint4"]) == 0
+    check_drafter(tmp_path / "out")
+    target = load(BUNDLED_MODEL, only_head=True)
+    cpu, x, norm = torch.device("cpu"), torch.randn(3, 192, generator=torch.Generator().manual_seed(0)), torch.ones(192)
+    written = Mtp(tmp_path / "out", target, torch.float32, cpu)
+    rounded = Mtp(BUNDLED_DRAFTER, target, torch.float32, cpu, read_quantization("wint4"))
+    for own, other in zip(written.layers, rounded.layers, strict=True):
+        assert torch.equal(own.decoder.attention.qkv.after_norm(x, norm, 1e-5), other.decoder.attention.qkv.after_norm(x, norm, 1e-5))
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert {"model.layers.0.mlp.up_proj.weight_packed", "model.layers.0.enorm.weight"} <= set(file.keys())
+
+
+def test_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: str) -> str:
+        assert main(["quantize", *words]) == 2
+        return capsys.readouterr().err
+
+    out = str(tmp_path / "out")
+    assert "foretoken quantize: quantization must be one of wint8, wint4" in refused(str(BUNDLED_MODEL), out, "--quantization", "int3")
+    assert "quantization is not valid JSON" in refused(str(BUNDLED_MODEL), out, "--quantization", "{")
+    assert "the head of" in refused(str(BUNDLED_MODEL), out, "--quantization", '{"head_quant_type": "wint8"}')
+    assert "quantization -/wint8/- rounds no weight of" in refused(str(BUNDLED_MODEL), out, "--quantization", '{"moe_quant_type": "wint8"}')
+    assert "is a drafter, whose head is its target's" in refused(str(BUNDLED_DRAFTER), out, "--quantization", '{"head_quant_type": "wint8"}')
+    assert "model folder /no/such/model does not exist" in refused("/no/such/model", out, "--quantization", "wint8")
+    assert not Path(out).exists()
+    assert main(["quantize", str(BUNDLED_DRAFTER), out, "--quantization", "wint8"]) == 0
+    assert "is there already, and no empty folder" in refused(str(BUNDLED_DRAFTER), out, "--quantization", "wint8")
+    assert "the weights are quantized already (compressed-tensors" in refused(out, f"{out}-again", "--quantization", "wint8")
