@@ -18,7 +18,7 @@ from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
 from backend.devices import on_stream, pick_device
 from backend.drafters import Drafters
 from backend.drafters.calls import DraftService
-from backend.errors import ConfigError, EngineError, ModelError
+from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.group import Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
@@ -145,6 +145,7 @@ class Engine:
             max_drafter_tokens=worker.max_num_batched_tokens + 1,
             has_step_drafter=has_step_drafter,
             is_layout_exact=worker.graphs is None,
+            max_masked_drafts=config.max_masked_drafts,
             cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
         )
         is_wanted = config.async_scheduling
@@ -313,6 +314,8 @@ class Engine:
                 continue  # it ended while this step was under way
             try:
                 self._book(own, step, number, entry, outcome)
+            except RequestError as error:
+                self._open.fail(own, error)
             except Exception as error:  # it belongs to this request only
                 self._open.fail_internally(own, error)
         self.planner.keep_pages(step.entries)
@@ -341,6 +344,9 @@ class Engine:
         """drafters: who made each draft that was verified."""
         request = entry.request
         token_ids, reason = cut_at_end(request, outcome.token_ids, self.scheduler.max_model_len)
+        if request.grammar is not None:
+            token_ids = token_ids[: request.grammar.advance(token_ids)]
+            reason = "stop" if request.grammar.is_complete else reason
         token_ids, text, is_stopped = own.read(token_ids)
         num_accepted = min(outcome.num_accepted, len(token_ids))
         logprobs = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.core import Request, SamplingParams
 from backend.errors import RequestError
+from backend.grammar import Grammars
 from backend.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class Intake:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
         self._warn_of_unknown_tokens()
 
     def _warn_of_unknown_tokens(self) -> None:
@@ -61,6 +64,10 @@ class Intake:
         speculation = self._config.speculative_config.resolve(speculative)
         token_ids = self._read_prompt(prompt)
         self._check_vocabulary(params)
+        asked = params.structured_outputs
+        grammars = [self._grammars.compile(asked, params.ignore_eos) if asked is not None else None for _ in range(params.n)]
+        if asked is not None and speculative is None and not speculation.num_speculative_tokens:
+            speculation = dataclasses.replace(speculation, num_speculative_tokens=self._config.max_forced_tokens)
         if timeout is not None and not 0 < timeout < 1e9:
             raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}")
         stop_ids = frozenset(params.stop_token_ids)
@@ -82,6 +89,7 @@ class Intake:
                 deadline=deadline,
                 stop_ids=stop_ids,
                 bad_word_ids=bad_words,
+                grammar=grammars[i],
             )
             for i in range(params.n)
         ]

@@ -20,12 +20,13 @@ from backend.config import SpeculativeConfig
 from backend.core import Batch, Draft, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters, Placement
 from backend.drafters.choice import MODEL, NEVER
+from backend.grammar import SOURCE, fill_masks, fit_drafts
 from backend.pages import SeenPages
 from backend.prefixes import find_shared
 from backend.step.options import Options, is_deterministic, options_of
 from backend.step.plan import Arrival, StepPlan
 from kernels.request_state import Admission
-from kernels.structs import DRAFTER_COUNT, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
+from kernels.structs import DRAFTER_COUNT, MASK, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +40,11 @@ class Drafted:
     alone_score: int = NEVER
     score: int = 0
     """Of the lookup, once the step was read."""
+    token_ids: list[int] | None = None
+    """Where the host knows them: sources says who made them."""
 
     def who(self, count: int, lookup_name: str) -> list[str]:
-        if self.score >= self.alone_score:
+        if self.token_ids is None and self.score >= self.alone_score:
             return [lookup_name] * count
         return self.sources[:count]
 
@@ -58,6 +61,8 @@ class _Known:
     is_admitted: bool = False
     is_reported: bool = False
     """The host, or another node, wants to see what a step drafted for it."""
+    next_drafts: list[int] = field(default_factory=list)
+    """What the last step that was read drafted for the next one, where that is reported."""
     drafted: Drafted = field(default_factory=Drafted)
     num_drafter_tokens: int = 0
     """Leading tokens that the model drafter has computed, by the steps that were read or whose rows the host named."""
@@ -98,14 +103,16 @@ class Planner:
         has_step_drafter: bool,
         is_layout_exact: bool,
         cascade_heads: tuple[int, int] | None = None,
+        max_masked_drafts: int = MAX_DRAFTS,
     ) -> None:
         """max_drafter_tokens: that the model drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so
-        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once."""
+        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once;
+        max_masked_drafts: of a request with a grammar."""
         self._config, self._drafters = config, drafters
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width = -(-max_model_len // page_size)
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
-        self._cascade_heads = cascade_heads
+        self._cascade_heads, self._max_masked_drafts = cascade_heads, max_masked_drafts
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
@@ -121,7 +128,9 @@ class Planner:
 
     def is_held(self, request: Request, limit: int) -> bool:
         """Whether a request has to sit the next step out, since the host must see what a step under way emits first. limit: most drafts."""
-        if not request.num_steps_ahead or not limit:
+        if not request.num_steps_ahead or request.grammar is not None:
+            return request.num_steps_ahead > 0
+        if not limit:
             return False
         known = self._known.get(request.request_id)
         if known is None:
@@ -146,6 +155,7 @@ class Planner:
         for entry, hand_off, own in handed:
             self._put_handed_drafts(step, entry, hand_off, own)
         self._put_host_drafts(step, decoding, known)
+        self._fit_step_drafts(step, decoding, known)
         for _, hand_off, own in handed:
             self._put_handed_probs(step, hand_off, own)
         for entry in batch.entries if plan.admissions else ():
@@ -158,12 +168,13 @@ class Planner:
             rows.append(self._row(step, entry, own, is_prompt, min(draft_limit(entry.request), MAX_DRAFTS)))
         plan.fields = np.zeros((NUM_FIELDS, len(entries)), dtype=np.int32)
         plan.fields[:PREFIX_GROUP] = np.array(rows, dtype=np.int32).T
-        plan.fields[PREFIX_GROUP] = -1
+        plan.fields[[PREFIX_GROUP, MASK]] = -1
         plan.num_prompts = len(prompts)
         plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
         plan.options = functools.reduce(operator.or_, (known[id(e)].options for e in entries), 0)
         plan.reports_drafts = any(own.is_reported for own in known.values())
+        self._put_masks(step)
         if self._cascade_heads is not None and not prompts:
             self._put_prefixes(plan, entries)
         return step
@@ -182,7 +193,7 @@ class Planner:
         if known is None:
             known = _Known(self._free.pop(), self._drafters.place(request.speculation))
             self._known[request.request_id] = known
-            known.is_reported = known.place.has_model or request.is_prefill_only
+            known.is_reported = known.place.has_model or request.is_prefill_only or (request.grammar is not None and known.place.has_lookup)
             known.options = options_of(request, self._config.accept_policy).value
             # After a hand-off the drafter has seen the newest token too, at the end of the step that emitted it.
             is_handed = request.hand_off is not None
@@ -238,17 +249,62 @@ class Planner:
         step.host_seconds = time.perf_counter() - started
         plan = step.plan
         for b, entry in enumerate(asking):
-            own, token_ids = known[id(entry)], draft.token_ids[b]
-            begin = own.index * MAX_DRAFTS
-            for number, token_id in enumerate(token_ids):
-                plan.draft_writes += (begin + number, token_id)
-            plan.num_draft_writes += (own.index, len(token_ids))
-            own.drafted = Drafted(list(draft.sources[b]))
-            num_model = next((i for i, who in enumerate(draft.sources[b]) if who != self._drafters.model_name), len(token_ids))
-            if own.options & Options.REJECTION and (b in draft.probs or not own.place.has_model or not num_model):
-                plan.num_drawn_writes += (own.index, len(draft.probs[b]) if b in draft.probs else 0)
-            if b in draft.probs and own.options & Options.REJECTION:
-                step.host_probs.append((own.index, draft.probs[b]))
+            own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
+            num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(token_ids))
+            own.drafted = Drafted(sources)
+            if entry.request.grammar is not None:
+                num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
+                token_ids, own.drafted, num_drawn = self._fit(entry, own, token_ids, num_drawn)
+                probs = None if probs is None else probs[:num_drawn]
+            self._put_drafts(plan, own, token_ids)
+            if own.options & Options.REJECTION and (probs is not None or not own.place.has_model or not num_model):
+                plan.num_drawn_writes += (own.index, 0 if probs is None else len(probs))
+            if probs is not None and own.options & Options.REJECTION:
+                step.host_probs.append((own.index, probs))
+
+    @staticmethod
+    def _put_drafts(plan: StepPlan, known: _Known, token_ids: Sequence[int], first: int = 0) -> None:
+        """Those from number `first` on; the workers have the others."""
+        begin = known.index * MAX_DRAFTS
+        for number in range(first, len(token_ids)):
+            plan.draft_writes += (begin + number, token_ids[number])
+        plan.num_draft_writes += (known.index, len(token_ids))
+
+    # -- what grammars allow ------------------------------------------------------------------------------------------
+
+    def _fit(self, entry: Scheduled, known: _Known, token_ids: Sequence[int], num_drawn: int) -> tuple[list[int], Drafted, int]:
+        """Drafts as the request's grammar wants them, and how many of them were drawn from a distribution."""
+        sources = known.drafted.who(len(token_ids), self._drafters.lookup_name)
+        limit = min(entry.max_drafts, self._max_masked_drafts)
+        num_drawn = num_drawn if known.options & Options.REJECTION else 0
+        fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit)
+        return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
+
+    def _fit_step_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, _Known]) -> None:
+        """Of requests with a grammar whose drafts, if any, the last step made."""
+        for entry in decoding:
+            own = known[id(entry)]
+            if entry.request.grammar is None or own.drafted.token_ids is not None:
+                continue
+            made = own.next_drafts[: entry.max_drafts]
+            sources = own.drafted.who(len(made), self._drafters.lookup_name)
+            num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(made))
+            token_ids, own.drafted, _ = self._fit(entry, own, made, num_model)
+            same = next((i for i, (old, new) in enumerate(zip(made, token_ids)) if old != new), min(len(made), len(token_ids)))
+            if len(token_ids) > same:
+                self._put_drafts(step.plan, own, token_ids, same)
+
+    def _put_masks(self, step: PlannedStep) -> None:
+        """For every position of rows whose request has a grammar."""
+        plan, asked = step.plan, []
+        for b, (entry, verified) in enumerate(zip(step.entries, step.verified)):
+            if entry.request.grammar is not None and entry.emits:
+                asked.append((b, (entry.request.grammar, verified.token_ids or [])))
+        if asked:
+            plan.masks, plan.fields[MASK, [b for b, _ in asked]] = fill_masks([own for _, own in asked])
+            plan.options |= Options.MASKS
+
+    # -- prompts that another node has computed -----------------------------------------------------------------------
 
     def _put_handed_drafts(self, step: PlannedStep, entry: Scheduled, hand_off: HandOff, known: _Known) -> None:
         """The drafts that came with a prompt: those of the host's drafters that lengthen them come over them."""
@@ -257,10 +313,7 @@ class Planner:
             if known.place.has_model:
                 self._drafters.put_step_drafts(entry.request, token_ids)
             return
-        begin = known.index * MAX_DRAFTS
-        for number, token_id in enumerate(token_ids):
-            step.plan.draft_writes += (begin + number, token_id)
-        step.plan.num_draft_writes += (known.index, len(token_ids))
+        self._put_drafts(step.plan, known, token_ids)
         known.drafted = Drafted(hand_off.sources[: len(token_ids)])
 
     def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: _Known) -> None:
@@ -281,6 +334,7 @@ class Planner:
         verified = Drafted() if is_prompt else known.drafted
         if len(verified.sources) > entry.max_drafts:
             verified.sources = verified.sources[: entry.max_drafts]
+            verified.token_ids = None if verified.token_ids is None else verified.token_ids[: entry.max_drafts]
         known.is_admitted = True
         model_limit, lookup_limit, alone = 0, -1, NEVER
         end = entry.begin + entry.num_tokens
@@ -345,12 +399,13 @@ class Planner:
         known = self._known.get(request.request_id)
         if known is None:
             return who
+        known.next_drafts = outcome.next_drafts
         if known.place.has_model:
             if entry.emits and outcome.num_drafter_tokens:
                 self._note_drafter(request, known, outcome)
             if known.place.has_lookup and who:
                 key = verified.score if verified.score >= verified.alone_score else MODEL
-                self._drafters.choice.learn(request.request_id, key, outcome.num_accepted)
+                self._drafters.choice.learn(request.request_id, key, outcome.num_accepted - who[: outcome.num_accepted].count(SOURCE))
             if known.place.host and entry.emits:
                 self._drafters.put_step_drafts(request, outcome.next_drafts)
         return who

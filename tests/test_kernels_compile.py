@@ -32,6 +32,7 @@ DEFINES = {
     "ngram": {"THREADS": 512},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
     "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 64, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 13},
+    "token_mask": {"LOGIT": 1},
     "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512, "RING": 4},
 }
 
