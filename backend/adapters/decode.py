@@ -174,7 +174,8 @@ class TritonPythonModel:
             exchange.num_completions = exchange.num_open = call.params.n
             if call.timeout is not None:
                 exchange.deadline = now + call.timeout
-            self._intake.put(exchange, len(call.prompt))
+            asked = call.params.structured_outputs
+            self._intake.put(exchange, len(call.prompt) + (0 if asked is None else len(asked.text)))
         except Exception as error:  # whatever it is, it belongs to this request only
             self._refuse(exchange, error)
 

@@ -21,6 +21,7 @@ from backend.core import (
 )
 from backend.errors import RequestError
 from backend.intake import MAX_CHARACTERS_PER_TOKEN
+from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE_CHARACTERS
 
 SAMPLING_SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -47,6 +48,7 @@ class InputLimits:
             "messages": MAX_MESSAGES_CHARACTERS,
             "logit_bias": MAX_JSON_CHARACTERS,
             "speculative": MAX_JSON_CHARACTERS,
+            "structured_outputs": 2 * MAX_STRUCTURE_CHARACTERS,
             "stop": MAX_STOP_CHARACTERS,
             "bad_words": MAX_BAD_WORD_CHARACTERS,
             "cancel": MAX_ID_CHARACTERS,
@@ -104,8 +106,8 @@ def _json(name: str, text: str, limit: int) -> Any:
         raise RequestError(f"{name} is not valid JSON: {error}") from None
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    value = _json(name, text, MAX_JSON_CHARACTERS)
+def _json_object(name: str, text: str, limit: int = MAX_JSON_CHARACTERS) -> dict[str, Any]:
+    value = _json(name, text, limit)
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {text!r:.80}")
     return value
@@ -155,6 +157,8 @@ def read_request(request: Any, limits: InputLimits) -> GenerateCall | CancelCall
             arguments["logit_bias"] = {int(k): v for k, v in biases.items()}
         except ValueError:
             raise RequestError(f"logit_bias's keys must be token ids, got {list(biases)[:5]!r:.80}") from None
+    if values.get("structured_outputs", [""])[0]:
+        arguments["structured_outputs"] = _json_object("structured_outputs", values["structured_outputs"][0], 2 * MAX_STRUCTURE_CHARACTERS)
     timeout_ms = values.get("timeout_ms", [None])[0]
     if timeout_ms is not None and timeout_ms <= 0:
         raise RequestError(f"timeout_ms must be above 0, got {timeout_ms}")

@@ -93,9 +93,7 @@ class Grammars:
 def _limits() -> LLParserLimits:
     import llguidance
 
-    return llguidance.LLParserLimits(
-        initial_lexer_fuel=INITIAL_WORK, step_lexer_fuel=STEP_WORK, step_max_items=STEP_ITEMS, verbose_errors=False
-    )
+    return llguidance.LLParserLimits(initial_lexer_fuel=INITIAL_WORK, step_lexer_fuel=STEP_WORK, step_max_items=STEP_ITEMS, verbose_errors=False)
 
 
 def _write_grammar(asked: StructuredOutputs) -> str:
@@ -125,7 +123,7 @@ def read_schema(asked: StructuredOutputs) -> Any:
         raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
 
 
-def json_options(asked: StructuredOutputs) -> dict[str, Any]:
+def json_options(asked: StructuredOutputs) -> Any:
     """A union of which one alone may hold is taken for any union: what fulfils it fulfils one of its parts."""
     options: dict[str, Any] = {"coerce_one_of": True, "lenient": asked.is_lenient}
     if asked.whitespace_pattern is not None:

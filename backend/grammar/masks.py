@@ -38,7 +38,9 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]]) -> tuple[np.ndarr
     for matcher, drafts in asked:
         known = next((drafts[:place] for place, token_id in enumerate(drafts) if token_id in vocabulary.end_ids), drafts)
         starts.append(begin)
-        if known:
+        if matcher.inner.is_error():  # its request ends with what is emitted here
+            pass
+        elif known:
             several.append((matcher.inner, begin, list(known)))
         else:
             single.append((matcher.inner, begin))

@@ -58,7 +58,7 @@ class Matcher:
         return f" ({lines[0]:.200})" if lines else ""
 
     def look_ahead(self, token_ids: Sequence[int], limit: int) -> tuple[int, list[int]]:
-        """How many leading tokens the grammar allows here, and those that it forces after them, as the tokenizer writes them: at most `limit` in all."""
+        """How many leading tokens the grammar allows here, and those that it forces after them, as the tokenizer writes them; `limit`: of both."""
         inner, end_ids = self.inner, self.vocabulary.end_ids
         end = next((place for place, token_id in enumerate(token_ids) if token_id in end_ids), None)
         known = list(token_ids if end is None else token_ids[:end])
