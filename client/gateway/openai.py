@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from client.gateway.strict import Strict
+from client.gateway.structured import StructuredRequest
+
 MAX_PROMPTS = 256
 """Of one request; each becomes a request of its own to the server."""
 
@@ -24,24 +27,13 @@ _SAME_NAME = (
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
 
 
-class Strict(BaseModel):
-    """Unknown keys are errors; null is as good as absent."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
-
-
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     """Accepted; there is none."""
 
 
-class GenerateRequest(Strict):
+class GenerateRequest(StructuredRequest):
     """What both endpoints take."""
 
     model: str | None = None
@@ -80,7 +72,7 @@ class GenerateRequest(Strict):
     def parameters(self) -> dict[str, Any]:
         """The decode model's inputs, without the prompt."""
         values = {name: getattr(self, name) for name in _SAME_NAME}
-        return {**values, "max_tokens": self.max_tokens}
+        return {**values, "max_tokens": self.max_tokens, "structured_outputs": self.form()}
 
 
 class CompletionRequest(GenerateRequest):
