@@ -224,6 +224,8 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Any = None
     """Its `backend.grammar.Matcher`, where its text has to have a form."""
+    may_call: bool = False
+    """Its text has the special tokens of calls."""
     arrival: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output. The last one is never in the KV cache."""

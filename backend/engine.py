@@ -31,6 +31,7 @@ from backend.scheduler import Scheduler, cut_at_end
 from backend.step.scores import read_scores
 from backend.step.worker import Results, Worker
 from backend.text import Tokenizer
+from backend.tools import Tools
 
 logger = logging.getLogger(__name__)
 
@@ -169,13 +170,14 @@ class Engine:
         speculative: dict[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        tools: Tools | None = None,
     ) -> None:
         """Queues a prompt (text, token ids or messages); its deltas go to `on_delta`, the last one final, for each of params.n completions.
 
-        timeout: seconds from now after which it ends with finish_reason `timeout`. Raises RequestError, ConfigError (both
-        the request's fault), CapacityError or EngineError; then no delta follows.
+        timeout: seconds from now after which it ends with finish_reason `timeout`; tools: that a chat may call.
+        Raises RequestError, ConfigError (both the request's fault), CapacityError or EngineError; then no delta follows.
         """
-        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout), on_delta)
+        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools), on_delta)
 
     def submit_requests(self, requests: list[Request], on_delta: DeltaSink) -> None:
         """Queues the completions of one call. Raises as `submit` does."""

@@ -13,7 +13,9 @@ from backend.config import EngineConfig
 from backend.core import Request, SamplingParams
 from backend.errors import RequestError
 from backend.grammar import Grammars
+from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
+from backend.tools import Tools, find_format, read_history
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +60,17 @@ class Intake:
         speculative: dict[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        tools: Tools | None = None,
     ) -> list[Request]:
-        """One request for each of params.n completions. timeout: seconds from now. Raises RequestError, ConfigError (both the request's fault)."""
+        """One request for each of params.n completions. Raises RequestError, ConfigError (both the request's fault).
+
+        timeout: seconds from now; tools: that a chat may call.
+        """
         received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
-        token_ids = self._read_prompt(prompt)
+        token_ids = self._read_prompt(prompt, tools)
         self._check_vocabulary(params)
-        asked = params.structured_outputs
+        asked = self._form_of(params, tools)
         grammars = [self._grammars.compile(asked, params.ignore_eos) if asked is not None else None for _ in range(params.n)]
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:
             speculation = dataclasses.replace(speculation, num_speculative_tokens=self._config.max_forced_tokens)
@@ -90,18 +96,33 @@ class Intake:
                 stop_ids=stop_ids,
                 bad_word_ids=bad_words,
                 grammar=grammars[i],
+                may_call=tools is not None and tools.choice != "none",
             )
             for i in range(params.n)
         ]
 
-    def _read_prompt(self, prompt: Prompt) -> list[int]:
+    def _form_of(self, params: SamplingParams, tools: Tools | None) -> StructuredOutputs | None:
+        """What the text has to be: as it is asked for, or calls of tools."""
+        if tools is None or tools.choice == "none":
+            return params.structured_outputs
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "structured_outputs (response_format) contradicts tools, whose calls have a form of their own: tool_choice has to be none"
+            )
+        return tools.form(find_format(self._tokenizer.chat_template), self._tokenizer.special_ids)
+
+    def _read_prompt(self, prompt: Prompt, tools: Tools | None = None) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty")
             token_ids = self._encode(prompt, "the prompt")
         elif len(prompt) and isinstance(prompt[0], dict):
             # Limited before it is rendered, too. The template writes the special tokens itself.
-            text = self._tokenizer.render_chat(prompt, self._max_model_len * MAX_CHARACTERS_PER_TOKEN)  # type: ignore[arg-type]
+            if tools is not None:
+                find_format(self._tokenizer.chat_template)  # which says whether it takes any
+            variables = {"tools": list(tools.tools)} if tools is not None else {}
+            messages = read_history(prompt)  # type: ignore[arg-type]
+            text = self._tokenizer.render_chat(messages, self._max_model_len * MAX_CHARACTERS_PER_TOKEN, **variables)
             token_ids = self._encode(text, "the rendered chat", add_special_tokens=False)
         else:
             token_ids = list(prompt)  # type: ignore[arg-type]

@@ -201,6 +201,7 @@ def test_the_planner_handles_integers() -> None:
 
 LEVELS = (
     ("errors", "core", "structured_outputs"),
+    ("tools",),
     ("section",),
     ("config", "disaggregation_config", "model_files", "chat_template", "detokenizer", "metrics"),
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks"),

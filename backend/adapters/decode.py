@@ -224,6 +224,7 @@ class TritonPythonModel:
                 lambda delta: self._made.append((exchange, delta)),
                 request_id=exchange.key,
                 speculative=call.speculative,
+                tools=call.tools,
                 priority=call.priority,
                 timeout=None if exchange.deadline is None else max(exchange.deadline - time.monotonic(), LEAST_SECONDS),
             )

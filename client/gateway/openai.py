@@ -112,11 +112,18 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    """Null where the message calls tools."""
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
+            raise ValueError(f"messages: one of role {self.role!r:.40} has no content, and calls no tools")
+        return self
 
     def flat(self) -> dict[str, Any]:
         """With its content as one text."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         return {"role": self.role, "content": content, **(self.model_extra or {})}
 
 
@@ -127,6 +134,9 @@ class ChatRequest(GenerateRequest):
     max_completion_tokens: Int32 | None = None
     logprobs: bool = False
     top_logprobs: Int32 | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatRequest:
@@ -134,14 +144,23 @@ class ChatRequest(GenerateRequest):
             raise ValueError("give messages, or text, and not both")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice asks for a call, and there are no tools")
         return self
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
 
     def prompts(self) -> list[dict[str, Any]]:
         return [{"text_input": self.text}] if self.messages is None else [{"messages": [m.flat() for m in self.messages]}]
 
     def parameters(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        values = {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if self.tools:
+            values |= {"tools": self.tools, "tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
+        return values
 
 
 class TokenizeRequest(Strict):
