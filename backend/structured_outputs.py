@@ -32,9 +32,9 @@ class StructuredOutputs:
     grammar: str | None = None
     """Context-free: Lark's or GBNF's notation."""
     disable_any_whitespace: bool = False
-    """JSON: one space after a comma or a colon, and no other; else any."""
+    """JSON: one space after a comma or a colon, and no other; else up to four, or a line break with up to forty."""
     whitespace_pattern: str | None = None
-    """JSON: a regular expression of what may stand between its parts."""
+    """JSON: a regular expression of what may stand between its parts, in the place of that."""
     is_lenient: bool = False
     """JSON schema: what cannot be enforced is left out, where it is an error otherwise."""
 

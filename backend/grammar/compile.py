@@ -25,6 +25,8 @@ INITIAL_WORK, STEP_WORK, STEP_ITEMS = 1_000_000, 100_000, 50_000
 
 
 Key = tuple[str, str, bool, "str | None", bool]
+WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
+"""Between the parts of JSON: any indentation, and not any amount: small models go on with it to the limit of the answer."""
 
 
 class Grammars:
@@ -126,8 +128,8 @@ def read_schema(asked: StructuredOutputs) -> Any:
 def json_options(asked: StructuredOutputs) -> Any:
     """A union of which one alone may hold is taken for any union: what fulfils it fulfils one of its parts."""
     options: dict[str, Any] = {"coerce_one_of": True, "lenient": asked.is_lenient}
-    if asked.whitespace_pattern is not None:
-        options["whitespace_pattern"] = asked.whitespace_pattern
+    if not asked.disable_any_whitespace:
+        options["whitespace_pattern"] = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
     if asked.disable_any_whitespace:
         options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return options
