@@ -26,7 +26,8 @@ from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
 from backend.pacing import ChunkLimit, Pacer
 from backend.parallel.ranks import Ranks
-from backend.planner import PlannedStep, Planner
+from backend.planned import PlannedStep
+from backend.planner import Planner
 from backend.scheduler import Scheduler, cut_at_end
 from backend.step.scores import read_scores
 from backend.step.worker import Results, Worker

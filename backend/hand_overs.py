@@ -14,7 +14,8 @@ from typing import Protocol
 from backend.core import Batch, Delta, HandOff, Outcome, Request, Scheduled
 from backend.errors import InternalError
 from backend.open_requests import OpenRequest, OpenRequests
-from backend.planner import PlannedStep, Planner
+from backend.planned import PlannedStep
+from backend.planner import Planner
 from backend.scheduler import Scheduler
 from backend.step.worker import Worker
 

@@ -10,81 +10,22 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import SpeculativeConfig
 from backend.core import Batch, Draft, HandOff, Outcome, Request, Scheduled
-from backend.drafters import Drafters, Placement
+from backend.drafters import Drafters
 from backend.drafters.choice import MODEL, NEVER
 from backend.grammar import SOURCE, fill_masks, fit_drafts
 from backend.pages import SeenPages
+from backend.planned import Drafted, Known, PlannedStep
 from backend.prefixes import find_shared
 from backend.step.options import Options, is_deterministic, options_of
 from backend.step.plan import Arrival, StepPlan
 from kernels.request_state import Admission
 from kernels.structs import DRAFTER_COUNT, MASK, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
-
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(slots=True)
-class Drafted:
-    """Who made the drafts that the next step verifies. It may hold fewer than these."""
-
-    sources: list[str] = field(default_factory=list)
-    alone_score: int = NEVER
-    score: int = 0
-    """Of the lookup, once the step was read."""
-    token_ids: list[int] | None = None
-    """Where the host knows them: sources says who made them."""
-
-    def who(self, count: int, lookup_name: str) -> list[str]:
-        if self.token_ids is None and self.score >= self.alone_score:
-            return [lookup_name] * count
-        return self.sources[:count]
-
-
-@dataclass(slots=True, eq=False)
-class _Known:
-    """What the workers know of a running request."""
-
-    index: int
-    place: Placement
-    options: int = 0
-    num_pages: int = 0
-    """Leading page ids in the page table."""
-    is_admitted: bool = False
-    is_reported: bool = False
-    """The host, or another node, wants to see what a step drafted for it."""
-    next_drafts: list[int] = field(default_factory=list)
-    """What the last step that was read drafted for the next one, where that is reported."""
-    drafted: Drafted = field(default_factory=Drafted)
-    num_drafter_tokens: int = 0
-    """Leading tokens that the model drafter has computed, by the steps that were read or whose rows the host named."""
-    is_followed: bool = False
-    """The model drafter computes every token in the step that emits it; where not, it lags behind num_drafter_tokens."""
-
-
-@dataclass(slots=True)
-class PlannedStep:
-    """A step's plan, and what the host needs to read its outcome."""
-
-    plan: StepPlan
-    entries: list[Scheduled]
-    """In the plan's order."""
-    verified: list[Drafted]
-    """[B]: who made the drafts that each entry verifies."""
-    made: list[Drafted]
-    """[B]: who makes those for the next step."""
-    host_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """(request index, distributions) of drafts that the host writes."""
-    host_seconds: float = 0.0
-    """That it took to make them."""
 
 
 class Planner:
@@ -116,7 +57,7 @@ class Planner:
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -179,19 +120,19 @@ class Planner:
             self._put_prefixes(plan, entries)
         return step
 
-    def _is_decoding(self, entry: Scheduled, known: _Known, draft_limit: Callable[[Request], int]) -> bool:
+    def _is_decoding(self, entry: Scheduled, known: Known, draft_limit: Callable[[Request], int]) -> bool:
         if not entry.is_decoding or not known.is_admitted:
             return False
         is_behind = known.place.has_model and not known.is_followed and draft_limit(entry.request) > 0
         # Rows whose drafter has to catch up are named by the host, where workers do not look themselves.
         return self._is_exact or not is_behind
 
-    def _take(self, entry: Scheduled, plan: StepPlan) -> _Known:
+    def _take(self, entry: Scheduled, plan: StepPlan) -> Known:
         """What is known of an entry's request; one that is new enters the request table in this step."""
         request = entry.request
         known = self._known.get(request.request_id)
         if known is None:
-            known = _Known(self._free.pop(), self._drafters.place(request.speculation))
+            known = Known(self._free.pop(), self._drafters.place(request.speculation))
             self._known[request.request_id] = known
             known.is_reported = known.place.has_model or request.is_prefill_only or (request.grammar is not None and known.place.has_lookup)
             known.options = options_of(request, self._config.accept_policy).value
@@ -204,7 +145,7 @@ class Planner:
             plan.admissions.append(Arrival(self._admission(request, known), request.bad_word_ids))
         return known
 
-    def _admission(self, request: Request, known: _Known) -> Admission:
+    def _admission(self, request: Request, known: Known) -> Admission:
         params, options = request.params, known.options
         return Admission(
             index=known.index,
@@ -232,14 +173,14 @@ class Planner:
         """The prompt's end is a step even where nothing is to follow it."""
         return min(len(request.prompt_token_ids) + max(1, request.params.max_tokens), self._max_model_len)
 
-    def _put_pages(self, plan: StepPlan, known: _Known, request: Request) -> None:
+    def _put_pages(self, plan: StepPlan, known: Known, request: Request) -> None:
         """The pages that the workers' page table lacks."""
         begin = known.index * self._table_width
         for number in range(known.num_pages, len(request.page_ids)):
             plan.page_writes += (begin + number, request.page_ids[number])
         known.num_pages = len(request.page_ids)
 
-    def _put_host_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, _Known]) -> None:
+    def _put_host_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """Drafts of the host for this step; only of requests all of whose tokens it knows."""
         asking = [e for e in decoding if e.max_drafts and known[id(e)].place.host and not e.request.num_steps_ahead]
         if not asking:
@@ -263,7 +204,7 @@ class Planner:
                 step.host_probs.append((own.index, probs))
 
     @staticmethod
-    def _put_drafts(plan: StepPlan, known: _Known, token_ids: Sequence[int], first: int = 0) -> None:
+    def _put_drafts(plan: StepPlan, known: Known, token_ids: Sequence[int], first: int = 0) -> None:
         """Those from number `first` on; the workers have the others."""
         begin = known.index * MAX_DRAFTS
         for number in range(first, len(token_ids)):
@@ -272,7 +213,7 @@ class Planner:
 
     # -- what grammars allow ------------------------------------------------------------------------------------------
 
-    def _fit(self, entry: Scheduled, known: _Known, token_ids: Sequence[int], num_drawn: int) -> tuple[list[int], Drafted, int]:
+    def _fit(self, entry: Scheduled, known: Known, token_ids: Sequence[int], num_drawn: int) -> tuple[list[int], Drafted, int]:
         """Drafts as the request's grammar wants them, and how many of them were drawn from a distribution."""
         sources = known.drafted.who(len(token_ids), self._drafters.lookup_name)
         limit = min(entry.max_drafts, self._max_masked_drafts)
@@ -280,7 +221,7 @@ class Planner:
         fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit)
         return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
 
-    def _fit_step_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, _Known]) -> None:
+    def _fit_step_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """Of requests with a grammar whose drafts, if any, the last step made."""
         for entry in decoding:
             own = known[id(entry)]
@@ -306,7 +247,7 @@ class Planner:
 
     # -- prompts that another node has computed -----------------------------------------------------------------------
 
-    def _put_handed_drafts(self, step: PlannedStep, entry: Scheduled, hand_off: HandOff, known: _Known) -> None:
+    def _put_handed_drafts(self, step: PlannedStep, entry: Scheduled, hand_off: HandOff, known: Known) -> None:
         """The drafts that came with a prompt: those of the host's drafters that lengthen them come over them."""
         token_ids = hand_off.outcome.next_drafts[: entry.max_drafts]
         if known.place.host:
@@ -316,7 +257,7 @@ class Planner:
         self._put_drafts(step.plan, known, token_ids)
         known.drafted = Drafted(hand_off.sources[: len(token_ids)])
 
-    def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: _Known) -> None:
+    def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: Known) -> None:
         """What they were drawn from, of those that the host's drafters kept."""
         if not known.options & Options.REJECTION:
             return
@@ -328,7 +269,7 @@ class Planner:
         if probs is not None and count:
             step.host_probs.append((known.index, probs[:count]))
 
-    def _row(self, step: PlannedStep, entry: Scheduled, known: _Known, is_prompt: bool, limit: int) -> tuple[int, ...]:
+    def _row(self, step: PlannedStep, entry: Scheduled, known: Known, is_prompt: bool, limit: int) -> tuple[int, ...]:
         """One row's fields up to LOOKUP_ALONE. Notes what the step will have drafted for the request at its end."""
         request, plan = entry.request, step.plan
         verified = Drafted() if is_prompt else known.drafted
@@ -364,7 +305,7 @@ class Planner:
         head = (known.index, len(request.page_ids), self._end_of(request), first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone)
 
-    def _count_drafter(self, entry: Scheduled, known: _Known, is_prompt: bool, end: int, limit: int) -> tuple[int, int]:
+    def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, limit: int) -> tuple[int, int]:
         """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""
         request = entry.request
         if not known.place.has_model or not request.speculation.num_speculative_tokens:
@@ -410,7 +351,7 @@ class Planner:
                 self._drafters.put_step_drafts(request, outcome.next_drafts)
         return who
 
-    def _note_drafter(self, request: Request, known: _Known, outcome: Outcome) -> None:
+    def _note_drafter(self, request: Request, known: Known, outcome: Outcome) -> None:
         after = min(outcome.num_drafter_tokens, len(request.token_ids) + len(outcome.token_ids))
         if after > known.num_drafter_tokens:
             self._seen.note(request.page_ids, known.num_drafter_tokens, after)

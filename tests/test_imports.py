@@ -207,7 +207,7 @@ LEVELS = (
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks"),
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),
-    ("planner", "group"),
+    ("planned", "planner", "group"),
     ("hand_overs",),
     ("engine", "follower"),
     ("disaggregation",),
