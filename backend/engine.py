@@ -381,6 +381,7 @@ class Engine:
     def start(self) -> None:
         """Runs the loop in a thread of its own until `shutdown`."""
         assert self._thread is None, "the engine runs already"
+        self._intake.load()
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 

@@ -39,6 +39,10 @@ class Intake:
         self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
         self._warn_of_unknown_tokens()
 
+    def load(self) -> None:
+        """What requests would wait for when it is first used."""
+        self._grammars.load()
+
     def _warn_of_unknown_tokens(self) -> None:
         """Not an error: many models are published with tokens that nobody uses, and requests without them are served."""
         unknown = {i: token for token, i in self._tokenizer.inner.get_vocab().items() if i >= self._vocab_size}

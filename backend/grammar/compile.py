@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -17,6 +18,8 @@ from backend.text import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
+
+logger = logging.getLogger(__name__)
 
 MAX_CACHED, MAX_CACHED_CHARACTERS = 256, 4_000_000
 """Grammars that are kept, and characters of what was asked; the least used goes first."""
@@ -59,9 +62,9 @@ class Grammars:
         return made.copy(ignores_end)
 
     def _compile(self, asked: StructuredOutputs) -> Matcher:
+        vocabulary = self._load()
         import llguidance
 
-        vocabulary = self._load()
         name = f"structured_outputs.{asked.form}"
         try:
             inner = llguidance.LLMatcher(vocabulary.tokenizer, _write_grammar(asked), log_level=0, limits=_limits())
@@ -77,12 +80,20 @@ class Grammars:
             raise RequestError(f"{name}: no text but the empty one fulfils it")
         return Matcher(inner, vocabulary)
 
+    def load(self) -> None:
+        """Reads the vocabulary, which takes up to a second and holds Python's lock: before requests come. The first one does it else."""
+        try:
+            self._load()
+        except RequestError as error:
+            logger.warning("requests that ask for a form of their answers will be refused: %s", error)
+
     def _load(self) -> Vocabulary:
-        """Reading a vocabulary takes up to a second, so the first request that needs it pays for it."""
         with self._loading:
             if self._vocabulary is None:
-                import llguidance
-
+                try:
+                    import llguidance
+                except ImportError as error:
+                    raise RequestError(f"structured_outputs: this server has no llguidance: {error}") from None
                 size = max(self._vocab_size, self._tokenizer.inner.get_vocab_size())
                 try:
                     tokenizer = llguidance.LLTokenizer(self._tokenizer.inner.to_str(), n_vocab=size, eos_token=sorted(self._end_ids))
