@@ -12,10 +12,10 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.core import Request, SamplingParams
 from backend.errors import RequestError
-from backend.grammar import Grammars
+from backend.grammar import Grammars, Matcher
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
-from backend.tools import Tools, find_format, read_history
+from backend.tools import Tools, find_format
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Intake:
         token_ids = self._read_prompt(prompt, tools)
         self._check_vocabulary(params)
         asked = self._form_of(params, tools)
-        grammars = [self._grammars.compile(asked, params.ignore_eos) if asked is not None else None for _ in range(params.n)]
+        grammars = [None if asked is None else self._compile(asked, params) for _ in range(params.n)]
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:
             speculation = dataclasses.replace(speculation, num_speculative_tokens=self._config.max_forced_tokens)
         if timeout is not None and not 0 < timeout < 1e9:
@@ -105,6 +105,14 @@ class Intake:
             for i in range(params.n)
         ]
 
+    def _compile(self, asked: StructuredOutputs, params: SamplingParams) -> Matcher:
+        try:
+            return self._grammars.compile(asked, params.ignore_eos)
+        except RequestError as error:
+            if asked is params.structured_outputs:
+                raise
+            raise RequestError(f"tools: their schemas cannot be enforced: {str(error).removeprefix('structured_outputs.grammar: ')}") from None
+
     def _form_of(self, params: SamplingParams, tools: Tools | None) -> StructuredOutputs | None:
         """What the text has to be: as it is asked for, or calls of tools."""
         if tools is None or tools.choice == "none":
@@ -125,8 +133,7 @@ class Intake:
             if tools is not None:
                 find_format(self._tokenizer.chat_template)  # which says whether it takes any
             variables = {"tools": list(tools.tools)} if tools is not None else {}
-            messages = read_history(prompt)  # type: ignore[arg-type]
-            text = self._tokenizer.render_chat(messages, self._max_model_len * MAX_CHARACTERS_PER_TOKEN, **variables)
+            text = self._tokenizer.render_chat(prompt, self._max_model_len * MAX_CHARACTERS_PER_TOKEN, **variables)  # type: ignore[arg-type]
             token_ids = self._encode(text, "the rendered chat", add_special_tokens=False)
         else:
             token_ids = list(prompt)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from backend.detokenizer import (
 )
 from backend.errors import ModelError, RequestError
 from backend.model_files import read_json
-from backend.tools import CALL_TOKENS
+from backend.tools import CALL_TOKENS, read_history
 
 
 class Tokenizer:
@@ -123,7 +123,7 @@ class Tokenizer:
         if self._template is None:
             raise RequestError("this model has no chat template: send text_input or input_ids")
         given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **variables}
-        return self._template.render(messages, given, max_characters)
+        return self._template.render(read_history(messages), given, max_characters)
 
     def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
         """The token sequences that spell `word`, at the start of a word and inside one."""

@@ -159,6 +159,8 @@ def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates want them: a content that is null is "", and the arguments of calls are objects. Raises RequestError."""
     found = []
     for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{number}] must be an object with role and content, got {message!r:.80}")
         own = {**message, "content": message.get("content") or ""}
         calls = message.get("tool_calls")
         if calls is None:

@@ -295,5 +295,8 @@ def test_no_calls(api):
     assert converse(api, tools=[], tool_choice="auto").choices[0].message.content == converse(api).choices[0].message.content
     with pytest.raises(openai.BadRequestError, match="there are no tools"):
         converse(api, tool_choice="required")
+    odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(openai.BadRequestError, match=r"tools: their schemas cannot be enforced: .*uniqueItems"):
+        converse(api, tools=[odd])
     with pytest.raises(openai.BadRequestError, match="contradicts tools"):
         converse(api, tools=TOOLS, response_format={"type": "json_object"})
