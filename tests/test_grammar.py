@@ -284,7 +284,7 @@ def test_rejection_draws_from_the_masked_distribution(llm_all, hf_model):
     prompt = tokenizer.encode("self.width = 10\nself.height = 20\nself.depth = ")
     asked = SamplingParams(max_tokens=2, temperature=1.0, n=50, structured_outputs={"grammar": 'start: "1" /[ 02,.)\\n]/'})
     counts: Counter[int] = Counter()
-    for round_ in range(24):
+    for round_ in range(16):
         own = {"method": "mtp", "num_speculative_tokens": 1, "verify_strategy": "rejection"}
         result = llm_all.generate(
             {"prompt_token_ids": prompt}, SamplingParams(**{**_fields(asked), "seed": 1000 * round_}), speculative=own, use_tqdm=False
