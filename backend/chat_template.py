@@ -253,7 +253,7 @@ class ChatTemplate:
             make_environment().parse(source)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             raise ModelError(f"{where}: the chat template is not valid: {error}") from None
-        self._source = source
+        self.source = source
         self._lock = threading.Lock()
         self._renderer: _Renderer | None = None
 
@@ -279,7 +279,7 @@ class ChatTemplate:
         try:
             if self._renderer is None:
                 self._renderer = _Renderer()
-                answer = self._renderer.ask({"source": self._source})
+                answer = self._renderer.ask({"source": self.source})
                 if "error" in answer:
                     self._end_renderer()
                     return answer

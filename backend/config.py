@@ -312,6 +312,8 @@ class EngineConfig(Section):
     """CPU threads of the engine; default: torch's choice."""
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
+    max_forced_tokens: int = 8
+    """Of the only continuation that an answer's form allows, so many tokens are drafted a step for requests whose method drafts nothing, 0 to 16."""
     cascade_attention: bool = False
     """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
     quantization: str | QuantizationConfig | None = None
@@ -345,6 +347,8 @@ class EngineConfig(Section):
         require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         require(self.max_step_ms is None or self.max_step_ms >= 0, "max_step_ms", self.max_step_ms, ">= 0")
         require(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, ">= 1")
+        good = 0 <= self.max_forced_tokens <= MAX_SPECULATIVE_TOKENS
+        require(good, "max_forced_tokens", self.max_forced_tokens, f"from 0 to {MAX_SPECULATIVE_TOKENS}")
         require(self.single_thread_tokens >= 0, "single_thread_tokens", self.single_thread_tokens, ">= 0")
         own, target = self.speculative_config.draft_tensor_parallel_size, self.parallel_config.tensor_parallel_size
         require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
@@ -362,6 +366,11 @@ class EngineConfig(Section):
     def max_num_batched_tokens_on(self, device_type: str) -> int:
         """Or its default: on a GPU so many as keep its products busy."""
         return self.max_num_batched_tokens or max(self.max_batch_size, DEFAULT_BATCHED_TOKENS.get(device_type, 512))
+
+    @property
+    def max_masked_drafts(self) -> int:
+        """Most drafts a step of a request whose answer has a form."""
+        return max(self.speculative_config.num_speculative_tokens or 0, self.max_forced_tokens)
 
     def max_step_ms_on(self, device_type: str) -> float:
         """Or its default; 0: no limit."""

@@ -1,6 +1,6 @@
 """The engine's data: requests, one step's batch, drafts, verdicts and what goes back to the caller.
 
-Shape letters: B requests, K drafted tokens, R logits rows, V vocabulary. This module imports no sibling.
+Shape letters: B requests, K drafted tokens, R logits rows, V vocabulary. This module imports no sibling but what an answer may be asked to be.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from backend.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,6 +82,8 @@ class SamplingParams:
     """Repeat the prompt's text and ids in the first answer."""
     n: int = 1
     """Independent completions; completion i uses seed + i."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text has to be; also as a mapping of that class's keys."""
 
     def __post_init__(self) -> None:
         for key in ("stop", "bad_words", "stop_token_ids"):
@@ -122,6 +126,8 @@ class SamplingParams:
             good = isinstance(self.logprobs, int) and 0 <= self.logprobs <= MAX_LOGPROBS
             _check("logprobs", self.logprobs, int, good, f"an integer from 0 to {MAX_LOGPROBS}")
         _check("n", self.n, int, isinstance(self.n, int) and 1 <= self.n <= MAX_COMPLETIONS, f"an integer from 1 to {MAX_COMPLETIONS}")
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.from_value(self.structured_outputs))
 
     def _check_strings(self, key: str, max_count: int, max_characters: int) -> None:
         strings = getattr(self, key)
@@ -216,6 +222,10 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """End-of-text ids and stop_token_ids that end it."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Any = None
+    """Its `backend.grammar.Matcher`, where its text has to have a form."""
+    may_call: bool = False
+    """Its text has the special tokens of calls."""
     arrival: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output. The last one is never in the KV cache."""

@@ -12,7 +12,7 @@ import codecs
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import tokenizers
@@ -277,13 +277,14 @@ def _strip_token(token: str, content: str, start: int, stop: int) -> str:
 class Decoding:
     """How a tokenizer's tokens become text. One for a tokenizer; safe from any thread."""
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, kept: Collection[str] = ()) -> None:
+        """kept: special tokens that are text all the same."""
         self.inner = inner
         self.make_joiner: Callable[[], _Joiner] = _Joiner
         self.make_strip: Callable[[], _Strip] | None = None
         self.is_streamed = True
         """False for decoders whose text is not certain before the last token: all of it comes at the end."""
-        self._special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+        self._special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special and token.content not in kept}
         self._token_maps: list[Callable[[str], str]] = []
         self._to_piece: Callable[[str], Piece] = str
         self._pieces: dict[int, Piece | None] = {}

@@ -18,7 +18,7 @@ from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
 from backend.devices import on_stream, pick_device
 from backend.drafters import Drafters
 from backend.drafters.calls import DraftService
-from backend.errors import ConfigError, EngineError, ModelError
+from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.group import Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
@@ -26,11 +26,13 @@ from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
 from backend.pacing import ChunkLimit, Pacer
 from backend.parallel.ranks import Ranks
-from backend.planner import PlannedStep, Planner
+from backend.planned import PlannedStep
+from backend.planner import Planner
 from backend.scheduler import Scheduler, cut_at_end
 from backend.step.scores import read_scores
 from backend.step.worker import Results, Worker
 from backend.text import Tokenizer
+from backend.tools import Tools
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +147,7 @@ class Engine:
             max_drafter_tokens=worker.max_num_batched_tokens + 1,
             has_step_drafter=has_step_drafter,
             is_layout_exact=worker.graphs is None,
+            max_masked_drafts=config.max_masked_drafts,
             cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
         )
         is_wanted = config.async_scheduling
@@ -168,13 +171,14 @@ class Engine:
         speculative: dict[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        tools: Tools | None = None,
     ) -> None:
         """Queues a prompt (text, token ids or messages); its deltas go to `on_delta`, the last one final, for each of params.n completions.
 
-        timeout: seconds from now after which it ends with finish_reason `timeout`. Raises RequestError, ConfigError (both
-        the request's fault), CapacityError or EngineError; then no delta follows.
+        timeout: seconds from now after which it ends with finish_reason `timeout`; tools: that a chat may call.
+        Raises RequestError, ConfigError (both the request's fault), CapacityError or EngineError; then no delta follows.
         """
-        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout), on_delta)
+        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools), on_delta)
 
     def submit_requests(self, requests: list[Request], on_delta: DeltaSink) -> None:
         """Queues the completions of one call. Raises as `submit` does."""
@@ -313,6 +317,8 @@ class Engine:
                 continue  # it ended while this step was under way
             try:
                 self._book(own, step, number, entry, outcome)
+            except RequestError as error:
+                self._open.fail(own, error)
             except Exception as error:  # it belongs to this request only
                 self._open.fail_internally(own, error)
         self.planner.keep_pages(step.entries)
@@ -341,6 +347,9 @@ class Engine:
         """drafters: who made each draft that was verified."""
         request = entry.request
         token_ids, reason = cut_at_end(request, outcome.token_ids, self.scheduler.max_model_len)
+        if request.grammar is not None:
+            token_ids = token_ids[: request.grammar.advance(token_ids)]
+            reason = "stop" if request.grammar.is_complete else reason
         token_ids, text, is_stopped = own.read(token_ids)
         num_accepted = min(outcome.num_accepted, len(token_ids))
         logprobs = None
@@ -372,6 +381,7 @@ class Engine:
     def start(self) -> None:
         """Runs the loop in a thread of its own until `shutdown`."""
         assert self._thread is None, "the engine runs already"
+        self._intake.load()
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 

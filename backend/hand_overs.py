@@ -14,7 +14,8 @@ from typing import Protocol
 from backend.core import Batch, Delta, HandOff, Outcome, Request, Scheduled
 from backend.errors import InternalError
 from backend.open_requests import OpenRequest, OpenRequests
-from backend.planner import PlannedStep, Planner
+from backend.planned import PlannedStep
+from backend.planner import Planner
 from backend.scheduler import Scheduler
 from backend.step.worker import Worker
 
@@ -78,8 +79,10 @@ class HandOvers:
         self._scheduler.min_fetched_tokens = fetcher.min_tokens
 
     def admit(self, request: Request) -> None:
-        """Before the scheduler has it. Prompts whose log-probabilities are wanted are computed where their scores are read."""
-        request.is_remote = self._fetcher is not None and not request.is_prefill_only and not request.scores_prompt and self._fetcher.wants(request)
+        """Before the scheduler has it. Prompts whose log-probabilities are wanted are computed where their scores are read, and those whose answer
+        has a form where its grammar is: the first token has to follow it."""
+        is_own = request.is_prefill_only or request.scores_prompt or request.grammar is not None
+        request.is_remote = self._fetcher is not None and not is_own and self._fetcher.wants(request)
 
     def begin(self, batch: Batch) -> None:
         """Asks for what a batch has given pages for."""

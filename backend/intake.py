@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -11,7 +12,10 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.core import Request, SamplingParams
 from backend.errors import RequestError
+from backend.grammar import Grammars, Matcher
+from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
+from backend.tools import Tools, find_format
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,12 @@ class Intake:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._grammars = Grammars(tokenizer, vocab_size, eos_token_ids)
         self._warn_of_unknown_tokens()
+
+    def load(self) -> None:
+        """What requests would wait for when it is first used."""
+        self._grammars.load()
 
     def _warn_of_unknown_tokens(self) -> None:
         """Not an error: many models are published with tokens that nobody uses, and requests without them are served."""
@@ -55,12 +64,20 @@ class Intake:
         speculative: dict[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        tools: Tools | None = None,
     ) -> list[Request]:
-        """One request for each of params.n completions. timeout: seconds from now. Raises RequestError, ConfigError (both the request's fault)."""
+        """One request for each of params.n completions. Raises RequestError, ConfigError (both the request's fault).
+
+        timeout: seconds from now; tools: that a chat may call.
+        """
         received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
-        token_ids = self._read_prompt(prompt)
+        token_ids = self._read_prompt(prompt, tools)
         self._check_vocabulary(params)
+        asked = self._form_of(params, tools)
+        grammars = [None if asked is None else self._compile(asked, params) for _ in range(params.n)]
+        if asked is not None and speculative is None and not speculation.num_speculative_tokens:
+            speculation = dataclasses.replace(speculation, num_speculative_tokens=self._config.max_forced_tokens)
         if timeout is not None and not 0 < timeout < 1e9:
             raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}")
         stop_ids = frozenset(params.stop_token_ids)
@@ -82,18 +99,41 @@ class Intake:
                 deadline=deadline,
                 stop_ids=stop_ids,
                 bad_word_ids=bad_words,
+                grammar=grammars[i],
+                may_call=tools is not None and tools.choice != "none",
             )
             for i in range(params.n)
         ]
 
-    def _read_prompt(self, prompt: Prompt) -> list[int]:
+    def _compile(self, asked: StructuredOutputs, params: SamplingParams) -> Matcher:
+        try:
+            return self._grammars.compile(asked, params.ignore_eos)
+        except RequestError as error:
+            if asked is params.structured_outputs:
+                raise
+            raise RequestError(f"tools: their schemas cannot be enforced: {str(error).removeprefix('structured_outputs.grammar: ')}") from None
+
+    def _form_of(self, params: SamplingParams, tools: Tools | None) -> StructuredOutputs | None:
+        """What the text has to be: as it is asked for, or calls of tools."""
+        if tools is None or tools.choice == "none":
+            return params.structured_outputs
+        if params.structured_outputs is not None:
+            raise RequestError(
+                "structured_outputs (response_format) contradicts tools, whose calls have a form of their own: tool_choice has to be none"
+            )
+        return tools.form(find_format(self._tokenizer.chat_template), self._tokenizer.special_ids)
+
+    def _read_prompt(self, prompt: Prompt, tools: Tools | None = None) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty")
             token_ids = self._encode(prompt, "the prompt")
         elif len(prompt) and isinstance(prompt[0], dict):
             # Limited before it is rendered, too. The template writes the special tokens itself.
-            text = self._tokenizer.render_chat(prompt, self._max_model_len * MAX_CHARACTERS_PER_TOKEN)  # type: ignore[arg-type]
+            if tools is not None:
+                find_format(self._tokenizer.chat_template)  # which says whether it takes any
+            variables = {"tools": list(tools.tools)} if tools is not None else {}
+            text = self._tokenizer.render_chat(prompt, self._max_model_len * MAX_CHARACTERS_PER_TOKEN, **variables)  # type: ignore[arg-type]
             token_ids = self._encode(text, "the rendered chat", add_special_tokens=False)
         else:
             token_ids = list(prompt)  # type: ignore[arg-type]

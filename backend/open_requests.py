@@ -88,7 +88,7 @@ class OpenRequests:
 
     def begin(self, request: Request, sink: DeltaSink, submitted: float) -> OpenRequest:
         params = request.params
-        own = OpenRequest(request, sink, TextStream(self._tokenizer, params.stop, params.include_stop), submitted)
+        own = OpenRequest(request, sink, TextStream(self._tokenizer, params.stop, params.include_stop, request.may_call), submitted)
         self._open[request.request_id] = own
         self.has_deadlines |= request.deadline is not None
         return own

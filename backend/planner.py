@@ -10,76 +10,22 @@ import functools
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import SpeculativeConfig
 from backend.core import Batch, Draft, HandOff, Outcome, Request, Scheduled
-from backend.drafters import Drafters, Placement
+from backend.drafters import Drafters
 from backend.drafters.choice import MODEL, NEVER
+from backend.grammar import SOURCE, fill_masks, fit_drafts
 from backend.pages import SeenPages
+from backend.planned import Drafted, Known, PlannedStep
 from backend.prefixes import find_shared
 from backend.step.options import Options, is_deterministic, options_of
 from backend.step.plan import Arrival, StepPlan
 from kernels.request_state import Admission
-from kernels.structs import DRAFTER_COUNT, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
-
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(slots=True)
-class Drafted:
-    """Who made the drafts that the next step verifies. It may hold fewer than these."""
-
-    sources: list[str] = field(default_factory=list)
-    alone_score: int = NEVER
-    score: int = 0
-    """Of the lookup, once the step was read."""
-
-    def who(self, count: int, lookup_name: str) -> list[str]:
-        if self.score >= self.alone_score:
-            return [lookup_name] * count
-        return self.sources[:count]
-
-
-@dataclass(slots=True, eq=False)
-class _Known:
-    """What the workers know of a running request."""
-
-    index: int
-    place: Placement
-    options: int = 0
-    num_pages: int = 0
-    """Leading page ids in the page table."""
-    is_admitted: bool = False
-    is_reported: bool = False
-    """The host, or another node, wants to see what a step drafted for it."""
-    drafted: Drafted = field(default_factory=Drafted)
-    num_drafter_tokens: int = 0
-    """Leading tokens that the model drafter has computed, by the steps that were read or whose rows the host named."""
-    is_followed: bool = False
-    """The model drafter computes every token in the step that emits it; where not, it lags behind num_drafter_tokens."""
-
-
-@dataclass(slots=True)
-class PlannedStep:
-    """A step's plan, and what the host needs to read its outcome."""
-
-    plan: StepPlan
-    entries: list[Scheduled]
-    """In the plan's order."""
-    verified: list[Drafted]
-    """[B]: who made the drafts that each entry verifies."""
-    made: list[Drafted]
-    """[B]: who makes those for the next step."""
-    host_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """(request index, distributions) of drafts that the host writes."""
-    host_seconds: float = 0.0
-    """That it took to make them."""
+from kernels.structs import DRAFTER_COUNT, MASK, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
 
 
 class Planner:
@@ -98,18 +44,20 @@ class Planner:
         has_step_drafter: bool,
         is_layout_exact: bool,
         cascade_heads: tuple[int, int] | None = None,
+        max_masked_drafts: int = MAX_DRAFTS,
     ) -> None:
         """max_drafter_tokens: that the model drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so
-        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once."""
+        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once;
+        max_masked_drafts: of a request with a grammar."""
         self._config, self._drafters = config, drafters
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width = -(-max_model_len // page_size)
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
-        self._cascade_heads = cascade_heads
+        self._cascade_heads, self._max_masked_drafts = cascade_heads, max_masked_drafts
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -121,7 +69,9 @@ class Planner:
 
     def is_held(self, request: Request, limit: int) -> bool:
         """Whether a request has to sit the next step out, since the host must see what a step under way emits first. limit: most drafts."""
-        if not request.num_steps_ahead or not limit:
+        if not request.num_steps_ahead or request.grammar is not None:
+            return request.num_steps_ahead > 0
+        if not limit:
             return False
         known = self._known.get(request.request_id)
         if known is None:
@@ -146,6 +96,7 @@ class Planner:
         for entry, hand_off, own in handed:
             self._put_handed_drafts(step, entry, hand_off, own)
         self._put_host_drafts(step, decoding, known)
+        self._fit_step_drafts(step, decoding, known)
         for _, hand_off, own in handed:
             self._put_handed_probs(step, hand_off, own)
         for entry in batch.entries if plan.admissions else ():
@@ -158,31 +109,32 @@ class Planner:
             rows.append(self._row(step, entry, own, is_prompt, min(draft_limit(entry.request), MAX_DRAFTS)))
         plan.fields = np.zeros((NUM_FIELDS, len(entries)), dtype=np.int32)
         plan.fields[:PREFIX_GROUP] = np.array(rows, dtype=np.int32).T
-        plan.fields[PREFIX_GROUP] = -1
+        plan.fields[[PREFIX_GROUP, MASK]] = -1
         plan.num_prompts = len(prompts)
         plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
         plan.options = functools.reduce(operator.or_, (known[id(e)].options for e in entries), 0)
         plan.reports_drafts = any(own.is_reported for own in known.values())
+        self._put_masks(step)
         if self._cascade_heads is not None and not prompts:
             self._put_prefixes(plan, entries)
         return step
 
-    def _is_decoding(self, entry: Scheduled, known: _Known, draft_limit: Callable[[Request], int]) -> bool:
+    def _is_decoding(self, entry: Scheduled, known: Known, draft_limit: Callable[[Request], int]) -> bool:
         if not entry.is_decoding or not known.is_admitted:
             return False
         is_behind = known.place.has_model and not known.is_followed and draft_limit(entry.request) > 0
         # Rows whose drafter has to catch up are named by the host, where workers do not look themselves.
         return self._is_exact or not is_behind
 
-    def _take(self, entry: Scheduled, plan: StepPlan) -> _Known:
+    def _take(self, entry: Scheduled, plan: StepPlan) -> Known:
         """What is known of an entry's request; one that is new enters the request table in this step."""
         request = entry.request
         known = self._known.get(request.request_id)
         if known is None:
-            known = _Known(self._free.pop(), self._drafters.place(request.speculation))
+            known = Known(self._free.pop(), self._drafters.place(request.speculation))
             self._known[request.request_id] = known
-            known.is_reported = known.place.has_model or request.is_prefill_only
+            known.is_reported = known.place.has_model or request.is_prefill_only or (request.grammar is not None and known.place.has_lookup)
             known.options = options_of(request, self._config.accept_policy).value
             # After a hand-off the drafter has seen the newest token too, at the end of the step that emitted it.
             is_handed = request.hand_off is not None
@@ -193,7 +145,7 @@ class Planner:
             plan.admissions.append(Arrival(self._admission(request, known), request.bad_word_ids))
         return known
 
-    def _admission(self, request: Request, known: _Known) -> Admission:
+    def _admission(self, request: Request, known: Known) -> Admission:
         params, options = request.params, known.options
         return Admission(
             index=known.index,
@@ -221,14 +173,14 @@ class Planner:
         """The prompt's end is a step even where nothing is to follow it."""
         return min(len(request.prompt_token_ids) + max(1, request.params.max_tokens), self._max_model_len)
 
-    def _put_pages(self, plan: StepPlan, known: _Known, request: Request) -> None:
+    def _put_pages(self, plan: StepPlan, known: Known, request: Request) -> None:
         """The pages that the workers' page table lacks."""
         begin = known.index * self._table_width
         for number in range(known.num_pages, len(request.page_ids)):
             plan.page_writes += (begin + number, request.page_ids[number])
         known.num_pages = len(request.page_ids)
 
-    def _put_host_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, _Known]) -> None:
+    def _put_host_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """Drafts of the host for this step; only of requests all of whose tokens it knows."""
         asking = [e for e in decoding if e.max_drafts and known[id(e)].place.host and not e.request.num_steps_ahead]
         if not asking:
@@ -238,32 +190,74 @@ class Planner:
         step.host_seconds = time.perf_counter() - started
         plan = step.plan
         for b, entry in enumerate(asking):
-            own, token_ids = known[id(entry)], draft.token_ids[b]
-            begin = own.index * MAX_DRAFTS
-            for number, token_id in enumerate(token_ids):
-                plan.draft_writes += (begin + number, token_id)
-            plan.num_draft_writes += (own.index, len(token_ids))
-            own.drafted = Drafted(list(draft.sources[b]))
-            num_model = next((i for i, who in enumerate(draft.sources[b]) if who != self._drafters.model_name), len(token_ids))
-            if own.options & Options.REJECTION and (b in draft.probs or not own.place.has_model or not num_model):
-                plan.num_drawn_writes += (own.index, len(draft.probs[b]) if b in draft.probs else 0)
-            if b in draft.probs and own.options & Options.REJECTION:
-                step.host_probs.append((own.index, draft.probs[b]))
+            own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
+            num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(token_ids))
+            own.drafted = Drafted(sources)
+            if entry.request.grammar is not None:
+                num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
+                token_ids, own.drafted, num_drawn = self._fit(entry, own, token_ids, num_drawn)
+                probs = None if probs is None else probs[:num_drawn]
+            self._put_drafts(plan, own, token_ids)
+            if own.options & Options.REJECTION and (probs is not None or not own.place.has_model or not num_model):
+                plan.num_drawn_writes += (own.index, 0 if probs is None else len(probs))
+            if probs is not None and own.options & Options.REJECTION:
+                step.host_probs.append((own.index, probs))
 
-    def _put_handed_drafts(self, step: PlannedStep, entry: Scheduled, hand_off: HandOff, known: _Known) -> None:
+    @staticmethod
+    def _put_drafts(plan: StepPlan, known: Known, token_ids: Sequence[int], first: int = 0) -> None:
+        """Those from number `first` on; the workers have the others."""
+        begin = known.index * MAX_DRAFTS
+        for number in range(first, len(token_ids)):
+            plan.draft_writes += (begin + number, token_ids[number])
+        plan.num_draft_writes += (known.index, len(token_ids))
+
+    # -- what grammars allow ------------------------------------------------------------------------------------------
+
+    def _fit(self, entry: Scheduled, known: Known, token_ids: Sequence[int], num_drawn: int) -> tuple[list[int], Drafted, int]:
+        """Drafts as the request's grammar wants them, and how many of them were drawn from a distribution."""
+        sources = known.drafted.who(len(token_ids), self._drafters.lookup_name)
+        limit = min(entry.max_drafts, self._max_masked_drafts)
+        num_drawn = num_drawn if known.options & Options.REJECTION else 0
+        fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit)
+        return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
+
+    def _fit_step_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
+        """Of requests with a grammar whose drafts, if any, the last step made."""
+        for entry in decoding:
+            own = known[id(entry)]
+            if entry.request.grammar is None or own.drafted.token_ids is not None:
+                continue
+            made = own.next_drafts[: entry.max_drafts]
+            sources = own.drafted.who(len(made), self._drafters.lookup_name)
+            num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(made))
+            token_ids, own.drafted, _ = self._fit(entry, own, made, num_model)
+            same = next((i for i, (old, new) in enumerate(zip(made, token_ids)) if old != new), min(len(made), len(token_ids)))
+            if len(token_ids) > same:
+                self._put_drafts(step.plan, own, token_ids, same)
+
+    def _put_masks(self, step: PlannedStep) -> None:
+        """For every position of rows whose request has a grammar."""
+        plan, asked = step.plan, []
+        for b, (entry, verified) in enumerate(zip(step.entries, step.verified)):
+            if entry.request.grammar is not None and entry.emits:
+                asked.append((b, (entry.request.grammar, verified.token_ids or [])))
+        if asked:
+            plan.masks, plan.fields[MASK, [b for b, _ in asked]] = fill_masks([own for _, own in asked])
+            plan.options |= Options.MASKS
+
+    # -- prompts that another node has computed -----------------------------------------------------------------------
+
+    def _put_handed_drafts(self, step: PlannedStep, entry: Scheduled, hand_off: HandOff, known: Known) -> None:
         """The drafts that came with a prompt: those of the host's drafters that lengthen them come over them."""
         token_ids = hand_off.outcome.next_drafts[: entry.max_drafts]
         if known.place.host:
             if known.place.has_model:
                 self._drafters.put_step_drafts(entry.request, token_ids)
             return
-        begin = known.index * MAX_DRAFTS
-        for number, token_id in enumerate(token_ids):
-            step.plan.draft_writes += (begin + number, token_id)
-        step.plan.num_draft_writes += (known.index, len(token_ids))
+        self._put_drafts(step.plan, known, token_ids)
         known.drafted = Drafted(hand_off.sources[: len(token_ids)])
 
-    def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: _Known) -> None:
+    def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: Known) -> None:
         """What they were drawn from, of those that the host's drafters kept."""
         if not known.options & Options.REJECTION:
             return
@@ -275,12 +269,13 @@ class Planner:
         if probs is not None and count:
             step.host_probs.append((known.index, probs[:count]))
 
-    def _row(self, step: PlannedStep, entry: Scheduled, known: _Known, is_prompt: bool, limit: int) -> tuple[int, ...]:
+    def _row(self, step: PlannedStep, entry: Scheduled, known: Known, is_prompt: bool, limit: int) -> tuple[int, ...]:
         """One row's fields up to LOOKUP_ALONE. Notes what the step will have drafted for the request at its end."""
         request, plan = entry.request, step.plan
         verified = Drafted() if is_prompt else known.drafted
         if len(verified.sources) > entry.max_drafts:
             verified.sources = verified.sources[: entry.max_drafts]
+            verified.token_ids = None if verified.token_ids is None else verified.token_ids[: entry.max_drafts]
         known.is_admitted = True
         model_limit, lookup_limit, alone = 0, -1, NEVER
         end = entry.begin + entry.num_tokens
@@ -310,7 +305,7 @@ class Planner:
         head = (known.index, len(request.page_ids), self._end_of(request), first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone)
 
-    def _count_drafter(self, entry: Scheduled, known: _Known, is_prompt: bool, end: int, limit: int) -> tuple[int, int]:
+    def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, limit: int) -> tuple[int, int]:
         """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""
         request = entry.request
         if not known.place.has_model or not request.speculation.num_speculative_tokens:
@@ -345,17 +340,18 @@ class Planner:
         known = self._known.get(request.request_id)
         if known is None:
             return who
+        known.next_drafts = outcome.next_drafts
         if known.place.has_model:
             if entry.emits and outcome.num_drafter_tokens:
                 self._note_drafter(request, known, outcome)
             if known.place.has_lookup and who:
                 key = verified.score if verified.score >= verified.alone_score else MODEL
-                self._drafters.choice.learn(request.request_id, key, outcome.num_accepted)
+                self._drafters.choice.learn(request.request_id, key, outcome.num_accepted - who[: outcome.num_accepted].count(SOURCE))
             if known.place.host and entry.emits:
                 self._drafters.put_step_drafts(request, outcome.next_drafts)
         return who
 
-    def _note_drafter(self, request: Request, known: _Known, outcome: Outcome) -> None:
+    def _note_drafter(self, request: Request, known: Known, outcome: Outcome) -> None:
         after = min(outcome.num_drafter_tokens, len(request.token_ids) + len(outcome.token_ids))
         if after > known.num_drafter_tokens:
             self._seen.note(request.page_ids, known.num_drafter_tokens, after)

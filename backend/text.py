@@ -22,6 +22,7 @@ from backend.detokenizer import (
 )
 from backend.errors import ModelError, RequestError
 from backend.model_files import read_json
+from backend.tools import CALL_TOKENS, read_history
 
 
 class Tokenizer:
@@ -79,6 +80,20 @@ class Tokenizer:
         return Decoding(self.inner)
 
     @functools.cached_property
+    def calling(self) -> Decoding:
+        """The same, with the special tokens that calls of tools are made of."""
+        return Decoding(self.inner, CALL_TOKENS) if CALL_TOKENS & set(self.special_ids) else self.decoding
+
+    @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Of special tokens, by their text."""
+        return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._template.source if self._template is not None else None
+
+    @functools.cached_property
     def _special_tokens(self) -> dict[int, bytes]:
         return {i: token.content.encode() for i, token in self.inner.get_added_tokens_decoder().items()}
 
@@ -108,7 +123,7 @@ class Tokenizer:
         if self._template is None:
             raise RequestError("this model has no chat template: send text_input or input_ids")
         given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **variables}
-        return self._template.render(messages, given, max_characters)
+        return self._template.render(read_history(messages), given, max_characters)
 
     def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
         """The token sequences that spell `word`, at the start of a word and inside one."""
@@ -124,9 +139,10 @@ class TextStream:
     and then no token follows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False) -> None:
-        self._detokenizer = Detokenizer(tokenizer.decoding)
-        self._is_streamed = tokenizer.decoding.is_streamed
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, may_call: bool = False) -> None:
+        decoding = tokenizer.calling if may_call else tokenizer.decoding
+        self._detokenizer = Detokenizer(decoding)
+        self._is_streamed = decoding.is_streamed
         self._stop = tuple(stop)
         self._max_stop_len = max(map(len, self._stop), default=0)
         self._include_stop = include_stop

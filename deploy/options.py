@@ -136,6 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None, help="share the pages of equal beginnings (default: on)"
     )
+    load.add_argument(
+        "--max-forced-tokens", type=int, metavar="N", help="drafted where an answer's form leaves one continuation (default 8; 0: none)"
+    )
     load.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
     load.add_argument("--single-thread-tokens", type=int, metavar="N", help="CPU: smaller steps run on one thread (default 8)")
 

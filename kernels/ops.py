@@ -17,6 +17,7 @@ from kernels.step import append_draft, pack_results, prepare_drafter, prepare_st
 from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
 from kernels.step_rows import DrafterRows, StepRows
 from kernels.structs import DRAFT_STREAM, SAMPLE_STREAM, Policy, StepSizes
+from kernels.token_mask import mask_logits
 from kernels.verify import sample_candidates, top_p_candidates, verify, verify_drafts, verify_rejection, verify_top_p
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "gelu_mul",
     "latent_attention",
     "linear",
+    "mask_logits",
     "mix_experts",
     "norm_gated_linear",
     "norm_heads",

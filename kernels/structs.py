@@ -77,11 +77,13 @@ class Field(enum.IntEnum):
     """Rows of one group (numbered by its first row) share their first tokens' pages; -1: none."""
     PREFIX_LEN = 12
     """How many tokens those are."""
+    MASK = 13
+    """Which of the step's token masks belongs to the row's first logits; those of its drafts follow. -1: it may choose any token."""
 
 
 NUM_FIELDS = len(Field)
-(INDEX, NUM_PAGES, END, FIRST, COUNT, EMITS, VERIFY_LIMIT, DRAFTER_COUNT, MODEL_LIMIT, LOOKUP_LIMIT, LOOKUP_ALONE, PREFIX_GROUP, PREFIX_LEN) = range(
-    NUM_FIELDS
+(INDEX, NUM_PAGES, END, FIRST, COUNT, EMITS, VERIFY_LIMIT, DRAFTER_COUNT, MODEL_LIMIT, LOOKUP_LIMIT, LOOKUP_ALONE, PREFIX_GROUP, PREFIX_LEN, MASK) = (
+    range(NUM_FIELDS)
 )
 """The same as plain numbers: tensors take no time over those."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels import attention, distribution, linear, ngram, sampling, wide_linear
+from kernels import attention, distribution, linear, ngram, sampling, token_mask, wide_linear
 from kernels._load import SOURCES, compiling, gpu_of, load
 from kernels._signature import kernels_of
 
@@ -31,6 +31,7 @@ def load_step(device: torch.device, dtypes: Sequence[torch.dtype], vocab_size: i
     for dtype in dtypes:
         sampling.load_all(device, dtype, vocab_size, max_rows)
         distribution.load_all(device, dtype, vocab_size)
+        token_mask.load_mask(device, dtype)
 
 
 def load_attention(

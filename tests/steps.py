@@ -72,7 +72,7 @@ class Steps:
         for row in rows:
             first, count, end = (row.begin, row.count, row.begin + row.count) if row.count else (-1, 1, 0)
             head = (row.index, self._num_pages[row.index], self.worker.max_model_len, first, count, int(row.is_end), len(row.drafts))
-            fields.append((*head, 0, 0, -1, NEVER, -1, 0))
+            fields.append((*head, 0, 0, -1, NEVER, -1, 0, -1))
             if row.count:
                 plan.num_prompts += 1
                 plan.prompt_seq_lens.append(end)

@@ -47,6 +47,8 @@ from backend.core import (
     SamplingParams,
 )
 from backend.errors import ConfigError, ModelError
+from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
+from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
 from deploy import launcher, options, rendering, server
 from deploy.cli import main
 from deploy.server import LaunchError
@@ -708,6 +710,28 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "logprobs": [-1, 21, 1.0, "1", True, False],
     "echo": ["False", 0, None],
     "n": [0, -1, 65, 1.0, "1", None, True],
+    "structured_outputs": [
+        5,
+        "json",
+        [],
+        {},
+        {"json": {}, "regex": "a"},
+        {"jsn": {}},
+        {"json": 5},
+        {"json": {"type": {1}}},
+        {"json_object": False},
+        {"json_object": 1},
+        {"regex": 5},
+        {"choice": "abc"},
+        {"choice": [1]},
+        {"choice": []},
+        {"choice": ["x"] * (MAX_CHOICES + 1)},
+        {"grammar": ["a"]},
+        {"regex": "x" * (MAX_STRUCTURE + 1)},
+        {"regex": "a", "disable_any_whitespace": True},
+        {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "},
+        {"json": {}, "is_lenient": "yes"},
+    ],
 }
 GOOD_SAMPLING: dict[str, list[Any]] = {
     "max_tokens": [1, 10**9],
@@ -729,6 +753,7 @@ GOOD_SAMPLING: dict[str, list[Any]] = {
     "logprobs": [None, 0, 20],
     "echo": [True, False],
     "n": [1, 64],
+    "structured_outputs": [None, StructuredOutputs(json={"type": "object"}), StructuredOutputs(json=False), StructuredOutputs(choice=("a", "b"))],
 }
 
 

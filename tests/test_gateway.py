@@ -341,10 +341,10 @@ BAD = [
 ]  # fmt: skip
 BAD_CHATS = [
     ({"messages": []}, "messages: List should have at least 1 item", "messages"),
-    ({"messages": [{"role": "user"}]}, "messages: Field required", "messages"),
+    ({"messages": [{"role": "user"}]}, "messages: one of role 'user' has no content, and calls no tools", None),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages: Input should be", "messages"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs true", None),
-    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "unknown or unsupported parameter 'tools'", "tools"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0] must be", "tools"),
     ({"text": "x", "prompt": "y"}, "unknown or unsupported parameter 'prompt'", "prompt"),
     (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages is not valid Unicode: '\\ud800' at", None),
     (b'{"messages": [{"role": "user", "content": "x", "a": ["\\udfff"]}]}', "messages is not valid Unicode: '\\udfff' at", None),

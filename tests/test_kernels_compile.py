@@ -34,6 +34,7 @@ DEFINES = {
     "quantized_expand": {"ELEMENT": "__nv_bfloat16", "KIND": 1, "ZEROS": 0},
     "quantized_linear": {"ELEMENT": "__nv_bfloat16", "KIND": 2, "ZEROS": 1, "TOKENS": 64, "TILES": 2, "DEPTH": 2, "GROUPED": 1, "GATED": 1},
     "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 64, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 13},
+    "token_mask": {"LOGIT": 1},
     "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512, "RING": 4},
 }
 

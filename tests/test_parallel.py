@@ -32,6 +32,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"method": "mtp", "mtp_strategy": "with_ngram"}, {"temperature": 0.0, "bad_words": ["self"]}),
     ({"method": "suffix"}, {"temperature": 0.9, "seed": 5, "top_p": 0.9, "min_p": 0.02}),
     ({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.8, "seed": 4}),
+    ({"method": "mtp"}, {"temperature": 0.8, "seed": 6, "structured_outputs": {"regex": r"def [a-z_]+\(self\):(\n    [a-z]+ = [0-9]+){9}"}}),
 ]
 
 

@@ -218,7 +218,7 @@ def test_drafts_are_appended(batch: int, num_prompts: int, seed: int) -> None:
 
 def test_what_does_not_fit_the_table_is_refused() -> None:
     step = Step(0, 4, 1)
-    with pytest.raises(ValueError, match=r"fields is torch.int32 \[13, 3\]; must be torch.int32 \[13, 4\]"):
+    with pytest.raises(ValueError, match=r"fields is torch.int32 \[14, 3\]; must be torch.int32 \[14, 4\]"):
         prepare_step(step.table, step.fields[:, :3], step.page_table, step.sizes)
     with pytest.raises(ValueError, match="sizes say max_tokens, max_drafts, dummy_index = "):
         prepare_step(step.table, step.fields, step.page_table, step.sizes._replace(dummy_index=3))

@@ -68,6 +68,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
             width = draw(st.integers(0, 5))
             flat = draw(st.lists(words, min_size=NUM_FIELDS * width, max_size=NUM_FIELDS * width))
             values[f.name] = np.array(flat, dtype=np.int32).reshape(NUM_FIELDS, width)
+        elif f.name == "masks":
+            values[f.name] = np.array(draw(st.lists(words, max_size=6)), dtype=np.int32).reshape(-1, 1)
         elif f.name == "admissions":
             values[f.name] = draw(st.lists(admissions(), max_size=3))
         elif f.name in ("page_copies", "scored"):
@@ -82,7 +84,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 def assert_same(one: StepPlan, other: StepPlan) -> None:
     for f in dataclasses.fields(StepPlan):
         mine, theirs = getattr(one, f.name), getattr(other, f.name)
-        if f.name == "fields":
+        if f.name in ("fields", "masks"):
             assert mine.dtype == theirs.dtype == np.int32 and np.array_equal(mine, theirs)
         elif f.name == "admissions":
             assert [dataclasses.asdict(a) for a in mine] == [dataclasses.asdict(a) for a in theirs]

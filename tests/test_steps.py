@@ -11,7 +11,7 @@ import torch
 from backend import LLM, SamplingParams
 from backend.core import Delta
 from backend.engine import Engine
-from backend.planner import PlannedStep
+from backend.planned import PlannedStep
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.models import make_tiny
 

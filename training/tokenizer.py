@@ -17,7 +17,11 @@ SPECIAL_TOKENS = [END_OF_TEXT, "<|pad|>"]
 PIECES = r"\n+[ ]*| ?[A-Za-z]+| ?_+[A-Za-z]*|[0-9]| ?[^\sA-Za-z0-9_]+|[ ]+|\s+"
 # The model knows code, not conversation: a chat is written as a module that opens with the messages as comments.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '# ' + message['role'] + ': ' + (message['content'] | replace('\n', '\n# ')) + '\n' }}{% endfor %}"
+    "{% if tools %}{{ '# tools, called as <tool_call>\n' }}"
+    "{% for tool in tools %}{{ '# ' + (tool['function'] | tojson) + '\n' }}{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ '# ' + message['role'] + ': ' + (message['content'] | replace('\n', '\n# ')) + '\n' }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '# <tool_call>' + (call['function'] | tojson) + '</tool_call>\n' }}{% endfor %}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
 )
 

@@ -27,7 +27,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.adapters.draft_io import BlsDraftService
-from backend.adapters.intake_workers import IntakeWorkers
+from backend.adapters.intake_workers import LONG_CHARACTERS, IntakeWorkers
 from backend.adapters.metrics import MetricsPublisher
 from backend.adapters.request_io import Answer, CancelCall, GenerateCall, InputLimits, read_id, read_messages, read_request
 from backend.adapters.stub import (
@@ -174,7 +174,8 @@ class TritonPythonModel:
             exchange.num_completions = exchange.num_open = call.params.n
             if call.timeout is not None:
                 exchange.deadline = now + call.timeout
-            self._intake.put(exchange, len(call.prompt))
+            is_slow = call.params.structured_outputs is not None or call.tools is not None  # a grammar may have to be compiled
+            self._intake.put(exchange, LONG_CHARACTERS + 1 if is_slow else len(call.prompt))
         except Exception as error:  # whatever it is, it belongs to this request only
             self._refuse(exchange, error)
 
@@ -223,6 +224,7 @@ class TritonPythonModel:
                 lambda delta: self._made.append((exchange, delta)),
                 request_id=exchange.key,
                 speculative=call.speculative,
+                tools=call.tools,
                 priority=call.priority,
                 timeout=None if exchange.deadline is None else max(exchange.deadline - time.monotonic(), LEAST_SECONDS),
             )

@@ -12,8 +12,8 @@ from backend.errors import CapacityError
 logger = logging.getLogger(__name__)
 
 LONG_CHARACTERS = 16384
-"""Prompts beyond this many characters wait in a queue of their own: tokenizing 131,000 takes 150 ms (measured), and short
-ones are not to wait for it."""
+"""Prompts beyond this many characters, and those whose answers need a grammar, wait in a queue of their own: tokenizing 131,000 takes 150 ms
+(measured), and short ones are not to wait for it."""
 
 Job = TypeVar("Job")
 

@@ -21,6 +21,8 @@ from backend.core import (
 )
 from backend.errors import RequestError
 from backend.intake import MAX_CHARACTERS_PER_TOKEN
+from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE_CHARACTERS
+from backend.tools import Tools
 
 SAMPLING_SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -47,6 +49,9 @@ class InputLimits:
             "messages": MAX_MESSAGES_CHARACTERS,
             "logit_bias": MAX_JSON_CHARACTERS,
             "speculative": MAX_JSON_CHARACTERS,
+            "tools": MAX_MESSAGES_CHARACTERS,
+            "tool_choice": MAX_JSON_CHARACTERS,
+            "structured_outputs": 2 * MAX_STRUCTURE_CHARACTERS,
             "stop": MAX_STOP_CHARACTERS,
             "bad_words": MAX_BAD_WORD_CHARACTERS,
             "cancel": MAX_ID_CHARACTERS,
@@ -73,6 +78,7 @@ class GenerateCall:
     """Text, token ids, or with `is_chat` messages as JSON, which `read_messages` reads."""
     params: SamplingParams
     is_chat: bool = False
+    tools: Tools | None = None
     speculative: dict[str, Any] | None = None
     priority: int = 0
     timeout: float | None = None
@@ -104,8 +110,8 @@ def _json(name: str, text: str, limit: int) -> Any:
         raise RequestError(f"{name} is not valid JSON: {error}") from None
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    value = _json(name, text, MAX_JSON_CHARACTERS)
+def _json_object(name: str, text: str, limit: int = MAX_JSON_CHARACTERS) -> dict[str, Any]:
+    value = _json(name, text, limit)
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {text!r:.80}")
     return value
@@ -114,10 +120,24 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 def read_messages(text: str) -> list[dict[str, Any]]:
     """Raises RequestError for what is no list of messages."""
     value = _json("messages", text, MAX_MESSAGES_CHARACTERS)
-    good = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
+    good = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m and ("content" in m or "tool_calls" in m) for m in value)
     if not good:
-        raise RequestError(f"messages must be a list of objects with role and content, got {text!r:.80}")
+        raise RequestError(f"messages must be a list of objects with role and content or tool_calls, got {text!r:.80}")
     return value
+
+
+def _read_tools(values: dict[str, Any]) -> Tools | None:
+    if "tools" not in values:
+        if idle := [name for name in ("tool_choice", "parallel_tool_calls") if name in values]:
+            raise RequestError(f"{idle[0]} has no effect without tools")
+        return None
+    if "messages" not in values:
+        raise RequestError("tools are for messages: the chat template writes them into the prompt")
+    choice = values.get("tool_choice", [None])[0]
+    if choice is not None and choice.lstrip().startswith("{"):
+        choice = _json_object("tool_choice", choice)
+    tools = _json("tools", values["tools"][0], MAX_MESSAGES_CHARACTERS)
+    return Tools.from_values(tools, choice, values.get("parallel_tool_calls", [True])[0])
 
 
 def read_id(request: Any) -> str:
@@ -155,6 +175,8 @@ def read_request(request: Any, limits: InputLimits) -> GenerateCall | CancelCall
             arguments["logit_bias"] = {int(k): v for k, v in biases.items()}
         except ValueError:
             raise RequestError(f"logit_bias's keys must be token ids, got {list(biases)[:5]!r:.80}") from None
+    if values.get("structured_outputs", [""])[0]:
+        arguments["structured_outputs"] = _json_object("structured_outputs", values["structured_outputs"][0], 2 * MAX_STRUCTURE_CHARACTERS)
     timeout_ms = values.get("timeout_ms", [None])[0]
     if timeout_ms is not None and timeout_ms <= 0:
         raise RequestError(f"timeout_ms must be above 0, got {timeout_ms}")
@@ -163,6 +185,7 @@ def read_request(request: Any, limits: InputLimits) -> GenerateCall | CancelCall
         prompt=prompt,
         is_chat=given[0] == "messages",
         params=SamplingParams(**arguments),
+        tools=_read_tools(values),
         speculative=_json_object("speculative", speculative) if speculative else None,
         priority=values.get("priority", [0])[0],
         timeout=None if timeout_ms is None else timeout_ms / 1000,

@@ -19,6 +19,8 @@ class Options(enum.IntFlag):
     BAD_WORDS = 16
     FLOAT32 = 32
     """Penalties or biases: in a bfloat16 logit of 20 a penalty of 0.05 would be lost."""
+    MASKS = 64
+    """Some rows take token masks."""
 
 
 def is_deterministic(request: Request) -> bool:

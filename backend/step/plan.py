@@ -10,9 +10,9 @@ import numpy as np
 
 from backend.drafters.choice import NEVER
 from kernels.request_state import Admission
-from kernels.structs import COUNT, EMITS, FIRST, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, NUM_FIELDS, PREFIX_GROUP
+from kernels.structs import COUNT, EMITS, FIRST, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, NUM_FIELDS, PREFIX_GROUP
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(slots=True)
@@ -67,6 +67,8 @@ class StepPlan:
     """Pairs (request index, drafts)."""
     num_drawn_writes: list[int] = field(default_factory=list)
     """Pairs (request index, leading drafts that were drawn from a distribution): where the host's drafts take the place of the step's."""
+    masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
+    """[M, W] int32: which tokens positions may choose, a bit each; each row's begin at its MASK. W = V / 32, rounded up."""
 
     @property
     def write_lists(self) -> tuple[list[int], ...]:
@@ -90,7 +92,8 @@ class StepPlan:
     def padded_fields(self, num_rows: int, dummy_index: int) -> np.ndarray:
         """The fields with rows of nobody after the last, up to num_rows."""
         padded = np.zeros((NUM_FIELDS, num_rows), dtype=np.int32)
-        padded[INDEX], padded[FIRST], padded[LOOKUP_LIMIT], padded[PREFIX_GROUP] = dummy_index, -1, -1, -1
+        padded[INDEX] = dummy_index
+        padded[[FIRST, LOOKUP_LIMIT, PREFIX_GROUP, MASK]] = -1
         padded[COUNT] = padded[EMITS] = 1
         padded[LOOKUP_ALONE] = NEVER
         padded[:, : self.num_rows] = self.fields
@@ -104,6 +107,8 @@ class StepPlan:
         for name, value in ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self)):
             if name == "fields":
                 words += [_ints([value.shape[1]]), value.astype(np.int32).ravel()]
+            elif name == "masks":
+                words += [_ints(value.shape), value.ravel()]
             elif name == "admissions":
                 words.append(_ints([len(value)]))
                 words += [_state_words(state) for state in value]
@@ -126,6 +131,9 @@ class StepPlan:
             if f.name == "fields":
                 width = reader.one()
                 plan.fields = reader.take(NUM_FIELDS * width).reshape(NUM_FIELDS, width).copy()
+            elif f.name == "masks":
+                count, width = reader.one(), reader.one()
+                plan.masks = reader.take(count * width).reshape(count, width).copy()
             elif f.name == "admissions":
                 plan.admissions = [_read_state(reader) for _ in range(reader.one())]
             elif isinstance(current, list):

@@ -23,7 +23,7 @@ from backend.step.options import Options
 from backend.step.scores import score_emitted, score_prompt, score_width
 from kernels import ops, step_rows
 from kernels.request_table import RequestTable
-from kernels.structs import DRAFTER_COUNT, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, PREFIX_GROUP, PREFIX_LEN, RESULT_HEAD, Policy, StepSizes
+from kernels.structs import DRAFTER_COUNT, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, PREFIX_GROUP, PREFIX_LEN, RESULT_HEAD, Policy, StepSizes
 
 REPORT_HEAD = 3
 """Before the drafts of a row of a report: tokens that the model drafter has computed, score of the lookup, number of drafts."""
@@ -113,6 +113,8 @@ class Program:
         most = (config.num_model_steps or 1) if drafter is not None else 0
         self.distributions = Distributions(table, config, most)
         self.bad_words = BadWords(table)
+        self.masks = torch.empty(0, 0, dtype=torch.int32)
+        """[M, V / 32] int32: the tokens that positions may choose, where the step has such rows. On a GPU graphs hold the address."""
 
     def run(self, step: StepTensors) -> list[float]:
         """All phases one after the other, on CPU -> when each of them began, and the last one ended."""
@@ -267,6 +269,8 @@ class Program:
         if Options.FLOAT32 in options:
             logits = logits.float()
         raw = logits.clone() if Options.LOGPROBS in options else logits
+        if Options.MASKS in options:
+            ops.mask_logits(logits, self.masks, step.fields[MASK], cu)
         if Options.BAD_WORDS in options:
             self.bad_words.ban(logits, indices, cu, step.shape.num_queries)
         chosen, is_broken = ops.process_and_choose(logits, table, indices, cu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,6 +124,8 @@ class Worker:
         self.program = Program(
             config.speculative_config, self.model, self.store, self.table, self.page_table, self.drafter, self.max_model_len, self.dtype
         )
+        if self.device.type == "cuda":
+            self.program.masks = torch.zeros(self._mask_shape, dtype=torch.int32, device=self.device)
         self.graphs = Graphs(config, self.program, self.table, self.device, self._stage_words) if self.device.type == "cuda" else None
         self._turn = 0
         self._pinned: list[torch.Tensor] = []
@@ -185,7 +188,13 @@ class Worker:
         logits = num_rows * model.vocab_size * (size + 4) + MAX_ROWS * model.vocab_size * BYTES_PER_PROBABILITY
         drawn = (config.speculative_config.num_model_steps or 1) if self.drafter is not None else 0
         written = 2 * model.num_written_weights * size  # eagerly, and in graphs
+        logits += 4 * math.prod(self._mask_shape)
         return activations + written + logits + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
+
+    @property
+    def _mask_shape(self) -> tuple[int, int]:
+        """Of the token masks that one step takes at most."""
+        return self._config.max_batch_size * (1 + self._config.max_masked_drafts), -(-self.model.vocab_size // 32)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +207,7 @@ class Worker:
             self._prepare(plan)
             if self.graphs is not None:
                 return self._launch_on_gpu(plan)
+            self.program.masks = torch.from_numpy(plan.masks)
             fields, words = torch.from_numpy(plan.fields), torch.tensor(plan.written, dtype=torch.int32)
             self._write(plan, words)
             step = self.program.make_tensors(self._shape(plan, plan.num_rows), fields)
@@ -269,6 +279,8 @@ class Worker:
         pinned[: len(words)].numpy()[:] = words
         graphs.staged[: len(words)].copy_(pinned[: len(words)], non_blocking=True)
         self._write(plan, graphs.staged[len(fields) :])
+        if len(plan.masks):
+            self.program.masks[: len(plan.masks)].copy_(torch.from_numpy(plan.masks).pin_memory(), non_blocking=True)
         step, events = graphs.run(shape)
         copies = _start_copies(step)
         copied = torch.cuda.Event()

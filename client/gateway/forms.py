@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from client.gateway.openai import ChatRequest, CompletionRequest
+from client.gateway.tool_calls import AnswerParser
 from client.messages import Chunk
 
 TokenBytes = Mapping[int, bytes]
@@ -56,10 +58,10 @@ class Form:
         if is_first:
             self._written[index] = _Written()
         written = self._written[index]
-        choice: dict[str, Any] = {"index": index, **self._content(chunk.text, is_first, is_streamed)}
+        choice: dict[str, Any] = {"index": index, **self._content(index, chunk, is_first, is_streamed)}
         pieces = [written.characters.decode(tokens[i]) for i in chunk.token_ids] if tokens else []
         choice["logprobs"] = self._logprobs(chunk, tokens, pieces, written) if self.has_logprobs else None
-        choice["finish_reason"] = chunk.finish_reason
+        choice["finish_reason"] = self._finish_reason(index, chunk)
         if self.has_tokens:
             choice["token_ids"] = chunk.token_ids
             choice["tokens"] = pieces
@@ -68,8 +70,11 @@ class Form:
             choice["speculation"] = chunk.speculation
         return choice
 
-    def _content(self, text: str, is_first: bool, is_streamed: bool) -> dict[str, Any]:
+    def _content(self, index: int, chunk: Chunk, is_first: bool, is_streamed: bool) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _finish_reason(self, index: int, chunk: Chunk) -> str | None:
+        return chunk.finish_reason
 
     def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
         raise NotImplementedError
@@ -80,8 +85,8 @@ class CompletionForm(Form):
 
     id_prefix, object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def _content(self, text: str, is_first: bool, is_streamed: bool) -> dict[str, Any]:
-        return {"text": text}
+    def _content(self, index: int, chunk: Chunk, is_first: bool, is_streamed: bool) -> dict[str, Any]:
+        return {"text": chunk.text}
 
     def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
         """With echo, the prompt's first token has none."""
@@ -105,10 +110,29 @@ class ChatForm(Form):
 
     id_prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def _content(self, text: str, is_first: bool, is_streamed: bool) -> dict[str, Any]:
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__(request)
+        self._may_call, self._is_parallel = request.may_call, request.parallel_tool_calls is not False
+        self._parsers: dict[int, AnswerParser] = {}
+
+    def _content(self, index: int, chunk: Chunk, is_first: bool, is_streamed: bool) -> dict[str, Any]:
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = AnswerParser(uuid.uuid4().hex[:16], has_tools=self._may_call, is_parallel=self._is_parallel)
+        part = parser.feed(chunk.text, chunk.finish_reason is not None)
+        own: dict[str, Any] = {"reasoning_content": part.reasoning} if part.reasoning else {}
         if not is_streamed:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
+            calls = [{name: value for name, value in call.items() if name != "index"} for call in part.calls]
+            content = None if calls and not part.content.strip() else part.content
+            return {"message": {"role": "assistant", "content": content, "refusal": None, **own, **({"tool_calls": calls} if calls else {})}}
+        if part.calls:
+            own["tool_calls"] = part.calls
+        if part.content or not (own or self._may_call):
+            own["content"] = part.content
+        return {"delta": {"role": "assistant", "content": None if self._may_call else "", **own} if is_first else own}
+
+    def _finish_reason(self, index: int, chunk: Chunk) -> str | None:
+        return "tool_calls" if chunk.finish_reason == "stop" and self._parsers[index].num_calls else chunk.finish_reason
 
     def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:

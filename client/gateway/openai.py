@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from client.gateway.strict import Strict
+from client.gateway.structured import StructuredRequest
+
 MAX_PROMPTS = 256
 """Of one request; each becomes a request of its own to the server."""
 
@@ -24,24 +27,13 @@ _SAME_NAME = (
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
 
 
-class Strict(BaseModel):
-    """Unknown keys are errors; null is as good as absent."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
-
-
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
     """Accepted; there is none."""
 
 
-class GenerateRequest(Strict):
+class GenerateRequest(StructuredRequest):
     """What both endpoints take."""
 
     model: str | None = None
@@ -80,7 +72,7 @@ class GenerateRequest(Strict):
     def parameters(self) -> dict[str, Any]:
         """The decode model's inputs, without the prompt."""
         values = {name: getattr(self, name) for name in _SAME_NAME}
-        return {**values, "max_tokens": self.max_tokens}
+        return {**values, "max_tokens": self.max_tokens, "structured_outputs": self.form()}
 
 
 class CompletionRequest(GenerateRequest):
@@ -120,11 +112,18 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    """Null where the message calls tools."""
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
+            raise ValueError(f"messages: one of role {self.role!r:.40} has no content, and calls no tools")
+        return self
 
     def flat(self) -> dict[str, Any]:
         """With its content as one text."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         return {"role": self.role, "content": content, **(self.model_extra or {})}
 
 
@@ -135,6 +134,9 @@ class ChatRequest(GenerateRequest):
     max_completion_tokens: Int32 | None = None
     logprobs: bool = False
     top_logprobs: Int32 | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatRequest:
@@ -142,14 +144,23 @@ class ChatRequest(GenerateRequest):
             raise ValueError("give messages, or text, and not both")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice asks for a call, and there are no tools")
         return self
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
 
     def prompts(self) -> list[dict[str, Any]]:
         return [{"text_input": self.text}] if self.messages is None else [{"messages": [m.flat() for m in self.messages]}]
 
     def parameters(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        values = {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if self.tools:
+            values |= {"tools": self.tools, "tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
+        return values
 
 
 class TokenizeRequest(Strict):

@@ -64,6 +64,15 @@ def process_logits(logits: torch.Tensor, table: RequestState, request_indices: t
             rows[:early, table.banned_ids[index, : int(params["num_banned"])].long()] = float("-inf")
 
 
+def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_starts: torch.Tensor, cu_logit_rows: torch.Tensor) -> None:
+    """Forbids the tokens whose bit is 0, in the rows of requests that take masks."""
+    starts, cu, vocab_size = mask_starts.numpy(), cu_logit_rows.numpy(), logits.shape[1]
+    for b in np.flatnonzero((starts >= 0) & (cu[1:] > cu[:-1])).tolist():
+        own = masks[starts[b] : starts[b] + cu[b + 1] - cu[b]].numpy()
+        is_allowed = np.unpackbits(own.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+        logits[cu[b] : cu[b + 1]].masked_fill_(torch.from_numpy(is_allowed == 0), float("-inf"))
+
+
 def _penalize(rows: torch.Tensor, table: RequestState, index: int) -> None:
     """Of the tokens that were seen, and of the drafts before each row: the others are as they were."""
     arrays, num_rows = table.arrays, len(rows)

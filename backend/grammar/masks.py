@@ -1,0 +1,67 @@
+"""Grammars in a step's plan: which drafts are verified, and the tokens that each position may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from backend.grammar.matcher import Matcher
+
+SOURCE = "grammar"
+"""As in `token_sources`."""
+
+
+def fit_drafts(matcher: Matcher, token_ids: Sequence[int], sources: Sequence[str], num_drawn: int, limit: int) -> tuple[list[int], list[str], int]:
+    """Drafts without what the grammar forbids, and with what it forces after them, at most `limit` -> (token ids, sources, drawn ones).
+
+    num_drawn: leading drafts that were drawn from a distribution, for `rejection`. Of these the first forbidden one stays: it is rejected, and
+    what takes its place is drawn from what is left of the target's distribution. Without it that position would be drawn from all of it, and
+    whether it is there depends on the draw.
+    """
+    token_ids = token_ids[:limit]
+    num_drawn = min(num_drawn, len(token_ids))
+    count, forced = matcher.look_ahead(token_ids, limit)
+    if count < num_drawn:
+        return list(token_ids[: count + 1]), list(sources[: count + 1]), count + 1
+    return [*token_ids[:count], *forced], [*sources[:count], *[SOURCE] * len(forced)], num_drawn
+
+
+def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:
+    """Masks [M, W] int32 of requests and their drafts, and where each request's begin: one for each draft, and one after the last.
+
+    Bit i % 32 of word i // 32: token i is allowed. What follows a draft that the grammar forbids, or the text's end, is all allowed: nobody
+    chooses there.
+    """
+    vocabulary = asked[0][0].vocabulary
+    starts, single, several, begin = [], [], [], 0
+    for matcher, drafts in asked:
+        known = next((drafts[:place] for place, token_id in enumerate(drafts) if token_id in vocabulary.end_ids), drafts)
+        starts.append(begin)
+        if matcher.inner.is_error():  # its request ends with what is emitted here
+            pass
+        elif known:
+            several.append((matcher.inner, begin, list(known)))
+        else:
+            single.append((matcher.inner, begin))
+        begin += 1 + len(drafts)
+    masks = np.full((begin, vocabulary.num_own_words), -1, dtype=np.int32)
+    place = (masks.ctypes.data, 4 * vocabulary.num_own_words, begin)
+    if single:
+        vocabulary.executor.unsafe_compute_mask_ptr(single, *place)
+    if several:
+        vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(several, *place)
+    for (matcher, drafts), start in zip(asked, starts):
+        if matcher.ignores_end:
+            _forbid(masks[start : start + 1 + len(drafts)], sorted(vocabulary.end_ids))
+    return np.ascontiguousarray(masks[:, : vocabulary.num_words]), starts
+
+
+def _forbid(masks: np.ndarray, token_ids: Sequence[int]) -> None:
+    """In rows that allow anything else."""
+    for row in masks:
+        without = row.copy()
+        for token_id in token_ids:
+            without[token_id // 32] &= ~np.int32(np.uint32(1 << token_id % 32).view(np.int32))
+        if without.any():
+            row[:] = without

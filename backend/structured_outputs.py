@@ -1,0 +1,101 @@
+"""What an answer's text has to be, as requests say it. The names are vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_CHARACTERS = 131_072
+"""Of a schema, a grammar, a regular expression, or all choices together."""
+MAX_CHOICES = 4096
+FORMS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """One of the first five, and how it is meant. Raises ValueError naming the key, the rule and the value seen.
+
+    The end of text may be chosen where the text is whole, and nowhere else.
+    """
+
+    json: Mapping[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """Of the whole text; without look-around and back-references."""
+    choice: tuple[str, ...] = ()
+    """One of these texts."""
+    grammar: str | None = None
+    """Context-free: Lark's or GBNF's notation."""
+    disable_any_whitespace: bool = False
+    """JSON: one space after a comma or a colon, and no other; else up to four, or a line break with up to forty."""
+    whitespace_pattern: str | None = None
+    """JSON: a regular expression of what may stand between its parts, in the place of that."""
+    is_lenient: bool = False
+    """JSON schema: what cannot be enforced is left out, where it is an error otherwise."""
+
+    def __post_init__(self) -> None:
+        choice = self.choice
+        if not isinstance(choice, (list, tuple)) or not all(isinstance(c, str) for c in choice):
+            raise ValueError(f"structured_outputs.choice must be a list of strings, got {choice!r:.80}")
+        if len(choice) > MAX_CHOICES:
+            raise ValueError(f"structured_outputs.choice has {len(choice)} strings; the limit is {MAX_CHOICES}")
+        object.__setattr__(self, "choice", tuple(choice))
+        for key in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, key)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"structured_outputs.{key} must be a string, got {value!r:.80}")
+        for key in ("json_object", "disable_any_whitespace", "is_lenient"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"structured_outputs.{key} must be true or false, got {getattr(self, key)!r:.80}")
+        if self.json is not None and not isinstance(self.json, (Mapping, bool, str)):
+            raise ValueError(f"structured_outputs.json must be a JSON schema, got {self.json!r:.80}")
+        given = [key for key in FORMS if getattr(self, key) not in (None, False, ()) or (key == "json" and self.json is False)]
+        if len(given) != 1:
+            raise ValueError(f"structured_outputs: give one of {', '.join(FORMS)}; got {' and '.join(given) or 'none'}")
+        is_json = given[0] in ("json", "json_object")
+        for key in ("disable_any_whitespace", "whitespace_pattern"):
+            if getattr(self, key) not in (None, False) and not is_json:
+                raise ValueError(f"structured_outputs.{key} has no effect with {given[0]}: it is for json and json_object")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ValueError("structured_outputs: disable_any_whitespace and whitespace_pattern contradict each other: give one of them")
+        try:
+            count = len(self.text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs.json cannot be written as JSON: {error}") from None
+        if count > MAX_CHARACTERS:
+            raise ValueError(f"structured_outputs.{given[0]} has {count} characters; the limit is {MAX_CHARACTERS}")
+
+    @classmethod
+    def from_value(cls, value: object) -> StructuredOutputs:
+        """Of an object as JSON has it. Raises ValueError."""
+        if isinstance(value, StructuredOutputs):
+            return value
+        known = [f.name for f in dataclasses.fields(cls)]
+        if not isinstance(value, Mapping):
+            raise ValueError(f"structured_outputs must be an object with one of {', '.join(FORMS)}, got {value!r:.80}")
+        if unknown := [key for key in value if key not in known]:
+            raise ValueError(f"structured_outputs: unknown key {unknown[0]!r:.80}; known keys: {', '.join(known)}")
+        return cls(**{key: own for key, own in value.items() if own is not None})
+
+    @property
+    def form(self) -> str:
+        """Which of the five."""
+        return next((key for key in FORMS if getattr(self, key) not in (None, False, ())), "json")
+
+    @property
+    def text(self) -> str:
+        """What it has of text: equal texts of one form mean the same."""
+        if self.form == "choice":
+            return json.dumps(self.choice)
+        value = getattr(self, self.form)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) if self.form == "json" else ""
+
+    def as_json(self) -> str:
+        """For the wire."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps({key: value for key, value in values.items() if value not in (None, False, ()) or (key == "json" and value is False)})

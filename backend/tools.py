@@ -1,0 +1,186 @@
+"""Tools: what a request offers, how the model's family writes calls, and the grammar of answers that have to call.
+
+Families are told apart by their templates: Hermes (Qwen, ERNIE 4.5), Llama 3, Mistral (with a list, and since v11 one by one), DeepSeek (V3, V3.1).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backend.errors import RequestError
+from backend.structured_outputs import StructuredOutputs
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family writes calls: begin, then for each `before` NAME `between` ARGUMENTS `after`, with `separator` between two, then `end`."""
+
+    markers: tuple[str, ...]
+    """What its templates have, all of them."""
+    lead: str
+    """What calls begin with, whatever is called; "": nothing that other text may not begin with."""
+    before: str
+    between: str
+    after: str
+    begin: str = ""
+    separator: str = ""
+    end: str = ""
+
+
+_BEGIN, _CALL, _SEP, _CALL_END, _END = (
+    "<\uff5ctool\u2581" + name + "\uff5c>" for name in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+)
+"""DeepSeek's."""
+_HERMES = ToolFormat(("<tool_call>",), "<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
+FORMATS = (
+    ToolFormat((_BEGIN, "```json"), _BEGIN, f"{_CALL}function{_SEP}", "\n```json\n", f"\n```{_CALL_END}", _BEGIN, "\n", _END),
+    ToolFormat((_BEGIN,), _BEGIN, _CALL, _SEP, _CALL_END, _BEGIN, "", _END),
+    ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", ""),
+    ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", '{"name": "', '", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
+    _HERMES,
+    ToolFormat(('"parameters":',), "", '{"name": "', '", "parameters": ', "}", separator="; "),
+)
+"""The first whose markers a template has. Another template that takes tools is taken for Hermes'."""
+CALL_TOKENS = frozenset({_BEGIN, _CALL, _SEP, _CALL_END, _END, "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>"})
+"""Where they are special tokens they are a part of the text all the same, for an answer that may call."""
+
+
+def find_format(template: str | None) -> ToolFormat:
+    """Raises RequestError for a template that takes no tools."""
+    if template is None or "tools" not in template:
+        raise RequestError("tools: this model's chat template takes none")
+    return next((f for f in FORMATS if all(marker in template for marker in f.markers)), _HERMES)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a request may call. Raises RequestError naming the tool and the rule."""
+
+    tools: tuple[Mapping[str, Any], ...]
+    """As OpenAI's clients write them."""
+    choice: str = "auto"
+    """none, auto, required, or =NAME for the one to call."""
+    is_parallel: bool = True
+    """More than one call in an answer."""
+
+    @classmethod
+    def from_values(cls, tools: object, choice: object = None, is_parallel: bool = True) -> Tools:
+        if not isinstance(tools, list) or not tools:
+            raise RequestError(f"tools must be a list of functions, got {tools!r:.80}")
+        if len(tools) > MAX_TOOLS:
+            raise RequestError(f"tools has {len(tools)} functions; the limit is {MAX_TOOLS}")
+        names = [_check_tool(number, tool) for number, tool in enumerate(tools)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise RequestError(f"tools: {twice[0]!r} is there twice")
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if choice.get("type") != "function" or name not in names:
+                raise RequestError(f"tool_choice must name one of the tools ({', '.join(names):.200}), got {choice!r:.100}")
+            return cls(tuple(tools), f"={name}", is_parallel)
+        if choice is not None and choice not in CHOICES:
+            raise RequestError(f"tool_choice must be one of {', '.join(CHOICES)}, or name a function, got {choice!r:.80}")
+        return cls(tuple(tools), str(choice or "auto"), is_parallel)
+
+    def form(self, format: ToolFormat, special: Mapping[str, int]) -> StructuredOutputs | None:
+        """What the answer has to be; None: any text. special: ids of the special tokens, by their text."""
+        functions = [tool["function"] for tool in self.tools]
+        if self.choice == "none" or (self.choice == "auto" and self.is_parallel and not any(f.get("strict") for f in functions)):
+            return None
+        if self.choice.startswith("="):
+            functions = [f for f in functions if f["name"] == self.choice[1:]]
+        is_several = self.is_parallel and not self.choice.startswith("=")
+        write = _Writer(special)
+        separated = f"({write(format.separator)} call)*" if format.separator else "call*"
+        tail = f"{separated if is_several else ''} {write(format.end)}"
+        rules = [_write_calls("call", format, format.before, functions, write)]
+        if self.choice != "auto":
+            start = f"start: {write(format.begin)} call {tail}"
+        elif not format.lead:  # then calls are the whole answer
+            start = f"start: call {tail} | FREE\nFREE: /([^{{](.|\\n)*)?/"
+        else:
+            lead = write(format.lead)
+            rules.append(f"lead{'' if lead.startswith('<[') else '[lazy]'}: TEXT {lead}\nTEXT: /(.|\\n)*/")
+            if format.begin:
+                start = f"start: TEXT | lead {write(format.begin[len(format.lead) :])} call {tail} TEXT"
+            else:
+                rules.append(_write_calls("rest", format, format.before[len(format.lead) :], functions, write))
+                start = "start: (lead rest)* TEXT" if is_several else "start: TEXT | lead rest"
+        return StructuredOutputs(grammar="\n".join([start, *rules]))
+
+
+class _Writer:
+    """Texts in Lark's notation, special tokens by their ids."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = {text: token_id for text, token_id in special.items() if text in CALL_TOKENS}
+        self._pattern = re.compile("(" + "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) + ")")
+
+    def __call__(self, text: str) -> str:
+        pieces = self._pattern.split(text) if self._special else [text]
+        return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p, ensure_ascii=False) for p in pieces if p)
+
+
+def _write_calls(name: str, format: ToolFormat, before: str, functions: Sequence[Mapping[str, Any]], write: _Writer) -> str:
+    """A rule: a call of any of the functions."""
+    calls = [f"{write(before + f['name'] + format.between)} %json {_write_schema(f)} {write(format.after)}" for f in functions]
+    return f"{name}: {' | '.join(f'{name}_{i}' for i in range(len(calls)))}\n" + "\n".join(f"{name}_{i}: {c}" for i, c in enumerate(calls))
+
+
+def _write_schema(function: Mapping[str, Any]) -> str:
+    """Of the arguments. With `strict` what cannot be enforced is an error."""
+    schema = function.get("parameters") or {"type": "object"}
+    return json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": not function.get("strict")}})
+
+
+def _check_tool(number: int, tool: object) -> str:
+    """Its name."""
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict):
+        raise RequestError(f'tools[{number}] must be {{"type": "function", "function": {{...}}}}, got {tool!r:.100}')
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(f"tools[{number}].function.name must be 1 to 64 letters, digits, dots, dashes and underscores, got {name!r:.80}")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(f"tools[{number}].function.parameters must be a JSON schema, got {parameters!r:.80}")
+    return name
+
+
+def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates want them: a content that is null is "", and the arguments of calls are objects. Raises RequestError."""
+    found = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{number}] must be an object with role and content, got {message!r:.80}")
+        own = {**message, "content": message.get("content") or ""}
+        calls = message.get("tool_calls")
+        if calls is None:
+            own.pop("tool_calls", None)
+        elif not isinstance(calls, list):
+            raise RequestError(f"messages[{number}].tool_calls must be a list, got {calls!r:.80}")
+        else:
+            own["tool_calls"] = [_read_call(f"messages[{number}].tool_calls[{i}]", call) for i, call in enumerate(calls)]
+        found.append(own)
+    return found
+
+
+def _read_call(where: str, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise RequestError(f"{where} must have a function with name and arguments, got {call!r:.80}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where}.function.arguments is not valid JSON: {error}") from None
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,78 @@
+"""The form that an answer is to have, as OpenAI's and vLLM's clients ask for it, in decode's words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from client.gateway.strict import Strict
+
+
+class JsonSchema(BaseModel):
+    """The schema, with a name that nobody looks at."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", populate_by_name=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class ObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class StructuredRequest(Strict):
+    """The ways to ask for a form; one of them."""
+
+    response_format: ResponseFormat | None = None
+    """OpenAI's. With `strict` a schema that cannot be enforced as a whole is refused; without, what cannot be is left out."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's, and decode's own."""
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    @model_validator(mode="after")
+    def _check_forms(self) -> StructuredRequest:
+        given = [name for name in _FORMS if getattr(self, name) is not None and not isinstance(getattr(self, name), TextFormat)]
+        if len(given) > 1:
+            raise ValueError(f"the answer can have one form: give one of {', '.join(given)}")
+        if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
+            raise ValueError("guided_whitespace_pattern has no effect without guided_json")
+        if isinstance(self.response_format, SchemaFormat) and self.response_format.json_schema.schema_ is None:
+            raise ValueError("response_format.json_schema.schema is missing")
+        return self
+
+    def form(self) -> dict[str, Any] | None:
+        """decode's `structured_outputs`."""
+        if isinstance(self.response_format, ObjectFormat):
+            return {"json_object": True}
+        if isinstance(self.response_format, SchemaFormat):
+            own = self.response_format.json_schema
+            return {"json": own.schema_, "is_lenient": not own.strict}
+        if self.structured_outputs is not None:
+            return self.structured_outputs
+        guided = {name.removeprefix("guided_"): value for name in _FORMS[2:] if (value := getattr(self, name)) is not None}
+        if self.guided_whitespace_pattern is not None:
+            guided["whitespace_pattern"] = self.guided_whitespace_pattern
+        return guided or None
+
+
+_FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")

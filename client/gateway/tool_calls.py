@@ -1,0 +1,198 @@
+"""The text of an answer, told apart as it comes: what is said, what was thought before, and calls of tools in any family's notation.
+
+Hermes (Qwen, ERNIE), Llama 3, Mistral and DeepSeek begin calls with marks of their own, so nobody has to say which family it is. What turns out
+to be no call is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+_DEEPSEEK = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>")
+_LEADS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", *_DEEPSEEK)
+_THINK, _THOUGHT = "<think>", "</think>"
+_WRAPS = ("<response>", "</response>")
+"""Around ERNIE's answers."""
+_HEAD = re.compile(
+    r'\s*(?:[\[,;]\s*)*(?:\{\s*"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+    r"|(?P<plain>[A-Za-z0-9_.-]{1,64})\[ARGS\]"
+    r"|(?:<\uff5ctool\u2581call\u2581begin\uff5c>)?(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<deep>[A-Za-z0-9_.-]{1,64})"
+    r"(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n))(?=[{\[\"])"
+)
+"""Before a call's arguments, behind its lead or behind the call before it."""
+_TAILS = ("```", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>", "}", "]", "</tool_call>")
+"""Behind a call's arguments; nobody reads them."""
+MAX_HEAD = 512
+"""Characters that may turn out to begin a call are held back no longer than this."""
+
+
+@dataclass(slots=True)
+class Part:
+    """What a piece of text adds."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """OpenAI's deltas: index, with id, type and name at a call's beginning, and more of its arguments."""
+
+
+class _Json:
+    """Finds the end of a JSON value that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped, self.is_done = 0, False, False, False
+
+    def read(self, text: str) -> int:
+        """How many characters of the text belong to it."""
+        for place, c in enumerate(text):
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif c == "\\":
+                    self._is_escaped = True
+                elif c == '"':
+                    self._in_string = False
+            elif c == '"':
+                self._in_string = True
+            elif c in "{[":
+                self._depth += 1
+            elif c in "}]":
+                self._depth -= 1
+            if not self._depth and not self._in_string:
+                self.is_done = True
+                return place + 1
+        return len(text)
+
+
+class AnswerParser:
+    """One choice's text. Feed it, then end it."""
+
+    def __init__(self, prefix: str, *, has_tools: bool, is_parallel: bool = True) -> None:
+        """prefix: of the ids of calls; has_tools: else all is text, but for what was thought."""
+        self._prefix, self._has_tools, self._is_parallel = prefix, has_tools, is_parallel
+        self._state = "begin"
+        self._held = ""
+        self._lead = ""
+        self._arguments = _Json()
+        self._skips_breaks = False
+        self.num_calls = 0
+
+    def feed(self, text: str, is_last: bool = False) -> Part:
+        """is_last: nothing follows, so nothing is held back."""
+        part = Part()
+        self._held += text
+        while getattr(self, f"_{self._state}")(part, is_last):
+            pass
+        return part
+
+    def _skip_breaks(self) -> None:
+        """Line breaks around what was thought belong to its marks."""
+        if self._skips_breaks:
+            self._held = self._held.lstrip("\n")
+            self._skips_breaks = not self._held
+
+    # Each state reads from what is held, and says whether there is more to do.
+
+    def _begin(self, part: Part, is_last: bool) -> bool:
+        bare = self._held.lstrip()
+        if bare.startswith(_THINK):
+            self._held, self._state, self._skips_breaks = bare[len(_THINK) :], "thinking", True
+            return True
+        if not is_last and len(bare) < len(_THINK) and _THINK.startswith(bare):
+            return False
+        if is_last and (end := bare.find(_THOUGHT)) >= 0 and _THINK not in bare[:end]:  # a whole answer, whose prompt has the opening mark
+            self._state, self._skips_breaks = "thinking", True
+        elif self._has_tools and bare.startswith("{"):  # Llama's calls are bare
+            self._state = "head"
+        elif self._has_tools and not bare and not is_last:
+            return False
+        else:
+            self._state = "text"
+        return True
+
+    def _thinking(self, part: Part, is_last: bool) -> bool:
+        self._skip_breaks()
+        place = self._held.find(_THOUGHT)
+        if place >= 0:
+            part.reasoning += self._held[:place]
+            self._held, self._state, self._skips_breaks = self._held[place + len(_THOUGHT) :], "text", True
+            return True
+        keep = 0 if is_last else _pending(self._held, (_THOUGHT,))
+        part.reasoning += self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return False
+
+    def _text(self, part: Part, is_last: bool) -> bool:
+        self._skip_breaks()
+        if not self._has_tools:
+            part.content += self._held
+            self._held = ""
+            return False
+        found = [(place, mark) for mark in (*_LEADS, *_WRAPS) if (place := self._held.find(mark)) >= 0]
+        if found:
+            place, mark = min(found)
+            part.content += self._held[:place]
+            self._held = self._held[place + len(mark) :]
+            if mark in _LEADS:
+                self._lead, self._state = mark, "head"
+            return True
+        keep = 0 if is_last else _pending(self._held, (*_LEADS, *_WRAPS))
+        part.content += self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return False
+
+    def _head(self, part: Part, is_last: bool) -> bool:
+        match = _HEAD.match(self._held)
+        if match is None:
+            if self._held.lstrip("[,; \n").startswith(_LEADS):  # two marks in a row
+                self._state = "text"
+                return True
+            if not is_last and len(self._held) < MAX_HEAD:
+                return False
+            part.content += self._lead
+            self._lead, self._state = "", "text"
+            return True
+        name = json.loads(match["quoted"]) if match["quoted"] else match["plain"] or match["deep"]
+        self._held, self._state, self._arguments = self._held[match.end() :], "call", _Json()
+        self._add(part, {"id": f"call_{self._prefix}{self.num_calls}", "type": "function", "function": {"name": name, "arguments": ""}})
+        self.num_calls += 1
+        return True
+
+    def _call(self, part: Part, is_last: bool) -> bool:
+        count = self._arguments.read(self._held)
+        if count:
+            self.num_calls -= 1
+            self._add(part, {"function": {"arguments": self._held[:count]}})
+            self.num_calls += 1
+        self._held = self._held[count:]
+        if self._arguments.is_done:
+            self._state = "tail"
+        return self._arguments.is_done
+
+    def _tail(self, part: Part, is_last: bool) -> bool:
+        rest = self._held.lstrip()
+        while mark := next((mark for mark in _TAILS if rest.startswith(mark)), None):
+            rest = rest[len(mark) :].lstrip()
+        self._held = rest
+        if not is_last and any(mark.startswith(rest) for mark in _TAILS):
+            return False
+        self._lead, self._state = "", "head" if rest[:1] in (",", ";") else "text"
+        return bool(rest)
+
+    def _add(self, part: Part, delta: dict[str, Any]) -> None:
+        """Joins what one piece of text adds to one call."""
+        if self.num_calls and not self._is_parallel:
+            return
+        own = next((call for call in part.calls if call["index"] == self.num_calls), None)
+        if own is None:
+            part.calls.append({"index": self.num_calls, **delta})
+        else:
+            own["function"]["arguments"] += delta["function"]["arguments"]
+
+
+def _pending(text: str, marks: tuple[str, ...]) -> int:
+    """Length of the longest end of the text that begins a mark."""
+    return max((n for mark in marks for n in range(1, min(len(mark), len(text)) + 1) if text.endswith(mark[:n])), default=0)

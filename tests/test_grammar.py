@@ -1,0 +1,360 @@
+"""Answers of a given form: always of that form, with every method the tokens of plain decoding, and never at others' cost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from backend import LLM, SamplingParams
+from backend.errors import RequestError
+from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
+from backend.structured_outputs import StructuredOutputs
+from kernels.ops import mask_logits
+from tests.conftest import EVERY_METHOD, code_prompts
+from tests.test_methods import METHODS, PLAIN, Asked, ids_of, run
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+LINE = r"def [a-z_]{3,10}\(self\):\n    return [0-9]{1,4}"
+FORMS: list[dict[str, Any]] = [
+    {"json": SCHEMA, "disable_any_whitespace": True},
+    {"json": json.dumps(SCHEMA), "whitespace_pattern": "[ \n]{1,2}"},
+    {"regex": LINE},
+    {"choice": ["self.width", "self.height", "other thing"]},
+    {"json_object": True, "disable_any_whitespace": True},
+    {"grammar": 'start: "x" ("+" NUM){1,4} ";"\nNUM: /[0-9]{1,3}/'},
+    {"grammar": 'root ::= "[" item ("," item)? "]"\nitem ::= "yes" | "no"'},
+]
+TOKENS = 64
+
+
+def check_form(form: dict[str, Any], text: str) -> None:
+    if "choice" in form:
+        assert text in form["choice"]
+    elif "regex" in form:
+        assert re.fullmatch(form["regex"], text)
+    elif "json_object" in form:
+        assert isinstance(json.loads(text), dict)
+    elif "json" in form:
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "tags"] and len(value["name"]) <= 12 and 0 <= value["age"] <= 150
+        assert set(value["tags"]) <= {"red", "green", "blue"} and 1 <= len(value["tags"]) <= 3
+    else:
+        assert re.fullmatch(r"x(\+\d{1,3}){1,4};|\[(yes|no)(,(yes|no))?\]", text)
+
+
+def formed(index: int, **options) -> SamplingParams:
+    """Greedy, or seeded; every third request is free."""
+    form = None if index % 3 == 2 else FORMS[index % len(FORMS)]
+    temperature = [0.0, 1.0, 0.7][index % 4 % 3]
+    limit = 24 if form is None else TOKENS
+    return SamplingParams(**{"max_tokens": limit, "temperature": temperature, "seed": 70 + index, "structured_outputs": form, **options})
+
+
+@pytest.fixture(params=["waiting", "ahead"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return request.getfixturevalue({"waiting": "llm_all", "ahead": "llm_ahead"}[request.param])
+
+
+@pytest.fixture(scope="module")
+def prompts(llm_all) -> list[list[int]]:
+    return [llm_all.engine.tokenizer.encode(p) for p in code_prompts(21, (60, 300), seed=9)]
+
+
+@pytest.fixture(scope="module")
+def plain(llm_plain, prompts) -> list:
+    return run(llm_plain, [Asked(p, formed(i), PLAIN) for i, p in enumerate(prompts)])
+
+
+@pytest.fixture(scope="module")
+def grammars(llm_plain) -> Grammars:
+    model = llm_plain.engine.worker.model
+    return Grammars(llm_plain.engine.tokenizer, model.vocab_size, model.eos_token_ids)
+
+
+def ends_of(outputs) -> list:
+    return [(o.text, o.finish_reason) for o in outputs]
+
+
+# -- the same tokens, of the form ---------------------------------------------------------------------------------------------
+
+
+def test_answers_have_their_form(plain):
+    whole = 0
+    for index, output in enumerate(plain):
+        form = formed(index).structured_outputs
+        if form is not None and output.finish_reason == "stop":
+            check_form(FORMS[index % len(FORMS)], output.text)
+            whole += 1
+        assert set(output.sources) == {"target"}
+    assert whole >= 12
+
+
+def test_drafts_change_nothing(llm, prompts, plain):
+    """Every method in one batch with free requests."""
+    choices = [*METHODS.values(), {"method": "mtp", "num_speculative_tokens": 6}, {"method": "ngram", "num_speculative_tokens": 8}, PLAIN]
+    for shift in (0, 4):
+        outputs = run(llm, [Asked(p, formed(i), choices[(i + shift) % len(choices)]) for i, p in enumerate(prompts)])
+        assert ids_of(outputs) == ids_of(plain)
+        assert ends_of(outputs) == ends_of(plain)
+        assert {s for o in outputs for s in o.sources} >= {"target", "grammar", "mtp", "ngram", "suffix"}
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "rejection", "topp"])
+def test_strategies_keep_the_form(llm_all, prompts, strategy):
+    choices = [{**METHODS[m], "verify_strategy": strategy} for m in ("mtp", "ngram", "mtp with suffix", "mtp with ngram")]
+    outputs = run(llm_all, [Asked(p, formed(i), choices[i % len(choices)]) for i, p in enumerate(prompts)])
+    for index, output in enumerate(outputs):
+        if index % 3 != 2 and output.finish_reason == "stop":
+            check_form(FORMS[index % len(FORMS)], output.text)
+    assert sum(o.stats.accepted for o in outputs) > 0
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+@pytest.mark.parametrize(
+    "options", [{"max_num_batched_tokens": 24, "max_batch_size": 16}, {"num_pages": 26, "enable_prefix_caching": False}], ids=str
+)
+def test_chunks_and_preemption_change_nothing(llm_all, prompts, plain, options, is_ahead):
+    options = dict(options)
+    if "num_pages" in options:
+        options["kv_cache_memory"] = options.pop("num_pages") * llm_all.engine.worker.store.page_bytes
+    own = LLM(speculative_config=EVERY_METHOD, async_scheduling=is_ahead, **options)
+    choices = [*METHODS.values(), PLAIN]
+    outputs = run(own, [Asked(p, formed(i), choices[i % len(choices)]) for i, p in enumerate(prompts)])
+    assert ids_of(outputs) == ids_of(plain)
+    if "kv_cache_memory" in options:
+        assert own.engine.metrics.preemptions > 0
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "biases": {"logit_bias": dict.fromkeys(range(100, 160), 5.0)},
+    "stop string": {"stop": ("e",), "include_stop": True},
+    "min_tokens": {"min_tokens": 20},
+    "ignore_eos": {"ignore_eos": True},
+    "bad words": {"bad_words": ("red", "1")},
+    "filters": {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    "log-probabilities": {"logprobs": 3},
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_parameters_act_together(llm_all, llm_plain, prompts, name):
+    prompts = prompts[:12]
+    asked = [formed(i, **TOGETHER[name]) for i in range(len(prompts))]
+    choices = list(METHODS.values())
+    expected = run(llm_plain, [Asked(p, a, PLAIN) for p, a in zip(prompts, asked)])
+    outputs = run(llm_all, [Asked(p, a, choices[i % len(choices)]) for i, (p, a) in enumerate(zip(prompts, asked))])
+    assert ids_of(outputs) == ids_of(expected) and ends_of(outputs) == ends_of(expected)
+    for index, output in enumerate(outputs):
+        if name not in ("stop string",) and index % 3 != 2 and output.finish_reason == "stop":
+            check_form(FORMS[index % len(FORMS)], output.text)
+
+
+def test_n_completions_each_follow(llm_all):
+    own = SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=5, n=4, structured_outputs={"regex": LINE})
+    texts = [o.text for o in llm_all.generate("class Box:\n", own, use_tqdm=False)[0].outputs]
+    assert len(set(texts)) > 1
+    for text in texts:
+        check_form({"regex": LINE}, text)
+
+
+def test_a_whole_text_ends_at_once(llm_all, llm_plain):
+    """Nothing may follow it, so no end of text has to be computed, and min_tokens does not hold it off."""
+    for own in (llm_plain, llm_all):
+        output = own.generate("x", SamplingParams(max_tokens=9, min_tokens=9, structured_outputs={"choice": ["self.width"]}), use_tqdm=False)[
+            0
+        ].outputs[0]
+        assert (output.text, output.finish_reason) == ("self.width", "stop")
+        assert own.engine.worker.model.eos_token_ids.isdisjoint(output.token_ids)
+
+
+# -- forced tokens ------------------------------------------------------------------------------------------------------------
+
+
+def test_forced_tokens_are_drafts_without_a_drafter(llm_plain):
+    own = SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=3, structured_outputs=FORMS[0])
+    forced, without = (
+        llm_plain.generate("class Box:\n", own, speculative=choice, use_tqdm=False)[0].outputs[0] for choice in (None, {"num_speculative_tokens": 0})
+    )
+    assert forced.token_ids == without.token_ids
+    assert forced.sources.count("grammar") == forced.stats.accepted > 5 and without.stats.drafted == 0
+    assert forced.stats.steps < without.stats.steps
+
+
+def test_forced_tokens_can_be_left_out():
+    own = LLM(max_forced_tokens=0)
+    asked = SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=3, structured_outputs=FORMS[0])
+    assert own.generate("class Box:\n", asked, use_tqdm=False)[0].outputs[0].stats.drafted == 0
+
+
+class TestDrafts:
+    """What is verified of drafts: `fit_drafts`."""
+
+    @pytest.fixture
+    def own(self, grammars) -> Matcher:
+        return grammars.compile(StructuredOutputs(regex=r"self\.(width|height) = [0-9]{3}"))
+
+    def split(self, llm_plain, text: str) -> list[int]:
+        return llm_plain.engine.tokenizer.encode(text, add_special_tokens=False)
+
+    def test_forbidden_ones_are_cut(self, own, llm_plain):
+        good, bad = self.split(llm_plain, "self.width"), self.split(llm_plain, "def")
+        fitted, sources, _ = fit_drafts(own, [*good, *bad, *good], ["ngram"] * 12, 0, len(good))
+        assert (fitted, sources) == (good, ["ngram"] * len(good))
+        fitted, sources, _ = fit_drafts(own, [*good, *bad, *good], ["ngram"] * 12, 0, 12)
+        assert fitted[: len(good)] == good and llm_plain.engine.tokenizer.decode(fitted).startswith("self.width =")
+        assert sources == ["ngram"] * len(good) + ["grammar"] * (len(fitted) - len(good))
+
+    def test_a_drawn_one_stays_to_be_rejected(self, own, llm_plain):
+        good, bad = self.split(llm_plain, "self.width"), self.split(llm_plain, "def")
+        drafts = [*good, *bad, *good]
+        fitted, sources, num_drawn = fit_drafts(own, drafts, ["mtp"] * len(drafts), len(drafts), 16)
+        assert fitted == [*good, bad[0]] and len(sources) == num_drawn == len(good) + 1
+
+    def test_nothing_changes_the_place(self, own, llm_plain):
+        tokens = self.split(llm_plain, "self.width = 123")
+        for _ in range(2):
+            fit_drafts(own, tokens, ["ngram"] * len(tokens), 0, len(tokens))
+            fill_masks([(own, tokens)])
+        assert own.advance([*tokens, 0]) == len(tokens) and own.is_complete
+
+    def test_the_end_is_a_draft_where_the_text_is_whole(self, grammars, llm_plain):
+        (end,) = llm_plain.engine.worker.model.eos_token_ids
+        tokens = self.split(llm_plain, "ab")
+        own = grammars.compile(StructuredOutputs(regex="(ab)+"))
+        assert fit_drafts(own, [*tokens, end, *tokens], ["mtp"] * 9, 0, 9)[0] == [*tokens, end]
+        assert end not in fit_drafts(own, [end, *tokens], ["mtp"] * 9, 0, 9)[0]
+        assert end not in fit_drafts(own.copy(ignores_end=True), [*tokens, end], ["mtp"] * 9, 0, 9)[0]
+
+
+def test_masks_say_what_may_follow(grammars, llm_plain):
+    """For every draft, each token of the vocabulary."""
+    tokenizer, vocab_size = llm_plain.engine.tokenizer, llm_plain.engine.worker.model.vocab_size
+    (end,) = llm_plain.engine.worker.model.eos_token_ids
+    matchers = [grammars.compile(StructuredOutputs(**form)) for form in ({"regex": "(ab?c)+d*"}, {"choice": ["abc", "xyz"]})]
+    asked = [
+        (matchers[0], tokenizer.encode("abcab", add_special_tokens=False)),
+        (matchers[1], []),
+        (matchers[0].copy(), tokenizer.encode("acd", add_special_tokens=False)),
+    ]
+    masks, starts = fill_masks(asked)
+    assert masks.shape == (sum(1 + len(d) for _, d in asked), -(-vocab_size // 32)) and starts == [0, 1 + len(asked[0][1]), 2 + len(asked[0][1])]
+    logits = torch.zeros(len(masks), vocab_size)
+    cu = torch.tensor([*starts, len(masks)], dtype=torch.int32)
+    mask_logits(logits, torch.from_numpy(masks), torch.tensor(starts, dtype=torch.int32), cu)
+    for (matcher, drafts), start in zip(asked, starts):
+        for place in range(1 + len(drafts)):
+            allowed = set(torch.nonzero(logits[start + place] == 0)[:, 0].tolist())
+            own = matcher.inner.deep_copy()
+            own.consume_tokens(drafts[:place])
+            expected = {t for t in range(vocab_size) if t != end and own.validate_tokens([t])} | ({end} if own.is_accepting() else set())
+            assert allowed == expected
+
+
+def test_masks_forbid_in_their_rows_alone():
+    logits = torch.arange(5 * 40, dtype=torch.float32).view(5, 40).to(torch.bfloat16)
+    masks = torch.from_numpy(np.array([[0b101, 0], [-1, -1], [0, 1 << 7]], dtype=np.int32))
+    before = logits.clone()
+    mask_logits(logits, masks, torch.tensor([-1, 1, 0], dtype=torch.int32), torch.tensor([0, 2, 4, 5], dtype=torch.int32))
+    assert torch.equal(logits[:3], before[:3])
+    assert torch.isfinite(logits[3]).nonzero()[:, 0].tolist() == [39] and torch.isfinite(logits[4]).nonzero()[:, 0].tolist() == [0, 2]
+    with pytest.raises(ValueError, match=r"masks are torch.int32 \[3, 1\]; contiguous int32 \[M, 2\] is needed for V = 40"):
+        mask_logits(logits, masks[:, :1].contiguous(), torch.tensor([0], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32))
+
+
+def test_rejection_draws_from_the_masked_distribution(llm_all, hf_model):
+    """The model's drafts are drawn without the mask: many are forbidden."""
+    tokenizer = llm_all.engine.tokenizer
+    prompt = tokenizer.encode("self.width = 10\nself.height = 20\nself.depth = ")
+    asked = SamplingParams(max_tokens=2, temperature=1.0, n=50, structured_outputs={"grammar": 'start: "1" /[ 02,.)\\n]/'})
+    counts: Counter[int] = Counter()
+    for round_ in range(16):
+        own = {"method": "mtp", "num_speculative_tokens": 1, "verify_strategy": "rejection"}
+        result = llm_all.generate(
+            {"prompt_token_ids": prompt}, SamplingParams(**{**_fields(asked), "seed": 1000 * round_}), speculative=own, use_tqdm=False
+        )[0]
+        counts.update(o.token_ids[1] for o in result.outputs)
+    (one,) = tokenizer.encode("1", add_special_tokens=False)
+    with torch.inference_mode():
+        logits = hf_model(torch.tensor([[*prompt, one]])).logits[0, -1]
+    allowed = sorted({tokenizer.encode(f"1{c}", add_special_tokens=False)[-1] for c in " 02,.)\n"})
+    probs = logits[allowed].softmax(-1).double().numpy()
+    assert set(counts) <= set(allowed)
+    kept = [i for i, p in enumerate(probs) if p * counts.total() >= 5]
+    seen = np.array([counts[allowed[i]] for i in kept], dtype=float)
+    assert chisquare(seen, probs[kept] / probs[kept].sum() * seen.sum()).pvalue > 1e-3
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in ("max_tokens", "temperature", "n", "structured_outputs")}
+
+
+# -- what cannot be -----------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "schema that is no JSON": ({"json": '{"type": '}, "structured_outputs.json is not valid JSON"),
+    "unknown type": ({"json": {"type": "strng"}}, "structured_outputs.json: Invalid type: strng"),
+    "nothing fulfils": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum \(3\)"),
+    "no such definition": ({"json": {"$ref": "#/$defs/x"}}, "'/\\$defs/x' does not exist"),
+    "elsewhere": ({"json": {"$ref": "https://example.com/schema.json"}}, "example.com/schema.json"),
+    "not enforced": ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+    "too deep": ({"json": '{"items":' * 400 + "{}" + "}" * 400}, "structured_outputs.json"),
+    "bad regex": ({"regex": "[a-"}, "structured_outputs.regex: .*unclosed character class"),
+    "look-around": ({"regex": "(?=a)b"}, "look-around"),
+    "regex that nothing matches": ({"regex": r"[^\s\S]"}, "no text but the empty one fulfils it"),
+    "the empty text": ({"regex": ""}, "no text but the empty one fulfils it"),
+    "unknown rule": ({"grammar": 'start: "a" | foo'}, 'structured_outputs.grammar: .*unknown name: "foo"'),
+    "no grammar": ({"grammar": "root ::= ("}, "structured_outputs.grammar"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused(grammars, name):
+    asked, message = REFUSED[name]
+    with pytest.raises(RequestError, match=message) as caught:
+        grammars.compile(StructuredOutputs(**asked))
+    assert len(str(caught.value)) < 700
+
+
+def test_keywords_that_cannot_be_enforced_may_be_left_out(grammars):
+    assert grammars.compile(StructuredOutputs(json={"type": "array", "uniqueItems": True}, is_lenient=True))
+
+
+DEAD_ENDS: dict[str, dict[str, Any]] = {
+    "bad words forbid what it asks for": {"bad_words": ("b",), "structured_outputs": {"regex": "(ab|bb){6}"}},
+    "too much work": {"structured_outputs": {"regex": "((a?){300}){300}a{300}"}},
+}
+
+
+@pytest.mark.parametrize("name", DEAD_ENDS)
+def test_a_dead_end_costs_its_own_request_alone(llm_ahead, prompts, plain, name):
+    """In the middle of its text."""
+    engine, errors = llm_ahead.engine, []
+    asked = SamplingParams(max_tokens=40, temperature=0.0, **DEAD_ENDS[name])
+    engine.submit(list(prompts[0]), asked, lambda d: errors.append(d.error), request_id="stuck")
+    assert ids_of(run(llm_ahead, [Asked(prompts[2], formed(2), PLAIN)])) == [plain[2].token_ids]
+    assert isinstance(errors[-1], RequestError) and "no token was both allowed by the grammar and possible" in str(errors[-1])
+
+
+def test_grammars_are_compiled_once(grammars):
+    first, second = (grammars.compile(StructuredOutputs(regex="once [a-z]+")) for _ in range(2))
+    assert first is not second and first.inner is not second.inner
+    tokens = first.vocabulary.tokenizer.tokenize_str("once abc")
+    assert first.advance(tokens) == len(tokens)
+    assert second.advance(tokens[:1]) == 1, "each request has a place of its own"

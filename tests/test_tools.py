@@ -1,0 +1,302 @@
+"""Answers with a form and calls of tools, from the grammar to OpenAI's own client on a real server."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Annotated, Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from backend.config import BUNDLED_MODEL
+from backend.errors import RequestError
+from backend.grammar import Grammars
+from backend.text import TextStream, Tokenizer
+from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history
+from client import Client, GenerateError
+from client.gateway.tool_calls import AnswerParser
+from deploy.demo import running_gateway
+
+ARGUMENTS = '{"city": "a}]\\" <tool_call>", "days": 3}'
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def function(name: str, **own: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": PARAMETERS, **own}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def write(format: ToolFormat, names: list[str], arguments: str = ARGUMENTS) -> str:
+    """Calls as the family writes them."""
+    return format.begin + format.separator.join(format.before + name + format.between + arguments + format.after for name in names) + format.end
+
+
+# -- grammars of calls --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(Tokenizer(BUNDLED_MODEL), 4096, [0])
+
+
+def follows(grammars: Grammars, tools: Tools, format: ToolFormat, text: str) -> bool:
+    """Whether the text is whole."""
+    form = tools.form(format, {})
+    assert form is not None
+    matcher = grammars.compile(form)
+    tokens = matcher.vocabulary.tokenizer.tokenize_str(text)
+    return matcher.inner.try_consume_tokens(tokens) == len(tokens) and matcher.inner.is_accepting()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
+def test_what_has_to_be_called_is(grammars, format):
+    both = [function("get_weather"), function("put.it")]
+    required, one, own = Tools.from_values(both, "required"), Tools.from_values(both, "required", False), Tools.from_values(both, named("put.it"))
+    assert all(follows(grammars, tools, format, write(format, ["put.it"])) for tools in (required, one, own))
+    assert follows(grammars, required, format, write(format, ["put.it", "get_weather"]))
+    assert not follows(grammars, one, format, write(format, ["put.it", "get_weather"]))
+    assert not follows(grammars, own, format, write(format, ["get_weather"]))
+    for tools in (required, one, own):
+        assert not follows(grammars, tools, format, "It is warm.")
+        assert not follows(grammars, tools, format, write(format, ["put.it"], '{"city": "x", "days": 12}'))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
+def test_strict_arguments_are_kept_to_wherever_a_call_begins(grammars, format):
+    tools = Tools.from_values([function("get_weather", strict=True), function("put.it")])
+    for text in ("It is warm.", write(format, ["put.it", "get_weather"]), ("Let me look.\n" if format.lead else "") + write(format, ["get_weather"])):
+        assert follows(grammars, tools, format, text)
+    assert not follows(grammars, tools, format, write(format, ["get_weather"], '{"city": 5, "days": 3}'))
+    assert Tools.from_values([function("get_weather")]).form(format, {}) is None
+    assert Tools.from_values([function("get_weather", strict=True)], "none").form(format, {}) is None
+
+
+def test_special_tokens_are_written_by_their_ids():
+    (mistral,) = (f for f in FORMATS if f.markers == ("[TOOL_CALLS]",))
+    form = Tools.from_values([function("f")], "required").form(mistral, {"[TOOL_CALLS]": 5, "<s>": 1})
+    assert form is not None and form.grammar is not None and 'start: <[5]> "[" call' in form.grammar
+
+
+@pytest.mark.parametrize(
+    ("template", "markers"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "<tool_call>"),
+        ("{{ tools }} [TOOL_CALLS] ", "[TOOL_CALLS]"),
+        ("{{ tools }} [TOOL_CALLS]f[ARGS]", "[ARGS]"),
+        ("{{ tools }} <\uff5ctool\u2581calls\u2581begin\uff5c> ```json", "```json"),
+        ("{{ tools }} <\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581begin\uff5c>"),
+        ('{{ tools }} {"name": x, "parameters": y}', '"parameters":'),
+        ("{{ tools }}", "<tool_call>"),
+    ],
+)
+def test_families_are_told_by_their_templates(template, markers):
+    assert find_format(template).markers[-1] == markers
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (([],), "tools must be a list of functions"),
+        (([{"type": "function"}],), r"tools\[0\] must be"),
+        (([function("a b")],), r"tools\[0\].function.name must be 1 to 64 letters"),
+        (([{"type": "function", "function": {"name": "f", "parameters": 5}}],), r"tools\[0\].function.parameters must be a JSON schema"),
+        (([function("f"), function("f")],), "'f' is there twice"),
+        (([function("f")], "always"), "tool_choice must be one of none, auto, required"),
+        (([function("f")], named("g")), r"tool_choice must name one of the tools \(f\)"),
+    ],
+)
+def test_tools_that_are_none_are_refused(values, message):
+    with pytest.raises(RequestError, match=message):
+        Tools.from_values(*values)
+    with pytest.raises(RequestError, match="chat template takes none"):
+        find_format("{{ messages }}")
+
+
+def test_history_as_templates_want_it():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    found = read_history([{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "5", "tool_call_id": "1"}])
+    assert found[0]["content"] == "" and found[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert found[1] == {"role": "tool", "content": "5", "tool_call_id": "1"}
+    with pytest.raises(RequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments is not valid JSON"):
+        read_history([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}])
+
+
+def test_special_tokens_of_calls_are_text_where_there_may_be_calls():
+    tokenizer = Tokenizer(BUNDLED_MODEL)
+    tokenizer.inner.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
+    ids = tokenizer.encode("a[TOOL_CALLS]b[OTHER]c", add_special_tokens=False)
+    for may_call, text in ((True, "a[TOOL_CALLS]bc"), (False, "abc")):
+        stream = TextStream(tokenizer, may_call=may_call)
+        assert "".join(stream.append(i)[0] for i in ids) + stream.flush() == text
+
+
+# -- reading calls ------------------------------------------------------------------------------------------------------------
+
+
+def parse(pieces: list[str], **options: Any) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and each call's name and arguments."""
+    parser = AnswerParser("x", **{"has_tools": True, **options})
+    content = reasoning = ""
+    calls: dict[int, list[str]] = {}
+    for number, piece in enumerate(pieces, 1):
+        part = parser.feed(piece, number == len(pieces))
+        content, reasoning = content + part.content, reasoning + part.reasoning
+        for delta in part.calls:
+            if delta["index"] not in calls:
+                assert delta["id"] == f"call_x{delta['index']}" and delta["type"] == "function"
+                calls[delta["index"]] = [delta["function"]["name"], ""]
+            calls[delta["index"]][1] += delta["function"]["arguments"]
+    return content, reasoning, [(name, arguments) for name, arguments in calls.values()]
+
+
+def in_pieces(text: str, most: int, rng: random.Random) -> list[str]:
+    pieces = []
+    while text:
+        count = rng.randint(1, most)
+        pieces.append(text[:count])
+        text = text[count:]
+    return pieces
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
+def test_calls_are_found_however_they_come(format):
+    rng = random.Random(1)
+    cases = [("", "", "")]
+    if format.lead:
+        cases += [("Let me look. ", "Let me look. ", ""), ("<think>\nfirst\n</think>\n\nok ", "ok ", "first\n")]
+    for before, content, reasoning in cases:
+        text = before + write(format, ["get_weather", "put.it"])
+        for most in (1, 2, 5, 20, 1000):
+            for _ in range(8):
+                expected = (content, reasoning, [("get_weather", ARGUMENTS), ("put.it", ARGUMENTS)])
+                assert parse(in_pieces(text, most, rng)) == expected
+                assert parse(in_pieces(text, most, rng), is_parallel=False) == (content, reasoning, expected[2][:1])
+    assert parse([write(format, ["f"])], has_tools=False)[2] == []
+
+
+@pytest.mark.parametrize("text", ['{"x": 1}', '{"name": "f"}', "see [TOOL", "<tool_call>\nnothing</tool_call> x", "a <b>c</b>", "{" * 2000])
+def test_what_is_no_call_is_text(text):
+    for most in (1, 3, 5000):
+        assert parse(in_pieces(text, most, random.Random(2))) == (text, "", [])
+
+
+def test_what_was_thought_is_told_apart():
+    assert parse(["<think>\nhm, </th", "ink or not\n</think>\n\nyes"], has_tools=False) == ("yes", "hm, </think or not\n", [])
+    assert parse(["<think>never done"], has_tools=False) == ("", "never done", [])
+    assert parse(["so\n</think>\n\nyes"], has_tools=False) == ("yes", "so\n", []), "the prompt may have the opening mark"
+    assert parse(["a </think> b <think>", " c"], has_tools=False)[1] == ""
+
+
+# -- on a real server ---------------------------------------------------------------------------------------------------------
+
+ASK = [{"role": "user", "content": "Which colour, and how large?"}]
+
+
+class Box(pydantic.BaseModel):
+    colour: Literal["red", "green", "blue"]
+    is_large: bool
+    size: Annotated[int, pydantic.Field(ge=0, le=99)]
+
+
+@pytest.fixture(scope="module")
+def server(servers):
+    return servers.get()
+
+
+@pytest.fixture(scope="module")
+def api(server, tmp_path_factory):
+    with (
+        running_gateway(tmp_path_factory.mktemp("gateway") / "log", server.grpc) as (address, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+def converse(api: openai.OpenAI, **parameters: Any) -> Any:
+    return api.chat.completions.create(**{"model": "default", "messages": ASK, "max_tokens": 120, "temperature": 0, **parameters})
+
+
+def test_parse(api):
+    answer = api.chat.completions.parse(model="default", messages=ASK, response_format=Box, max_tokens=120, temperature=1, seed=1)
+    assert isinstance(answer.choices[0].message.parsed, Box) and answer.choices[0].finish_reason == "stop"
+    with api.chat.completions.stream(model="default", messages=ASK, response_format=Box, max_tokens=120, temperature=1, seed=1) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+def test_forms(api):
+    assert converse(api, response_format={"type": "json_object"}).choices[0].message.content.startswith("{")
+    assert converse(api, response_format={"type": "text"}).choices[0].message.content == converse(api).choices[0].message.content
+    for own in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"regex": "yes|no"}}, {"guided_grammar": 'root ::= "yes" | "no"'}):
+        answer = api.completions.create(model="default", prompt="Is it? ", max_tokens=9, extra_body={**own, "return_tokens": True})
+        assert answer.choices[0].text in ("yes", "no")
+        assert set(answer.choices[0].token_sources) <= {"target", "grammar", "mtp", "ngram", "suffix"}
+
+
+def test_forms_that_cannot_be(api, server):
+    schema = {"name": "a", "schema": {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2}}
+    assert converse(api, response_format={"type": "json_schema", "json_schema": schema}).choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        converse(api, response_format={"type": "json_schema", "json_schema": {**schema, "strict": True}})
+    assert caught.value.param == "structured_outputs"
+    with pytest.raises(openai.BadRequestError, match="give one of guided_json, guided_regex"):
+        converse(api, extra_body={"guided_json": {}, "guided_regex": "a"})
+    with pytest.raises(openai.BadRequestError, match="unclosed character class"):
+        converse(api, stream=True, extra_body={"guided_regex": "[a"})
+    with Client(server.grpc) as client, pytest.raises(GenerateError, match="unknown key 'jsn'") as refused:
+        client.generate("x", structured_outputs={"jsn": {}})
+    assert refused.value.code == "INVALID_ARG"
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "strict": True,
+            "parameters": {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"], "additionalProperties": False},
+        },
+    }
+    for name in ("get_weather", "get_time")
+]
+
+
+@pytest.mark.parametrize("choice", ["required", named("get_time")], ids=["required", "named"])
+def test_calls(api, choice):
+    own = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    answer = converse(api, **own)
+    (call,) = answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+    assert call.function.name in ("get_weather", "get_time") if choice == "required" else call.function.name == "get_time"
+    assert json.loads(call.function.arguments)["unit"] in ("C", "F")
+    with api.chat.completions.stream(model="default", messages=ASK, max_tokens=120, temperature=0, **own) as stream:
+        events = [e.type for e in stream]
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+    assert "tool_calls.function.arguments.done" in events
+    said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+    after = converse(api, messages=[*ASK, said, {"role": "tool", "tool_call_id": call.id, "content": "20"}], tools=TOOLS, max_tokens=8)
+    assert after.usage.completion_tokens > 0
+
+
+def test_no_calls(api):
+    free = converse(api, tools=TOOLS, tool_choice="none")
+    assert free.choices[0].message.tool_calls is None and free.choices[0].message.content
+    assert converse(api, tools=[], tool_choice="auto").choices[0].message.content == converse(api).choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="there are no tools"):
+        converse(api, tool_choice="required")
+    odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(openai.BadRequestError, match=r"tools: their schemas cannot be enforced: .*uniqueItems"):
+        converse(api, tools=[odd])
+    with pytest.raises(openai.BadRequestError, match="contradicts tools"):
+        converse(api, tools=TOOLS, response_format={"type": "json_object"})
