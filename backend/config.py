@@ -17,6 +17,7 @@ from backend.core import Speculation
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
 from backend.section import Section, choose, closest, nearest, require
+from backend.speculative_names import ALIASES, read_other_names
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,7 +73,7 @@ def normalize_method(value: object, key: str = "method") -> str:
 class SpeculativeConfig(Section):
     """How the engine drafts and verifies (the `speculative_config` object)."""
 
-    aliases: ClassVar[dict[str, str]] = {"prompt_lookup_max": "max_ngram_size", "prompt_lookup_min": "min_ngram_size"}
+    aliases: ClassVar[dict[str, str]] = ALIASES
 
     method: str | None = None
     """none (plain decoding), naive (the speculative path without drafts), ngram, suffix or mtp. Needed where any other key is given."""
@@ -127,6 +128,7 @@ class SpeculativeConfig(Section):
     @classmethod
     def from_dict(cls, values: object, where: str = "") -> Self:
         """As of any section; keys that would have no effect are errors too: those of a method that is not loaded, and any without a method."""
+        values = read_other_names(values, where)
         config = super().from_dict(values, where)
         assert isinstance(values, dict)
         given: dict[str, str] = {str(cls.aliases.get(key, key)): str(key) for key in values if key != "method"}

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from client.loopback import open_url
-from deploy.server import state_directory
+from deploy.server import free_ports, state_directory
 
 PROMPT = '''class Circle:
     """A circle of a radius."""
@@ -40,17 +40,6 @@ FORETOKEN = (sys.executable, "-m", "deploy.cli")
 START_SECONDS = 120
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Besides SIGINT, which is an exception by itself."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nothing listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @contextlib.contextmanager

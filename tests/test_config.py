@@ -51,6 +51,7 @@ from deploy import launcher, options, rendering, server
 from deploy.cli import main
 from deploy.server import LaunchError
 from deploy.supervision import processes
+from tests.conftest import fake_server
 
 NAN, INF = math.nan, math.inf
 HUGE = 10**400  # an integer that no float can hold
@@ -806,25 +807,6 @@ def test_what_is_taken_can_be_sampled(llm_ngram: LLM, options: dict[str, Any]) -
     assert len(found) == 4 and not set(found) & llm_ngram.engine.worker.model.eos_token_ids, "min_tokens bans the end of text"
     if "top_p" in options:
         assert found == token_ids(SamplingParams(max_tokens=4, min_tokens=4, temperature=0.0)), "so small a top_p leaves the likeliest token"
-
-
-def fake_server(folder: Path, text: str, version: str | None = None) -> Path:
-    executable = folder / "bin" / "tritonserver"
-    executable.parent.mkdir(parents=True)
-    executable.write_text(f"#!/bin/sh\necho '{text}'\n")
-    executable.chmod(0o755)
-    if version:
-        (folder / "TRITON_VERSION").write_text(version)
-    return executable
-
-
-@pytest.fixture
-def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A state folder of its own, and a tritonserver on PATH, which is asked for its options and never run otherwise."""
-    fake_server(tmp_path, "--model-repository <string>")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "foretoken"
 
 
 # -- launcher: keys -------------------------------------------------------------------------------------------------------------

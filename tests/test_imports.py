@@ -157,6 +157,7 @@ def test_deploy_imports_configuration_at_most() -> None:
         "backend.errors",
         "backend.model_files",
         "backend.model_checks",
+        "backend.version",
     )
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
     bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py", "deploy/load/locustfile.py"))]
@@ -177,7 +178,7 @@ def test_adapters_alone_know_triton() -> None:
     assert any(i.is_in("triton_python_backend_utils") for i in imports_of("backend/adapters"))
 
 
-PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "disaggregation_config", "section", "errors")
+PURE = ("scheduler", "pages", "prefix_cache", "core", "config", "disaggregation_config", "speculative_names", "section", "errors")
 
 
 @pytest.mark.parametrize("name", PURE)
@@ -200,8 +201,8 @@ def test_the_planner_handles_integers() -> None:
 
 
 LEVELS = (
-    ("errors", "core"),
-    ("section",),
+    ("errors", "core", "version"),
+    ("section", "speculative_names"),
     ("config", "disaggregation_config", "model_files", "chat_template", "detokenizer", "metrics"),
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks"),
     ("prefix_cache", "drafters"),
