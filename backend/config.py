@@ -37,6 +37,7 @@ MAX_SUFFIX_LIMIT = 10**6
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
 LOAD_FORMATS = ("safetensors", "dummy")
+GENERATION_CONFIGS = ("auto", "none")
 METHODS = ("none", "naive", "ngram", "suffix", "mtp")
 METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram", "deepseek_mtp": "mtp", "ernie_mtp": "mtp"}
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
@@ -310,6 +311,9 @@ class EngineConfig(Section):
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     cascade_attention: bool = False
     """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
+    generation_config: str = "auto"
+    """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
+    top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""
     load_format: str = "safetensors"
     """safetensors, or for benchmarks dummy: random weights of config.json's shapes."""
     single_thread_tokens: int = 8
@@ -324,6 +328,8 @@ class EngineConfig(Section):
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
+        known = ", ".join(GENERATION_CONFIGS)
+        require(self.generation_config in GENERATION_CONFIGS, "generation_config", self.generation_config, f"one of {known}")
         kind, _, number = self.device.partition(":")
         good = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
         require(good, "device", self.device, "auto, cpu, cuda or cuda:N")

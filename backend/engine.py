@@ -168,13 +168,16 @@ class Engine:
         speculative: dict[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        fills_context: bool = False,
     ) -> None:
         """Queues a prompt (text, token ids or messages); its deltas go to `on_delta`, the last one final, for each of params.n completions.
 
-        timeout: seconds from now after which it ends with finish_reason `timeout`. Raises RequestError, ConfigError (both
+        timeout: seconds from now after which it ends with finish_reason `timeout`. fills_context: max_tokens is what the prompt leaves of the
+        context, or of what the cache holds. Raises RequestError, ConfigError (both
         the request's fault), CapacityError or EngineError; then no delta follows.
         """
-        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout), on_delta)
+        most = self.scheduler.max_num_tokens if fills_context else None
+        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout, most), on_delta)
 
     def submit_requests(self, requests: list[Request], on_delta: DeltaSink) -> None:
         """Queues the completions of one call. Raises as `submit` does."""

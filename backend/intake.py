@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -55,12 +56,18 @@ class Intake:
         speculative: dict[str, Any] | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        max_num_tokens: int | None = None,
     ) -> list[Request]:
-        """One request for each of params.n completions. timeout: seconds from now. Raises RequestError, ConfigError (both the request's fault)."""
+        """One request for each of params.n completions. Raises RequestError, ConfigError (both the request's fault).
+
+        timeout: seconds from now. max_num_tokens: of prompt and output together, where that decides in the place of params.max_tokens.
+        """
         received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
         token_ids = self._read_prompt(prompt)
         self._check_vocabulary(params)
+        if max_num_tokens is not None:
+            params = dataclasses.replace(params, max_tokens=max(1, max_num_tokens - len(token_ids)))
         if timeout is not None and not 0 < timeout < 1e9:
             raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}")
         stop_ids = frozenset(params.stop_token_ids)

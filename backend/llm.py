@@ -16,6 +16,7 @@ from backend.engine import Engine
 from backend.errors import RequestError
 from backend.intake import check_unicode
 from backend.open_requests import DeltaSink
+from backend.sampling_defaults import read_sampling_defaults
 
 
 @dataclass(slots=True)
@@ -57,7 +58,9 @@ class LLM:
         values = {"model": model, "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
         if speculative_config is not None:
             values["speculative_config"] = speculative_config
-        self.engine = Engine(EngineConfig.from_dict(values))
+        self.engine = Engine(config := EngineConfig.from_dict(values))
+        self.sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
+        """Of prompts that come without SamplingParams."""
         self._ids = itertools.count()
 
     def generate(
@@ -76,7 +79,7 @@ class LLM:
         if isinstance(prompts, (str, dict)):
             prompts = [prompts]
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = SamplingParams(**self.sampling_defaults)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -145,6 +148,9 @@ class LLM:
         """Completes one conversation, rendered by the model's chat template."""
         prompt = self.engine.tokenizer.render_chat(messages)
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
+        if sampling_params is None:  # as long as it takes
+            room = max(1, self.engine.scheduler.max_num_tokens - len(ids))
+            sampling_params = SamplingParams(**{"max_tokens": room, **self.sampling_defaults})
         return self.generate({"prompt_token_ids": ids}, sampling_params, **options)
 
 

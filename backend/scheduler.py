@@ -69,6 +69,11 @@ class Scheduler:
         self.num_cached_tokens = 0
 
     @property
+    def max_num_tokens(self) -> int:
+        """Of one request, prompt and output together, in an empty server."""
+        return min(self.max_model_len, self.pool.num_pages * self.pool.page_size)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._requests) - len(self.running)
 

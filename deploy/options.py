@@ -147,6 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expert-parallel", action=argparse.BooleanOptionalAction, default=None, help="each of them holds whole experts (default: a part of each)"
     )
     model.add_argument("--load-format", metavar="NAME", help="safetensors (default), or dummy: random weights of config.json's shapes")
+    model.add_argument("--generation-config", metavar="WHICH", help="auto: sampling defaults of the model's generation_config.json; none (vllm): not")
     model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
 
     load = parser.add_argument_group("load and memory")

@@ -224,6 +224,7 @@ SHORT_FLAGS |= {"compilation_config": ("-cc",), "optimization_level": ("-O",)}
 LISTS = ("lora_modules", "logits_processors", "api_key", "cuda_graph_sizes")
 """Their flags take several words."""
 VALUES: dict[str, dict[Any, Any]] = {
+    "generation_config": {"vllm": "none"},
     "load_format": {"auto": "safetensors", "default": "safetensors", "default_v1": "safetensors"},
     "dtype": {"half": "float16", "float": "float32"},
     "scheduler_name": {"global": "redis"},

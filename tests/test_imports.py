@@ -203,7 +203,7 @@ def test_the_planner_handles_integers() -> None:
 LEVELS = (
     ("errors", "core", "version"),
     ("section", "speculative_names"),
-    ("config", "disaggregation_config", "model_files", "chat_template", "detokenizer", "metrics"),
+    ("config", "disaggregation_config", "model_files", "chat_template", "detokenizer", "metrics", "sampling_defaults"),
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks"),
     ("prefix_cache", "drafters"),
     ("scheduler", "intake", "open_requests", "step"),
