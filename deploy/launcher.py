@@ -16,6 +16,7 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, SpeculativeConfig
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
+from backend.sampling_defaults import read_sampling_defaults
 from deploy.options import SERVE_KEYS, ServeConfig, read_command, split_keys
 from deploy.other_options import Translation, explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
@@ -201,7 +202,8 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
         server.append(f"--metrics-host={config.metrics_host or host}")
     names = [config.served_model_name] if isinstance(config.served_model_name, str) else config.served_model_name
     gateway = [*program, "gateway", f"--upstream=127.0.0.1:{ports['grpc_port']}", f"--host={host}", f"--port={config.port}"]
-    gateway += [f"--metrics-url=http://127.0.0.1:{ports['metrics_port']}/metrics", "--served-model-name", *names]
+    gateway += [f"--metrics-url=http://127.0.0.1:{ports[key]}/metrics" for key in ("metrics_port", "status_port") if ports[key]]
+    gateway += ["--served-model-name", *names]
     gateway += [f"--api-keys={config.api_keys}"] if config.api_keys else []
     gateway += [f"--cors-origin={origin}" for origin in config.cors_origins]
     print(f"OpenAI's interface and the page: http://{host}:{config.port}", flush=True)
@@ -218,6 +220,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         config, engine = split_keys(values)
         check_nodes(engine)
         model = check_model(engine.model, engine.max_model_len, engine.load_format)
+        defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
         check_gpu(engine.device)
         server = find_server()
@@ -243,6 +246,9 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
     command, environment = server_command(server, config, target, key)
     added = [f"{name}={environment[name]}" for name in ("PATH", "LD_LIBRARY_PATH") if environment.get(name) != os.environ.get(name)]
     shown = shlex.join(["env", *added, *(part.replace(key, "SECRET") for part in command)])
+    if defaults:
+        said = ", ".join(f"{key} {value}" for key, value in defaults.items())
+        print(f"requests that say nothing of their own have, by the model's generation_config.json (--generation-config none: not): {said}")
     print(f"model {model}\nrepository {target}\n{shown}", flush=True)
     if args.dry_run:
         os.close(lock)

@@ -157,6 +157,7 @@ def test_deploy_imports_configuration_at_most() -> None:
         "backend.errors",
         "backend.model_files",
         "backend.model_checks",
+        "backend.sampling_defaults",
         "backend.version",
     )
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
