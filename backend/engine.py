@@ -80,6 +80,7 @@ class Engine:
         self._chunks = ChunkLimit(step_ms / 1000) if step_ms else None
         self.after_deltas: Callable[[], None] = do_nothing
         self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
+        self.scheduler.on_run = self._open.note_run
         self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open, self._book_tokens)
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()

@@ -26,7 +26,7 @@ PARALLEL_FLAGS = ("tensor_parallel_size", "expert_parallel")
 """Of the section `parallel_config`."""
 COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "without_gateway")
 """What the command line holds beside keys."""
-GATEWAY_KEYS = ("served_model_name", "api_keys", "cors_origins")
+GATEWAY_KEYS = ("served_model_name", "api_keys", "cors_origins", "vllm_metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class ServeConfig(Section):
     """With port: let in only who sends one of the keys in this file, one a line."""
     cors_origins: tuple[str, ...] = ()
     """With port: web pages of these origins may call."""
+    vllm_metrics: bool = False
+    """With port: its /metrics has the server's once more by vLLM's names (`vllm:num_requests_waiting`, ...)."""
     host: str = "127.0.0.1"
     """Address to listen on. The server asks nobody who they are: beyond this machine (0.0.0.0) only on a private network (operations.md).
     With port it is the gateway's address, and the server itself is this machine's own."""
@@ -182,6 +184,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gateway.add_argument("--port", type=int, metavar="PORT", help="start a gateway too, on this port; the others are for this machine alone then")
     gateway.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what clients call the model (default foretoken)")
     gateway.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE, one a line")
+    gateway.add_argument(
+        "--vllm-metrics", action=argparse.BooleanOptionalAction, default=None, help="its /metrics has the server's once more by vLLM's names"
+    )
     gateway.add_argument("--cors-origins", nargs="+", metavar="ORIGIN", help="web pages of these origins may call")
 
     ports = parser.add_argument_group("where it listens")

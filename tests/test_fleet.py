@@ -178,8 +178,11 @@ class Three:
         """Streams that this server has begun to answer."""
         before, mine, others = server.metric("foretoken_requests_running"), [], []
         while len(mine) < count:
-            stream = send_request(self.address, {**LONG, "prompt": f"{len(mine) + len(others)} = ", "stream": True})
-            assert b"data: " in stream.recv(4096)
+            stream = send_request(self.address, {**LONG, "prompt": f"{len(mine) + len(others)} = ", "stream": True, "max_tokens": 1200})
+            data = b""
+            while b"data: " not in data:
+                data += (more := stream.recv(4096))
+                assert more
             is_mine = wait_until(lambda: server.metric("foretoken_requests_running") > before + len(mine), 0.5)
             (mine if is_mine else others).append(stream)
         for stream in others:

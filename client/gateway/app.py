@@ -17,6 +17,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
+from client.gateway.aliases import alias
 from client.gateway.answers import Answer
 from client.gateway.entrance import ERROR_CODE, ApiKeys, BodyLimit, OtherPaths, RequestLog
 from client.gateway.errors import ApiError, from_server, from_validation
@@ -54,6 +55,8 @@ class Settings:
     max_body_bytes: int = 4 * 2**20
     metrics_urls: tuple[str, ...] = ()
     """Of the server's own metrics, which /metrics then has too."""
+    has_vllm_metrics: bool = False
+    """/metrics has those of the server once more, by vLLM's names."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -163,6 +166,8 @@ def create_app(settings: Settings) -> FastAPI:
     @app.get("/metrics")
     async def show_metrics() -> Response:
         others = await asyncio.gather(*(asyncio.to_thread(read_metrics, url) for url in settings.metrics_urls))
+        if settings.has_vllm_metrics:
+            others.append(alias(b"".join(others).decode("utf-8", "replace"), settings.model_names).encode())
         return Response(b"".join([metrics.render(), *others]), media_type=CONTENT_TYPE)
 
     @app.get("/", include_in_schema=False)
