@@ -17,6 +17,7 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSIT
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from backend.sampling_defaults import read_sampling_defaults
+from deploy.gpu import check_gpu
 from deploy.options import SERVE_KEYS, ServeConfig, read_command, split_keys
 from deploy.other_options import Translation, explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
@@ -25,7 +26,6 @@ from deploy.server import (
     INPUT_LIMIT_OPTION,
     LaunchError,
     Server,
-    check_gpu,
     check_ports,
     check_shared_memory,
     find_server,
@@ -112,7 +112,7 @@ def check_nodes(engine: EngineConfig) -> None:
         return
     needs = ("redis",) if sys.version_info >= (3, 12) else ("redis", "async_timeout")  # which a server's stub of an older 3.11 wants as well
     if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
-        raise LaunchError(f"scheduler_name redis: {missing[0]} is not installed: pip install 'foretoken[disaggregation]'")
+        raise LaunchError(f"scheduler_name redis: {missing[0]} is not installed: pip install 'foretoken-triton[disaggregation]'")
     if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu13", "nixl_cu12")):
         raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")
 

@@ -148,12 +148,6 @@ def check_numpy() -> None:
         raise LaunchError(f"NumPy {numpy.__version__} in {sys.executable}: the server's Python stub needs NumPy < 2: pip install 'numpy<2'")
 
 
-def check_gpu(device: str) -> None:
-    """Raises LaunchError when a GPU is asked for by name and the machine has none."""
-    if device.startswith("cuda") and not Path("/dev/nvidiactl").exists():
-        raise LaunchError(f"device {device}: this machine has no NVIDIA GPU (no /dev/nvidiactl); use --device cpu")
-
-
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback address that nothing listens on."""
     sockets = [socket.socket() for _ in range(count)]

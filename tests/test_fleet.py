@@ -178,7 +178,7 @@ class Three:
         """Streams that this server has begun to answer."""
         before, mine, others = server.metric("foretoken_requests_running"), [], []
         while len(mine) < count:
-            stream = send_request(self.address, {**LONG, "prompt": f"{len(mine) + len(others)} = ", "stream": True, "max_tokens": 1200})
+            stream = send_request(self.address, {**LONG, "prompt": f"{len(mine) + len(others)} = ", "stream": True, "max_tokens": 200})
             data = b""
             while b"data: " not in data:
                 data += (more := stream.recv(4096))

@@ -159,6 +159,7 @@ def test_deploy_imports_configuration_at_most() -> None:
         "backend.model_checks",
         "backend.sampling_defaults",
         "backend.version",
+        "kernels.toolchain",
     )
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
     bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py", "deploy/load/locustfile.py"))]

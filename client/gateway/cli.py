@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from client.gateway.fleet import split_addresses
         from client.gateway.protocol import LimitedHeadProtocol
     except ModuleNotFoundError as error:
-        print(f"foretoken gateway: {error.name} is not installed: pip install 'foretoken[gateway]'", file=sys.stderr)
+        print(f"foretoken gateway: {error.name} is not installed: pip install 'foretoken-triton[gateway]'", file=sys.stderr)
         return 2
     try:
         keys = read_keys(args.api_keys) if args.api_keys else []
