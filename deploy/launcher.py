@@ -227,6 +227,8 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         server = find_server()
         name = f"repository-{config.port or config.http_port}"
         target = (Path(config.repository) if config.repository else state_directory() / name).resolve()
+        if not str(target).isascii():
+            raise LaunchError(f"repository {target}: the server's Python stub reads ASCII paths only: name another folder with --repository")
         check_repository(target)
         lock = lock_folder(target)
         put_password(values, target, password)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
+from backend.config import BUNDLED_MODEL
+from client.loopback import open_url
 from deploy.cli import make_parser
+from deploy.server import free_ports
 from deploy.supervision.processes import is_running
 from tests.test_server import wait_until
 
@@ -88,3 +95,42 @@ def test_make_serve_is_a_command_of_this_version(root: Path) -> None:
     (line,) = [line for line in (root / "Makefile").read_text().splitlines() if "foretoken serve" in line]
     args = make_parser().parse_args(line.partition("foretoken ")[2].split())
     assert (args.port, args.http_port, args.grpc_port, args.metrics_port, args.status_port) == (8080, 8000, 8001, 8002, 8003)
+
+
+def test_one_port_for_everything(tmp_path: Path) -> None:
+    """What is not for clients is on free ports of this machine alone."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "deploy.cli", "serve", str(BUNDLED_MODEL), f"--port={port}", "--served-model-name", "a", "b", "--vllm-metrics"]
+    command += [f"--repository={tmp_path / 'repository'}", "--drain-seconds=5"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        with contextlib.suppress(OSError), open_url(f"{address}/health", 5) as response:
+            return response.status == 200
+        return False
+
+    try:
+        assert wait_until(answers, 90)
+        body = json.dumps({"model": "b", "prompt": "x = ", "max_tokens": 4}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            assert json.loads(response.read())["model"] == "b"
+        with open_url(f"{address}/v1/models", 5) as response:
+            assert [m["id"] for m in json.loads(response.read())["data"]] == ["a", "b"]
+        with open_url(f"{address}/metrics", 5) as response:
+            text = response.read().decode()
+        for name in ("foretoken_gateway_requests_total", "foretoken_steps_total", "foretoken_server_restarts_total", "vllm:num_requests_running"):
+            assert f"\n{name}{{" in text or f"\n{name} " in text, name
+        assert 'model_name="a"' in text
+        listening = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in family(process.pid)}
+        assert listening and listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def family(pid: int) -> set[int]:
+    return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}

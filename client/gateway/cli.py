@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="larger requests are refused (default 4 MiB)")
 
 
+def listen_on(host: str | None, has_keys: bool) -> str:
+    """The address: this machine alone, unless it was said who is let in, or where to listen."""
+    return host or ("0.0.0.0" if has_keys else "127.0.0.1")
+
+
 def run(args: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM; then running requests may finish. Returns the exit status."""
     try:
@@ -64,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"foretoken gateway: --upstream {args.url}: {error}", file=sys.stderr)
         return 2
-    host = args.host or ("0.0.0.0" if keys else "127.0.0.1")
+    host = listen_on(args.host, bool(keys))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # A connection is a file, and the usual soft limit is 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
