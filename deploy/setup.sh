@@ -60,9 +60,10 @@ command -v tritonserver >/dev/null || $pip install -q --no-deps nvidia-pytriton=
 # built where only the library itself is installed.
 build_gpu() {
   find_nvcc='from kernels.toolchain import find_nvcc; print(find_nvcc().removesuffix("/bin/nvcc"))'
-  .venv/bin/python -c "$find_nvcc" >/dev/null 2>&1 || $pip install -q 'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-cccl>=13,<14' nvidia-curand
+  .venv/bin/python -c "$find_nvcc" >/dev/null 2>&1 || $pip install -q 'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-cccl>=13,<14' 'nvidia-cuda-profiler-api>=13,<14' 'nvidia-curand>=10.4'
   cuda=$(.venv/bin/python -c "$find_nvcc") && mkdir -p .venv/cuda-stub &&
     "${CC:-cc}" -shared -Wl,-soname,libcuda.so.1 -o .venv/cuda-stub/libcuda.so -x c /dev/null &&
+    { [ ! -e "$cuda/lib/libcurand.so.10" ] || ln -sf "$cuda/lib/libcurand.so.10" .venv/cuda-stub/libcurand.so; } &&
     CUDA_ROOT="$cuda" LIBRARY_PATH="$PWD/.venv/cuda-stub:$cuda/lib:$cuda/lib64" PATH="$cuda/bin:$PATH" $pip install -q pycuda
 }
 if [ -n "$has_gpu" ]; then
