@@ -139,7 +139,7 @@ def test_one_token_has_no_time_between_two(page):
     fill(page, "x", 1)
     page.get_by_role("button", name="Run").click()
     expect(page.locator("#verdict")).to_have_text("same text")
-    assert "NaN" not in page.locator("main").inner_text() and value(page, "off", "perSecond") == "–"
+    assert "NaN" not in page.locator("main").inner_text() and value(page, "off", "perSecond") == "\u2013"
     assert page.locator("#off [data-chart=times] polyline").count() == 0, "the charts are the last run's"
 
 
