@@ -231,7 +231,7 @@ def test_one_that_is_held_is_left_out_and_comes_back(three: Three) -> None:
         three.share([f"z{i} = " for i in range(4)], slice(1, 3))
     finally:
         stop(held, signal.SIGCONT)
-    assert wait_until(lambda: three.is_up(held))
+    assert wait_until(lambda: three.is_up(held), 30)
 
 
 def test_one_that_is_killed_ends_its_streams_alone(three: Three) -> None:

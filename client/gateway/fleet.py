@@ -24,8 +24,10 @@ from client.messages import Chunk, GenerateError
 
 logger = logging.getLogger("foretoken.gateway")
 
-PROBE_SECONDS = 0.4
-"""Between two questions, and for an answer: a server that died is left out within a second."""
+PROBE_SECONDS = 0.75
+"""For an answer. A server that died is left out within a second."""
+PAUSE_SECONDS = 0.2
+"""Between two questions."""
 RESOLVE_SECONDS = 5.0
 """Between two looks at the addresses of a name."""
 SLACK = 1.25
@@ -111,7 +113,7 @@ class Fleet:
                 self._set_up(member, True)
             except (GenerateError, asyncio.TimeoutError, ValueError) as error:
                 self._set_up(member, False, str(error) or f"no answer within {PROBE_SECONDS:g} s")
-            await asyncio.sleep(PROBE_SECONDS)
+            await asyncio.sleep(PAUSE_SECONDS)
 
     def _set_up(self, member: Member, is_up: bool, reason: str = "") -> None:
         if is_up != member.is_up:
