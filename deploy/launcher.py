@@ -18,7 +18,7 @@ from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from backend.sampling_defaults import read_sampling_defaults
 from deploy.gpu import check_gpu
-from deploy.options import SERVE_KEYS, ServeConfig, read_command, split_keys
+from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
 from deploy.other_options import Translation, explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
 from deploy.server import (
@@ -171,7 +171,9 @@ def serve(args: argparse.Namespace) -> int:
         config = ServeConfig.from_dict({key: value for key, value in command.values.items() if key in SERVE_KEYS})
     except ConfigError as error:
         return refuse(command.explain(error))
-    if config.port and not args.dry_run and not args.without_gateway:
+    if config.port and (command.values.get("disaggregation") or {}).get("role") == "prefill":
+        command.notes.append(f"port {config.port} has no effect: a prefill node answers no clients; they ask decode nodes")
+    elif config.port and not args.dry_run and not args.without_gateway:
         return serve_with_gateway(args, config, command.values)
     for note in [*command.notes, *explain_environment(os.environ)]:
         print(f"foretoken serve: note: {note}", file=sys.stderr)
@@ -198,8 +200,8 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     program = [sys.executable, "-m", "deploy.cli"]
     server = [*program, "serve", *args.argv, "--without-gateway", f"--host={ServeConfig.host}"]
     server += [f"--{key.replace('_', '-')}={port}" for key, port in ports.items()]
-    if "metrics_port" in values:
-        server.append(f"--metrics-host={config.metrics_host or host}")
+    if "metrics_port" in values and host in ANY_ADDRESS:
+        server.append(f"--metrics-host={host}")
     names = [config.served_model_name] if isinstance(config.served_model_name, str) else config.served_model_name
     gateway = [*program, "gateway", f"--upstream=127.0.0.1:{ports['grpc_port']}", f"--host={host}", f"--port={config.port}"]
     gateway += [f"--metrics-url=http://127.0.0.1:{ports[key]}/metrics" for key in ("metrics_port", "status_port") if ports[key]]

@@ -26,6 +26,7 @@ PARALLEL_FLAGS = ("tensor_parallel_size", "expert_parallel")
 """Of the section `parallel_config`."""
 COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "without_gateway")
 """What the command line holds beside keys."""
+ANY_ADDRESS = ("0.0.0.0", "::")
 GATEWAY_KEYS = ("served_model_name", "api_keys", "cors_origins", "vllm_metrics")
 
 
@@ -54,7 +55,7 @@ class ServeConfig(Section):
     """Address to listen on. The server asks nobody who they are: beyond this machine (0.0.0.0) only on a private network (operations.md).
     With port it is the gateway's address, and the server itself is this machine's own."""
     metrics_host: str | None = None
-    """Address of Triton's metrics; default: host."""
+    """Address of Triton's metrics: host (the default), or 0.0.0.0, for Prometheus on other machines; the supervisor reads them too."""
     max_request_size: int | str = "32MiB"
     """Of one HTTP request: bytes, or a string such as "32MiB". Needs a Triton that can limit it; older ones take anything."""
     repository: str | None = None
@@ -91,6 +92,8 @@ class ServeConfig(Section):
             raise ConfigError(f"model_control_mode must be one of {', '.join(MODEL_CONTROL_MODES)}, got {self.model_control_mode!r:.80}")
         if self.supervise and self.model_control_mode != "none":
             raise ConfigError("model_control_mode is the supervisor's own while it runs: add --no-supervise to control models yourself")
+        if self.metrics_host not in (None, self.host, *ANY_ADDRESS):
+            raise ConfigError(f"metrics_host must be host ({self.host}), 0.0.0.0 or ::, got {self.metrics_host!r:.80}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 1 to 65535, or 0 for none, got {self.port}")
         for field in dataclasses.fields(self):
@@ -193,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ports.add_argument("--host", help="address to listen on (default 127.0.0.1; 0.0.0.0: all, for a private network)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         ports.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
-    ports.add_argument("--metrics-host", help="address of the metrics port (default: as --host)")
+    ports.add_argument("--metrics-host", help="address of the metrics port: as --host (default), or 0.0.0.0")
     ports.add_argument("--status-port", type=int, metavar="PORT", help="the supervisor's /health, /live and /metrics (default 8003; 0: none)")
     ports.add_argument("--max-request-size", metavar="SIZE", help="of one HTTP request, where Triton can limit it (default 32MiB)")
 

@@ -199,6 +199,8 @@ def test_what_people_paste_starts(state: Path, tmp_path: Path, name: str, capsys
         assert found == value, key
     assert main(["serve", *words, "--dry-run", f"--repository={tmp_path / 'rendered'}"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "foretoken serve: note:" in line]
+    if name == "a prefill node":
+        assert any("port 8180 has no effect: a prefill node answers no clients" in note for note in notes)
     needless = {w.lstrip("-").partition("=")[0].replace("-", "_") for w in words if w.startswith("--")}
     for key in needless:
         if isinstance(OTHERS.get(key), Needless):

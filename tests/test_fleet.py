@@ -259,6 +259,6 @@ def test_one_that_drains_answers_what_it_has(three: Three) -> None:
 def test_when_none_is_left_it_is_said(three: Three) -> None:
     last: Callable[[], bool] = lambda: ask(three.address, "/health")[0] == 503  # noqa: E731
     os.killpg(three.servers[1].process.pid, signal.SIGKILL)
-    assert wait_until(last)
+    assert wait_until(last, 30)
     status, _, body = ask(three.address, "/v1/completions", {"prompt": "x", "max_tokens": 1})
     assert status == 503 and json.loads(body)["error"]["code"] == "unavailable"

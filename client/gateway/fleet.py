@@ -190,6 +190,8 @@ class Fleet:
 
     async def check(self) -> None:
         """Raises GenerateError unless one of the servers generates now."""
+        if not any(member.is_up for member in self._members.values()):  # the others would have to be waited for, one after the other
+            raise GenerateError(f"none of {len(self._members)} servers answers", "UNAVAILABLE")
         await self._ask_any("check")
 
 
