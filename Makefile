@@ -5,10 +5,10 @@ demo:
 	@deploy/setup.sh serve
 	@.venv/bin/foretoken demo
 
-# One without the other is no service: when either ends, for whatever reason, so does the other, and make says that it failed.
+# Server and gateway: when either ends, for whatever reason, so does the other, and make says that it failed.
 serve:
 	@deploy/setup.sh serve
-	@deploy/serve_both.sh
+	@exec .venv/bin/foretoken serve --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
 
 test:
 	@deploy/setup.sh test

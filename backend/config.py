@@ -18,6 +18,7 @@ from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
 from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, choose, closest, nearest, require
+from backend.speculative_names import ALIASES, read_other_names
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,6 +38,7 @@ MAX_SUFFIX_LIMIT = 10**6
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
 LOAD_FORMATS = ("safetensors", "dummy")
+GENERATION_CONFIGS = ("auto", "none")
 METHODS = ("none", "naive", "ngram", "suffix", "mtp")
 METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram", "deepseek_mtp": "mtp", "ernie_mtp": "mtp"}
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
@@ -72,7 +74,7 @@ def normalize_method(value: object, key: str = "method") -> str:
 class SpeculativeConfig(Section):
     """How the engine drafts and verifies (the `speculative_config` object)."""
 
-    aliases: ClassVar[dict[str, str]] = {"prompt_lookup_max": "max_ngram_size", "prompt_lookup_min": "min_ngram_size"}
+    aliases: ClassVar[dict[str, str]] = ALIASES
 
     method: str | None = None
     """none (plain decoding), naive (the speculative path without drafts), ngram, suffix or mtp. Needed where any other key is given."""
@@ -127,6 +129,7 @@ class SpeculativeConfig(Section):
     @classmethod
     def from_dict(cls, values: object, where: str = "") -> Self:
         """As of any section; keys that would have no effect are errors too: those of a method that is not loaded, and any without a method."""
+        values = read_other_names(values, where)
         config = super().from_dict(values, where)
         assert isinstance(values, dict)
         given: dict[str, str] = {str(cls.aliases.get(key, key)): str(key) for key in values if key != "method"}
@@ -319,6 +322,9 @@ class EngineConfig(Section):
     quantization: str | QuantizationConfig | None = None
     """Weights are rounded when they are loaded: wint8 or fp8 (a scale for each output), wint4 (for 64 inputs), block_wise_fp8 (for 128 x 128), by one
     of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are."""
+    generation_config: str = "auto"
+    """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
+    top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""
     load_format: str = "safetensors"
     """safetensors, or for benchmarks dummy: random weights of config.json's shapes."""
     single_thread_tokens: int = 8
@@ -334,6 +340,8 @@ class EngineConfig(Section):
         require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         object.__setattr__(self, "quantization", normalize_quantization("quantization", self.quantization))
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
+        known = ", ".join(GENERATION_CONFIGS)
+        require(self.generation_config in GENERATION_CONFIGS, "generation_config", self.generation_config, f"one of {known}")
         kind, _, number = self.device.partition(":")
         good = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdigit())
         require(good, "device", self.device, "auto, cpu, cuda or cuda:N")

@@ -82,6 +82,7 @@ class Engine:
         self._chunks = ChunkLimit(step_ms / 1000) if step_ms else None
         self.after_deltas: Callable[[], None] = do_nothing
         self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
+        self.scheduler.on_run = self._open.note_run
         self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open, self._book_tokens)
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
@@ -172,13 +173,16 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         tools: Tools | None = None,
+        fills_context: bool = False,
     ) -> None:
         """Queues a prompt (text, token ids or messages); its deltas go to `on_delta`, the last one final, for each of params.n completions.
 
-        timeout: seconds from now after which it ends with finish_reason `timeout`; tools: that a chat may call.
-        Raises RequestError, ConfigError (both the request's fault), CapacityError or EngineError; then no delta follows.
+        timeout: seconds from now after which it ends with finish_reason `timeout`; tools: that a chat may call. fills_context: max_tokens is what
+        the prompt leaves of the context, or of what the cache holds. Raises RequestError, ConfigError (both the request's fault), CapacityError or
+        EngineError; then no delta follows.
         """
-        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools), on_delta)
+        most = self.scheduler.max_num_tokens if fills_context else None
+        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools, most), on_delta)
 
     def submit_requests(self, requests: list[Request], on_delta: DeltaSink) -> None:
         """Queues the completions of one call. Raises as `submit` does."""

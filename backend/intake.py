@@ -65,15 +65,19 @@ class Intake:
         priority: int = 0,
         timeout: float | None = None,
         tools: Tools | None = None,
+        max_num_tokens: int | None = None,
     ) -> list[Request]:
         """One request for each of params.n completions. Raises RequestError, ConfigError (both the request's fault).
 
-        timeout: seconds from now; tools: that a chat may call.
+        timeout: seconds from now; tools: that a chat may call; max_num_tokens: of prompt and output together, where that decides in the place of
+        params.max_tokens.
         """
         received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
         token_ids = self._read_prompt(prompt, tools)
         self._check_vocabulary(params)
+        if max_num_tokens is not None:
+            params = dataclasses.replace(params, max_tokens=max(1, max_num_tokens - len(token_ids)))
         asked = self._form_of(params, tools)
         grammars = [None if asked is None else self._compile(asked, params) for _ in range(params.n)]
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:

@@ -16,6 +16,7 @@ from backend.engine import Engine
 from backend.errors import RequestError
 from backend.intake import check_unicode
 from backend.open_requests import DeltaSink
+from backend.sampling_defaults import read_sampling_defaults
 
 
 @dataclass(slots=True)
@@ -57,7 +58,9 @@ class LLM:
         values = {"model": model, "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
         if speculative_config is not None:
             values["speculative_config"] = speculative_config
-        self.engine = Engine(EngineConfig.from_dict(values))
+        self.engine = Engine(config := EngineConfig.from_dict(values))
+        self.sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
+        """Of prompts that come without SamplingParams."""
         self._ids = itertools.count()
 
     def generate(
@@ -65,21 +68,27 @@ class LLM:
         prompts: str | dict[str, Any] | Sequence[str | dict[str, Any]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        speculative: dict[str, Any] | None = None,
+        speculative: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[Generation]:
         """Completes prompts (text, or {"prompt_token_ids": [...]}) and returns results in their order.
 
+        sampling_params, speculative: one for all prompts, or a list of one for each.
         Raises RequestError for the first prompt that is wrong, before any is run; and the error of a request that fails, when the others are ended.
         """
         if isinstance(prompts, (str, dict)):
             prompts = [prompts]
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = SamplingParams(**self.sampling_defaults)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(sampling_params)} sampling parameters")
+        choices: list[Any] = list(speculative) if isinstance(speculative, (list, tuple)) else [speculative] * len(prompts)
+        if len(choices) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts came with {len(choices)} choices of speculation")
+        for choice in choices:
+            self.engine.config.speculative_config.resolve(choice)  # before any prompt is run
         contents = [self._content(p) for p in prompts]
         results: list[Generation] = []
         room = self.engine.config.max_batch_size + self.engine.config.max_waiting
@@ -104,10 +113,11 @@ class LLM:
                 while len(results) < len(prompts) or num_open:
                     while len(results) < len(prompts) and num_open + sampling_params[len(results)].n <= room:
                         content, params = contents[len(results)], sampling_params[len(results)]
+                        choice = choices[len(results)]
                         text = content if isinstance(content, str) else None
                         ids = (self.engine.tokenizer.encode(content) if content else []) if isinstance(content, str) else content
                         result = Generation(f"llm-{next(self._ids)}", text, ids, [Completion(i) for i in range(params.n)])
-                        self.engine.submit(ids, params, sink_for(result, bar), request_id=result.request_id, speculative=speculative)
+                        self.engine.submit(ids, params, sink_for(result, bar), request_id=result.request_id, speculative=choice)
                         num_open += params.n
                         results.append(result)
                     self.engine.step()
@@ -138,6 +148,9 @@ class LLM:
         """Completes one conversation, rendered by the model's chat template."""
         prompt = self.engine.tokenizer.render_chat(messages)
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
+        if sampling_params is None:  # as long as it takes
+            room = max(1, self.engine.scheduler.max_num_tokens - len(ids))
+            sampling_params = SamplingParams(**{"max_tokens": room, **self.sampling_defaults})
         return self.generate({"prompt_token_ids": ids}, sampling_params, **options)
 
 

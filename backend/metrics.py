@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 LENGTHS = tuple(float(n) for n in range(1, 18))
+TOKENS = tuple(float(2**n) for n in range(18))
+"""Bounds of prompts' and answers' lengths."""
 
 
 class Histogram:
@@ -48,6 +50,11 @@ class Metrics:
     verify_seconds: float = 0.0
     time_to_first_token: Histogram = field(default_factory=Histogram)
     time_per_output_token: Histogram = field(default_factory=Histogram)
+    request_time: Histogram = field(default_factory=Histogram)
+    queue_time: Histogram = field(default_factory=Histogram)
+    prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    """Of completions that came to an end; queue_time of all that were begun."""
     step_time: Histogram = field(default_factory=Histogram)
     accepted_length: Histogram = field(default_factory=lambda: Histogram(LENGTHS))
 

@@ -26,6 +26,8 @@ class OpenRequest:
     sink: DeltaSink
     stream: TextStream
     submitted: float
+    begun: float = 0.0
+    """When it came among the running."""
     first_token: float = 0.0
     is_echoed: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -92,6 +94,13 @@ class OpenRequests:
         self._open[request.request_id] = own
         self.has_deadlines |= request.deadline is not None
         return own
+
+    def note_run(self, request: Request) -> None:
+        """It is among the running now, for the first time or again."""
+        own = self.get(request)
+        if own is not None and not own.begun:
+            own.begun = time.monotonic()
+            self._metrics.queue_time.observe(own.begun - own.submitted)
 
     def get(self, request: Request) -> OpenRequest | None:
         """None: it has ended, and another one may have its id."""
@@ -166,6 +175,9 @@ class OpenRequests:
         if delta.is_final:
             delta.text += own.stream.flush()
             self._metrics.finished_requests[delta.finish_reason or ""] += 1
+            self._metrics.request_time.observe(now - own.submitted)
+            self._metrics.prompt_tokens.observe(len(prompt))
+            self._metrics.output_tokens.observe(own.request.num_output_tokens)
 
     def _close(self, own: OpenRequest, now: float) -> None:
         request = own.request

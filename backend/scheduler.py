@@ -63,10 +63,17 @@ class Scheduler:
         """Whose prompts another node has computed: with pages, and waiting for a place among the running."""
         self.min_fetched_tokens = 1
         """Prompts that lack fewer tokens than these are computed here."""
+        self.on_run: Callable[[Request], None] = lambda request: None
+        """Told of each request that comes among the running, for the first time or again."""
         self.count_usable: Callable[[Request, Sequence[int]], int] = lambda request, page_ids: len(page_ids)
         """Leading pages, of those that the prefix cache has of a prompt, that hold all that a request needs of them."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Of one request, prompt and output together, in an empty server."""
+        return min(self.max_model_len, self.pool.num_pages * self.pool.page_size)
 
     @property
     def num_waiting(self) -> int:
@@ -248,6 +255,7 @@ class Scheduler:
 
     def _run(self, request: Request) -> None:
         bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))
+        self.on_run(request)
 
     def _start_fetch(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request pages for its whole prompt, the rest of which another node is to fill, or nothing.

@@ -66,6 +66,10 @@ class Tokenizer:
             raise ModelError(f"{directory}: the chat template must be text, got {source!r:.80}")
         return ChatTemplate(source, str(directory)) if source else None
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         # As a batch of one it leaves Python's lock to others, and counts no offsets: half the time (measured).
         return self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,11 @@ class AsyncClient:
         except InferenceServerException as error:
             raise read_error("", error) from None
         return {output.name: result.as_numpy(output.name).tolist() for output in result.get_response().outputs}
+
+    async def describe(self, limit: float | None = None) -> dict[str, Any]:
+        """What the decode model says of itself: context, methods, load. limit: seconds to wait for it. Raises GenerateError."""
+        chunks = self._stream(make_inputs({"describe": True}), uuid.uuid4().hex, "decode", limit or self.inactivity_timeout)
+        return json.loads("".join([chunk.text async for chunk in chunks]))
 
     async def cancel(self, request_id: str) -> bool:
         """Ends a request by id. False when none with that id is open."""

@@ -7,6 +7,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+from backend.version import VERSION
+from deploy.other_options import ServeParser
+
 EPILOG = """\
 first steps:
   foretoken demo                              a server with the bundled model, an answer, and all is stopped again
@@ -20,10 +23,12 @@ PAGES = {
     "serve": (
         "start a server",
         "Checks what the server needs, renders a model repository for a model and starts tritonserver on it. Without options: the bundled model, "
-        "on CPU, with its drafter. Each option is also a key of --config's file.",
+        "with its drafter. Each option is also a key of --config's file. Options of vLLM's and FastDeploy's serve commands are understood, or it is "
+        "said what differs.",
         """\
 examples:
   foretoken serve
+  foretoken serve DIR --port 8080
   foretoken serve --model DIR --speculative-config '{"method": "suffix"}'
   foretoken serve --config server.yaml --dry-run
   foretoken serve --model DIR --speculative-config '{"method": "mtp", "num_speculative_tokens": 3, "model": "DRAFTER"}'
@@ -79,7 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     description = "Speculative decoding of large language models on NVIDIA Triton Inference Server."
     parser = argparse.ArgumentParser(prog="foretoken", description=description, epilog=EPILOG, formatter_class=raw)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"foretoken {VERSION}", help="print it and end")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ServeParser)
     pages = {name: commands.add_parser(name, help=line, description=text, epilog=end) for name, (line, text, end) in PAGES.items()}
     for page in pages.values():
         page.formatter_class = raw
@@ -135,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return train_mtp.main(argv[1:])
     args = make_parser().parse_args(argv)
+    args.argv = argv[1:]
     try:
         return args.run(args)
     except KeyboardInterrupt:

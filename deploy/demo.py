@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from client.loopback import open_url
-from deploy.server import state_directory
+from deploy.server import free_ports, state_directory
+from deploy.together import end_with_parent
 
 PROMPT = '''class Circle:
     """A circle of a radius."""
@@ -42,27 +43,26 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Besides SIGINT, which is an exception by itself."""
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nothing listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @contextlib.contextmanager
 def running_server(
-    http_port: int, grpc_port: int, metrics_port: int, log: Path, *options: str, program: Sequence[str] = FORETOKEN
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+    log: Path,
+    *options: str,
+    program: Sequence[str] = FORETOKEN,
+    is_tied: bool = False,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`foretoken serve` as a child process, ready to answer. Raises RuntimeError with the log's end when it does not start."""
+    """`foretoken serve` as a child process, ready to answer. Raises RuntimeError with the log's end when it does not start.
+
+    is_tied: it ends when this process is killed, or the thread that starts it ends.
+    """
     command = [*program, "serve", "--host=127.0.0.1", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
     command += [f"--metrics-port={metrics_port}", "--status-port=0", *options]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        tie = end_with_parent() if is_tied else None
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=tie)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not _is_ready(http_port, metrics_port):
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     # In a thread of its own: a signal that comes while this one is within gRPC may leave a channel that cannot be closed any more.
     with ThreadPoolExecutor(1) as client_thread:
         try:
-            with running_server(ports[0], ports[1], ports[2], log) as process:
+            with running_server(ports[0], ports[1], ports[2], log, is_tied=True) as process:
                 print(f"[demo] ready after {time.monotonic() - started:.1f} s (process {process.pid}, log {log})", flush=True)
                 shown = client_thread.submit(_show, ports[1], args.max_tokens)
                 while not shown.done():

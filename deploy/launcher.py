@@ -18,17 +18,20 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSIT
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from backend.quantization_config import QuantizationConfig
-from deploy.options import SERVE_KEYS, ServeConfig, gather, split_keys
+from backend.sampling_defaults import read_sampling_defaults
+from deploy.gpu import check_gpu
+from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
+from deploy.other_options import Translation, explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
 from deploy.server import (
     COMPLETE_OPTION,
     INPUT_LIMIT_OPTION,
     LaunchError,
     Server,
-    check_gpu,
     check_ports,
     check_shared_memory,
     find_server,
+    free_ports,
     lock_folder,
     state_directory,
 )
@@ -36,6 +39,7 @@ from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.processes import remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
+from deploy.together import run_together
 
 DEFAULT_SPECULATION = {"method": "mtp", "num_model_steps": 3, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
 """Of the bundled model."""
@@ -51,6 +55,8 @@ the server makes the region larger can write beyond its own view of it and die: 
 def check_model(directory: str, max_model_len: int | None = None, load_format: str = "safetensors") -> Path:
     """The model's folder, absolute. Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
     folder = Path(directory).expanduser().resolve()
+    if not folder.exists():
+        raise ModelError(f"model folder {directory} does not exist: nothing is downloaded, so name a folder that holds the model")
     config = read_config(folder)
     if not str(folder).isascii():
         raise ModelError(f"model folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
@@ -74,7 +80,7 @@ def server_command(server: Server, config: ServeConfig, repository: Path, key: s
         f"--http-port={config.http_port}",
         f"--grpc-address={config.host}",
         f"--grpc-port={config.grpc_port}",
-        f"--metrics-address={config.host}",
+        f"--metrics-address={config.metrics_host or config.host}",
         f"--metrics-port={config.metrics_port}",
         f"--log-verbose={config.log_verbose}",
         f"--exit-timeout-secs={END_SECONDS if config.supervise else config.drain_seconds}",
@@ -108,7 +114,7 @@ def check_nodes(engine: EngineConfig) -> None:
         return
     needs = ("redis",) if sys.version_info >= (3, 12) else ("redis", "async_timeout")  # which a server's stub of an older 3.11 wants as well
     if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
-        raise LaunchError(f"scheduler_name redis: {missing[0]} is not installed: pip install 'foretoken[disaggregation]'")
+        raise LaunchError(f"scheduler_name redis: {missing[0]} is not installed: pip install 'foretoken-triton[disaggregation]'")
     if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu13", "nixl_cu12")):
         raise LaunchError("transfer_backend nixl is not installed: pip install nixl-cu12 (nixl-cu13 for CUDA 13)")
 
@@ -163,23 +169,77 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Checks, renders, and runs tritonserver under supervision, or becomes it. Returns the exit status."""
-    lock = None
+    """Checks, renders, and runs tritonserver under supervision, or becomes it; with a port, a gateway beside it. Returns the exit status."""
+    command = Translation()
     try:
-        values = gather(args)
+        command = read_command(args)
+        config = ServeConfig.from_dict({key: value for key, value in command.values.items() if key in SERVE_KEYS})
+    except ConfigError as error:
+        return refuse(command.explain(error))
+    if config.port and (command.values.get("disaggregation") or {}).get("role") == "prefill":
+        command.notes.append(f"port {config.port} has no effect: a prefill node answers no clients; they ask decode nodes")
+    elif config.port and not args.dry_run and not args.without_gateway:
+        return serve_with_gateway(args, config, command.values)
+    for note in [*command.notes, *explain_environment(os.environ)]:
+        print(f"foretoken serve: note: {note}", file=sys.stderr)
+    return serve_alone(args, command)
+
+
+def refuse(message: str) -> int:
+    print(f"foretoken serve: {message}", file=sys.stderr)
+    return 2
+
+
+INNER_PORTS = ("http_port", "grpc_port", "metrics_port", "status_port")
+
+
+def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: dict[str, Any]) -> int:
+    """The same command again, without its port, and a gateway on it. What is not for clients listens for this machine alone."""
+    ports = {key: getattr(config, key) for key in INNER_PORTS if key in values}
+    ports |= dict(zip([key for key in INNER_PORTS if key not in ports], free_ports(len(INNER_PORTS)), strict=False))
+    host = config.host if "host" in values else "0.0.0.0" if config.api_keys else config.host
+    try:
+        check_ports({"port": config.port}, host)
+    except LaunchError as error:
+        return refuse(str(error))
+    program = [sys.executable, "-m", "deploy.cli"]
+    server = [*program, "serve", *args.argv, "--without-gateway", f"--host={ServeConfig.host}"]
+    server += [f"--{key.replace('_', '-')}={port}" for key, port in ports.items()]
+    if "metrics_port" in values and host in ANY_ADDRESS:
+        server.append(f"--metrics-host={host}")
+    names = [config.served_model_name] if isinstance(config.served_model_name, str) else config.served_model_name
+    gateway = [*program, "gateway", f"--upstream=127.0.0.1:{ports['grpc_port']}", f"--host={host}", f"--port={config.port}"]
+    gateway += [f"--metrics-url=http://127.0.0.1:{ports[key]}/metrics" for key in ("metrics_port", "status_port") if ports[key]]
+    gateway += ["--served-model-name", *names]
+    gateway += [f"--api-keys={config.api_keys}"] if config.api_keys else []
+    gateway += ["--vllm-metrics"] if config.vllm_metrics else []
+    gateway += [f"--cors-origin={origin}" for origin in config.cors_origins]
+    print(f"OpenAI's interface and the page: http://{host}:{config.port}", flush=True)
+    return run_together(gateway, server)
+
+
+def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
+    """A server without a gateway. Returns the exit status."""
+    lock, values = None, command_line.values
+    try:
+        password = values.pop("scheduler_password", None)
         if "speculative_config" not in values and is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values["speculative_config"] = DEFAULT_SPECULATION
         config, engine = split_keys(values)
         check_nodes(engine)
         model = check_model(engine.model, engine.max_model_len, engine.load_format)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
+        defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
         check_gpu(engine.device)
         server = find_server()
-        target = (Path(config.repository) if config.repository else state_directory() / f"repository-{config.http_port}").resolve()
+        name = f"repository-{config.port or config.http_port}"
+        target = (Path(config.repository) if config.repository else state_directory() / name).resolve()
+        if not str(target).isascii():
+            raise LaunchError(f"repository {target}: the server's Python stub reads ASCII paths only: name another folder with --repository")
         check_repository(target)
         lock = lock_folder(target)
-        put_password(values, target, args.scheduler_password)
+        put_password(values, target, password)
         if not args.dry_run:
             names = ("http_port", "grpc_port", "metrics_port", *(["status_port"] if config.supervise and config.status_port else []))
             check_ports({k: getattr(config, k) for k in names}, config.host)
@@ -190,14 +250,16 @@ def serve(args: argparse.Namespace) -> int:
         render_repository(target, parameters, engine.device, source)
         key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
-        print(f"foretoken serve: {error}", file=sys.stderr)
         if lock is not None:
             os.close(lock)
-        return 2
+        return refuse(command_line.explain(error))
     warn_of_old_server(server)
     command, environment = server_command(server, config, target, key)
     added = [f"{name}={environment[name]}" for name in ("PATH", "LD_LIBRARY_PATH") if environment.get(name) != os.environ.get(name)]
     shown = shlex.join(["env", *added, *(part.replace(key, "SECRET") for part in command)])
+    if defaults:
+        said = ", ".join(f"{key} {value}" for key, value in defaults.items())
+        print(f"requests that say nothing of their own have, by the model's generation_config.json (--generation-config none: not): {said}")
     print(f"model {model}\nrepository {target}\n{shown}", flush=True)
     if args.dry_run:
         os.close(lock)

@@ -15,6 +15,7 @@ from backend.config import EngineConfig, parse_bytes
 from backend.errors import ConfigError
 from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, nearest
+from deploy.other_options import Translation, add_other_arguments, translate
 
 MODEL_CONTROL_MODES = ("none", "explicit")
 DISAGGREGATION_FLAGS = (
@@ -22,6 +23,12 @@ DISAGGREGATION_FLAGS = (
     *(f"scheduler_{name}" for name in ("name", "host", "port", "db", "topic", "ttl", "password_file")),
 )
 """Keys of the section `disaggregation` that have flags."""
+PARALLEL_FLAGS = ("tensor_parallel_size", "expert_parallel")
+"""Of the section `parallel_config`."""
+COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "without_gateway")
+"""What the command line holds beside keys."""
+ANY_ADDRESS = ("0.0.0.0", "::")
+GATEWAY_KEYS = ("served_model_name", "api_keys", "cors_origins", "vllm_metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +41,22 @@ class ServeConfig(Section):
     """Of Triton's gRPC interface, which the clients and the gateway use."""
     metrics_port: int = 8002
     """Of Triton's metrics, with the engine's counters."""
+    port: int = 0
+    """Of OpenAI's interface and the page: a gateway is started with the server, and ends with it. The other ports are then this machine's own, and
+    free ones where they are not named. 0: none; `foretoken gateway` starts one by itself."""
+    served_model_name: str | tuple[str, ...] = "foretoken"
+    """With port: what clients call the model; of several names the first is shown."""
+    api_keys: str | None = None
+    """With port: let in only who sends one of the keys in this file, one a line."""
+    cors_origins: tuple[str, ...] = ()
+    """With port: web pages of these origins may call."""
+    vllm_metrics: bool = False
+    """With port: its /metrics has the server's once more by vLLM's names (`vllm:num_requests_waiting`, ...)."""
     host: str = "127.0.0.1"
-    """Address to listen on. The server asks nobody who they are: beyond this machine (0.0.0.0) only on a private network (operations.md)."""
+    """Address to listen on. The server asks nobody who they are: beyond this machine (0.0.0.0) only on a private network (operations.md).
+    With port it is the gateway's address, and the server itself is this machine's own."""
+    metrics_host: str | None = None
+    """Address of Triton's metrics: host (the default), or 0.0.0.0, for Prometheus on other machines; the supervisor reads them too."""
     max_request_size: int | str = "32MiB"
     """Of one HTTP request: bytes, or a string such as "32MiB". Needs a Triton that can limit it; older ones take anything."""
     repository: str | None = None
@@ -72,6 +93,13 @@ class ServeConfig(Section):
             raise ConfigError(f"model_control_mode must be one of {', '.join(MODEL_CONTROL_MODES)}, got {self.model_control_mode!r:.80}")
         if self.supervise and self.model_control_mode != "none":
             raise ConfigError("model_control_mode is the supervisor's own while it runs: add --no-supervise to control models yourself")
+        if self.metrics_host not in (None, self.host, *ANY_ADDRESS):
+            raise ConfigError(f"metrics_host must be host ({self.host}), 0.0.0.0 or ::, got {self.metrics_host!r:.80}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 1 to 65535, or 0 for none, got {self.port}")
+        for field in dataclasses.fields(self):
+            if field.name in GATEWAY_KEYS and not self.port and getattr(self, field.name) != field.default:
+                raise ConfigError(f"{field.name} is an option of OpenAI's interface, which runs with port: add --port 8080")
         for key in ("max_request_size", "max_server_memory"):
             if (value := getattr(self, key)) is not None:
                 object.__setattr__(self, key, parse_bytes(key, value))
@@ -108,8 +136,10 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `serve`; each is also a key of --config FILE."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as the flags; flags win")
     parser.add_argument("--dry-run", action="store_true", help="render the repository, print the command, start nothing")
+    parser.add_argument("--without-gateway", action="store_true", help=argparse.SUPPRESS)  # the server beside the gateway that `--port` starts
 
     model = parser.add_argument_group("the model")
     model.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
@@ -118,11 +148,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--quantization", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts")
     model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     model.add_argument(
-        "--tensor-parallel-size", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"
+        "--tensor-parallel-size", "-tp", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"
     )
     model.add_argument(
         "--expert-parallel", action=argparse.BooleanOptionalAction, default=None, help="each of them holds whole experts (default: a part of each)"
     )
+    model.add_argument("--load-format", metavar="NAME", help="safetensors (default), or dummy: random weights of config.json's shapes")
+    model.add_argument("--generation-config", metavar="WHICH", help="auto: sampling defaults of the model's generation_config.json; none (vllm): not")
     model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
 
     load = parser.add_argument_group("load and memory")
@@ -139,6 +171,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--max-forced-tokens", type=int, metavar="N", help="drafted where an answer's form leaves one continuation (default 8; 0: none)"
     )
+    load.add_argument(
+        "--async-scheduling", action=argparse.BooleanOptionalAction, default=None, help="plan each step while one runs (default: on GPU)"
+    )
     load.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
     load.add_argument("--single-thread-tokens", type=int, metavar="N", help="CPU: smaller steps run on one thread (default 8)")
 
@@ -153,10 +188,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument("--scheduler-password-file", metavar="FILE", help="its first line is the password of the Redis server")
     nodes.add_argument("--scheduler-password", metavar="PASSWORD", help="the password itself; others on this machine can read it")
 
+    gateway = parser.add_argument_group("OpenAI's interface on a port of its own, with a page (docs/api.md)")
+    gateway.add_argument("--port", type=int, metavar="PORT", help="start a gateway too, on this port; the others are for this machine alone then")
+    gateway.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what clients call the model (default foretoken)")
+    gateway.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE, one a line")
+    gateway.add_argument(
+        "--vllm-metrics", action=argparse.BooleanOptionalAction, default=None, help="its /metrics has the server's once more by vLLM's names"
+    )
+    gateway.add_argument("--cors-origins", nargs="+", metavar="ORIGIN", help="web pages of these origins may call")
+
     ports = parser.add_argument_group("where it listens")
     ports.add_argument("--host", help="address to listen on (default 127.0.0.1; 0.0.0.0: all, for a private network)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         ports.add_argument(f"--{name}-port", type=int, metavar="PORT", help=f"default {port}")
+    ports.add_argument("--metrics-host", help="address of the metrics port: as --host (default), or 0.0.0.0")
     ports.add_argument("--status-port", type=int, metavar="PORT", help="the supervisor's /health, /live and /metrics (default 8003; 0: none)")
     ports.add_argument("--max-request-size", metavar="SIZE", help="of one HTTP request, where Triton can limit it (default 32MiB)")
 
@@ -177,29 +222,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--repository", metavar="DIR", help="where to render the model repository (default: the user's state folder)")
     files.add_argument("--backend-directory", metavar="DIR", help="the server's backends (default: where it was installed)")
     files.add_argument("--log-verbose", type=int, metavar="LEVEL", help="Triton's own log level (default 0)")
+    add_other_arguments(parser)
 
 
 def gather(args: argparse.Namespace) -> dict[str, Any]:
-    """Keys of --config with the flags over them."""
-    values = read_yaml(args.config) if args.config else {}
-    for key, value in vars(args).items():
-        if value is not None and key not in ("config", "dry_run", "command", "run", "scheduler_password"):
-            values[key] = value
-    nodes = {key: values.pop(key) for key in DISAGGREGATION_FLAGS if key in values}
-    if nodes:
-        values["disaggregation"] = {**(values.get("disaggregation") or {}), **nodes}
-    for key in ("tensor_parallel_size", "expert_parallel"):
-        if key in values:
-            values["parallel_config"] = {**(values.get("parallel_config") or {}), key: values.pop(key)}
-    if isinstance(values.get("speculative_config"), str):
-        values["speculative_config"] = parse_json("speculative_config", values["speculative_config"])
-    if isinstance(text := values.get("quantization"), str):
-        values["quantization"] = parse_quantization(text)
-    return values
+    """Keys of --config with the flags over them, as `read_command` has them."""
+    return read_command(args).values
+
+
+def read_command(args: argparse.Namespace) -> Translation:
+    """What a command asks for, in this version's keys. Raises ConfigError."""
+    given = {key: value for key, value in vars(args).items() if value is not None and key not in COMMAND_ONLY}
+    if (tag := getattr(args, "model_tag", None)) is not None:
+        if given.get("model", tag) != tag:
+            raise ConfigError(f"the model is named twice: {tag!r:.80}, and {given['model']!r:.80} by --model")
+        given["model"] = tag
+    own = {*SERVE_KEYS, *(f.name for f in dataclasses.fields(EngineConfig)), *DISAGGREGATION_FLAGS, *PARALLEL_FLAGS, "scheduler_password"}
+    file = read_yaml(args.config) if args.config else {}
+    for values in (file, given):
+        if isinstance(values.get("speculative_config"), str):
+            values["speculative_config"] = parse_json("speculative_config", values["speculative_config"])
+        if isinstance(text := values.get("quantization"), str):
+            values["quantization"] = parse_quantization(text)
+    # Each by itself: a flag wins over the file, whatever names the two use.
+    found, flags = translate(file, own), translate(given, own)
+    if isinstance(found.values.get("speculative_config"), dict) and "speculative_config" not in given and "speculative_config" in flags.values:
+        flags.values["speculative_config"] = {**found.values["speculative_config"], **flags.values["speculative_config"]}
+    values = {**found.values, **flags.values}
+    if isinstance(names := values.get("served_model_name"), list) and len(names) == 1:
+        values["served_model_name"] = names[0]
+    for section, keys in (("disaggregation", DISAGGREGATION_FLAGS), ("parallel_config", PARALLEL_FLAGS)):
+        if inner := {key: values.pop(key) for key in keys if key in values}:
+            values[section] = {**(values.get(section) or {}), **inner}
+    return Translation(values, [*found.notes, *flags.notes], {**found.sources, **flags.sources})
 
 
 def parse_json(key: str, text: str) -> Any:
-    """Raises ConfigError naming the key."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:

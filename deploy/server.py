@@ -148,10 +148,15 @@ def check_numpy() -> None:
         raise LaunchError(f"NumPy {numpy.__version__} in {sys.executable}: the server's Python stub needs NumPy < 2: pip install 'numpy<2'")
 
 
-def check_gpu(device: str) -> None:
-    """Raises LaunchError when a GPU is asked for by name and the machine has none."""
-    if device.startswith("cuda") and not Path("/dev/nvidiactl").exists():
-        raise LaunchError(f"device {device}: this machine has no NVIDIA GPU (no /dev/nvidiactl); use --device cpu")
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback address that nothing listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
 
 
 def check_ports(ports: dict[str, int], host: str) -> None:
@@ -172,7 +177,9 @@ def check_ports(ports: dict[str, int], host: str) -> None:
             try:
                 probe.bind((address, port))
             except OSError as error:
-                raise LaunchError(f"{key} {port} cannot be used on {host}: {error.strerror}: stop what holds it, or choose another") from None
+                flag = f"--{key.replace('_', '-')}"
+                message = f"{key} {port} cannot be used on {host}: {error.strerror}: stop what holds it, or choose another with {flag} PORT"
+                raise LaunchError(message) from None
 
 
 def check_shared_memory() -> None:

@@ -10,6 +10,12 @@ if [ -e "$stamp" ] && [ ! pyproject.toml -nt "$stamp" ] && [ ! constraints.txt -
 
 say() { printf '[setup] %s\n' "$*"; }
 
+# The server's Python stub reads ASCII paths only: better said before anything is fetched.
+if printf '%s' "$PWD" | LC_ALL=C grep -q '[^ -~]'; then
+  say "this folder's path has characters beyond ASCII, which the server cannot read: $PWD: move it, or link to it from elsewhere" >&2
+  exit 1
+fi
+
 if [ ! -x .venv/bin/python ]; then
   for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
     if "$candidate" -c 'import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then python=$candidate; break; fi
@@ -38,13 +44,36 @@ if ! .venv/bin/python -c "import ctypes; ctypes.CDLL('libpython$version.so.1.0')
 fi
 
 pip=".venv/bin/python -m pip --disable-pip-version-check"
+has_gpu=
+if [ -e /dev/nvidiactl ] && [ "$what" != image ]; then has_gpu=1; fi
 say "installing torch (the largest part) ..."
-$pip install -q -c constraints.txt torch
+# On a CPU the build for CPUs, where pip's index has one: the other brings gigabytes of a GPU's libraries along.
+torch=$(sed -n 's/^torch==//p' constraints.txt)
+[ -z "$has_gpu" ] && $pip install -q "torch==$torch+cpu" 2>/dev/null || $pip install -q -c constraints.txt torch
 say "installing the server (nvidia-pytriton's tritonserver) and the rest ..."
 case "$what" in test) target='.[test]' ;; image) target='.[gateway,disaggregation]' ;; *) target='.[gateway]' ;; esac
 $pip install -q -c constraints.txt -e "$target" 2> >(grep -v '^ERROR: pip.s dependency\|^nvidia-pytriton .* requires' >&2)
 # For the server it carries, where there is none (in NVIDIA's container there is); its Python library, and what that needs, are not used.
 command -v tritonserver >/dev/null || $pip install -q --no-deps nvidia-pytriton==0.7.0
+
+# For kernels: CUDA's compiler, unless there is one, and PyCUDA, which is source only. It is linked to the driver's library by name alone, so that it is
+# built where only the library itself is installed.
+build_gpu() {
+  find_nvcc='from kernels.toolchain import find_nvcc; print(find_nvcc().removesuffix("/bin/nvcc"))'
+  .venv/bin/python -c "$find_nvcc" >/dev/null 2>&1 || $pip install -q 'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-cccl>=13,<14' 'nvidia-cuda-profiler-api>=13,<14' 'nvidia-curand>=10.4'
+  cuda=$(.venv/bin/python -c "$find_nvcc") && mkdir -p .venv/cuda-stub &&
+    "${CC:-cc}" -shared -Wl,-soname,libcuda.so.1 -o .venv/cuda-stub/libcuda.so -x c /dev/null &&
+    { [ ! -e "$cuda/lib/libcurand.so.10" ] || ln -sf "$cuda/lib/libcurand.so.10" .venv/cuda-stub/libcurand.so; } &&
+    CUDA_ROOT="$cuda" LIBRARY_PATH="$PWD/.venv/cuda-stub:$cuda/lib:$cuda/lib64" PATH="$cuda/bin:$PATH" $pip install -q pycuda
+}
+if [ -n "$has_gpu" ]; then
+  say "this machine has a GPU: installing CUDA's compiler and PyCUDA (built here, some minutes) ..."
+  if ! build_gpu >.venv/gpu.log 2>&1; then
+    tail -n 20 .venv/gpu.log >&2
+    say "not built: without it a GPU is not used (see .venv/gpu.log; foretoken serve --device cpu goes on without)" >&2
+    exit 1
+  fi
+fi
 
 # Source only. Without build isolation: its list of build tools names torch and gRPC, which the part used here does not need.
 build_suffix() {

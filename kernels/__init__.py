@@ -1,3 +1,1 @@
 """CUDA kernels and, in `reference`, the pure-torch operations that specify them and run on CPU."""
-
-__version__ = "0.1.0"

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import logging
 import os
-import shutil
 import struct
 import subprocess
 import tempfile
@@ -26,6 +25,7 @@ import torch
 
 from kernels._signature import formats_of
 from kernels.structs import header
+from kernels.toolchain import KernelError, find_nvcc
 
 logger = logging.getLogger(__name__)
 
@@ -39,20 +39,6 @@ HEADER = "generated.cuh"
 """Made of kernels/structs.py for every compilation."""
 
 Defines = Mapping[str, "int | str"]
-
-
-class KernelError(RuntimeError):
-    """A kernel cannot be compiled or run on this machine; says what is missing."""
-
-
-def find_nvcc() -> str:
-    """Path of nvcc. Raises KernelError when there is none."""
-    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if home and (nvcc := Path(home) / "bin" / "nvcc").is_file():
-            return str(nvcc)
-    if path := shutil.which("nvcc"):
-        return path
-    raise KernelError("no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler, or use --device cpu")
 
 
 @functools.cache
@@ -172,7 +158,7 @@ class _Device:
         try:
             import pycuda.driver as driver
         except ImportError as error:
-            raise KernelError(f"PyCUDA cannot be imported ({error}): pip install pycuda, or use --device cpu") from None
+            raise KernelError(f"PyCUDA cannot be imported ({error}): pip install -e '.[gpu]' in the project's folder, or use --device cpu") from None
         torch.zeros(1, device=f"cuda:{index}")  # torch makes the primary context
         driver.init()
         self.driver = driver

@@ -114,3 +114,22 @@ def note_shapes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> set[StepShape]:
     run = graphs.run
     monkeypatch.setattr(graphs, "run", lambda shape: used.add(shape) or run(shape))
     return used
+
+
+def fake_server(folder: Path, text: str, version: str | None = None) -> Path:
+    executable = folder / "bin" / "tritonserver"
+    executable.parent.mkdir(parents=True)
+    executable.write_text(f"#!/bin/sh\necho '{text}'\n")
+    executable.chmod(0o755)
+    if version:
+        (folder / "TRITON_VERSION").write_text(version)
+    return executable
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A state folder of its own, and a tritonserver on PATH, which is asked for its options and never run otherwise."""
+    fake_server(tmp_path, "--model-repository <string>")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "foretoken"

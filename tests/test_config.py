@@ -53,6 +53,7 @@ from deploy import launcher, options, rendering, server
 from deploy.cli import main
 from deploy.server import LaunchError
 from deploy.supervision import processes
+from tests.conftest import fake_server
 
 NAN, INF = math.nan, math.inf
 HUGE = 10**400  # an integer that no float can hold
@@ -833,25 +834,6 @@ def test_what_is_taken_can_be_sampled(llm_ngram: LLM, options: dict[str, Any]) -
         assert found == token_ids(SamplingParams(max_tokens=4, min_tokens=4, temperature=0.0)), "so small a top_p leaves the likeliest token"
 
 
-def fake_server(folder: Path, text: str, version: str | None = None) -> Path:
-    executable = folder / "bin" / "tritonserver"
-    executable.parent.mkdir(parents=True)
-    executable.write_text(f"#!/bin/sh\necho '{text}'\n")
-    executable.chmod(0o755)
-    if version:
-        (folder / "TRITON_VERSION").write_text(version)
-    return executable
-
-
-@pytest.fixture
-def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A state folder of its own, and a tritonserver on PATH, which is asked for its options and never run otherwise."""
-    fake_server(tmp_path, "--model-repository <string>")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "foretoken"
-
-
 # -- launcher: keys -------------------------------------------------------------------------------------------------------------
 
 
@@ -941,6 +923,9 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         ({"hang_seconds": 0.5}, "hang_seconds must be from 1 to 3600, got 0.5"),
         ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
         ({"drain_seconds": -1}, "drain_seconds must be 0 or more, got -1"),
+        ({"port": 70000}, "port must be from 1 to 65535, or 0 for none, got 70000"),
+        ({"metrics_host": "10.0.0.1"}, r"metrics_host must be host \(127\.0\.0\.1\), 0\.0\.0\.0 or ::, got '10\.0\.0\.1'"),
+        ({"cors_origins": ["x"]}, "cors_origins is an option of OpenAI's interface, which runs with port: add --port 8080"),
     ],
 )
 def test_split_keys_refuses(values: dict[str, Any], message: str) -> None:

@@ -76,6 +76,17 @@ def test_n_completions_are_those_of_seeds_in_a_row(llm):
     assert all(c.stats.emitted == len(c.token_ids) for c in together.outputs)
 
 
+def test_each_prompt_may_have_its_own_speculation(llm_all, prompts):
+    choices = [{"method": "none"}, None, {"method": "ngram", "num_speculative_tokens": 2}]
+    results = llm_all.generate([{"prompt_token_ids": ids} for ids in prompts[:3]], greedy(NEW_TOKENS), speculative=choices, use_tqdm=False)
+    plain, own, ngram = (r.outputs[0] for r in results)
+    assert plain.stats.drafted == 0 < own.stats.drafted and "mtp" in own.sources and "mtp" not in ngram.sources
+    with pytest.raises(RequestError, match="1 prompts came with 2 choices of speculation"):
+        llm_all.generate("x", speculative=[None, None], use_tqdm=False)
+    with pytest.raises(ConfigError, match="unknown key 'methud'"):
+        llm_all.generate(["x", "y"], speculative=[None, {"methud": "ngram"}], use_tqdm=False)
+
+
 class TestEnds:
     """What ends a completion, with and without drafts across the end, and steps under way. Lengths and stop ids: test_methods."""
 

@@ -92,7 +92,9 @@ def test_only_this_machine_reaches_it(tmp_path: Path) -> None:
         assert f"--{kind}-address=127.0.0.1" in result.stdout
     parser = argparse.ArgumentParser()
     gateway.add_arguments(parser)
-    assert parser.parse_args([]).host == "127.0.0.1", "nor the gateway, which lets in whoever comes unless it is given keys"
+    args = parser.parse_args([])
+    assert gateway.listen_on(args.host, bool(args.api_keys)) == "127.0.0.1", "nor the gateway, which lets in whoever comes unless it is given keys"
+    assert gateway.listen_on(None, True) == "0.0.0.0" and gateway.listen_on("10.0.0.1", True) == gateway.listen_on("10.0.0.1", False) == "10.0.0.1"
 
 
 @pytest.fixture
@@ -114,7 +116,7 @@ def test_a_proxy_does_not_stand_between_what_is_on_one_machine(dead_proxy: None)
     assert "[demo] stopped." in result.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)
 def test_a_demo_that_is_ended_ends_its_server(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "deploy.cli", "demo", "--max-tokens=2000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True) as demo:
@@ -127,7 +129,7 @@ def test_a_demo_that_is_ended_ends_its_server(number: signal.Signals) -> None:
         assert is_running(launcher)
         os.kill(demo.pid, number)
         demo.stdout.read()
-        assert demo.wait(60) == (130 if number == signal.SIGINT else 128 + number)
+        assert demo.wait(60) == {signal.SIGINT: 130, signal.SIGKILL: -9}.get(number, 128 + number)
     deadline = time.monotonic() + 20
     while is_running(launcher):
         assert time.monotonic() < deadline, "its server goes on"

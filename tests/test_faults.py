@@ -198,12 +198,12 @@ def test_a_killed_server_leaves_its_folder_free(tmp_path):
 
 
 def ended_pair(*options: str) -> tuple[int, str]:
-    """Of `make serve`'s two programs: the exit status, and what they said."""
-    result = subprocess.run(["deploy/serve_both.sh", *options], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    """Of a server with a gateway: the exit status, and what they said."""
+    command = [sys.executable, "-m", "deploy.cli", "serve", *options]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     return result.returncode, result.stdout + result.stderr
 
 
-@pytest.mark.skipif(not (ROOT / ".venv/bin/foretoken").exists(), reason="it runs what deploy/setup.sh has installed")
 def test_the_server_and_its_gateway_end_together(tmp_path):
     """A gateway whose port is taken was left out in silence."""
     http, grpc, metrics, status = free_ports(4)
@@ -212,9 +212,9 @@ def test_the_server_and_its_gateway_end_together(tmp_path):
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        code, text = ended_pair("--host=127.0.0.1", f"--port={port}", f"--url=127.0.0.1:{grpc}", "--", *server)
-        assert code != 0 and str(port) in text, text
-        code, text = ended_pair(f"--port={free_ports(1)[0]}", "--", f"--http-port={port}", *server[1:])
+        code, text = ended_pair(f"--port={port}", *server)
+        assert code == 2 and f"port {port} cannot be used on 127.0.0.1" in text and "--port PORT" in text
+        code, text = ended_pair(f"--port={free_ports(1)[0]}", f"--http-port={port}", *server[1:])
         assert code == 2 and f"http_port {port} cannot be used" in text
     with socket.socket() as holder:  # nobody holds what the server had
         holder.bind(("127.0.0.1", http))

@@ -24,6 +24,8 @@ import torch
 import uvicorn
 
 from backend.config import BUNDLED_MODEL
+from backend.text import Tokenizer
+from backend.version import VERSION
 from client import AsyncClient, Client, GenerateError
 from client.gateway import answers, entrance
 from client.gateway.app import Settings, create_app
@@ -247,9 +249,128 @@ class TestChat:
         assert converse(api).choices[0].logprobs is None
 
 
+NO_OPS = {
+    "suffix": "", "best_of": 1, "service_tier": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}, "tools": [],
+    "skip_special_tokens": True, "use_beam_search": False, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "prediction": {"type": "content", "content": "x"}, "prompt_cache_key": "k", "tool_choice": "none", "length_penalty": 1.0,
+}  # fmt: skip
+
+
+class TestFieldsThatChangeNothing:
+    def test_they_are_taken(self, address, api):
+        body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, **NO_OPS}
+        status, _, raw = ask(address, "/v1/completions", body)
+        assert status == 200 and json.loads(raw)["choices"][0]["text"] == complete(api, max_tokens=4).choices[0].text
+        chat = {**body, "messages": [{"role": "user", "content": "x"}], "modalities": ["text"], "echo": False, "chat_template_kwargs": {}}
+        del chat["prompt"]
+        assert ask(address, "/v1/chat/completions", chat)[0] == 200
+
+    @pytest.mark.parametrize(
+        ("values", "rule"),
+        [
+            ({"suffix": "y"}, "'suffix': it may be left out, or ''"),
+            ({"best_of": 2}, "'best_of': it may be left out, or n"),
+            ({"best_of": 1, "n": 2}, "'best_of': it may be left out, or n"),
+            ({"best_of": True}, "'best_of': it may be left out, or n"),
+            ({"service_tier": "priority"}, "'service_tier': it may be left out, or 'auto' or 'default'"),
+            ({"skip_special_tokens": False}, "'skip_special_tokens': it may be left out, or true"),
+            ({"use_beam_search": True}, "'use_beam_search': it may be left out, or false"),
+            ({"use_beam_search": 0}, "'use_beam_search': it may be left out, or false"),
+            ({"nonsense": 1}, "unknown or unsupported parameter 'nonsense'"),
+        ],
+    )
+    def test_what_would_change_the_answer_is_named(self, address, values, rule):
+        status, _, raw = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, **values})
+        assert status == 400 and json.loads(raw)["error"]["message"].endswith(rule) and json.loads(raw)["error"]["param"] == next(iter(values))
+
+    def test_names_of_other_servers(self, address):
+        body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": "return", "include_stop_str_in_output": True}
+        assert json.loads(ask(address, "/v1/completions", body)[2])["choices"][0]["text"].endswith("return")
+
+    @pytest.mark.parametrize("base", ["", "/v1/chat/completions", "/v1/completions"])
+    def test_clients_may_have_another_base(self, address, base):
+        with openai.OpenAI(base_url=f"{address}{base}", api_key="none", max_retries=0) as api:
+            assert complete(api, max_tokens=2).usage.completion_tokens == 2
+            assert converse(api, max_tokens=2).usage.completion_tokens == 2
+        assert ask(address, "/models")[0] == 200 and ask(address, "/v1/v1/models")[0] == 404
+
+
+class TestLengthAndSampling:
+    def test_a_chat_goes_on_to_the_end_of_the_context(self, api):
+        answer = converse(api, "x" * 1900, max_tokens=None, extra_body={"ignore_eos": True})
+        assert answer.usage.total_tokens == 2048 and answer.choices[0].finish_reason == "length"
+
+    def test_what_speculation_brought_as_vllm_gives_it(self, api):
+        """The sums that aiperf checks before it takes them."""
+        for answer in (complete(api, LOOPS, max_tokens=40), converse(api, LOOPS, max_tokens=40)):
+            found, own = answer.metrics["speculative_decoding"], answer.choices[0].speculation
+            histogram = found["acceptance_histogram"]
+            assert len(histogram) == found["num_spec_tokens"] + 1 and min(histogram) >= 0
+            assert sum(histogram) == found["num_spec_steps"] == own["drafts"] > 0
+            assert sum(j * count for j, count in enumerate(histogram)) == found["num_accepted_draft_tokens"] == own["accepted"] > 0
+            assert found["num_draft_tokens"] == own["drafted"] and found["mean_acceptance_length"] == 1 + own["accepted"] / own["drafts"]
+        *_, last = complete(api, LOOPS, max_tokens=40, stream=True, stream_options={"include_usage": True})
+        assert last.usage.completion_tokens == 40 and last.metrics["speculative_decoding"]["num_spec_steps"] > 0
+        plain = complete(api, extra_body={"speculative": {"method": "none"}})
+        assert not hasattr(plain, "metrics") and not hasattr(complete(api, n=2), "metrics")
+
+
+class TestResponses:
+    def test_whole_and_streamed(self, api):
+        expected = converse(api, "read a file")
+        whole = api.responses.create(model="foretoken", input="read a file", max_output_tokens=12, temperature=0)
+        assert whole.output_text == expected.choices[0].message.content and whole.status == "incomplete"
+        assert whole.incomplete_details.reason == "max_output_tokens" and whole.id.startswith("resp_")
+        assert (whole.usage.input_tokens, whole.usage.output_tokens) == (expected.usage.prompt_tokens, 12)
+        with api.responses.stream(model="foretoken", input="read a file", max_output_tokens=12, temperature=0) as stream:
+            events = list(stream)
+        final = events[-1].response
+        kinds = [event.type for event in events]
+        assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+        assert kinds[-4:] == ["response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete"]
+        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == final.output_text == whole.output_text
+        assert [e.sequence_number for e in events] == list(range(len(events))) and final.usage == whole.usage
+
+    def test_a_conversation_with_instructions(self, api):
+        items = [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+            {"role": "user", "content": "c"},
+        ]
+        found = api.responses.create(model="foretoken", input=items, instructions="Be brief.", max_output_tokens=8, temperature=0, store=False)
+        messages = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
+        wanted = api.chat.completions.create(
+            model="foretoken", messages=[{"role": r, "content": c} for r, c in messages], max_tokens=8, temperature=0
+        )
+        assert found.output_text == wanted.choices[0].message.content and found.usage.input_tokens == wanted.usage.prompt_tokens
+
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            ({}, "input: Field required"),
+            ({"input": []}, "input: "),
+            ({"input": "x", "previous_response_id": "resp_1"}, "unsupported parameter 'previous_response_id'"),
+            ({"input": "x", "background": True}, "unsupported parameter 'background'"),
+            ({"input": "x", "max_output_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
+            ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input: "),
+            ({"input": "x", "model": "gpt"}, "the model 'gpt' does not exist"),
+        ],
+    )
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_what_is_wrong(self, address, body, message, stream):
+        status, _, raw = ask(address, "/v1/responses", {**body, "stream": stream})
+        assert status in (400, 404) and message in json.loads(raw)["error"]["message"]
+
+
 class TestOtherRoutes:
+    def test_version(self, address):
+        assert json.loads(ask(address, "/version")[2]) == {"version": VERSION}
+
     def test_models(self, api):
-        assert [m.id for m in api.models.list()] == ["foretoken"] and api.models.retrieve("foretoken").object == "model"
+        (listed,) = api.models.list()
+        model = api.models.retrieve("foretoken")
+        assert listed == model and (model.id, model.object, model.max_model_len, model.has_chat_template) == ("foretoken", "model", 2048, True)
+        assert model.method == "mtp" and {"mtp", "ngram", "none"} <= set(model.methods) and model.sampling_defaults == {}
         with pytest.raises(openai.NotFoundError):
             api.models.retrieve("gpt")
 
@@ -258,6 +379,20 @@ class TestOtherRoutes:
         answer = json.loads(ask(address, "/tokenize", {"prompt": text})[2])
         assert answer["count"] == len(answer["tokens"]) > 5 and json.loads(ask(address, "/tokenize", {"text": text})[2]) == answer
         assert json.loads(ask(address, "/detokenize", {"tokens": answer["tokens"]})[2])["prompt"] == "<|endoftext|>" + text
+        assert answer["max_model_len"] == 2048
+        messages = [{"role": "user", "content": "é"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+        chat = json.loads(ask(address, "/tokenize", {"messages": messages, "return_token_strs": True})[2])
+        assert chat["count"] == len(chat["tokens"]) == len(chat["token_strs"]) > 5
+        rendered = json.loads(ask(address, "/detokenize", {"tokens": chat["tokens"]})[2])["prompt"]
+        assert rendered == Tokenizer(BUNDLED_MODEL).render_chat([{"role": "user", "content": "é"}, {"role": "assistant", "content": "b"}])
+        for bad, message in (
+            ({"prompt": "x", "messages": messages}, "one of them only"),
+            ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens may be left out, or true"),
+            ({"messages": messages, "add_generation_prompt": False}, "add_generation_prompt"),
+            ({"messages": []}, "messages: List should have at least 1 item"),
+        ):
+            status, _, body = ask(address, "/tokenize", bad)
+            assert status == 400 and message in json.loads(body)["error"]["message"]
         status, _, body = ask(address, "/detokenize", {"tokens": [1, 99999]})
         assert status == 400 and "token 99999 is not in the vocabulary of 4096 tokens" in json.loads(body)["error"]["message"]
 
@@ -267,7 +402,7 @@ class TestOtherRoutes:
                 return await client.infer("tokenizer", **values)
 
         for values, seen in (({"text_input": "x", "input_ids": [1]}, "text_input and input_ids"), ({}, "none")):
-            with pytest.raises(GenerateError, match=f"give one of text_input, input_ids; got {seen}"):
+            with pytest.raises(GenerateError, match=f"give one of text_input, messages, input_ids; got {seen}"):
                 asyncio.run(ask_tokenizer(**values))
         answer = asyncio.run(ask_tokenizer(input_ids=[318, 297]))
         assert answer == {"text_output": [b"def f"], "tokens": [b"def", b" f"]}

@@ -158,6 +158,9 @@ def test_deploy_imports_configuration_at_most() -> None:
         "backend.errors",
         "backend.model_files",
         "backend.model_checks",
+        "backend.sampling_defaults",
+        "backend.version",
+        "kernels.toolchain",
     )
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
     bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py", "deploy/load/locustfile.py"))]
@@ -188,6 +191,7 @@ PURE = (
     "config",
     "disaggregation_config",
     "quantization_config",
+    "speculative_names",
     "section",
     "errors",
 )
@@ -213,10 +217,10 @@ def test_the_planner_handles_integers() -> None:
 
 
 LEVELS = (
-    ("errors", "core", "structured_outputs"),
+    ("errors", "core", "structured_outputs", "version"),
     ("tools",),
-    ("section",),
-    ("config", "disaggregation_config", "quantization_config", "model_files", "chat_template", "detokenizer", "metrics"),
+    ("section", "speculative_names"),
+    ("config", "disaggregation_config", "quantization_config", "model_files", "chat_template", "detokenizer", "metrics", "sampling_defaults"),
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks"),
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import shutil
 import struct
 from pathlib import Path
@@ -164,5 +166,20 @@ def test_without_nvcc_what_to_do_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(Path, "is_file", lambda self: False)
-    with pytest.raises(KernelError, match="no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler, or use --device cpu"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(KernelError, match=r"no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler .*, or use --device cpu"):
         find_nvcc()
+
+
+def test_the_compiler_of_a_wheel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(Path, "is_file", lambda self: False)  # /usr/local/cuda's
+    compiler = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.touch()
+    spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "nvidia")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert find_nvcc() == str(compiler)

@@ -1,70 +1,136 @@
-"""The Makefile's recipes, with programs in the place of the project's that end or stay as a test wants."""
+"""A server and its gateway start and end together, with programs in their place that end or stay as a test wants; and `make serve` is that."""
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import json
+import os
+import re
 import signal
 import subprocess
+import sys
+import textwrap
+import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
+from backend.config import BUNDLED_MODEL
+from client.loopback import open_url
+from deploy.cli import make_parser
+from deploy.server import free_ports
+from deploy.supervision.processes import is_running
 from tests.test_server import wait_until
 
-STAY = "trap 'echo {name} ended; exit 0' TERM; echo {name} runs; while :; do sleep 0.1; done"
+STAY = "trap 'echo {name} ended; exit 0' TERM; echo {name} runs as $$; while :; do sleep 0.1; done"
+BOTH = """
+import sys
+from deploy.together import run_together
+sys.exit(run_together(["sh", "-c", sys.argv[1]], ["sh", "-c", sys.argv[2]]))
+"""
 
 
-def make_serve(folder: Path, root: Path, gateway: str, server: str) -> subprocess.Popen[str]:
-    """`make serve` in a folder of its own, in which nothing is to be installed; its output in the file `log`."""
-    shutil.copy(root / "Makefile", folder)
-    (folder / "deploy").mkdir()
-    shutil.copy(root / "deploy/serve_both.sh", folder / "deploy")
-    program = f'#!/bin/sh\ncase "$1" in\ngateway) {gateway};;\nserve) {server};;\nesac\n'
-    for path, text in (("deploy/setup.sh", "#!/bin/sh\n"), (".venv/bin/foretoken", program)):
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-        (folder / path).chmod(0o755)
+def run_both(folder: Path, gateway: str, server: str) -> subprocess.Popen[bytes]:
+    """Their output is in the file `log`."""
+    command = [sys.executable, "-c", textwrap.dedent(BOTH), gateway, server]
     with (folder / "log").open("w") as log:
-        return subprocess.Popen(["make", "serve"], cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+@pytest.fixture
+def log(tmp_path: Path):
+    return lambda: (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_gateway_that_ends_takes_the_server_with_it(tmp_path: Path, root: Path, status: int) -> None:
+def test_a_gateway_that_ends_takes_the_server_with_it(tmp_path: Path, log, status: int) -> None:
     """Its port is taken, for one: a server that nobody reaches would look as if all were well."""
-    gateway = f"sleep 0.5; echo gateway: port 8080 is taken; exit {status}"
-    process = make_serve(tmp_path, root, gateway, STAY.format(name="server"))
-    assert process.wait(30) != 0
-    log = (tmp_path / "log").read_text()
-    assert "server runs" in log and "server ended" in log and "port 8080 is taken" in log
-    assert "make serve: the gateway ended; stopping the server" in log
+    process = run_both(tmp_path, f"sleep 0.5; echo gateway: port 8080 is taken; exit {status}", STAY.format(name="server"))
+    assert process.wait(30) == 1
+    assert "server runs" in log() and "server ended" in log() and "port 8080 is taken" in log()
+    assert "foretoken serve: the gateway ended; stopping the server" in log()
 
 
-def test_a_server_that_ends_takes_the_gateway_with_it(tmp_path: Path, root: Path) -> None:
-    process = make_serve(tmp_path, root, STAY.format(name="gateway"), "sleep 0.5; exit 3")
-    assert process.wait(30) != 0
-    log = (tmp_path / "log").read_text()
-    assert "gateway ended" in log and "make serve: the server ended; stopping the gateway" in log
+def test_a_server_that_ends_takes_the_gateway_with_it(tmp_path: Path, log) -> None:
+    assert run_both(tmp_path, STAY.format(name="gateway"), "sleep 0.5; exit 3").wait(30) == 3
+    assert "gateway ended" in log() and "foretoken serve: the server ended; stopping the gateway" in log()
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="it needs util-linux's setpriv")
-def test_neither_outlives_a_script_that_is_killed(tmp_path: Path, root: Path) -> None:
-    process = make_serve(tmp_path, root, STAY.format(name="gateway"), STAY.format(name="server"))
-    log = tmp_path / "log"
-    assert wait_until(lambda: "gateway runs" in log.read_text() and "server runs" in log.read_text())
-    (script,) = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
-    subprocess.run(["kill", "-KILL", script], check=True)
-    assert process.wait(30) != 0
-    assert wait_until(lambda: "gateway ended" in log.read_text() and "server ended" in log.read_text())
+def both_run(log) -> bool:
+    return "gateway runs" in log() and "server runs" in log()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_both_end_when_told_to(tmp_path: Path, root: Path, sent: signal.Signals) -> None:
-    process = make_serve(tmp_path, root, STAY.format(name="gateway"), STAY.format(name="server"))
-    log = tmp_path / "log"
-    assert wait_until(lambda: "gateway runs" in log.read_text() and "server runs" in log.read_text())
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
-    process.send_signal(sent)
-    for child in children:  # as a terminal sends it to all
-        subprocess.run(["kill", f"-{sent.value}", child], check=False)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_both_end_when_told_to(tmp_path: Path, log, sent: signal.Signals) -> None:
+    process = run_both(tmp_path, STAY.format(name="gateway"), STAY.format(name="server"))
+    assert wait_until(lambda: both_run(log))
+    os.killpg(process.pid, sent)  # as a terminal sends it
+    assert process.wait(30) == 0
+    assert log().count("gateway ended") == log().count("server ended") == 1 and "stopping" not in log()
+
+
+def test_neither_outlives_the_one_that_started_them(tmp_path: Path, log) -> None:
+    process = run_both(tmp_path, STAY.format(name="gateway"), STAY.format(name="server"))
+    assert wait_until(lambda: both_run(log))
+    process.kill()
     process.wait(30)
-    assert wait_until(lambda: "gateway ended" in log.read_text() and "server ended" in log.read_text())
+    assert wait_until(lambda: "gateway ended" in log() and "server ended" in log())
+
+
+def test_what_does_not_end_is_killed_by_the_second_signal(tmp_path: Path, log) -> None:
+    """As the server's own supervisor does: the first one lets requests end."""
+    deaf = "trap 'echo told' TERM; echo {name} runs as $$; while :; do sleep 0.1; done"
+    process = run_both(tmp_path, STAY.format(name="gateway"), deaf.format(name="server"))
+    assert wait_until(lambda: both_run(log))
+    process.terminate()
+    assert wait_until(lambda: "told" in log() and "gateway ended" in log())
+    process.terminate()
+    assert process.wait(30) != 0
+    found = re.search(r"server runs as (\d+)", log())
+    assert found is not None and not is_running(int(found[1]))
+
+
+def test_make_serve_is_a_command_of_this_version(root: Path) -> None:
+    (line,) = [line for line in (root / "Makefile").read_text().splitlines() if "foretoken serve" in line]
+    args = make_parser().parse_args(line.partition("foretoken ")[2].split())
+    assert (args.port, args.http_port, args.grpc_port, args.metrics_port, args.status_port) == (8080, 8000, 8001, 8002, 8003)
+
+
+def test_one_port_for_everything(tmp_path: Path) -> None:
+    """What is not for clients is on free ports of this machine alone."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "deploy.cli", "serve", str(BUNDLED_MODEL), f"--port={port}", "--served-model-name", "a", "b", "--vllm-metrics"]
+    command += [f"--repository={tmp_path / 'repository'}", "--drain-seconds=5"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        with contextlib.suppress(OSError), open_url(f"{address}/health", 5) as response:
+            return response.status == 200
+        return False
+
+    try:
+        assert wait_until(answers, 90)
+        body = json.dumps({"model": "b", "prompt": "x = ", "max_tokens": 4}).encode()
+        request = urllib.request.Request(f"{address}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            assert json.loads(response.read())["model"] == "b"
+        with open_url(f"{address}/v1/models", 5) as response:
+            assert [m["id"] for m in json.loads(response.read())["data"]] == ["a", "b"]
+        with open_url(f"{address}/metrics", 5) as response:
+            text = response.read().decode()
+        for name in ("foretoken_gateway_requests_total", "foretoken_steps_total", "foretoken_server_restarts_total", "vllm:num_requests_running"):
+            assert f"\n{name}{{" in text or f"\n{name} " in text, name
+        assert 'model_name="a"' in text
+        listening = {c.laddr.ip for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in family(process.pid)}
+        assert listening and listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def family(pid: int) -> set[int]:
+    return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}

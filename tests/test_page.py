@@ -118,11 +118,29 @@ def test_errors_are_shown(page):
     for pane in ("on", "off"):
         expect(page.locator(f"#{pane} [role=alert]")).to_have_text(re.compile("max_tokens is 99999; the context holds 2048 tokens"))
     fill(page, "x", 3)
-    page.locator("#method").select_option("suffix")
+    page.locator("#drafts").evaluate("e => { e.max = 99; }")
+    page.locator("#drafts").fill("17")
     page.get_by_role("button", name="Run").click()
-    expect(page.locator("#on [role=alert]")).to_have_text(re.compile("suffix"))
+    expect(page.locator("#on [role=alert]")).to_have_text(re.compile("num_speculative_tokens"))
     expect(page.locator("#off")).to_have_class(re.compile("done"))
     expect(page.locator("#off [role=alert]")).to_be_hidden()
+
+
+def test_what_is_served_is_what_is_offered(page):
+    expect(page.locator("#model")).to_have_text("Model foretoken, 2048 tokens of context.")
+    assert page.locator("#method option").all_inner_texts() == ["default", "mtp", "ngram"]
+
+
+def test_one_token_has_no_time_between_two(page):
+    fill(page, LOOPS, 40)
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#off")).to_have_class(re.compile("done"))
+    assert float(value(page, "off", "perSecond")) > 0 and value(page, "off", "reason") == "the limit of tokens"
+    fill(page, "x", 1)
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#verdict")).to_have_text("same text")
+    assert "NaN" not in page.locator("main").inner_text() and value(page, "off", "perSecond") == "\u2013"
+    assert page.locator("#off [data-chart=times] polyline").count() == 0, "the charts are the last run's"
 
 
 def test_the_answer_is_text_and_not_markup(page):

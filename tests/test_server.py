@@ -410,9 +410,9 @@ class TestBadInput:
         for values, message in (({"text_input": ""}, "the prompt is empty"), ({"text_input": "x", "top_p": 0.0}, "top_p must be")):
             status, answer = server.post("/v2/models/generate/generate", {**values, "stream": False})
             assert status >= 400 and message in answer
-        with pytest.raises(GenerateError, match="give one of text_input, input_ids; got none"):
+        with pytest.raises(GenerateError, match="give one of text_input, messages, input_ids; got none"):
             HttpClient(server.http, model="generate").generate_once(max_tokens=5)
-        with pytest.raises(GenerateError, match="give one of text_input, input_ids; got none") as caught:
+        with pytest.raises(GenerateError, match="give one of text_input, messages, input_ids; got none") as caught:
             Client(server.grpc, model="generate").generate(max_tokens=5)
         assert caught.value.code == "INVALID_ARG"
 

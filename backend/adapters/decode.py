@@ -26,10 +26,11 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from backend.adapters.description import describe
 from backend.adapters.draft_io import BlsDraftService
 from backend.adapters.intake_workers import LONG_CHARACTERS, IntakeWorkers
 from backend.adapters.metrics import MetricsPublisher
-from backend.adapters.request_io import Answer, CancelCall, GenerateCall, InputLimits, read_id, read_messages, read_request
+from backend.adapters.request_io import Answer, CancelCall, DescribeCall, GenerateCall, InputLimits, read_id, read_messages, read_request
 from backend.adapters.stub import (
     check_interpreter,
     describe_error,
@@ -45,6 +46,7 @@ from backend.core import Delta, FinishReason, SpeculationStats
 from backend.disaggregation.service import Disaggregation
 from backend.engine import Engine
 from backend.errors import EngineError
+from backend.sampling_defaults import read_sampling_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,7 @@ class TritonPythonModel:
         self._engine = Engine(config, draft_service=service)
         self._nodes = Disaggregation(self._engine) if config.disaggregation.is_on else None
         self._limits = InputLimits(self._engine.scheduler.max_model_len)
+        self._sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
         self._keys = itertools.count()
         self._exchanges: set[_Exchange] = set()
         """Every request whose final response was not sent."""
@@ -164,12 +167,15 @@ class TritonPythonModel:
         try:
             exchange.client_id = read_id(request) or uuid.uuid4().hex
             exchange.key = f"{exchange.client_id}#{next(self._keys)}"  # clients may use an id twice
-            call = read_request(request, self._limits)
+            call = read_request(request, self._limits, self._sampling_defaults)
             if isinstance(call, CancelCall):
                 self._cancel(call, exchange)
                 return
             if self._is_refusing:
                 raise EngineError("the server is shutting down: send the request to another, or again later")
+            if isinstance(call, DescribeCall):
+                self._describe(exchange)
+                return
             exchange.call, exchange.is_streamed = call, call.is_streamed
             exchange.num_completions = exchange.num_open = call.params.n
             if call.timeout is not None:
@@ -203,6 +209,15 @@ class TritonPythonModel:
             answer = Delta(call.target_id, error=EngineError("the server is shutting down"))
         self._engine.call(lambda: self._made.append((exchange, answer)))
 
+    def _describe(self, exchange: _Exchange) -> None:
+        exchange.is_streamed = False
+
+        def answer() -> None:
+            text = describe(self._engine, self._sampling_defaults)
+            self._made.append((exchange, Delta(exchange.key, text=text, finish_reason="stop", stats=SpeculationStats())))
+
+        self._engine.call(answer)
+
     def _end_early(self, exchange: _Exchange) -> bool:
         """Cancels a request, wherever it is. False when its end is on its way already."""
         exchange.is_cancelled = True  # before the engine is asked: see _submit
@@ -227,6 +242,7 @@ class TritonPythonModel:
                 tools=call.tools,
                 priority=call.priority,
                 timeout=None if exchange.deadline is None else max(exchange.deadline - time.monotonic(), LEAST_SECONDS),
+                fills_context=call.fills_context,
             )
         except Exception as error:  # whatever it is, it belongs to this request only
             self._refuse(exchange, error)

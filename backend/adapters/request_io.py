@@ -77,6 +77,8 @@ class GenerateCall:
     prompt: Any
     """Text, token ids, or with `is_chat` messages as JSON, which `read_messages` reads."""
     params: SamplingParams
+    fills_context: bool = False
+    """A chat that does not say how long its answer may be: what the prompt leaves of the context."""
     is_chat: bool = False
     tools: Tools | None = None
     speculative: dict[str, Any] | None = None
@@ -90,6 +92,10 @@ class CancelCall:
     """A request to end another one."""
 
     target_id: str
+
+
+class DescribeCall:
+    """A request to say what is served."""
 
 
 def _text(name: str, value: Any) -> str:
@@ -148,8 +154,11 @@ def read_id(request: Any) -> str:
         raise RequestError(f"the request's id is not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
 
 
-def read_request(request: Any, limits: InputLimits) -> GenerateCall | CancelCall:
-    """Copies and parses one Triton request. Raises RequestError or ValueError naming the input, the value seen and the rule."""
+def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) -> GenerateCall | CancelCall | DescribeCall:
+    """Copies and parses one Triton request. defaults: sampling parameters of those who say nothing.
+
+    Raises RequestError or ValueError naming the input, the value seen and the rule.
+    """
     values: dict[str, Any] = {}
     for tensor in request.inputs():
         array = tensor.as_numpy()
@@ -163,11 +172,16 @@ def read_request(request: Any, limits: InputLimits) -> GenerateCall | CancelCall
             values[name] = array.reshape(-1).tolist()
     if "cancel" in values:
         return CancelCall(values["cancel"][0])
+    if values.get("describe", [False])[0]:
+        return DescribeCall()
     given = [name for name in PROMPTS if name in values]
     if len(given) != 1:
         raise RequestError(f"give one of {', '.join(PROMPTS)}; got {' and '.join(given) or 'none'}")
     prompt: Any = values[given[0]] if given[0] == "input_ids" else values[given[0]][0]
-    arguments: dict[str, Any] = {name: values[name][0] for name in SAMPLING_SCALARS if name in values}
+    fills_context = given[0] == "messages" and "max_tokens" not in {**defaults, **values}
+    arguments: dict[str, Any] = {"max_tokens": limits.max_model_len} if fills_context else {}
+    arguments |= defaults
+    arguments |= {name: values[name][0] for name in SAMPLING_SCALARS if name in values}
     arguments |= {name: tuple(values[name]) for name in SAMPLING_LISTS if name in values}
     if values.get("logit_bias", [""])[0]:
         biases = _json_object("logit_bias", values["logit_bias"][0])
@@ -186,6 +200,7 @@ def read_request(request: Any, limits: InputLimits) -> GenerateCall | CancelCall
         is_chat=given[0] == "messages",
         params=SamplingParams(**arguments),
         tools=_read_tools(values),
+        fills_context=fills_context,
         speculative=_json_object("speculative", speculative) if speculative else None,
         priority=values.get("priority", [0])[0],
         timeout=None if timeout_ms is None else timeout_ms / 1000,

@@ -1,4 +1,4 @@
-"""The `tokenizer` model: text_input -> input_ids, and back: input_ids -> text_output and tokens."""
+"""The `tokenizer` model: text_input or messages -> input_ids, and back: input_ids -> text_output and tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.request_io import MAX_UTF8_BYTES, read_id
+from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages
 from backend.adapters.stub import check_interpreter, describe_error, end_with_server, error_code, log_to_server, read_parameters, resolve_model
 from backend.errors import ConfigError, ModelError, RequestError
 from backend.intake import MAX_CHARACTERS_PER_TOKEN
@@ -22,7 +22,7 @@ MAX_CHARACTERS = 8_000_000
 """Of a model whose configuration does not say how long its context is."""
 MAX_TOKENS = 1_000_000
 PARAMETERS = ("model",)
-INPUTS = ("text_input", "input_ids")
+INPUTS = ("text_input", "messages", "input_ids")
 
 
 def _max_characters(folder: Path) -> int:
@@ -59,8 +59,11 @@ class TritonPythonModel:
             values = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
             if len(values) != 1:
                 raise RequestError(f"give one of {', '.join(INPUTS)}; got {' and '.join(values) or 'none'}")
-            outputs = self._encode(values["text_input"]) if "text_input" in values else self._decode(values["input_ids"])
-            return pb_utils.InferenceResponse(outputs)
+            if "input_ids" in values:
+                return pb_utils.InferenceResponse(self._decode(values["input_ids"]))
+            ((name_of_input, texts),) = values.items()
+            text = self._read_text(name_of_input, texts)
+            return pb_utils.InferenceResponse(self._encode_chat(text) if name_of_input == "messages" else self._encode(text))
         except Exception as error:  # whatever it is, it belongs to this request only
             code = error_code(error)
             if code == "INTERNAL":
@@ -68,21 +71,29 @@ class TritonPythonModel:
             message = f"[{code}] request {name!r:.100}: {describe_error(error)}"  # a stream of the ensemble carries the message alone
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
 
-    def _encode(self, values: np.ndarray) -> list[Any]:
+    def _read_text(self, name: str, values: np.ndarray) -> str:
         if values.size != 1:
-            raise RequestError(f"text_input has {values.size} texts; give one")
+            raise RequestError(f"{name} has {values.size} texts; give one")
         value = values[0]
         if len(value) > MAX_UTF8_BYTES * self._max_characters:
-            raise RequestError(f"text_input has {len(value)} bytes; the limit is {self._max_characters} characters")
+            raise RequestError(f"{name} has {len(value)} bytes; the limit is {self._max_characters} characters")
         try:
             text = value if isinstance(value, str) else bytes(value).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise RequestError(f"text_input is not valid UTF-8 at byte {error.start}") from None
+            raise RequestError(f"{name} is not valid UTF-8 at byte {error.start}") from None
         if not text:
             raise RequestError("the prompt is empty")
         if len(text) > self._max_characters:
-            raise RequestError(f"text_input has {len(text)} characters; the limit is {self._max_characters}")
+            raise RequestError(f"{name} has {len(text)} characters; the limit is {self._max_characters}")
+        return text
+
+    def _encode(self, text: str) -> list[Any]:
         return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(text), dtype=np.int32))]
+
+    def _encode_chat(self, text: str) -> list[Any]:
+        """As the decode model does it: the template writes the special tokens itself."""
+        prompt = self._tokenizer.render_chat(read_messages(text), self._max_characters)
+        return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(prompt, add_special_tokens=False), dtype=np.int32))]
 
     def _decode(self, values: np.ndarray) -> list[Any]:
         if values.size > MAX_TOKENS:

@@ -231,7 +231,7 @@ async def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple
 def run(args: argparse.Namespace) -> int:
     """0: all answered rightly; 1: some failed, or nothing could be measured; 2: something that the options ask for cannot be had."""
     if args.backend == "openai" and importlib.util.find_spec("aiohttp") is None:
-        print("foretoken bench: --backend openai: aiohttp is not installed: pip install 'foretoken[load]'", file=sys.stderr)
+        print("foretoken bench: --backend openai: aiohttp is not installed: pip install 'foretoken-triton[load]'", file=sys.stderr)
         return 2
     try:
         prompts = read_prompts(args.dataset_path, args.num_prompts + args.num_warmups, args.input_characters, args.output_len, args.seed)

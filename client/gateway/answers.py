@@ -18,7 +18,7 @@ from client.gateway.errors import ApiError, from_server
 from client.gateway.forms import ChatForm, CompletionForm
 from client.gateway.metrics import Metrics
 from client.gateway.openai import ChatRequest, CompletionRequest
-from client.gateway.upstream import Upstream
+from client.gateway.upstream import Servers
 from client.messages import Chunk, GenerateError, collect, name_request
 
 logger = logging.getLogger("foretoken.gateway")
@@ -91,7 +91,10 @@ async def merge(streams: list[AsyncGenerator[Chunk, None]]) -> AsyncGenerator[tu
 class Answer(Response):
     """The answer to one request, for one or several prompts with n choices each."""
 
-    def __init__(self, upstream: Upstream, metrics: Metrics, model: str, request_id: str, request: CompletionRequest | ChatRequest) -> None:
+    _closing = b"data: [DONE]\n\n"
+    """Of a stream."""
+
+    def __init__(self, upstream: Servers, metrics: Metrics, model: str, request_id: str, request: CompletionRequest | ChatRequest) -> None:
         self.background = None
         self._upstream = upstream
         self._metrics = metrics
@@ -103,6 +106,8 @@ class Answer(Response):
         self._head = {"id": self._form.id_prefix + request_id, "object": self._form.object, "created": int(time.time()), "model": model}
         self._started = time.perf_counter()
         self._usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        self._is_single = request.n == 1 and len(self._prompts) == 1
+        self._speculation: dict[str, Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await run_while_connected(self._stream(send) if self._request.stream else self._whole(send), receive)
@@ -130,6 +135,7 @@ class Answer(Response):
 
     def _end(self, chunk: Chunk, first: float | None) -> None:
         """Books a choice's last chunk. Raises ApiError for an end that OpenAI's interface has no word for."""
+        self._speculation = chunk.speculation
         usage = chunk.usage or {}
         count = usage.get("completion_tokens", 0)
         self._usage["completion_tokens"] += count
@@ -161,6 +167,44 @@ class Answer(Response):
             "prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]},
         }
 
+    def _metrics_body(self) -> dict[str, Any]:
+        """vLLM's form of what speculation brought, which aiperf reads; of one completion alone, as there."""
+        found = self._speculation
+        if not self._is_single or not found or not found["drafts"]:
+            return {}
+        reached = [found["drafts"], *found["accepted_per_position"], 0]  # steps in which so many drafts or more were accepted
+        return {
+            "metrics": {
+                "speculative_decoding": {
+                    "acceptance_histogram": [more - fewer for more, fewer in zip(reached, reached[1:])],
+                    "num_spec_steps": found["drafts"],
+                    "num_spec_tokens": len(reached) - 2,
+                    "num_accepted_draft_tokens": found["accepted"],
+                    "num_draft_tokens": found["drafted"],
+                    "mean_acceptance_length": found["mean_accepted_length"],
+                    "draft_acceptance_rate": found["acceptance_rate"],
+                }
+            }
+        }
+
+    # -- what is written ----------------------------------------------------------------------------------------------
+
+    def _whole_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
+
+    def _part_event(self, part: dict[str, Any]) -> bytes:
+        usage = {"usage": None} if self._request.stream_options.include_usage else {}
+        return _event({**self._head, "object": self._form.chunk_object, **usage, "choices": [part]})
+
+    def _last_events(self) -> bytes:
+        if not self._request.stream_options.include_usage:
+            return b""
+        body = {**self._head, "object": self._form.chunk_object, "choices": [], "usage": self._usage_body()}
+        return _event({**body, **self._metrics_body()})
+
+    def _error_event(self, code: str | None, message: str, body: dict[str, Any]) -> bytes:
+        return _event(body)
+
     # -- to the client ------------------------------------------------------------------------------------------------
 
     async def _whole(self, send: Send) -> None:
@@ -171,7 +215,7 @@ class Answer(Response):
                     chunk.index = choice
                     chunks.append(chunk)
         choices = [await self._write(c.index, c, is_streamed=False) for c in collect(chunks)]
-        body = orjson.dumps({**self._head, "choices": choices, "usage": self._usage_body()})
+        body = orjson.dumps(self._whole_body(choices))
         await send({"type": "http.response.start", "status": 200, "headers": [*_JSON, (b"content-length", str(len(body)).encode())]})
         await send({"type": "http.response.body", "body": body})
 
@@ -200,13 +244,6 @@ class Answer(Response):
             watch.pause()
             written = time.monotonic()
 
-        def event(data: bytes) -> bytes:
-            return b"data: " + data + b"\n\n"
-
-        head: dict[str, Any] = {**self._head, "object": self._form.chunk_object}
-        has_usage = self._request.stream_options.include_usage
-        if has_usage:
-            head["usage"] = None
         try:
             async with contextlib.aclosing(self._chunks()) as source:
                 async for choice, chunk in source:
@@ -218,9 +255,10 @@ class Answer(Response):
                         waited = f"first-token;dur={1e3 * (time.perf_counter() - self._started):.2f}"
                         timing = [(b"server-timing", waited.encode())] if part else []
                         await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT, *timing]})
-                    await write(event(orjson.dumps({**head, "choices": [part]})) if part else _KEEP_ALIVE)
-            if has_usage:
-                await write(event(orjson.dumps({**head, "choices": [], "usage": self._usage_body()})))
+                    if data := self._part_event(part) if part else _KEEP_ALIVE:
+                        await write(data)
+            if data := self._last_events():
+                await write(data)
         except Exception as error:
             if not is_started:
                 raise
@@ -228,8 +266,12 @@ class Answer(Response):
                 logger.exception("%s failed", self._request_id)
                 error = ApiError(500, "the gateway failed; its log says how", "internal_error")
             self._metrics.errors.labels(error.code).inc()
-            await write(event(orjson.dumps(error.body())))
-        await write(event(b"[DONE]"), more=False)
+            await write(self._error_event(error.code, error.message, error.body()))
+        await write(self._closing, more=False)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
 async def _numbered(stream: AsyncGenerator[Chunk, None]) -> AsyncGenerator[tuple[int, Chunk], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,17 +17,25 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
+from client.gateway.aliases import alias
 from client.gateway.answers import Answer
-from client.gateway.entrance import ERROR_CODE, ApiKeys, BodyLimit, RequestLog
+from client.gateway.entrance import ERROR_CODE, ApiKeys, BodyLimit, OtherPaths, RequestLog
 from client.gateway.errors import ApiError, from_server, from_validation
+from client.gateway.fleet import Fleet, is_fleet, split_addresses
+from client.gateway.forms import show
 from client.gateway.metrics import CONTENT_TYPE, Metrics
 from client.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from client.gateway.upstream import Upstream
+from client.gateway.responses import ResponsesAnswer, ResponsesRequest
+from client.gateway.upstream import Servers, Upstream
+from client.loopback import open_url
 from client.messages import DEFAULT_GRPC_URL, GenerateError
 
 PAGE = Path(__file__).parent / "page"
 ANY_MODEL = "default"
 """What PaddleNLP's and FastDeploy's examples call the model."""
+DESCRIBE_SECONDS = 2.0
+DESCRIBED = ("max_model_len", "method", "methods", "num_speculative_tokens", "has_chat_template", "sampling_defaults")
+"""Of a model, in the list of models."""
 PAGE_HEADERS = {"content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'", "x-content-type-options": "nosniff"}
 
 
@@ -35,27 +44,37 @@ class Settings:
     """A gateway's configuration."""
 
     url: str = DEFAULT_GRPC_URL
-    """The server's gRPC address."""
+    """The server's gRPC address; of several servers, theirs with commas between, or a name that stands for them."""
     model: str = "decode"
     """The server's model that generates: one that sees cancellation, so no ensemble."""
-    served_model_name: str = "foretoken"
-    """What clients call it."""
+    served_model_name: str | tuple[str, ...] = "foretoken"
+    """What clients call it; of several names the first is shown."""
     api_keys: tuple[str, ...] = ()
     """Empty: anyone may call."""
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
+    metrics_urls: tuple[str, ...] = ()
+    """Of the server's own metrics, which /metrics then has too."""
+    has_vllm_metrics: bool = False
+    """/metrics has those of the server once more, by vLLM's names."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return (self.served_model_name,) if isinstance(self.served_model_name, str) else self.served_model_name
 
 
 def create_app(settings: Settings) -> FastAPI:
     """The ASGI application. It starts, and says so on /health, whether or not the server is there."""
     metrics = Metrics()
-    upstream: Upstream
+    upstream: Servers
     created = int(time.time())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal upstream
-        upstream = Upstream(settings.url, settings.model)
+        several = is_fleet(settings.url)
+        upstream = Fleet(split_addresses(settings.url), settings.model, metrics) if several else Upstream(settings.url, settings.model)
+        await upstream.start()
         yield
         await upstream.close()
 
@@ -73,12 +92,15 @@ def create_app(settings: Settings) -> FastAPI:
             expose_headers=["x-request-id"],
         )
     app.add_middleware(RequestLog, metrics=metrics)
+    app.add_middleware(OtherPaths)
     _add_error_handlers(app)
 
     def check_model(name: str | None) -> str:
-        if name not in (None, "", ANY_MODEL, settings.served_model_name):
-            raise ApiError(404, f"the model {name!r:.100} does not exist; there is {settings.served_model_name!r}", "model_not_found", "model")
-        return settings.served_model_name
+        names = settings.model_names
+        if name not in (None, "", ANY_MODEL, *names):
+            known = ", ".join(map(repr, names))
+            raise ApiError(404, f"the model {name!r:.100} does not exist; there is {known}", "model_not_found", "model")
+        return name if name in names else names[0]
 
     def answer(request: Request, body: CompletionRequest | ChatRequest) -> Answer:
         return Answer(upstream, metrics, check_model(body.model), request.state.request_id, body)
@@ -91,23 +113,42 @@ def create_app(settings: Settings) -> FastAPI:
     async def chat(request: Request, body: ChatRequest) -> Response:
         return answer(request, body)
 
+    @app.post("/v1/responses")
+    async def respond(request: Request, body: ResponsesRequest) -> Response:
+        return ResponsesAnswer(upstream, metrics, check_model(body.model), request.state.request_id, body)
+
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [describe_model()]}
+        more = await describe()
+        return {"object": "list", "data": [describe_model(name, more) for name in settings.model_names]}
 
     @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> dict[str, Any]:
-        check_model(name)
-        return describe_model()
+        return describe_model(check_model(name), await describe())
 
-    def describe_model() -> dict[str, Any]:
-        return {"id": settings.served_model_name, "object": "model", "created": created, "owned_by": "foretoken"}
+    async def describe() -> dict[str, Any]:
+        """What the server says that clients may want to know; nothing while there is none: the list of models stays."""
+        try:
+            found = await upstream.describe(DESCRIBE_SECONDS)
+        except GenerateError:
+            return {}
+        return {key: found[key] for key in DESCRIBED if key in found}
+
+    def describe_model(name: str, more: dict[str, Any]) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": created, "owned_by": "foretoken", **more}
+
+    @app.get("/version")
+    async def show_version() -> dict[str, Any]:
+        return {"version": (await upstream.describe(DESCRIBE_SECONDS))["version"]}
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         check_model(body.model)
-        tokens = await upstream.tokenize(body.text or body.prompt or "")
-        return {"tokens": tokens, "count": len(tokens)}
+        tokens = await upstream.tokenize(body.prompt_value())
+        answer = {"tokens": tokens, "count": len(tokens), **{k: v for k, v in (await describe()).items() if k == "max_model_len"}}
+        if body.return_token_strs:
+            answer["token_strs"] = [show(token) for token in await upstream.token_bytes(tokens)]
+        return answer
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
@@ -124,7 +165,10 @@ def create_app(settings: Settings) -> FastAPI:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
+        others = await asyncio.gather(*(asyncio.to_thread(read_metrics, url) for url in settings.metrics_urls))
+        if settings.has_vllm_metrics:
+            others.append(alias(b"".join(others).decode("utf-8", "replace"), settings.model_names).encode())
+        return Response(b"".join([metrics.render(), *others]), media_type=CONTENT_TYPE)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -132,6 +176,15 @@ def create_app(settings: Settings) -> FastAPI:
 
     app.mount("/page", StaticFiles(directory=PAGE))
     return app
+
+
+def read_metrics(url: str) -> bytes:
+    """The server's own metrics, as they are; none while it does not answer."""
+    try:
+        with open_url(url, DESCRIBE_SECONDS) as response:
+            return response.read()
+    except OSError:
+        return b""
 
 
 def _add_error_handlers(app: FastAPI) -> None:

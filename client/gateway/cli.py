@@ -19,13 +19,29 @@ KEEP_ALIVE_SECONDS = 75
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_GRPC_URL, help=f"the server's gRPC address (default {DEFAULT_GRPC_URL})")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1; 0.0.0.0: all)")
+    parser.add_argument(
+        "--upstream",
+        "--url",
+        dest="url",
+        default=DEFAULT_GRPC_URL,
+        metavar="HOST:PORT,...",
+        help=f"the server's gRPC address (default {DEFAULT_GRPC_URL}); several, or a name that has several addresses, share the requests",
+    )
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1, and with --api-keys all: 0.0.0.0)")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}")
-    parser.add_argument("--served-model-name", default="foretoken", metavar="NAME", help="what clients call the model (default foretoken)")
+    parser.add_argument(
+        "--served-model-name", nargs="+", default=["foretoken"], metavar="NAME", help="what clients call the model (default foretoken)"
+    )
+    parser.add_argument("--metrics-url", action="append", default=[], metavar="URL", help="of the server's metrics, which /metrics then has too")
     parser.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE: one a line, # begins a comment")
     parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of ORIGIN may call (default: none)")
+    parser.add_argument("--vllm-metrics", action="store_true", help="/metrics has the server's once more by vLLM's names; needs --metrics-url")
     parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="larger requests are refused (default 4 MiB)")
+
+
+def listen_on(host: str | None, has_keys: bool) -> str:
+    """The address: this machine alone, unless it was said who is let in, or where to listen."""
+    return host or ("0.0.0.0" if has_keys else "127.0.0.1")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,27 +51,40 @@ def run(args: argparse.Namespace) -> int:
 
         from client.gateway.app import Settings, create_app
         from client.gateway.entrance import read_keys
+        from client.gateway.fleet import split_addresses
         from client.gateway.protocol import LimitedHeadProtocol
     except ModuleNotFoundError as error:
-        print(f"foretoken gateway: {error.name} is not installed: pip install 'foretoken[gateway]'", file=sys.stderr)
+        print(f"foretoken gateway: {error.name} is not installed: pip install 'foretoken-triton[gateway]'", file=sys.stderr)
         return 2
     try:
         keys = read_keys(args.api_keys) if args.api_keys else []
     except (OSError, ValueError) as error:
         print(f"foretoken gateway: --api-keys {args.api_keys}: {error}", file=sys.stderr)
         return 2
+    if args.vllm_metrics and not args.metrics_url:
+        print("foretoken gateway: --vllm-metrics has nothing to rename: name the server's metrics with --metrics-url", file=sys.stderr)
+        return 2
+    try:
+        split_addresses(args.url)
+    except ValueError as error:
+        print(f"foretoken gateway: --upstream {args.url}: {error}", file=sys.stderr)
+        return 2
+    host = listen_on(args.host, bool(keys))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # A connection is a file, and the usual soft limit is 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     # uvicorn raises the signal again once it has ended in order: by default that would be a death by it, with a status that tells of a failure.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    app = create_app(Settings(args.url, "decode", args.served_model_name, tuple(keys), tuple(args.cors_origin), args.max_body_bytes))
+    names = tuple(args.served_model_name)
+    app = create_app(
+        Settings(args.url, "decode", names, tuple(keys), tuple(args.cors_origin), args.max_body_bytes, tuple(args.metrics_url), args.vllm_metrics)
+    )
     try:  # before anything is served: who started the gateway must learn of it
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        listener = socket.create_server((args.host, args.port), family=family, backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, args.port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        message = f"cannot listen on {args.host}, port {args.port}: {error}; choose another address with --host, --port"
+        message = f"cannot listen on {host}, port {args.port}: {error}; choose another address with --host, --port"
         print(f"foretoken gateway: {message}", file=sys.stderr)
         return 1
     config = uvicorn.Config(

@@ -22,7 +22,9 @@ logger = logging.getLogger("foretoken.gateway")
 
 BODY_SECONDS = 30.0
 """A body must arrive whole within this time."""
-PATHS = frozenset({"/", "/health", "/metrics", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions"})
+PATHS = frozenset(
+    ("/", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+)
 """By their names in metrics; all others are `other`."""
 OPEN_PATHS = ("/", "/health", "/metrics", "/page/")
 """Need no key: the page is the same for all, and asks for the key itself; probes and Prometheus have none."""
@@ -47,6 +49,24 @@ async def _discard(receive: Receive) -> None:
 
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(read(), BODY_SECONDS)
+
+
+class OtherPaths:
+    """Takes the paths of clients whose `base_url` is the gateway's bare address, or ends with a route, as PaddleNLP's examples have it."""
+
+    _BASES = ("/v1/chat/completions", "/v1/completions", "/v1", "")
+    _ROUTES = ("/chat/completions", "/completions", "/responses", "/models")
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._paths = {base + route: "/v1" + route for base in self._BASES for route in self._ROUTES if base != "/v1"}
+        for path in self._paths.keys() & PATHS:
+            del self._paths[path]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (path := self._paths.get(scope["path"])) is not None:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)
 
 
 class RequestLog:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse
 
+from client.gateway.no_ops import say_rule
 from client.messages import PARAMETERS, GenerateError
 
 RETRY_SECONDS = 1
@@ -55,6 +56,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body must be a JSON object, sent with content-type application/json: {first['msg']}", "invalid_body")
     name = str(place[0])[:100]
     if kind == "extra_forbidden":
-        return ApiError(400, f"unknown or unsupported parameter {'.'.join(map(str, place))!r:.100}", "unknown_parameter", name)
+        rule = say_rule(name) if len(place) == 1 else ""
+        return ApiError(400, f"unknown or unsupported parameter {'.'.join(map(str, place))!r:.100}{rule}", "unknown_parameter", name)
     rules = dict.fromkeys(e["msg"] for e in errors if e["loc"][1:2] == place[:1])  # a key that may be of several types has one of each
     return ApiError(400, f"{name}: {'; or '.join(rules):.500}, got {first['input']!r:.100}", "invalid_value", name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from client.gateway.no_ops import drop_no_ops
 from client.gateway.strict import Strict
 from client.gateway.structured import StructuredRequest
 
@@ -29,6 +31,8 @@ _SAME_NAME = (
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Accepted: usage comes with the last part, with which it is known."""
     include_obfuscation: bool = False
     """Accepted; there is none."""
 
@@ -68,6 +72,11 @@ class GenerateRequest(StructuredRequest):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_ops(cls, values: Any) -> Any:
+        return drop_no_ops(values, cls.model_fields) if isinstance(values, dict) else values
 
     def parameters(self) -> dict[str, Any]:
         """The decode model's inputs, without the prompt."""
@@ -169,12 +178,25 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     text: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_generation_prompt: Literal[True] = True
+    add_special_tokens: bool | None = None
+    """As decode has it: true for a prompt; a template writes those of messages itself."""
+    return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _check_prompt(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.text is None):
-            raise ValueError("give prompt, or text, and not both")
+        if sum(value is not None for value in (self.prompt, self.text, self.messages)) != 1:
+            raise ValueError("give prompt, text or messages, and one of them only")
+        if self.add_special_tokens not in (None, self.messages is None):
+            raise ValueError(f"add_special_tokens may be left out, or {str(self.messages is None).lower()}")
         return self
+
+    def prompt_value(self) -> dict[str, Any]:
+        """The prompt as the tokenizer model's input."""
+        if self.messages is not None:
+            return {"messages": json.dumps([m.flat() for m in self.messages], ensure_ascii=False)}
+        return {"text_input": self.text if self.prompt is None else self.prompt}
 
 
 class DetokenizeRequest(Strict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from client.aio import AsyncClient
 from client.messages import Chunk, GenerateError
@@ -14,6 +14,26 @@ PROBE_SECONDS = 3.0
 """How long a health probe waits for its one token."""
 FRESH_SECONDS = 1.0
 """An answer this recent is as good as a probe."""
+
+
+class Servers(Protocol):
+    """What stands behind a gateway: one server, or several."""
+
+    def stream(self, request_id: str, parameters: dict[str, Any]) -> AsyncGenerator[Chunk, None]: ...
+
+    async def describe(self, limit: float | None = None) -> dict[str, Any]: ...
+
+    async def tokenize(self, prompt: dict[str, Any]) -> list[int]: ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]: ...
+
+    async def check(self) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class Upstream:
@@ -26,6 +46,9 @@ class Upstream:
         self._answered = -FRESH_SECONDS
         """When a request that was begun lately had its first answer."""
         self._probe: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Nothing is to be done: the connection is made by the first request."""
 
     async def close(self) -> None:
         if self._probe is not None:
@@ -51,9 +74,13 @@ class Upstream:
         finally:
             await chunks.aclose()
 
-    async def tokenize(self, text: str) -> list[int]:
-        """A prompt's token ids. Raises GenerateError."""
-        return (await self._client.infer("tokenizer", text_input=text))["input_ids"]
+    async def describe(self, limit: float | None = None) -> dict[str, Any]:
+        """What the server says of what it serves. Raises GenerateError."""
+        return await self._client.describe(limit)
+
+    async def tokenize(self, prompt: dict[str, Any]) -> list[int]:
+        """The token ids of a prompt, text_input or messages. Raises GenerateError."""
+        return (await self._client.infer("tokenizer", **prompt))["input_ids"]
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text that tokens make together, special ones included. Raises GenerateError."""

@@ -34,5 +34,5 @@ export function drawLine(svg, values) {
   const max = Math.max(...values, 0.001);
   const place = frame(svg, max, max.toPrecision(2));
   const step = place.width / Math.max(values.length - 1, 1);
-  svg.append(element("polyline", { class: "line", points: values.map((v, i) => `${LEFT + i * step},${place.y(v)}`).join(" ") }));
+  if (values.length) svg.append(element("polyline", { class: "line", points: values.map((v, i) => `${LEFT + i * step},${place.y(v)}`).join(" ") }));
 }

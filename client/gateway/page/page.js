@@ -5,6 +5,8 @@ import { Steps } from "./steps.js";
 import { stream } from "./stream.js";
 
 const SHOWN_STEPS = 60;
+const VALUES = ["tokens", "perStep", "perSecond", "perToken", "first", "accepted", "reason"];
+const REASONS = { length: "the limit of tokens", stop: "the model's own end" };
 const SOURCES = new Set(["target", "mtp", "ngram", "suffix"]);
 const EXAMPLE = `class Circle:
     """A circle of a radius."""
@@ -48,14 +50,16 @@ class Pane {
     this.output.replaceChildren();
     this.error.hidden = true;
     this.root.classList.remove("done");
-    for (const name of ["tokens", "perStep", "perToken", "first", "accepted"]) this.set(name, "–");
+    for (const name of VALUES) this.set(name, "–");
+    for (const name of ["steps", "positions", "times"]) this.chart(name).replaceChildren();
     this.steps = new Steps(performance.now());
-    let text = "", statistics = null;
+    let text = "", statistics = null, reason = null;
     try {
       for await (const { choices } of stream(body, key, signal)) {
         const [choice] = choices;
         text += choice.text;
         statistics = choice.speculation ?? statistics;
+        reason = choice.finish_reason ?? reason;
         this.steps.add(choice.token_sources, performance.now());
         this.append(choice.tokens, choice.token_sources);
         this.draw();
@@ -71,6 +75,7 @@ class Pane {
     }
     this.render();
     this.set("accepted", statistics ? `${statistics.accepted} of ${statistics.drafted}` : "–");
+    this.set("reason", REASONS[reason] ?? reason ?? "–");
     this.root.classList.add("done");
     return { text, perToken: this.steps.perToken };
   }
@@ -98,7 +103,10 @@ class Pane {
     const { steps } = this;
     this.set("tokens", steps.numTokens);
     this.set("perStep", steps.perStep.toFixed(2));
-    if (steps.times.length) this.set("perToken", steps.perToken.toFixed(1));
+    if (steps.times.length) {
+      this.set("perToken", steps.perToken.toFixed(1));
+      this.set("perSecond", (1000 / steps.perToken).toFixed(0));
+    }
     if (steps.numTokens) this.set("first", (steps.first - steps.started).toFixed(0));
     const lengths = steps.lengths.slice(-SHOWN_STEPS);
     drawBars(this.chart("steps"), lengths, { kind: (length) => (length === 1 ? "target" : "") });
@@ -135,10 +143,32 @@ async function start(event) {
   const bodies = readForm(), key = at("key").value;
   const [on, off] = await Promise.all([panes.on.run(bodies.on, key, hangUp.signal), panes.off.run(bodies.off, key, hangUp.signal)]);
   verdict.textContent = hangUp.signal.aborted ? "stopped" : "";
-  if (on && off) verdict.textContent = `${on.text === off.text ? "same text" : "texts differ"}, ${(off.perToken / on.perToken).toFixed(2)} times as fast`;
+  if (on && off) {
+    const same = on.text === off.text ? "same text" : "texts differ";
+    const ratio = off.perToken / on.perToken; // of one token there is no time between two
+    verdict.textContent = Number.isFinite(ratio) ? `${same}, ${ratio.toFixed(2)} times as fast` : same;
+  }
   hangUp = null;
   run.disabled = false;
   stop.disabled = true;
+}
+
+// What is served: its name, and the methods that requests may choose.
+async function showModel(key) {
+  try {
+    const headers = key ? { authorization: `Bearer ${key}` } : {};
+    const response = await fetch("/v1/models", { headers });
+    const [model] = response.ok ? (await response.json()).data : [];
+    if (!model) return;
+    at("model").textContent = model.max_model_len ? `Model ${model.id}, ${model.max_model_len} tokens of context.` : `Model ${model.id}.`;
+    if (!model.methods) return;
+    const chosen = at("method").value;
+    const drafting = model.methods.filter((method) => method !== "none" && method !== "naive");
+    at("method").replaceChildren(new Option("default", ""), ...drafting.map((method) => new Option(method, method)));
+    at("method").value = drafting.includes(chosen) ? chosen : "";
+  } catch {
+    // The line below says that the gateway is not there.
+  }
 }
 
 async function showHealth() {
@@ -160,5 +190,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") hangUp?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) start(event);
 });
+at("key").addEventListener("change", () => showModel(at("key").value));
+showModel("");
 showHealth();
 setInterval(showHealth, 10_000);

@@ -1,0 +1,28 @@
+"""What `decode` says of itself when it is asked (`describe`): what gateways tell their clients, and what they choose a server by."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from backend.engine import Engine
+from backend.version import VERSION
+
+
+def describe(engine: Engine, sampling_defaults: dict[str, Any]) -> str:
+    """JSON. On the engine's thread: an answer also says that it steps."""
+    speculative = engine.config.speculative_config
+    return json.dumps(
+        {
+            "version": VERSION,
+            "max_model_len": engine.scheduler.max_model_len,
+            "max_batch_size": engine.config.max_batch_size,
+            "method": speculative.method,
+            "methods": list(speculative.loaded_methods),
+            "num_speculative_tokens": speculative.num_speculative_tokens,
+            "has_chat_template": engine.tokenizer.has_chat_template,
+            "sampling_defaults": sampling_defaults,
+            "num_running": len(engine.scheduler.running),
+            "num_waiting": engine.scheduler.num_waiting,
+        }
+    )

@@ -1,0 +1,39 @@
+"""What a model's publisher recommends for requests that say nothing of their own: the sampling parameters of generation_config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from backend.core import SamplingParams
+from backend.errors import ModelError
+from backend.model_files import read_json
+
+NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Of the file, with what SamplingParams calls the same: those that vLLM takes from it. `do_sample` is not one: a request that wants the likeliest
+tokens says temperature 0."""
+
+
+def read_sampling_defaults(directory: str | Path) -> dict[str, Any]:
+    """Of a model folder; empty where it recommends nothing. Raises ModelError for values that no request could have."""
+    path = Path(directory) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    found = {}
+    for theirs, own in NAMES.items():
+        value = read_json(path).get(theirs)
+        if value is None:
+            continue
+        try:
+            if getattr(SamplingParams(**{own: value}), own) != getattr(SamplingParams(), own):
+                found[own] = value
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"{path}: {theirs} {value!r:.80}: {error}") from None
+    return found

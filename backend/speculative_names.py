@@ -1,0 +1,83 @@
+"""What other servers call keys and values of `speculative_config`: vLLM, FastDeploy, and PaddleNLP before it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from backend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ALIASES = {
+    "prompt_lookup_max": "max_ngram_size",
+    "prompt_lookup_min": "min_ngram_size",
+    "speculate_max_ngram_size": "max_ngram_size",
+    "speculate_max_draft_token_num": "num_speculative_tokens",
+    "speculate_verify_window": "verify_window",
+    "speculate_max_candidate_len": "max_candidate_len",
+    "draft_model_name_or_path": "model",
+    "draft_model_quant_type": "quantization",
+}
+"""Keys that mean the same."""
+VERIFY_STRATEGIES = {0: "topp", 1: "greedy", 2: "target_match"}
+"""FastDeploy's numbers."""
+QUANTIZATIONS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8_fp8": "fp8", "block_wise_fp8": "fp8"}
+NEEDLESS = {
+    "num_gpu_block_expand_ratio": "a drafter's keys and values lie in the target's own pages",
+    "disable_padded_drafter_batch": "drafts are not padded",
+    "model_type": "the drafter's config.json says what it is",
+    "return_full_hidden_states": "method mtp takes the target's hidden states whatever this says",
+    "enforce_eager": "drafters run as the target does",
+    "max_model_len": "a drafter's context is the target's",
+    "revision": "model is a folder",
+    "code_revision": "no code of a checkpoint is run",
+    "draft_load_config": "a drafter's weights are read as the target's are",
+}
+"""Keys that change nothing here, and why."""
+REFUSED = {
+    "enf_gen_phase_tag": "answers are not held to phases of reasoning",
+    "enable_draft_logprob": "log-probabilities are those of the target",
+    "parallel_drafting": "the drafter's config.json says how it drafts",
+    "disable_by_batch_size": "adaptive true (the default) measures when drafts pay",
+    "num_speculative_tokens_per_batch_size": "adaptive true (the default) measures when drafts pay",
+    "rejection_sample_method": "say it as verify_strategy: target_match, greedy, rejection or topp",
+}
+"""Keys that ask for what is done otherwise; false and null ask for nothing."""
+
+
+def read_other_names(values: object, where: str = "") -> Any:
+    """The same configuration in this version's names, but for ALIASES. Raises ConfigError for what is done otherwise here."""
+    if not isinstance(values, dict):
+        return values
+    found = dict(values)
+    for key, why in NEEDLESS.items():
+        if key in found:
+            logger.warning("%s%s %r has no effect, and none is needed: %s", where, key, found.pop(key), why)
+    for key, instead in REFUSED.items():
+        if key in found and (value := found.pop(key)) not in (None, False, "False"):
+            raise ConfigError(f"{where}{key} {value!r:.80} is no key here: {instead}")
+    if "speculate_method" in found:
+        if found.get("method", found["speculate_method"]) != found["speculate_method"]:
+            raise ConfigError(f"{where}method is given twice: {found['method']!r:.80}, and {found['speculate_method']!r:.80} as speculate_method")
+        found["method"] = found.pop("speculate_method")
+    strategy = found.get("verify_strategy")
+    if isinstance(strategy, int) and not isinstance(strategy, bool) and strategy in VERIFY_STRATEGIES:
+        found["verify_strategy"] = VERIFY_STRATEGIES[strategy]
+    for key in ("quantization", "draft_model_quant_type"):
+        if isinstance(name := found.get(key), str):
+            found[key] = QUANTIZATIONS.get(name.lower(), name)
+    if "benchmark_mode" in found:
+        _read_benchmark_mode(found, where)
+    return found
+
+
+def _read_benchmark_mode(found: dict[str, Any], where: str) -> None:
+    """FastDeploy's: every draft is refused, so that what drafting costs can be measured."""
+    value = found.pop("benchmark_mode")
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}benchmark_mode must be bool, got {value!r:.80}")
+    if value:
+        if found.get("accept_policy", "reject_all") != "reject_all":
+            raise ConfigError(f"{where}benchmark_mode true is accept_policy reject_all, and accept_policy is {found['accept_policy']!r:.80}")
+        found["accept_policy"] = "reject_all"

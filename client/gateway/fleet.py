@@ -1,0 +1,235 @@
+"""Several servers behind one gateway: which of them takes a request, which are left out, and what is tried again.
+
+A request goes to the server that has seen the longest part of its prompt's beginning, and so has it in its prefix cache, while that server has
+room; else to the less loaded of two that are drawn (Mitzenmacher 2001). Servers are asked every moment what they serve, which also says that their
+engine steps: one that does not answer, or refuses because it shuts down, is left out until it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import random
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from client.gateway.beginnings import Beginnings, cut
+from client.gateway.metrics import Metrics
+from client.gateway.upstream import Upstream
+from client.messages import Chunk, GenerateError
+
+logger = logging.getLogger("foretoken.gateway")
+
+PROBE_SECONDS = 0.75
+"""For an answer. A server that died is left out within a second."""
+PAUSE_SECONDS = 0.2
+"""Between two questions."""
+RESOLVE_SECONDS = 5.0
+"""Between two looks at the addresses of a name."""
+SLACK = 1.25
+"""A server has room while it has at most this many times the average of open requests, and one more (Mirrokni et al. 2018: bounded loads)."""
+RETRIED = ("UNAVAILABLE", "TIMEOUT")
+"""Errors of a server, and not of the request."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One server."""
+
+    url: str
+    upstream: Upstream
+    is_up: bool = True
+    """Until it is known: a request may find out."""
+    num_open: int = 0
+    """Of this gateway's requests."""
+    description: dict[str, Any] = field(default_factory=dict)
+    watch: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> int:
+        """Open requests, those of other gateways too as far as the server told them lately."""
+        return max(self.num_open, self.description.get("num_running", 0) + self.description.get("num_waiting", 0))
+
+
+class Fleet:
+    """The servers at some addresses; a name stands for all addresses that it has. The interface is Upstream's."""
+
+    def __init__(self, addresses: Sequence[str], model: str, metrics: Metrics) -> None:
+        self._addresses = list(addresses)
+        self._model = model
+        self._metrics = metrics
+        self._members: dict[str, Member] = {}
+        self._beginnings = Beginnings()
+        self._random = random.Random()
+        self._resolving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._resolve()
+        self._resolving = asyncio.create_task(self._keep_resolving())
+
+    async def close(self) -> None:
+        if self._resolving is not None:
+            self._resolving.cancel()
+        for url in list(self._members):
+            await self._remove(url)
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    # -- who is there -------------------------------------------------------------------------------------------------
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_SECONDS)
+            await self._resolve()
+
+    async def _resolve(self) -> None:
+        found = [url for address in self._addresses for url in await find_addresses(address)]
+        for url in found:
+            if url not in self._members:
+                self._members[url] = member = Member(url, Upstream(url, self._model))
+                member.watch = asyncio.create_task(self._keep_asking(member))
+                logger.info("server %s is among those asked", url)
+        for url in set(self._members) - set(found):
+            if self._members[url].num_open == 0:  # else at a later look
+                await self._remove(url)
+
+    async def _remove(self, url: str) -> None:
+        member = self._members.pop(url)
+        if member.watch is not None:
+            member.watch.cancel()
+        await member.upstream.close()
+        self._metrics.forget_server(url)
+
+    async def _keep_asking(self, member: Member) -> None:
+        while True:
+            try:
+                member.description = await asyncio.wait_for(member.upstream.describe(PROBE_SECONDS), PROBE_SECONDS)
+                self._set_up(member, True)
+            except (GenerateError, asyncio.TimeoutError, ValueError) as error:
+                self._set_up(member, False, str(error) or f"no answer within {PROBE_SECONDS:g} s")
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    def _set_up(self, member: Member, is_up: bool, reason: str = "") -> None:
+        if is_up != member.is_up:
+            if is_up:
+                self._beginnings.forget(member.url)  # it may have been started anew
+            logger.warning("server %s %s", member.url, "is back" if is_up else f"is left out: {reason}")
+        member.is_up = is_up
+        self._metrics.note_server(member.url, is_up, member.num_open)
+
+    # -- who takes a request ------------------------------------------------------------------------------------------
+
+    def choose(self, parameters: dict[str, Any], tried: set[Member]) -> Member | None:
+        """None: all were tried. Those that are left out come after all others: a request may know better than a probe."""
+        rest = [m for m in self._members.values() if m not in tried]
+        candidates = [m for m in rest if m.is_up] or rest
+        if not candidates:
+            return None
+        limit = SLACK * (sum(m.load for m in candidates) + 1) / len(candidates) + 1
+        roomy = {m.url: m for m in candidates if m.load < min(limit, m.description.get("max_batch_size", limit))}
+        pieces = cut(parameters)
+        drawn = [roomy[url] for url in self._beginnings.find(pieces, roomy)] or self._random.sample(candidates, min(2, len(candidates)))
+        member = min(drawn, key=lambda m: m.load)
+        self._beginnings.note(pieces, member.url)
+        return member
+
+    async def stream(self, request_id: str, parameters: dict[str, Any]) -> AsyncGenerator[Chunk, None]:
+        """As Upstream.stream. What a server loses before its first token is asked of another."""
+        tried: set[Member] = set()
+        is_begun = False
+        error = GenerateError(f"request {request_id!r}: no server is known at {', '.join(self._addresses)}", "UNAVAILABLE")
+        while (member := self.choose(parameters, tried)) is not None:
+            tried.add(member)
+            member.num_open += 1
+            try:
+                async with contextlib.aclosing(member.upstream.stream(request_id, parameters)) as chunks:
+                    async for chunk in chunks:
+                        is_begun = is_begun or not chunk.is_empty
+                        yield chunk
+                return
+            except GenerateError as failure:
+                if failure.code not in RETRIED or is_begun:
+                    raise
+                error = failure
+                self._metrics.retries.inc()
+                logger.warning("%s is tried elsewhere: %s: %s", request_id, member.url, failure)
+            finally:
+                member.num_open -= 1
+        raise error
+
+    # -- what any of them can answer ----------------------------------------------------------------------------------
+
+    async def _ask_any(self, ask: str, *arguments: Any) -> Any:
+        error = GenerateError(f"no server is known at {', '.join(self._addresses)}", "UNAVAILABLE")
+        for member in sorted(self._members.values(), key=lambda m: (not m.is_up, m.load)):
+            try:
+                return await getattr(member.upstream, ask)(*arguments)
+            except GenerateError as failure:
+                if failure.code not in RETRIED:
+                    raise
+                error = failure
+        raise error
+
+    async def describe(self, limit: float | None = None) -> dict[str, Any]:
+        return await self._ask_any("describe", limit)
+
+    async def tokenize(self, prompt: dict[str, Any]) -> list[int]:
+        return await self._ask_any("tokenize", prompt)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return await self._ask_any("detokenize", token_ids)
+
+    async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        return await self._ask_any("token_bytes", token_ids)
+
+    async def check(self) -> None:
+        """Raises GenerateError unless one of the servers generates now."""
+        if not any(member.is_up for member in self._members.values()):  # the others would have to be waited for, one after the other
+            raise GenerateError(f"none of {len(self._members)} servers answers", "UNAVAILABLE")
+        await self._ask_any("check")
+
+
+async def find_addresses(address: str) -> list[str]:
+    """HOST:PORT, with each address of the host; a host that nobody knows now has none. Addresses stay as they are."""
+    host, _, port = address.rpartition(":")
+    bare = host.strip("[]")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(bare)
+        return [address]
+    try:
+        entries = await asyncio.get_running_loop().getaddrinfo(bare, int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        logger.warning("%s: %s", address, error)
+        return []
+    found = [f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}" for family, _, _, _, place in entries]
+    return list(dict.fromkeys(found))
+
+
+def is_fleet(url: str) -> bool:
+    """Whether it names several servers, or a name that may stand for several."""
+    if "," in url:
+        return True
+    host = url.rpartition(":")[0].strip("[]")
+    try:
+        ipaddress.ip_address(host)
+        return False
+    except ValueError:
+        return host != "localhost"
+
+
+def split_addresses(text: str) -> list[str]:
+    """The addresses of HOST:PORT,... Raises ValueError naming the one that is none."""
+    found = [part.strip() for part in text.split(",")]
+    for part in found:
+        host, _, port = part.rpartition(":")
+        if not host or "/" in part or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise ValueError(f"{part!r:.100} is no HOST:PORT")
+    if len(set(found)) != len(found):
+        raise ValueError("an address is named twice")
+    return found

@@ -1,0 +1,69 @@
+"""Fields that clients send though they change nothing: taken at the values that ask for nothing. What would change the answer stays an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+ANY: Callable[[Any], bool] = lambda value: True  # noqa: E731
+
+
+def one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values)
+
+
+NO_OPS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # of OpenAI's
+    "suffix": (one_of(""), "''"),
+    "service_tier": (one_of("auto", "default"), "'auto' or 'default'"),
+    "parallel_tool_calls": (ANY, "anything"),
+    "tools": (one_of([]), "[]"),
+    "tool_choice": (one_of("none", "auto"), "'none' or 'auto'"),
+    "functions": (one_of([]), "[]"),
+    "function_call": (one_of("none", "auto"), "'none' or 'auto'"),
+    "response_format": (one_of({"type": "text"}), "{'type': 'text'}"),
+    "modalities": (one_of(["text"]), "['text']"),
+    "prediction": (ANY, "anything"),
+    "verbosity": (one_of("medium"), "'medium'"),
+    "prompt_cache_key": (ANY, "anything"),
+    "prompt_cache_retention": (ANY, "anything"),
+    "safety_identifier": (ANY, "anything"),
+    # of vLLM's and FastDeploy's
+    "use_beam_search": (one_of(False), "false"),
+    "length_penalty": (one_of(1.0), "1.0"),
+    "early_stopping": (one_of(False), "false"),
+    "skip_special_tokens": (one_of(True), "true"),
+    "spaces_between_special_tokens": (one_of(True), "true"),
+    "detokenize": (one_of(True), "true"),
+    "add_generation_prompt": (one_of(True), "true"),
+    "continue_final_message": (one_of(False), "false"),
+    "chat_template_kwargs": (one_of({}), "{}"),
+    "mm_processor_kwargs": (one_of({}), "{}"),
+    "documents": (one_of([]), "[]"),
+    "logits_processors": (one_of([]), "[]"),
+    "allowed_token_ids": (one_of([]), "[]"),
+    "bad_words_token_ids": (one_of([]), "[]"),
+    "return_token_ids": (one_of(False), "false"),
+    "return_tokens_as_token_ids": (one_of(False), "false"),
+    "include_reasoning": (ANY, "anything"),
+    "echo": (one_of(False), "false"),
+}
+"""By name: what asks for nothing, and how that is said. A field that a request has itself is not looked up here."""
+RENAMED = {"include_stop_str_in_output": "include_stop"}
+"""vLLM's names of what is there."""
+
+
+def drop_no_ops(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A body without them. own: the fields of the request."""
+    found = {RENAMED.get(key, key) if RENAMED.get(key) not in values else key: value for key, value in values.items()}
+    count = found.get("n", 1)
+    if found.get("best_of") == count and not isinstance(found.get("best_of"), bool):
+        del found["best_of"]
+    return {key: value for key, value in found.items() if key in own or key not in NO_OPS or not NO_OPS[key][0](value)}
+
+
+def say_rule(name: str) -> str:
+    """What may be sent under a name that is refused; empty for one that nobody knows."""
+    if name == "best_of":
+        return ": it may be left out, or n"
+    return f": it may be left out, or {NO_OPS[name][1]}" if name in NO_OPS else ""

@@ -1,0 +1,72 @@
+"""A server with a gateway before it: two processes that start, stop and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+LOOK_SECONDS = 0.1
+PR_SET_PDEATHSIG = 1
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
+    """For `preexec_fn`: the child gets this signal when its parent has ended, however that came about."""
+    parent = os.getpid()
+
+    def tie() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, int(number))
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
+
+    return tie
+
+
+def run_together(gateway: Sequence[str], server: Sequence[str]) -> int:
+    """Runs both commands until a signal, or the end of either, ends them. Returns the exit status: half a service that ended well is no success."""
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    told: list[int] = []
+
+    def pass_on(number: int, frame: object = None) -> None:
+        told.append(number)
+        for process in processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            if len(told) > 1:  # whatever they still wait for
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    before = {number: signal.signal(number, pass_on) for number in ENDING_SIGNALS}
+    try:
+        for name, command in (("gateway", gateway), ("server", server)):
+            # Of their own sessions: Ctrl-C in a terminal is for this process to pass on, once.
+            processes[name] = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent())
+        while all(process.poll() is None for process in processes.values()) and not told:
+            time.sleep(LOOK_SECONDS)
+        ended = [name for name, process in processes.items() if process.poll() is not None]
+        status = 0
+        if not told:
+            other = "gateway" if ended[0] == "server" else "server"
+            print(f"foretoken serve: the {ended[0]} ended; stopping the {other}", file=sys.stderr, flush=True)
+            code = processes[ended[0]].returncode
+            status = 128 - code if code < 0 else code or 1
+        for process in processes.values():
+            if process.poll() is None and not told:
+                process.terminate()
+        for process in processes.values():
+            process.wait()
+        return status if not told else max(p.returncode % 256 for p in processes.values())
+    finally:
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,29 @@
+"""CUDA's compiler on this machine. No torch: the launcher looks for it too."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+
+class KernelError(RuntimeError):
+    """A kernel cannot be compiled or run on this machine; says what is missing."""
+
+
+def find_nvcc() -> str:
+    """Path of nvcc: CUDA's own installation, or what `nvidia-cuda-nvcc` has brought into this environment. Raises KernelError when there is none."""
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if home and (nvcc := Path(home) / "bin" / "nvcc").is_file():
+            return str(nvcc)
+    if path := shutil.which("nvcc"):
+        return path
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if found := sorted(Path(folder).glob("cu*/bin/nvcc")):
+            return str(found[-1])
+    raise KernelError(
+        "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler (pip install -e '.[gpu]' in the project's folder), "
+        "or use --device cpu"
+    )

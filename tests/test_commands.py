@@ -1,0 +1,353 @@
+"""Commands as FastDeploy's, PaddleNLP's and vLLM's documentation has them, with `foretoken serve` for their programs and folders that exist for
+theirs: each starts, or its message says what differs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from backend import LLM
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig, SpeculativeConfig
+from backend.errors import ConfigError
+from deploy.cli import main, make_parser
+from deploy.options import read_command, split_keys
+from deploy.other_options import OTHERS, Alias, Needless, Refused, explain_environment
+from tests.test_config import parameters_of, read_pbtxt
+
+FASTDEPLOY = "python -m fastdeploy.entrypoints.openai.api_server --model ${path_to_main_model} "
+YAML = """\
+max_model_len: 1024
+max_num_seqs: 96
+gpu_memory_utilization: 0.8
+kv_cache_ratio: 0.71
+tensor_parallel_size: 4
+"""
+"""Of the benchmarks that the commands name; the context is the bundled model's."""
+PREFILL_YAML = (
+    YAML
+    + """\
+splitwise_role: prefill
+enable_prefix_caching: False
+cache_queue_port: 55664
+engine_worker_queue_port: 6677
+cache_transfer_protocol: "rdma,ipc"
+rdma_comm_ports: "7675,7676,7677,7678"
+pd_comm_port: "2333"
+"""
+)
+NODE = """python -m fastdeploy.entrypoints.openai.api_server \\
+    --model ${{path_to_main_model}} \\
+    --port {port}0 \\
+    --metrics-port {port}1 \\
+    --engine-worker-queue-port {port}2 \\
+    --cache-queue-port {port}3 \\
+    --workers 2 \\
+    --tensor-parallel-size 4 \\
+    {quantization}--splitwise-role "{role}" \\
+    --scheduler-name "splitwise" \\
+    --scheduler-host "127.0.0.1" \\
+    --scheduler-port 6379 \\
+    --scheduler-ttl 9000 \\
+    --scheduler-topic mtp \\
+    --config {config} \\
+    --scheduler-password "scheduler_mtp" \\
+    --speculative-config '{{"method": "mtp", "num_speculative_tokens": 1, "model": "${{path_to_mtp_model}}"}}' &"""
+PREDICTOR = """python -m paddle.distributed.launch {launch} predictor.py \\
+    --model_name_or_path ${{MODEL_TAG}} --dtype bfloat16 --mode dynamic --inference_model 1 --append_attn 1 \\
+    --total_max_length 2048 {quant}--max_length 2048 --speculate_method mtp --draft_model_name_or_path ${{DRAFT_MODEL_TAG}} \\
+    --draft_model_quant_type ${{DRAFT_MODEL_QUANT_MODE}} --speculate_max_draft_token_num 1 --return_full_hidden_states 1 \\
+    --mla_use_matrix_absorption 1"""
+
+STARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mtp with a file": (
+        FASTDEPLOY + "--tensor-parallel-size 4 --config ${file} "
+        """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "${path_to_mtp_model}"}'""",
+        {"max_batch_size": 96, "parallel_config": {"tensor_parallel_size": 4}, "speculative_config.method": "mtp"},
+    ),
+    "verify_strategy": (
+        FASTDEPLOY + """--speculative-config '{"method": "mtp", "verify_strategy": "greedy", "num_speculative_tokens": 1, "model": """
+        """"${path_to_mtp_model}"}'""",
+        {"speculative_config.verify_strategy": "greedy"},
+    ),
+    "accept_policy": (
+        FASTDEPLOY + """--speculative-config '{"method": "mtp", "accept_policy": "accept_all", "num_speculative_tokens": 1}'""",
+        {"speculative_config.accept_policy": "accept_all"},
+    ),
+    "hybrid": (
+        FASTDEPLOY + """--speculative-config '{"method": "mtp", "num_model_steps": 2, "mtp_strategy": "with_ngram", "num_speculative_tokens": 5, """
+        """"model": "${path_to_mtp_model}"}'""",
+        {"speculative_config.mtp_strategy": "with_ngram", "speculative_config.num_speculative_tokens": 5},
+    ),
+    "ngram": (
+        FASTDEPLOY + """--tensor-parallel-size 4 --config ${file} --speculative-config '{"method": "ngram", "num_speculative_tokens": 1}'""",
+        {"speculative_config.method": "ngram"},
+    ),
+    "naive": (
+        FASTDEPLOY + """--tensor-parallel-size 4 --speculative-config '{"method": "naive", "num_speculative_tokens": 1}'""",
+        {"speculative_config.method": "naive"},
+    ),
+    "a prefill node": (
+        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file}").replace("--tensor-parallel-size 4 ", "")
+        .replace("${prefill_file}", "${one_rank_prefill_file}"),
+        {"port": 8180, "metrics_port": 8181, "disaggregation.role": "prefill", "disaggregation.scheduler_topic": "mtp"},
+    ),
+    "a decode node": (
+        NODE.format(port=819, quantization="", role="decode", config="").replace("--config ", "").replace("--tensor-parallel-size 4 ", ""),
+        {"port": 8190, "disaggregation.role": "decode", "disaggregation.scheduler_ttl": 9000},
+    ),
+    "PaddleNLP's predictor": (
+        PREDICTOR.format(launch="--gpus ${CUDA_VISIBLE_DEVICES}", quant=""),
+        {"max_model_len": 2048, "speculative_config.method": "mtp", "speculative_config.quantization": "weight_only_int8"},
+    ),
+    "PaddleNLP's lookup": (
+        "python predictor.py --model_name_or_path ${MODEL_TAG} --inference_model --dtype float16 --speculate_method inference_with_reference "
+        "--speculate_max_draft_token_num 5 --speculate_max_ngram_size 2".replace("--inference_model ", ""),
+        {"speculative_config.num_speculative_tokens": 5, "speculative_config.max_ngram_size": 2},
+    ),
+    "vLLM on Ascend, mtp": (
+        "vllm serve /deepseek-ai/DeepSeek-V3.2-Exp-W8A8 --port 20004 --data-parallel-size 1 --tensor-parallel-size 4 --enable-expert-parallel "
+        "--seed 1024 --served-model-name dsv3 --max-model-len 1024 --max-num-batched-tokens 5000 --max-num-seqs 10 --trust-remote-code "
+        "--gpu-memory-utilization 0.9 --compilation-config '{\"cudagraph_mode\": \"FULL_DECODE_ONLY\"}' "
+        """--speculative-config '{"num_speculative_tokens": 2, "method":"deepseek_mtp", "disable_padded_drafter_batch": "False"}'""",
+        {"port": 20004, "served_model_name": "dsv3", "max_batch_size": 10, "parallel_config": {"tensor_parallel_size": 4, "expert_parallel": True}},
+    ),
+}  # fmt: skip
+"""By name: the command, and what it means here. The differences from the originals' words are sizes that the bundled model does not have, and the
+options of REFUSALS."""
+
+REFUSALS: dict[str, tuple[str, str]] = {
+    "suffix keys under mtp": (
+        FASTDEPLOY + """--speculative-config '{"method": "mtp", "num_speculative_tokens": 4, "suffix_decoding_max_tree_depth": 32, """
+        """"suffix_decoding_max_cached_requests": 10000, "suffix_decoding_max_spec_factor": 1.0, "suffix_decoding_min_token_prob": 0.1}'""",
+        "suffix_decoding_max_tree_depth has no effect with method mtp: it is a key of suffix",
+    ),
+    "a context beyond the model's": (FASTDEPLOY + "--max-model-len 32768", "max_model_len 32768 is beyond the model's own limit"),
+    "a quantized target": (FASTDEPLOY + "--quantization wint4", "quantization 'wint4' is not an option here: weights are served in the checkpoint's"),
+    "nodes of several ranks": (
+        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file}"),
+        "tensor_parallel_size must be 1 where disaggregation.scheduler_name is redis, got 4",
+    ),
+    "two hosts": (
+        PREDICTOR.format(launch='--ips "192.168.0.1,192.168.0.2" --gpus 0', quant=""),
+        "ips '192.168.0.1,192.168.0.2' is not an option here",
+    ),
+    "PaddleNLP's quantization": (
+        PREDICTOR.format(launch="", quant="--quant_type ${QUANT_MODE} "),
+        "quant_type 'weight_only_int8' is not an option here",
+    ),
+    "exporting": (
+        "python -m paddle.distributed.launch --gpus 0 export_model.py --model_name_or_path ${MODEL_TAG} --output_path /path/to/exported_model "
+        "--inference_model 1 --block_attn 1 --speculate_method inference_with_reference --return_full_hidden_states 1",
+        "output_path '/path/to/exported_model' is not an option here: nothing is exported",
+    ),
+    "a pipeline of another engine": (
+        "python3 -m lmdeploy.mtp.pipeline --model-path ${MODEL_TAG} --mtp-path ${DRAFT_MODEL_TAG} --tp 8 --session-len 1024 --max-batch-size 16 "
+        "--mtp-quant a8w8_fp8 --cache-max-entry-count 0.5 --num-tokens 8",
+        "cache_max_entry_count 0.5 is not an option here: say --gpu-memory-utilization",
+    ),
+    "a drafter without its method": (
+        FASTDEPLOY + """--speculative-config '{"model": "${path_to_mtp_model}", "num_speculative_tokens": 2}'""",
+        "speculative_config.method must be given with other keys (model, num_speculative_tokens)",
+    ),
+    "a model of the hub": ("vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct", "model folder meta-llama/Meta-Llama-3.1-8B-Instruct does not exist"),
+    "names without the interface": ("vllm serve ${MODEL_TAG} --served-model-name dsv3", "served_model_name is an option of OpenAI's interface"),
+    "a key on the command line": ("vllm serve ${MODEL_TAG} --port 8000 --api-key abc", "--api-keys FILE"),
+    "data parallelism": ("vllm serve ${MODEL_TAG} -dp 2", "`foretoken gateway --upstream A,B`"),
+}  # fmt: skip
+
+
+def words_of(command: str, folder: Path) -> list[str]:
+    """A command's words after its program, with folders and values in the place of the shell's variables."""
+    for name, text in (("file", YAML), ("prefill_file", PREFILL_YAML), ("one_rank_prefill_file", PREFILL_YAML.replace("size: 4", "size: 1"))):
+        (folder / f"{name}.yaml").write_text(text)
+        command = command.replace(f"${{{name}}}", str(folder / f"{name}.yaml"))
+    for name in ("path_to_main_model", "MODEL_TAG"):
+        command = command.replace(f"${{{name}}}", str(BUNDLED_MODEL))
+    for name in ("path_to_mtp_model", "DRAFT_MODEL_TAG"):
+        command = command.replace(f"${{{name}}}", str(BUNDLED_DRAFTER))
+    command = re.sub(r"\$\{(DRAFT_MODEL_)?QUANT_MODE\}", "weight_only_int8", command).replace("${CUDA_VISIBLE_DEVICES}", "0,1,2,3")
+    command = command.replace("/deepseek-ai/DeepSeek-V3.2-Exp-W8A8", str(BUNDLED_MODEL)).removesuffix("&")
+    words = shlex.split(command.replace("\\\n", " "))
+    if words[:2] == ["vllm", "serve"]:
+        return words[2:]
+    program = max((i for i, word in enumerate(words[:6]) if word.endswith((".py", "api_server", ".launch", ".pipeline"))), default=0)
+    # What comes between Paddle's launcher and its script are options of the launcher.
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    return (
+        [*words[program + 1 :]]
+        if not scripts
+        else [*words[words.index("-m") + 2 : scripts[0]], *words[scripts[0] + 1 :]]
+        if "-m" in words
+        else words[2:]
+    )
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_people_paste_starts(state: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, meant = STARTS[name]
+    words = words_of(command, tmp_path)
+    values = read_command(make_parser().parse_args(["serve", *words])).values
+    for key, value in meant.items():
+        section, _, inner = key.rpartition(".")
+        found = values[section][inner] if section else values[key]
+        assert found == value, key
+    assert main(["serve", *words, "--dry-run", f"--repository={tmp_path / 'rendered'}"]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "foretoken serve: note:" in line]
+    if name == "a prefill node":
+        assert any("port 8180 has no effect: a prefill node answers no clients" in note for note in notes)
+    needless = {w.lstrip("-").partition("=")[0].replace("-", "_") for w in words if w.startswith("--")}
+    for key in needless:
+        if isinstance(OTHERS.get(key), Needless):
+            assert any(f"note: {key} has no effect" in note for note in notes), key
+    model = "prefill" if values.get("disaggregation", {}).get("role") == "prefill" else "decode"
+    told = parameters_of(read_pbtxt(tmp_path / "rendered" / model / "config.pbtxt"))
+    assert told["model"] == str(BUNDLED_MODEL) and "speculative_config" in told
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_start_says_what_differs(state: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, message = REFUSALS[name]
+    assert main(["serve", *words_of(command, tmp_path), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+    assert not state.exists(), "nothing is rendered"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model": str(BUNDLED_MODEL), "speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}},
+        {"model": str(BUNDLED_MODEL), "tensor_parallel_size": 1, "speculative_config": {"method": "suffix", "num_speculative_tokens": 15}},
+    ],
+)
+def test_engines_in_a_program(config: dict[str, Any]) -> None:
+    llm = LLM(**config)
+    assert len(llm.generate("x = ", use_tqdm=False)) == 1
+    llm.close()
+
+
+# -- the tables -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_alias_leads_to_an_option() -> None:
+    from deploy.options import SERVE_KEYS
+
+    sections = {"speculative_config": SpeculativeConfig}
+    for name, other in OTHERS.items():
+        if isinstance(other, Alias):
+            section, _, key = other.own.rpartition(".")
+            known = {*sections[section].__dataclass_fields__, *SpeculativeConfig.aliases} if section else set()
+            own = {*EngineConfig.__dataclass_fields__, *SERVE_KEYS, "role", "tensor_parallel_size", "expert_parallel", *OTHERS}
+            assert key in (known or own), name
+
+
+def serve_values(*words: str) -> tuple[dict[str, Any], list[str]]:
+    found = read_command(make_parser().parse_args(["serve", *words]))
+    return found.values, found.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max_num_seqs", "8"], {"max_batch_size": 8}),
+        (["--max_num_seqs=8"], {"max_batch_size": 8}),
+        (["-tp", "2"], {"parallel_config": {"tensor_parallel_size": 2}}),
+        (["DIR", "--block-size", "32"], {"model": "DIR", "page_size": 32}),
+        (["--disable-cascade-attn"], {"cascade_attention": False}),
+        (["--load-format", "auto", "--dtype", "half"], {"load_format": "safetensors", "dtype": "float16"}),
+        (["--speculative-config.method", "ngram", "--speculative-config.num-speculative-tokens=3"],
+         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+        (["--speculative-model", "DIR", "--num-speculative-tokens", "2"], {"speculative_config": {"model": "DIR", "num_speculative_tokens": 2}}),
+        (["--data-parallel-size", "1", "--pipeline-parallel-size=1", "--no-enable-lora", "--cpu-offload-gb", "0"], {}),
+    ],
+)  # fmt: skip
+def test_flags_as_others_write_them(words: list[str], expected: dict[str, Any]) -> None:
+    assert serve_values(*words) == (expected, [])
+
+
+def test_the_file_may_use_other_names_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump({"max_num_seqs": 8, "enforce_eager": True, "splitwise-role": "decode", "scheduler_password": "x"}))
+    values, notes = serve_values("--config", str(path))
+    assert values == {"max_batch_size": 8, "disaggregation": {"role": "decode"}, "scheduler_password": "x"} and len(notes) == 1
+    assert serve_values("--config", str(path), "--max-batch-size", "4")[0]["max_batch_size"] == 4, "flags win, whatever the names"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["A", "--model", "B"], "the model is named twice: 'A', and 'B' by --model"),
+        (["--max-num-seqs", "8", "--max-batch-size", "9"], "max_batch_size is given twice: 9, and 8 as max_num_seqs"),
+        (["--speculative-config", '{"method": "ngram"}', "--speculate-method", "mtp"], "speculative_config.method is given twice"),
+        (["--speculative-config", "[1]", "--speculate-method", "mtp"], "must be an object of keys and values"),
+        (["--max-num-seqs", "many"], r"max_batch_size must be int, got 'many'"),
+    ],
+)
+def test_contradictions(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        split_keys(serve_values(*words)[0])
+
+
+def test_an_error_names_the_option_as_it_was_given(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--max-num-seqs", "512", "--dry-run"]) == 2
+    assert "max_batch_size must be from 1 to 256, got 512 (max_batch_size was given as max_num_seqs)" in capsys.readouterr().err
+
+
+def test_tables_say_something_of_each() -> None:
+    for name, other in OTHERS.items():
+        text = other.why if isinstance(other, Needless) else other.instead if isinstance(other, Refused) else "alias"
+        assert text and "_" + name not in text
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"method": "mtp", "verify_strategy": 0}, {"verify_strategy": "topp"}),
+        ({"method": "mtp", "verify_strategy": 1}, {"verify_strategy": "greedy"}),
+        ({"method": "mtp", "verify_strategy": 2}, {"verify_strategy": "target_match"}),
+        ({"method": "mtp", "benchmark_mode": True}, {"accept_policy": "reject_all"}),
+        ({"method": "mtp", "benchmark_mode": False}, {"accept_policy": "normal"}),
+        ({"speculate_method": "mtp", "speculate_max_draft_token_num": 2, "draft_model_quant_type": "a8w8_fp8"},
+         {"method": "mtp", "num_speculative_tokens": 2, "quantization": "fp8"}),
+        ({"method": "mtp", "quantization": "weight_only_int4"}, {"quantization": "wint4"}),
+        ({"method": "ngram", "num_gpu_block_expand_ratio": 1.0, "enf_gen_phase_tag": False, "disable_padded_drafter_batch": "False"}, {}),
+    ],
+)  # fmt: skip
+def test_names_of_speculation(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = SpeculativeConfig.from_dict(values)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "mtp", "verify_strategy": 3}, "verify_strategy must be str, got 3"),
+        ({"method": "mtp", "verify_strategy": True}, "verify_strategy must be"),
+        ({"method": "mtp", "benchmark_mode": 1}, "benchmark_mode must be bool, got 1"),
+        ({"method": "mtp", "benchmark_mode": True, "accept_policy": "normal"}, "benchmark_mode true is accept_policy reject_all"),
+        ({"method": "mtp", "enable_draft_logprob": True}, "enable_draft_logprob True is no key here: log-probabilities are those of the target"),
+        ({"method": "mtp", "speculate_method": "ngram"}, "method is given twice: 'mtp', and 'ngram' as speculate_method"),
+    ],
+)
+def test_names_of_speculation_that_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.from_dict(values)
+
+
+def test_the_environment_of_others_is_explained() -> None:
+    """Of a command with docker, which sets them and runs `start_server`."""
+    given = {"SPECULATE_MODEL_QUANT_TYPE": "a8w8_fp8", "SPECULATE_METHOD": "mtp", "SPECULATE_MODEL_PATH": "/models-mtp"}
+    given |= {"SPECULATE_MAX_DRAFT_TOKEN_NUM": "1", "MP_NUM": "8", "BLOCK_BS": "32", "BATCH_SIZE": "128", "PATH": "/bin", "FD_LOG_DIR": "log_prefill"}
+    first, second, third = explain_environment(given)
+    config = json.loads(first.partition("--speculative-config '")[2].rstrip("'"))
+    assert config == {"method": "mtp", "model": "/models-mtp", "num_speculative_tokens": 1, "quantization": "a8w8_fp8"}
+    assert SpeculativeConfig.from_dict(config).quantization == "fp8"
+    assert second == "nor are others: say MP_NUM as --tensor-parallel-size 8, BATCH_SIZE as --max-batch-size 128"
+    assert third.startswith("FD_LOG_DIR in the environment: of FastDeploy")
+    assert explain_environment({"MP_NUM": "8", "SPECULATE_VERIFY_USE_TOPK": "0"}) == []
+    assert "greedy" in explain_environment({"SPECULATE_VERIFY_USE_TOPK": "1"})[0]

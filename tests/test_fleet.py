@@ -1,0 +1,267 @@
+"""Several servers behind one gateway: who takes what, and what a client sees when one of them is held, drained or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from client.gateway import fleet
+from client.gateway.beginnings import Beginnings, cut
+from client.gateway.fleet import Fleet, Member, find_addresses, is_fleet, split_addresses
+from client.gateway.metrics import Metrics
+from deploy.cli import main
+from deploy.demo import running_gateway
+from deploy.supervision.processes import find_stubs
+from tests.servers import RunningServer, serve
+from tests.test_gateway import LONG, PROMPT, ask, send_request
+from tests.test_server import wait_until
+
+OPTIONS = ("--speculative-config", '{"method": "none"}', "--drain-seconds=20", "--max-batch-size=8")
+
+
+# -- who takes what -------------------------------------------------------------------------------------------------------------
+
+
+def make_fleet(*loads: int) -> Fleet:
+    found = Fleet([], "decode", Metrics())
+    for number, load in enumerate(loads):
+        found._members[f"s{number}"] = Member(f"s{number}", None, num_open=load)  # type: ignore[arg-type]
+    return found
+
+
+def chosen(servers: Fleet, prompts: list[str]) -> Counter[str]:
+    return Counter(member.url for prompt in prompts if (member := servers.choose({"text_input": prompt}, set())) is not None)
+
+
+def test_equal_beginnings_go_to_one_server_while_it_has_room() -> None:
+    servers = make_fleet(0, 0, 0)
+    head = "You are a helpful assistant. " * 40
+    (own,) = chosen(servers, [f"{head}{i}" for i in range(20)])
+    assert len(chosen(servers, [f"{i} {head}" for i in range(60)])) == 3, "other beginnings have other servers"
+    for member in servers.members:
+        member.num_open = 6
+    assert set(chosen(servers, [head] * 20)) == {own}, "as full as the others"
+    for member in servers.members:
+        member.num_open = 6 if member.url == own else 0
+    (other,) = chosen(servers, [head] * 20)
+    assert other != own, "it is full beside the others; and the one that took its place keeps it"
+    servers._members[own].num_open = 0
+    servers._members[other].description = {"num_running": 4, "num_waiting": 3}
+    assert other not in chosen(servers, [head] * 20), "with other gateways' requests"
+
+
+def test_others_go_to_the_less_loaded_of_two() -> None:
+    found = chosen(make_fleet(9, 0, 0), ["x"] * 60)
+    assert "s0" not in found and len(found) == 2
+
+
+def test_those_that_are_left_out_come_last() -> None:
+    servers = make_fleet(0, 0, 0)
+    tried: set[Member] = set()
+    servers._members["s1"].is_up = servers._members["s2"].is_up = False
+    order = []
+    while (member := servers.choose({"text_input": "x"}, tried)) is not None:
+        tried.add(member)
+        order.append(member.url)
+    assert order[0] == "s0" and sorted(order) == ["s0", "s1", "s2"]
+
+
+def test_beginnings_are_cut_into_pieces() -> None:
+    text = "é" * 300
+    assert cut({"text_input": "x" * 127}) == [] == cut({"input_ids": [1] * 31}) == cut({"messages": [{"role": "user", "content": "x"}]})
+    assert len(cut({"text_input": text})) == 2 and cut({"text_input": text + "y"}) == cut({"text_input": text}) != cut({"text_input": "y" + text})
+    assert cut({"input_ids": [1] * 64})[0] == cut({"input_ids": [1] * 32 + [2] * 32})[0]
+    said = [{"role": "system", "content": "x" * 300}]
+    assert cut({"messages": [*said, {"role": "user", "content": "y" * 200}]})[:2] == cut({"messages": said})
+    assert len(cut({"text_input": "x" * 10**6})) == len(cut({"input_ids": [1] * 10**5})) == 64
+
+
+def test_the_longest_beginning_decides() -> None:
+    known = Beginnings(max_known=4)
+    known.note([b"a", b"b"], "s0")
+    known.note([b"a"], "s1")
+    assert known.find([b"a", b"b", b"c"], {"s0", "s1"}) == ["s0"] and known.find([b"a", b"c"], {"s0", "s1"}) == ["s1", "s0"]
+    assert known.find([b"a", b"b"], {"s1"}) == ["s1"] and known.find([b"c"], {"s0", "s1"}) == [] == known.find([], {"s0"})
+    known.forget("s0")
+    assert known.find([b"a", b"b"], {"s0", "s1"}) == ["s1"]
+    known.note([b"d", b"e", b"f", b"g"], "s2")
+    assert known.find([b"a"], {"s1"}) == [], "what was used longest ago is forgotten"
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert split_addresses("a:1, 10.0.0.1:2,[::1]:3") == ["a:1", "10.0.0.1:2", "[::1]:3"]
+    for bad in ("a", "a:", ":1", "a:0", "a:70000", "http://a:1", "a:1,", "a:1,a:1"):
+        with pytest.raises(ValueError):
+            split_addresses(bad)
+    assert main(["gateway", "--upstream", "a:1,b"]) == 2 and "--upstream a:1,b: 'b' is no HOST:PORT" in capsys.readouterr().err
+    assert [is_fleet(a) for a in ("127.0.0.1:1", "[::1]:1", "localhost:1", "a:1,b:1", "servers:1")] == [False] * 3 + [True] * 2
+
+    def resolve(host: str, port: int, *_: object, **__: object) -> list:
+        if host == "nobody":
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, 0, 0, "", ("10.0.0.1", port)), (socket.AF_INET, 0, 0, "", ("10.0.0.2", port)),
+                (socket.AF_INET6, 0, 0, "", ("fd00::1", port, 0, 0))]  # fmt: skip
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert asyncio.run(find_addresses("servers:8001")) == ["10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
+    assert asyncio.run(find_addresses("nobody:8001")) == [] and asyncio.run(find_addresses("10.0.0.9:1")) == ["10.0.0.9:1"]
+
+
+def test_addresses_that_a_name_gets_and_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"servers:1": ["127.0.0.1:1", "127.0.0.1:2"]}
+
+    async def find(address: str) -> list[str]:
+        return names[address]
+
+    async def follow() -> None:
+        servers = Fleet(["servers:1"], "decode", Metrics())
+        await servers.start()
+        assert [m.url for m in servers.members] == ["127.0.0.1:1", "127.0.0.1:2"]
+        names["servers:1"] = ["127.0.0.1:2", "127.0.0.1:3"]
+        servers._members["127.0.0.1:1"].num_open = 1
+        await servers._resolve()
+        assert [m.url for m in servers.members] == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"], "its requests go on"
+        servers._members["127.0.0.1:1"].num_open = 0
+        await servers._resolve()
+        assert [m.url for m in servers.members] == ["127.0.0.1:2", "127.0.0.1:3"]
+        await servers.close()
+
+    monkeypatch.setattr(fleet, "find_addresses", find)
+    asyncio.run(follow())
+
+
+# -- three servers --------------------------------------------------------------------------------------------------------------
+
+
+class Three:
+    """Servers, and a gateway before them."""
+
+    def __init__(self, servers: list[RunningServer], address: str) -> None:
+        self.servers, self.address = servers, address
+
+    def is_up(self, server: RunningServer) -> bool:
+        text = ask(self.address, "/metrics")[2].decode()
+        found = re.search(rf'^foretoken_gateway_server_up{{server="{re.escape(server.grpc)}"}} (\S+)$', text, re.M)
+        return found is not None and float(found[1]) == 1
+
+    def finished(self) -> list[float]:
+        return [server.metric("foretoken_requests_finished_total") for server in self.servers]
+
+    def share(self, prompts: list[str], among: slice = slice(None)) -> list[float]:
+        """How many of these requests each server answered."""
+        before = self.finished()[among]
+        assert self.ask_all(prompts) == [200] * len(prompts)
+        counts = lambda: [after - b for after, b in zip(self.finished()[among], before)]  # noqa: E731
+        assert wait_until(lambda: sum(counts()) >= len(prompts)), counts()  # they come a little later, probes and requests of before among them
+        return counts()
+
+    def ask_all(self, prompts: list[str], **values: object) -> list[int]:
+        """The statuses of as many requests at once."""
+
+        def one(prompt: str) -> int:
+            return ask(self.address, "/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **values})[0]
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(one, prompts))
+
+    def hold_open(self, server: RunningServer, count: int = 1) -> list[socket.socket]:
+        """Streams that this server has begun to answer."""
+        before, mine, others = server.metric("foretoken_requests_running"), [], []
+        while len(mine) < count:
+            stream = send_request(self.address, {**LONG, "prompt": f"{len(mine) + len(others)} = ", "stream": True, "max_tokens": 200})
+            data = b""
+            while b"data: " not in data:
+                data += (more := stream.recv(4096))
+                assert more
+            is_mine = wait_until(lambda: server.metric("foretoken_requests_running") > before + len(mine), 0.5)
+            (mine if is_mine else others).append(stream)
+        for stream in others:
+            stream.close()
+        return mine
+
+
+def read_rest(stream: socket.socket) -> bytes:
+    with stream:
+        return b"".join(iter(lambda: stream.recv(65536), b""))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+    folder = tmp_path_factory.mktemp("three")
+    with ExitStack() as stack, ThreadPoolExecutor(3) as pool:
+        contexts = [serve(folder / str(i) / "log", *OPTIONS) for i in range(3)]
+        servers = list(pool.map(lambda context: context.__enter__(), contexts))
+        for context in contexts:
+            stack.push(context.__exit__)
+        address, _ = stack.enter_context(running_gateway(folder / "gateway", ",".join(s.grpc for s in servers)))
+        found = Three(servers, address)
+        assert wait_until(lambda: all(found.is_up(server) for server in servers), 30)
+        yield found
+
+
+def stop(server: RunningServer, number: signal.Signals) -> None:
+    (stub,) = (s for s in find_stubs(server.pid) if s.model == "decode")
+    os.kill(stub.pid, number)
+
+
+def test_all_share_the_work(three: Three) -> None:
+    assert min(three.share([f"x{i} = " for i in range(18)])) > 0
+    before = three.finished()
+    for i in range(6):
+        assert three.ask_all([f"{PROMPT * 8}{i}"]) == [200]
+    most = lambda: max(after - b for after, b in zip(three.finished(), before))  # noqa: E731
+    assert wait_until(lambda: most() >= 6), "a beginning has its server"
+    assert json.loads(ask(three.address, "/v1/models/foretoken")[2])["max_model_len"] == 2048
+    assert json.loads(ask(three.address, "/tokenize", {"prompt": "x"})[2])["count"] > 0 and ask(three.address, "/health")[0] == 200
+
+
+def test_one_that_is_held_is_left_out_and_comes_back(three: Three) -> None:
+    held = three.servers[0]
+    stop(held, signal.SIGSTOP)
+    try:
+        assert three.ask_all([f"y{i} = " for i in range(9)]) == [200] * 9, "what went to it is asked again elsewhere"
+        assert wait_until(lambda: not three.is_up(held))
+        three.share([f"z{i} = " for i in range(4)], slice(1, 3))
+    finally:
+        stop(held, signal.SIGCONT)
+    assert wait_until(lambda: three.is_up(held), 30)
+
+
+def test_one_that_is_killed_ends_its_streams_alone(three: Three) -> None:
+    killed, others = three.servers[2], three.servers[:2]
+    lost, kept = three.hold_open(killed), [stream for server in others for stream in three.hold_open(server)]
+    os.killpg(killed.process.pid, signal.SIGKILL)
+    for stream in lost:
+        raw = read_rest(stream)
+        assert b'"code":"unavailable"' in raw and b"data: [DONE]" in raw
+    assert three.ask_all([f"k{i} = " for i in range(9)]) == [200] * 9
+    assert wait_until(lambda: not three.is_up(killed))
+    for stream in kept:
+        assert b'"finish_reason":"length"' in read_rest(stream)
+
+
+def test_one_that_drains_answers_what_it_has(three: Three) -> None:
+    draining = three.servers[0]
+    (stream,) = three.hold_open(draining)
+    draining.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: not three.is_up(draining))
+    assert three.ask_all([f"d{i} = " for i in range(6)]) == [200] * 6
+    assert b'"finish_reason":"length"' in read_rest(stream)
+
+
+def test_when_none_is_left_it_is_said(three: Three) -> None:
+    last: Callable[[], bool] = lambda: ask(three.address, "/health")[0] == 503  # noqa: E731
+    os.killpg(three.servers[1].process.pid, signal.SIGKILL)
+    assert wait_until(last, 30)
+    status, _, body = ask(three.address, "/v1/completions", {"prompt": "x", "max_tokens": 1})
+    assert (status, json.loads(body)["error"]["code"]) == (503, "unavailable"), body
