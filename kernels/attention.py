@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -104,6 +105,23 @@ def load_all(device: torch.device, defines: dict[str, int]) -> tuple[Kernel, Ker
     attend = load(device, "attention", "append_attention", defines, shared, programmatic=True)
     plan = load(device, "attention", "plan_attention", defines)
     return attend, plan, load(device, "attention", "merge_attention", defines) if defines["CASCADE"] else None
+
+
+class Heads(NamedTuple):
+    """Of a model's attention, on this rank."""
+
+    num_query: int
+    num_kv: int
+    size: int
+    latent_rank: int = 0
+    """Numbers of a latent that keys and values of all heads are made of; 0: keys and values are kept."""
+    latent_dim: int = 0
+    """Numbers of the key beside it, which all heads share."""
+
+
+def is_known(page_size: int, heads: Heads) -> bool:
+    """Whether attention.cu computes it. Windows and caps of scores are no part of that: it has neither."""
+    return heads.size in HEAD_DIMS and page_size >= 16 and page_size & (page_size - 1) == 0
 
 
 class AttentionPlan:

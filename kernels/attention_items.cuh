@@ -2,7 +2,15 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;  // TILE: keys of one pipeline stage; also what the plan counts in
+// TILE: keys of one pipeline stage; also what the plan counts in.
+#ifdef NUM_WARPS
+constexpr int WARPS = NUM_WARPS, THREADS = WARPS * 32;
+#else
+constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;
+#endif
+#ifndef MERGE_APART
+#define MERGE_APART 0  // 1: pieces of a split are merged by a kernel of its own, also without CASCADE
+#endif
 constexpr float LOG2E = 1.4426950408889634f;
 
 // One piece of work: some rows of one request and KV head against a range of its keys. A row is a query head of a query.

@@ -53,7 +53,7 @@ __device__ __forceinline__ int piece_at(int first_piece, int p) { return CASCADE
 
 // Splits all requests' keys into work for `num_workers` workers (a worker is a cluster). Every CTA finds the same bounds and writes
 // its share of the lists. For CASCADE, token_places [T]: first segment, index of the query, first segment of the prefix and index
-// there; and segment_pieces [segments]: where the first piece is, and number of pieces. Shared memory: PLAN_INTS(B) + W + 1 ints.
+// there (for MERGE_APART alone the first two); and segment_pieces [segments]: where the first piece is, and number of pieces. Shared memory: PLAN_INTS(B) + W + 1 ints.
 #define PLAN_INTS(b) (CASCADE ? 10 * (b) + 2 : 3 * (b) + 2)
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     plan_attention(Start* starts, Item* items, int4* token_places, int2* segment_pieces, const int* cu_query_lens, const int* seq_lens,
@@ -158,12 +158,12 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         item.first_visible = is_prefix ? 1 << 30 : length - queries;
         item.table_row = table_rows[source];
         item.segment = s.index;
-        item.num_pieces = prefix >= 0 ? 0 : num_pieces;
+        item.num_pieces = prefix >= 0 || (MERGE_APART && num_pieces > 1) ? 0 : num_pieces;
         item.first_piece = CASCADE ? s.index + first_worker : 2 * first_worker + is_odd;
         item.piece = piece_at(item.first_piece, worker - first_worker);
         item.is_prefix = is_prefix;
         item.next = item.end = item.padding = 0;
-        if (CASCADE && worker == first_worker) segment_pieces[s.index] = make_int2(item.first_piece, num_pieces);
+        if ((CASCADE || MERGE_APART) && worker == first_worker) segment_pieces[s.index] = make_int2(item.first_piece, num_pieces);
         return item;
     };
     // Item i of a worker, of those that its run of tiles crosses.
@@ -223,6 +223,13 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
                 token_places[token] = group < 0 ? make_int4(-1, 0, 0, 0) : make_int4(segments[b], j, segments[num_requests + group], place + j);
                 if (group >= 0) ((int*)(items + sizes.num_items))[prefix_queries[group] + place + j] = token;
             }
+        }
+    }
+    if (MERGE_APART && !CASCADE) {
+        const int num_ctas = gridDim.x * PLAN_THREADS, place = blockIdx.x * PLAN_THREADS + threadIdx.x;
+        for (int t = place; t < sizes.num_tokens; t += num_ctas) {
+            const int b = find(cu_query_lens, num_requests + 1, t);
+            token_places[t] = b < 0 || b >= num_requests ? make_int4(-1, 0, 0, 0) : make_int4(segments[b], t - cu_query_lens[b], 0, 0);
         }
     }
     __threadfence();  // append_attention may begin as soon as this kernel ends, and reads the lists before it waits for anything

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
+from kernels.attention import Heads
 from kernels.distribution import draw_tokens, probabilities
+from kernels.experts import mix_experts as mix_experts_on_gpu
+from kernels.latent import append_latent
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
-from kernels.reference import append_latent, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
+from kernels.reference import apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
+from kernels.route import route_tokens
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
 from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
@@ -23,6 +27,7 @@ __all__ = [
     "SAMPLE_STREAM",
     "Admission",
     "DrafterRows",
+    "Heads",
     "Plan",
     "Policy",
     "RequestTable",
@@ -44,6 +49,7 @@ __all__ = [
     "latent_attention",
     "linear",
     "mix_experts",
+    "mix_experts_on_gpu",
     "norm_gated_linear",
     "norm_heads",
     "norm_linear",
@@ -55,6 +61,7 @@ __all__ = [
     "process_and_choose",
     "rms_norm",
     "route",
+    "route_tokens",
     "sample",
     "sample_candidates",
     "silu_mul",

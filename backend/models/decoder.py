@@ -34,8 +34,8 @@ class Decoder:
         own = spec.layers[0].attention
         num_q, num_kv, size = own.heads
         own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
-        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, size)
-        self._token_shape, self._num_planes = own.token_shape(self.heads[1]), own.num_planes
+        self.heads = ops.Heads(own_q.stop - own_q.start, own_kv.stop - own_kv.start, size, *own.latent)
+        self._token_shape, self._num_planes = own.token_shape(self.heads.num_kv), own.num_planes
         self.eps = spec.layers[-1].eps
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it

@@ -36,6 +36,7 @@ class LatentAttention:
         own = weights.ranks.part(spec.num_heads, name)
         up = weights.whole(f"{spec.up.name}.weight", (spec.up.out_features, spec.up.in_features)).unflatten(0, (spec.num_heads, -1))[own]
         self._key_up, self._value_up = up[:, : spec.still_dim].contiguous(), up[:, spec.still_dim :].contiguous()
+        self._absorb = self._key_up.transpose(1, 2).contiguous() if weights.device.type == "cuda" else None
         self._o = Residual(weights.split_columns(spec.o), weights.ranks, optional_norm(weights, layer.attention_post_norm, layer), layer.eps)
 
     def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -45,16 +46,14 @@ class LatentAttention:
             query = self._query.after_norm(x, self.input_norm, self._eps)
         else:
             count = len(self._query_norm)
-            query = self._query.after_norm(latents[:, :count].contiguous(), self._query_norm, self._norm_eps)
+            query = self._query.after_norm(latents[:, :count], self._query_norm, self._norm_eps)
             latents = latents[:, count:]
-        own = ops.rms_norm(latents[:, : self._rank].contiguous(), self._latent_norm, self._norm_eps)
-        query, latents = query.view(len(x), -1, self._size), torch.cat([own, latents[:, self._rank :]], dim=-1)
-        (pages,) = cache
-        ops.append_latent(query, latents, angles.cos, angles.sin, slots, pages)
+        query, (pages,) = query.view(len(x), -1, self._size), cache
+        ops.append_latent(query, latents, self._latent_norm, self._norm_eps, angles.cos, angles.sin, slots, pages)
         return query
 
     def add(self, x: torch.Tensor, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan) -> None:
         """Adds what the queries find to x [T, hidden] in place."""
         (pages,) = cache
-        y = ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale)
+        y = ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale, self._absorb)
         self._o.add(x, y.view(len(x), -1))

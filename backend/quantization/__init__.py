@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from backend.quantization.experts import Activation, Experts, SingleExperts
+from backend.errors import ConfigError
+from backend.quantization.experts import Activation, Experts, SingleExperts, StackedExperts
 from backend.quantization.unfused import UnfusedLinear
 from backend.quantization.weight_only import WeightOnlyLinear
 from kernels import ops
@@ -83,9 +84,22 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, scheme: 
     return PackedLinear(weight, bias) if PackedLinear.is_usable(weight) else DenseLinear(weight, bias)
 
 
-def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0, scheme: str | None = None) -> Experts:
+def make_experts(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation,
+    first: int = 0,
+    scheme: str | None = None,
+    *,
+    is_silu: bool = False,
+) -> Experts:
     """Experts of weights gate_up [E, 2 inner, hidden] (gate | up) and down [E, hidden, inner], the first of which is number `first`.
 
-    The one place that chooses how their products run. A GPU has none yet (`backend.models.loading.check_gpu` says so before anything is loaded).
+    is_silu: whether activation is silu(gate) * up. The one place that chooses how their products run. Raises ConfigError for a scheme that
+    experts on a GPU cannot have.
     """
+    if gate_up.device.type == "cuda":
+        if scheme is not None:
+            raise ConfigError(f"quantization {scheme}: experts on a GPU are in the model's own dtype; leave it out, or use --device cpu")
+        return StackedExperts(gate_up, down, activation, first, is_silu)
     return SingleExperts(gate_up, down, activation, first, lambda weight: make_linear(weight, None, scheme))
