@@ -106,23 +106,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 
     const int num_k = K / STEP, num_steps = (num_k + WARPS - 1) / WARPS;
-    const int turn = blockIdx.x % num_steps;
-    auto place_of = [&](int step) {  // where in K this warp's step is, in steps
+    // Tiles begin at different places of K, lest all blocks ask the L2 cache for the same part of x at once; each tile always at the same.
+    auto turn_of = [&](int tile) { return tile / TILES % num_steps; };
+    auto place_of = [&](int step, int turn) {  // where in K this warp's step is, in steps
         const int turned = step + turn;
         return warp + WARPS * (turned < num_steps ? turned : turned - num_steps);
     };
     const size_t second_half = static_cast<size_t>(GATED ? num_outputs : 8) * K, expert_size = static_cast<size_t>(N) * K;
 
     struct Place {
-        int slot, tile, step, left;  // left: units from this one on
+        int slot, tile, turn, step, left;  // left: units from this one on
     };
     auto advance = [&](Place& p) {
         if (++p.step < num_steps) return;
         p.step = 0, --p.left, p.tile += TILES;
         if (p.tile >= num_tiles) p.tile = 0, ++p.slot;
+        p.turn = turn_of(p.tile);
     };
     auto copy_weights = [&](const Place& p, int stage) {
-        const int k = place_of(p.step);
+        const int k = place_of(p.step, p.turn);
         if (p.left <= 0 || k >= num_k) return;
         const Element* source = weight + slots[p.slot].expert * expert_size + static_cast<size_t>(p.tile * ROWS + g) * K + k * STEP + t * 8;
 #pragma unroll
@@ -133,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
     };
     auto copy_rows = [&](const Place& p, int stage) {
-        const int k = place_of(p.step);
+        const int k = place_of(p.step, p.turn);
         if (p.left <= 0 || k >= num_k) return;
         const Chunk& chunk = slots[p.slot];
 #pragma unroll
@@ -144,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
     };
 
-    const Place begin{0, (first - first_chunk * units_per) * TILES, 0, num_own_units};
+    const int first_tile = (first - first_chunk * units_per) * TILES;
+    const Place begin{0, first_tile, turn_of(first_tile), 0, num_own_units};
     Place copied = begin;
     for (int stage = 0; stage < STAGES; ++stage, advance(copied)) {
         copy_weights(copied, stage);
@@ -178,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             end_copies();
             advance(copied);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-            if (place_of(step) >= num_k) continue;
+            if (place_of(step, unit.turn) >= num_k) continue;
 #pragma unroll
             for (int r = 0; r < TILES; ++r)
 #pragma unroll

@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_earlier();
     Item item = starts[blockIdx.x].item;
     const int next = item.next, end = item.end;
+    item.query_start -= strides.first_token;
 
     auto process = [&](auto m_tiles) {
         constexpr int M = decltype(m_tiles)::value;
@@ -190,16 +191,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else process(Count<M_TILES>());
         if (i >= end) break;
         item = items[i];
+        item.query_start -= strides.first_token;
     }
 }
 
-// Merges what several workers have of a token's heads. Grid: tokens, and as many heads as a block has room for; a thread has eight columns.
+// Merges what several workers have of a token's heads. Grid: tokens from first_token on, and as many heads as a block has room for; a thread has eight columns.
 extern "C" __global__ void __launch_bounds__(THREADS) merge_latents(Number* out, float* partial_sums, float2* partial_stats, const int4* token_places,
-                                                                    const int2* segment_pieces) {
+                                                                    const int2* segment_pieces, int first_token) {
     launch_dependents();
     wait_for_earlier();
     constexpr int PER_HEAD = HEAD_DIM / 8;
-    const int4 place = token_places[blockIdx.x];
+    const int4 place = token_places[blockIdx.x + first_token];
     const int thread = blockIdx.y * THREADS + threadIdx.x, head = thread / PER_HEAD, column = thread % PER_HEAD * 8;
     if (place.x < 0 || head >= GROUP) return;
     const int row = place.y * GROUP + head;

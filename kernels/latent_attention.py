@@ -77,7 +77,7 @@ class LatentPlan:
         tile, rows = defines["TILE"], defines["MAX_ROWS"]
         self._attend, self._plan, self._merge = load_all(device, defines)
         self._block, self._min_tiles, self._num_workers = (4 * tile, 1, 1), max(1, MIN_KEYS // tile), gpu_of(device).num_multiprocessors
-        self.num_tokens = first_token + batch * max_query_len
+        self._first_token, self.num_tokens = first_token, first_token + batch * max_query_len
         segments = batch * -(-max_query_len * heads.num_query // rows)
         self._num_items = segments + self._num_workers
 
@@ -96,7 +96,7 @@ class LatentPlan:
         self._plan((PLAN_CTAS, 1), (PLAN_THREADS, 1, 1), *lists, sizes, shared=self._plan_bytes)
 
     def attend(self, absorbed: torch.Tensor, turned: torch.Tensor, pages: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-        """absorbed [T, H, R] and turned [T, H, D] parts of queries over pages [P, page, 1, R + D] -> weighted sums of latents [T, H, R].
+        """absorbed [T, H, R] and turned [T, H, D] parts of queries over pages [P, page, 1, R + D] -> weighted sums of latents [T, H, R]. Row 0 is the packed row first_token.
 
         Rows past the last request's are not written.
         """
@@ -118,10 +118,12 @@ class LatentPlan:
             turned.stride(1),
             self._table.stride(0),
             pages.stride(0) * pages.element_size(),
+            self._first_token,
             scale,
         )
         lists = (self._table, self._starts, self._items)
         self._attend((self._num_workers, 1), self._block, out, absorbed, turned, pages, *lists, sums, stats, strides)
         blocks = -(-heads.num_query * (heads.latent_rank // 8) // self._block[0])
-        self._merge((self.num_tokens, blocks), self._block, out, sums, stats, self._places, self._pieces)
+        grid = (self.num_tokens - self._first_token, blocks)
+        self._merge(grid, self._block, out, sums, stats, self._places, self._pieces, self._first_token)
         return out

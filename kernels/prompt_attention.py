@@ -68,7 +68,7 @@ class PromptAttention:
         values = F.linear(own, value_up.flatten(0, 1)).view(-1, num_heads, value_size)
         if value_size < query.shape[2]:  # flash attention wants keys and values of one size
             values = F.pad(values, (0, query.shape[2] - value_size))
-        return self._attend(query, keys, values, scale, None, None)[..., :value_size]
+        return self._attend(query, keys, values, scale, None, None)[..., :value_size].contiguous()
 
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None, cap: float | None

@@ -221,6 +221,8 @@ class LatentStrides(NamedTuple):
     turned_head: int
     table: int
     page_bytes: int
+    first_token: int
+    """The packed row that is the first of the queries and of the output."""
     scale: float
 
 
