@@ -8,6 +8,7 @@
 // ELEMENT: __nv_bfloat16 or __half; TOKENS: most rows of a chunk, a multiple of 8; TILES; SHARED: bytes of
 // dynamic shared memory; GATED: weights are gate | up, the output silu(gate) * up; GATHER: rows of x are tokens', those of the output lie in
 // order of the experts, else the other way around: rows of x lie in that order, the output's rows are the pairs'; SLOTS: most chunks of a block.
+#include "expert_groups.cuh"
 #include "skinny.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, STEP = 32, TILE = 16, COLUMNS = TOKENS / 8;
@@ -24,66 +25,29 @@ struct Chunk {
     int expert, first, count, padding;  // of the rank's own; where its rows begin in the order of experts
 };
 
-// experts [num_pairs]: of each pair, the experts' own numbers; this rank has num_own from `first` on. rows [num_pairs]: pairs in the order of
-// experts; chunks [max_chunks]; num_chunks [1]. Pairs of other ranks' experts are left out. One block; shared memory: 2 (num_own + 1) ints.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(int4* chunks, int* num_chunks, int* rows, const int64_t* experts, int num_pairs,
-                                                                       int first, int num_own) {
+// Sorts the pairs, as the router does where it has few tokens: see group_pairs. One block.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(int* lists, const int64_t* experts, int max_chunks, int num_pairs, int first, int num_own) {
     extern __shared__ int counts[];
-    __shared__ int2 warp_sums[GROUP_THREADS / 32];
-    int* places = counts + num_own;
-    for (int e = threadIdx.x; e < num_own; e += GROUP_THREADS) counts[e] = 0;
-    __syncthreads();
     wait_for_earlier();
-    for (int p = threadIdx.x; p < num_pairs; p += GROUP_THREADS) {
-        const int e = static_cast<int>(__ldcg(experts + p)) - first;
-        if (e >= 0 && e < num_own) atomicAdd(counts + e, 1);
-    }
-    __syncthreads();
-    const int per = (num_own + GROUP_THREADS - 1) / GROUP_THREADS, begin = min(num_own, static_cast<int>(threadIdx.x) * per), end = min(num_own, begin + per);
-    int2 sum = {};
-    for (int e = begin; e < end; ++e) sum.x += counts[e], sum.y += (counts[e] + TOKENS - 1) / TOKENS;
-    int2 before = sum;
-    for (int d = 1; d < 32; d *= 2) {
-        const int x = __shfl_up_sync(~0u, before.x, d), y = __shfl_up_sync(~0u, before.y, d);
-        if (threadIdx.x % 32 >= d) before.x += x, before.y += y;
-    }
-    if (threadIdx.x % 32 == 31) warp_sums[threadIdx.x / 32] = before;
-    __syncthreads();
-    before.x -= sum.x, before.y -= sum.y;
-    for (int w = 0; w < threadIdx.x / 32; ++w) before.x += warp_sums[w].x, before.y += warp_sums[w].y;
-    for (int e = begin; e < end; ++e) {
-        places[e] = before.x;
-        const int parts = (counts[e] + TOKENS - 1) / TOKENS;
-        for (int i = 0; i < parts; ++i) {  // as even as can be
-            const int low = counts[e] * i / parts, high = counts[e] * (i + 1) / parts;
-            chunks[before.y + i] = make_int4(e, before.x + low, high - low, 0);
-        }
-        before.x += counts[e], before.y += parts;
-    }
-    if (threadIdx.x == GROUP_THREADS - 1) *num_chunks = before.y;
-    __syncthreads();
-    for (int p = threadIdx.x; p < num_pairs; p += GROUP_THREADS) {
-        const int e = static_cast<int>(__ldcg(experts + p)) - first;
-        if (e >= 0 && e < num_own) rows[atomicAdd(places + e, 1)] = p;
-    }
-    launch_dependents();
+    group_pairs<GROUP_THREADS>(ExpertLists(lists, max_chunks, num_pairs), experts, num_pairs, first, num_own, TOKENS, counts);
 }
 
 // weight [num_own, N, K]; x and out: see GATHER; num_chosen: pairs of a token.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    expert_linear(Element* out, const Element* x, const Element* weight, const int4* chunks, const int* num_chunks, const int* rows, int num_chosen, int N,
-                  int K, int x_stride) {
+    expert_linear(Element* out, const Element* x, const Element* weight, int* lists, int max_chunks, int num_pairs, int num_chosen, int N, int K,
+                  int x_stride) {
     extern __shared__ __align__(16) float both_sums[];
     __shared__ Chunk slots[SLOTS];
     __shared__ int own_rows[SLOTS][TOKENS];  // of x where they are tokens', else of the output
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const ExpertLists own(lists, max_chunks, num_pairs);
     const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(both_sums));
     const uint32_t ring = shared + 2 * SUMS * 4 + warp * STAGES * STAGE_BYTES + lane * 16;
 
     // The chunks are older than the kernel ahead where rows of x are what that one makes.
     if (GATHER) wait_for_earlier();
     const int num_outputs = GATED ? N / 2 : N, num_tiles = num_outputs / ROWS, units_per = (num_tiles + TILES - 1) / TILES;
-    const int64_t num_units = static_cast<int64_t>(__ldcg(num_chunks)) * units_per;
+    const int64_t num_units = static_cast<int64_t>(__ldcg(own.num_chunks)) * units_per;
     const int first = static_cast<int>(num_units * blockIdx.x / gridDim.x), num_own_units = static_cast<int>(num_units * (blockIdx.x + 1) / gridDim.x) - first;
     if (num_own_units == 0) {
         launch_dependents();
@@ -92,14 +56,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const int first_chunk = first / units_per, num_slots = min(SLOTS, (first + num_own_units - 1) / units_per - first_chunk + 1);
     for (int i = threadIdx.x; i < num_slots; i += THREADS) {
-        const int4 chunk = __ldcg(chunks + first_chunk + i);
+        const int4 chunk = __ldcg(own.chunks + first_chunk + i);
         slots[i] = Chunk{chunk.x, chunk.y, chunk.z, 0};
     }
     __syncthreads();
     for (int i = threadIdx.x; i < num_slots * TOKENS; i += THREADS) {
         const int slot = i / TOKENS, row = i % TOKENS;
         if (row < slots[slot].count) {
-            const int pair = __ldcg(rows + slots[slot].first + row);
+            const int pair = __ldcg(own.rows + slots[slot].first + row);
             own_rows[slot][row] = GATHER ? pair / num_chosen : pair;
         }
     }
@@ -237,9 +201,9 @@ extern "C" __global__ void combine_experts(Element* out, const Element* residual
         const int64_t expert = __ldcg(experts + pair) - first;
         if (expert < 0 || expert >= num_own) continue;
         const float weight = __ldcg(weights + pair);
-        const V own = load_fresh(made + (places ? __ldcg(places + pair) : pair) * size + column);
+        const V part = load_fresh(made + (places ? __ldcg(places + pair) : pair) * size + column);
 #pragma unroll
-        for (int e = 0; e < V::SIZE; ++e) sums[e] = fmaf(weight, to_float(own.values[e]), sums[e]);
+        for (int e = 0; e < V::SIZE; ++e) sums[e] = fmaf(weight, to_float(part.values[e]), sums[e]);
     }
     V result;
 #pragma unroll

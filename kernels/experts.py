@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels._load import ELEMENTS, Gpu, gpu_of, load
+from kernels.route import ExpertGroups
 
 TILE, STEP, THREADS, TILES, SLOTS = 16, 32, 256, 2, 32
 GROUP_THREADS = 1024
@@ -47,6 +48,22 @@ def choose_shape(num_tokens: int, num_chosen: int, num_experts: int, dtype: torc
     return {**common, "GATED": int(is_gated), "GATHER": 1}, {**common, "GATED": 0, "GATHER": 0}
 
 
+def choose_groups(num_tokens: int, num_chosen: int, first: int, num_own: int, dtype: torch.dtype, device: torch.device) -> ExpertGroups | None:
+    """How a router is to sort pairs for `mix_experts` of so many tokens; None: where it is to leave that."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not num_tokens or _is_many(num_tokens, num_chosen, num_own):
+        return None
+    gpu = gpu_of(device)
+    if gpu.block_memory < LEAST_SHARED[8] + STATIC_SHARED:
+        return None
+    rows = int(choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu)[0]["TOKENS"])
+    num_pairs = num_tokens * num_chosen
+    return ExpertGroups(first, num_own, rows, min(num_own, num_pairs) + num_pairs // rows)
+
+
+def _is_many(num_tokens: int, num_chosen: int, num_own: int) -> bool:
+    return num_tokens >= MIN_MANY_TOKENS and num_tokens * num_chosen > MAX_MEAN_ROWS * num_own
+
+
 def mix_experts(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -57,11 +74,12 @@ def mix_experts(
     is_silu: bool,
     first: int = 0,
     residual: torch.Tensor | None = None,
+    lists: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of what each token's experts make of it: x [T, hidden] -> [T, hidden]; added to residual in place where there is one.
 
     experts [T, k] int64, weights [T, k] float32; gate_up [E, 2 inner, hidden] and down [E, hidden, inner] of the experts from number `first`
-    on: what others would add is left out. is_silu: whether activation is silu(gate) * up, which the kernel has.
+    on: what others would add is left out. is_silu: whether activation is silu(gate) * up, which the kernel has. lists: the pairs as a router sorted them by `choose_groups`.
     """
     (num_tokens, hidden), (num_own, _, inner) = x.shape, down.shape
     _check(x, experts, weights, gate_up, down, residual)
@@ -71,7 +89,7 @@ def mix_experts(
         made = _mix_every(x, experts, weights, gate_up, down, activation, first)
         return made if residual is None else residual.add_(made)
     num_chosen = experts.shape[1]
-    is_many = num_tokens >= MIN_MANY_TOKENS and num_tokens * num_chosen > MAX_MEAN_ROWS * num_own
+    is_many = _is_many(num_tokens, num_chosen, num_own)
     if is_many and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
         made, places = _multiply_sorted(x, experts, gate_up, down, activation, first)
     elif num_tokens * num_chosen > MAX_PAIRS:
@@ -85,7 +103,7 @@ def mix_experts(
                 out[part] = made
         return out
     else:
-        made, places = _multiply_chunks(x, experts, gate_up, down, activation, is_silu, first), None
+        made, places = _multiply_chunks(x, experts, gate_up, down, activation, is_silu, first, lists), None
     return _combine(made, places, experts, weights, first, num_own, residual)
 
 
@@ -147,6 +165,7 @@ def _multiply_chunks(
     activation: Activation,
     is_silu: bool,
     first: int,
+    lists: torch.Tensor | None,
 ) -> torch.Tensor:
     """What each token's experts make of it [T k, hidden], by pairs; rows of experts that the rank does not hold are not written."""
     (num_tokens, num_chosen), (num_own, hidden, inner), device = experts.shape, down.shape, x.device
@@ -154,21 +173,22 @@ def _multiply_chunks(
         x = x.contiguous()
     num_pairs, gpu = num_tokens * num_chosen, gpu_of(device)
     into, back = choose_shape(num_tokens, num_chosen, num_own, x.dtype, is_silu, gpu)
-    rows_per, blocks = int(into["TOKENS"]), gpu.num_multiprocessors
-    max_chunks = min(num_own, num_pairs) + num_pairs // rows_per
-    blocks = max(blocks, -(-max_chunks // (SLOTS - 2)))
-    lists = torch.empty(4 * max_chunks + num_pairs + 1, dtype=torch.int32, device=device)
-    chunks, rows, count = lists[: 4 * max_chunks], lists[4 * max_chunks : -1], lists[-1:]
-    group = load(device, "experts", "group_rows", into, 8 * num_own, programmatic=True)
-    group((1, 1), (GROUP_THREADS, 1, 1), chunks, count, rows, experts, num_pairs, first, num_own, shared=8 * num_own)
+    max_chunks = min(num_own, num_pairs) + num_pairs // int(into["TOKENS"])
+    blocks = max(gpu.num_multiprocessors, -(-max_chunks // (SLOTS - 2)))
+    if lists is None:
+        lists = torch.empty(4 * max_chunks + num_pairs + 1, dtype=torch.int32, device=device)
+        group = load(device, "experts", "group_rows", into, 8 * num_own, programmatic=True)
+        group((1, 1), (GROUP_THREADS, 1, 1), lists, experts, max_chunks, num_pairs, first, num_own, shared=8 * num_own)
+    elif lists.shape != (4 * max_chunks + num_pairs + 1,):
+        raise ValueError(f"mix_experts: lists {tuple(lists.shape)} are of other tokens: must be [{4 * max_chunks + num_pairs + 1}]")
     shared, grid, block = int(into["SHARED"]), (blocks, 1), (THREADS, 1, 1)
     act = x.new_empty(num_pairs, inner if is_silu else 2 * inner)
     multiply = load(device, "experts", "expert_linear", into, shared, programmatic=True)
-    multiply(grid, block, act, x, gate_up, chunks, count, rows, num_chosen, 2 * inner, hidden, x.stride(0))
+    multiply(grid, block, act, x, gate_up, lists, max_chunks, num_pairs, num_chosen, 2 * inner, hidden, x.stride(0))
     act = act if is_silu else activation(act)
     made = x.new_empty(num_pairs, hidden)
     multiply = load(device, "experts", "expert_linear", back, shared, programmatic=True)
-    multiply(grid, block, made, act, down, chunks, count, rows, num_chosen, hidden, inner, inner)
+    multiply(grid, block, made, act, down, lists, max_chunks, num_pairs, num_chosen, hidden, inner, inner)
     return made
 
 

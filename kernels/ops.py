@@ -6,6 +6,7 @@ from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
 from kernels.attention import Heads
 from kernels.distribution import draw_tokens, probabilities
+from kernels.experts import choose_groups
 from kernels.experts import mix_experts as mix_experts_on_gpu
 from kernels.latent import append_latent
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
@@ -14,7 +15,7 @@ from kernels.norm import rms_norm
 from kernels.reference import apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
-from kernels.route import route_tokens
+from kernels.route import Routing, route_tokens
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
 from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "Policy",
     "RequestTable",
+    "Routing",
     "StepAttention",
     "StepRows",
     "StepSizes",
@@ -42,6 +44,7 @@ __all__ = [
     "apply_penalties",
     "argmax",
     "choose",
+    "choose_groups",
     "commit",
     "draft_ngram",
     "draw_tokens",

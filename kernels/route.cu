@@ -1,10 +1,12 @@
 // Which experts a token takes: scores of all experts in float32, the choice of some of them, and the weights of what those add.
 //
 // A block scores eight tokens by eight experts, a warp an expert; the last block of eight tokens to end chooses for them, a warp for each. A
-// token's scores do not depend on the tokens beside it. Where x is null the scores are there already.
+// token's scores do not depend on the tokens beside it. The last block of all sorts what was chosen by expert. Where x is null the scores are
+// there already, and nothing is sorted.
 //
 // ELEMENT: of x.
 #include "dense.cuh"
+#include "expert_groups.cuh"
 #include "generated.cuh"
 
 using Element = ELEMENT;
@@ -94,27 +96,61 @@ __device__ void choose(int64_t* experts, float* weights, const float* scores, co
     if (is_used) experts[lane] = expert, weights[lane] = weight * sizes.scale;
 }
 
-// scores [T, E]; x [T, hidden] or null; gate [E, hidden] float32; correction [E] or null; experts and weights [T, k]; counters: zeros, one for eight
-// tokens. Grid: experts / 8 (1 without x), tokens / 8. Shared memory: eight rows of x, or 2 x 8 x E floats.
-extern "C" __global__ void __launch_bounds__(THREADS) route(int64_t* experts, float* weights, float* scores, const Element* x, const float* gate,
-                                                           const float* correction, int* counters, RouteSizes sizes) {
+// scores [T, E]; x [T, hidden] or null; norm_weight [hidden] or null: rows of x are normalised before, and written to normed [T, hidden]; gate
+// [E, hidden] float32; correction [E] or null; experts and weights [T, k]; lists: ExpertLists, or null; counters: zeros, one for eight tokens and
+// one more. Grid: experts / 8 (1 without x), tokens / 8. Shared memory: eight rows of x, or 2 x 8 x E floats.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    route(int64_t* experts, float* weights, float* scores, Element* normed, int* lists, const Element* x, const Element* norm_weight, const float* gate,
+          const float* correction, int* counters, RouteSizes sizes) {
     extern __shared__ __align__(16) float shared[];
     __shared__ bool is_last;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * TOKENS, count = min(TOKENS, sizes.num_tokens - first);
-    launch_dependents();
+    // Whether all `size` blocks that count here have come this far.
+    auto is_last_of = [&](int* counter, int size) {
+        if (size == 1) {
+            __syncthreads();
+            return true;
+        }
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            is_last = atomicAdd(counter, 1) == size - 1;
+            if (is_last) *counter = 0;  // for the next launch
+            __threadfence();
+        }
+        __syncthreads();
+        return is_last;
+    };
     if (x) {
-        const int expert = blockIdx.x * WARPS + warp, num_pieces = sizes.hidden_size / 4;
+        using V = Vector<Element>;
+        const int expert = blockIdx.x * WARPS + warp, num_pieces = sizes.hidden_size / 4, per_row = sizes.hidden_size / V::SIZE;
         const float4* own = reinterpret_cast<const float4*>(gate + static_cast<size_t>(min(expert, sizes.num_experts - 1)) * sizes.hidden_size);
         float4 ahead[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) ahead[i] = __ldg(own + min(i * 32 + lane, num_pieces - 1));
         wait_for_earlier();
+        launch_dependents();
         Element* rows = reinterpret_cast<Element*>(shared);
-        const int per_row = sizes.hidden_size / Vector<Element>::SIZE;
         for (int i = threadIdx.x; i < count * per_row; i += THREADS)
-            store(rows + static_cast<size_t>(i) * Vector<Element>::SIZE,
-                  load_fresh(x + static_cast<size_t>(first + i / per_row) * sizes.x_stride + i % per_row * Vector<Element>::SIZE));
+            store(rows + static_cast<size_t>(i) * V::SIZE, load_fresh(x + static_cast<size_t>(first + i / per_row) * sizes.x_stride + i % per_row * V::SIZE));
         __syncthreads();
+        if (norm_weight) {
+            if (warp < count) {
+                Element* row = rows + static_cast<size_t>(warp) * sizes.hidden_size;
+                float sum = 0;
+                for (int i = lane; i < per_row; i += 32) sum = add_squares(sum, V(*reinterpret_cast<const uint4*>(row + i * V::SIZE)));
+                const float inverse = inverse_rms(sum_warp(sum), sizes.hidden_size, sizes.eps);
+                for (int i = lane; i < per_row; i += 32) {
+                    V v(*reinterpret_cast<const uint4*>(row + i * V::SIZE));
+                    const V w = load_constant(norm_weight + i * V::SIZE);
+#pragma unroll
+                    for (int e = 0; e < V::SIZE; ++e) v.values[e] = scale(v.values[e], inverse, w.values[e]);
+                    store(row + i * V::SIZE, v);
+                    if (blockIdx.x == 0) store(normed + static_cast<size_t>(first + warp) * sizes.hidden_size + i * V::SIZE, v);
+                }
+            }
+            __syncthreads();
+        }
         float sums[TOKENS] = {};
         auto add = [&](int piece, float4 w) {
             if (piece >= num_pieces) return;
@@ -137,21 +173,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(int64_t* experts, fl
             const float sum = sum_warp(sums[t]);
             if (lane == 0 && t < count && expert < sizes.num_experts) scores[static_cast<size_t>(first + t) * sizes.num_experts + expert] = sum;
         }
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            is_last = gridDim.x == 1 || atomicAdd(counters + blockIdx.y, 1) == gridDim.x - 1;
-            if (is_last && gridDim.x > 1) counters[blockIdx.y] = 0;  // for the next launch
-            __threadfence();
-        }
-        __syncthreads();
-        if (!is_last) return;
+        if (!is_last_of(counters + blockIdx.y, gridDim.x)) return;
     } else {
         wait_for_earlier();
+        launch_dependents();
     }
-    if (warp >= count) return;
-    const size_t token = first + warp;
-    float* shares = shared + warp * 2 * sizes.num_experts;
-    choose(experts + token * sizes.num_chosen, weights + token * sizes.num_chosen, scores + token * sizes.num_experts, correction, shares,
-           shares + sizes.num_experts, lane, sizes);
+    if (warp < count) {
+        const size_t token = first + warp;
+        float* shares = shared + warp * 2 * sizes.num_experts;
+        choose(experts + token * sizes.num_chosen, weights + token * sizes.num_chosen, scores + token * sizes.num_experts, correction, shares,
+               shares + sizes.num_experts, lane, sizes);
+    }
+    if (!lists || !is_last_of(counters + gridDim.y, gridDim.y)) return;
+    const int num_pairs = sizes.num_tokens * sizes.num_chosen;
+    const ExpertLists own(lists, sizes.max_chunks, num_pairs);
+    group_pairs<THREADS>(own, experts, num_pairs, sizes.first_own, sizes.num_own, sizes.rows_per_chunk, reinterpret_cast<int*>(shared));
 }

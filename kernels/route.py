@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from kernels import reference
 from kernels._load import ELEMENTS, gpu_of, load
+from kernels.norm import rms_norm
 from kernels.structs import RouteSizes
 
 THREADS, TOKENS, WARPS = 256, 8, 8
@@ -19,10 +21,33 @@ MAX_SCORED = 256
 MAX_TOKENS = 2**19
 
 
+class ExpertGroups(NamedTuple):
+    """How the pairs of tokens and experts are to be sorted by expert, for `kernels.experts.mix_experts`."""
+
+    first: int
+    """The rank's own experts: the first, and their number."""
+    num_own: int
+    rows_per_chunk: int
+    max_chunks: int
+
+
+class Routing(NamedTuple):
+    """What a router says of tokens [T, hidden]."""
+
+    x: torch.Tensor
+    """The tokens, normalised where that was asked for."""
+    experts: torch.Tensor
+    """[T, k] int64"""
+    weights: torch.Tensor
+    """[T, k] float32: of what the experts add."""
+    lists: torch.Tensor | None = None
+    """int32: the pairs sorted by expert, as `experts.cu` has them, where that was asked for and the kernel did it."""
+
+
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros whenever no kernel runs; one for each block of tokens that the kernel scores."""
-    return torch.zeros(-(-MAX_SCORED // TOKENS), dtype=torch.int32, device=device)
+    """Zeros whenever no kernel runs; one for each block of tokens that the kernel scores, and one more."""
+    return torch.zeros(-(-MAX_SCORED // TOKENS) + 1, dtype=torch.int32, device=device)
 
 
 def route_tokens(
@@ -37,10 +62,13 @@ def route_tokens(
     num_group_scores: int = 1,
     min_sum: float | None = None,
     scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts of tokens x [T, hidden]: [T, k] int64, and the weights of what they add [T, k] float32.
+    norm: tuple[torch.Tensor, float] | None = None,
+    groups: ExpertGroups | None = None,
+) -> Routing:
+    """Experts of tokens x [T, hidden], and the weights of what they add.
 
-    Scores are x gate^T, gate [E, hidden], in float32, and their sigmoid or softmax; the rest is as `reference.route` says.
+    Scores are x gate^T, gate [E, hidden], in float32, and their sigmoid or softmax; the rest is as `reference.route` says. norm: weights [hidden]
+    and eps of a norm of x before that.
     """
     if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1] or gate.dtype != torch.float32:
         raise ValueError(f"route_tokens: x {tuple(x.shape)} must be [T, hidden] and gate {tuple(gate.shape)} {gate.dtype} float32 [E, hidden]")
@@ -59,10 +87,11 @@ def route_tokens(
         and shared_for_choice <= gpu_of(x.device).block_memory - 1024
     )
     if not is_known:
+        x = x if norm is None else rms_norm(x, *norm)
         scores = F.linear(x.float(), gate)
         rule = {"num_groups": num_groups, "num_chosen_groups": num_chosen_groups, "num_group_scores": num_group_scores}
         shares = scores.sigmoid() if is_sigmoid else scores.softmax(dim=-1)
-        return reference.route(shares, num_chosen, correction=correction, **rule, min_sum=min_sum, scale=scale)
+        return Routing(x, *reference.route(shares, num_chosen, correction=correction, **rule, min_sum=min_sum, scale=scale))
     device = x.device
     shared = max(TOKENS * hidden * x.element_size(), shared_for_choice)
     is_scored = (
@@ -74,7 +103,18 @@ def route_tokens(
         and gate.is_contiguous()
         and shared <= gpu_of(device).block_memory - 1024
     )
-    scores = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device) if is_scored else F.linear(x.float(), gate)
+    if norm is not None and (norm[0].shape != (hidden,) or norm[0].dtype != x.dtype):
+        raise ValueError(f"route_tokens: the norm's weights {tuple(norm[0].shape)} {norm[0].dtype} must be {x.dtype} [{hidden}]")
+    lists = None
+    if is_scored:
+        scores, normed = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device), None
+        if norm is not None:
+            normed = torch.empty(num_tokens, hidden, dtype=x.dtype, device=device)
+        if groups is not None:
+            lists = torch.empty(4 * groups.max_chunks + num_tokens * num_chosen + 1, dtype=torch.int32, device=device)
+    else:
+        normed = x = x if norm is None else rms_norm(x, *norm)
+        scores = F.linear(x.float(), gate)
     experts = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=device)
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=device)
     shared = shared if is_scored else shared_for_choice
@@ -90,10 +130,13 @@ def route_tokens(
         num_group_scores,
         int(is_sigmoid),
         int(min_sum is not None),
+        *(groups or (0, 0, 0, 0)),
         min_sum or 0.0,
         scale,
+        0.0 if norm is None else norm[1],
     )
     grid = (-(-num_experts // WARPS) if is_scored else 1, -(-num_tokens // TOKENS))
-    pointers = (0 if t is None else t for t in (x if is_scored else None, gate, correction))
+    tensors = (normed, lists, x if is_scored else None, None if norm is None else norm[0], gate, correction)
+    pointers = (0 if t is None else t for t in tensors)
     kernel(grid, (THREADS, 1, 1), experts, weights, scores, *pointers, _counters(device), sizes, shared=shared)
-    return experts, weights
+    return Routing(x if normed is None else normed, experts, weights, lists)

@@ -192,8 +192,14 @@ class RouteSizes(NamedTuple):
     num_group_scores: int
     is_sigmoid: int
     is_normalized: int
+    first_own: int
+    """Of the rank's own experts the first, and their number."""
+    num_own: int
+    rows_per_chunk: int
+    max_chunks: int
     min_sum: float
     scale: float
+    eps: float
 
 
 class LatentSizes(NamedTuple):

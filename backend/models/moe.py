@@ -26,8 +26,9 @@ class Router:
         if spec.correction is not None:
             self._correction = weights.exact(spec.correction, spec.correction_shape).flatten()
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, hidden] -> experts [T, k] int64, and the weights of what they add [T, k] float32."""
+    def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, own: tuple[int, int] | None) -> ops.Routing:
+        """Of x [T, hidden] normalised with the weights norm [hidden]. own: the rank's experts, the first and their number, if they want
+        what is chosen sorted by expert."""
         spec = self._spec
         return ops.route_tokens(
             x,
@@ -40,6 +41,8 @@ class Router:
             num_group_scores=spec.num_group_scores,
             min_sum=spec.min_sum if spec.is_normalized else None,
             scale=spec.scale,
+            norm=(norm, eps),
+            groups=None if own is None else ops.choose_groups(len(x), spec.num_chosen, *own, x.dtype, x.device),
         )
 
 
@@ -78,11 +81,10 @@ class Moe:
 
     def add(self, x: torch.Tensor) -> None:
         """Adds to x [T, hidden] in place."""
-        y = ops.rms_norm(x, self._norm, self._eps)
-        experts, weights = self.router(y)
+        routing = self.router(x, self._norm, self._eps, self.experts.own)
         shared = None if self._shared is None else self._shared.into(x)  # its weights come in while the router chooses
         is_alone = self._post_norm is None and self._ranks.size == 1
-        made = self.experts(y, experts, weights, x if is_alone else None)
+        made = self.experts(routing, x if is_alone else None)
         if self._shared is not None and shared is not None:
             self._shared.down.add_to(made, shared)
         if not is_alone:

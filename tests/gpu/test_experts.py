@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from kernels import reference
 from kernels.activation import silu_mul
-from kernels.experts import mix_experts
+from kernels.experts import choose_groups, mix_experts
+from kernels.norm import rms_norm
 from kernels.route import MAX_SCORED, route_tokens
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,7 +41,7 @@ def test_route(num_experts: int, num_chosen: int, rule: dict[str, Any], num_toke
     scores = (x.double() @ gate.double().t()).cpu()
     shares = scores.sigmoid() if is_sigmoid else scores.softmax(dim=-1)
     expected = reference.route(shares, num_chosen, correction=None if correction is None else correction.cpu().double(), **rule)
-    experts, weights = route_tokens(x, gate, num_chosen, is_sigmoid=is_sigmoid, correction=correction, **rule)
+    _, experts, weights, _ = route_tokens(x, gate, num_chosen, is_sigmoid=is_sigmoid, correction=correction, **rule)
     whole = torch.zeros(2, num_tokens, num_experts, dtype=torch.float64)
     for target, (numbers, values) in zip(whole, (expected, (experts.cpu(), weights.cpu().double()))):
         assert all(len(set(row)) == num_chosen for row in numbers.tolist())
@@ -50,9 +51,29 @@ def test_route(num_experts: int, num_chosen: int, rule: dict[str, Any], num_toke
     torch.testing.assert_close(whole[1][is_same], whole[0][is_same], rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 8, 9, 200])
+def test_pairs_are_sorted_by_expert(num_tokens: int, device: torch.device) -> None:
+    x, gate = torch.randn(num_tokens, 512, device=device).to(BF16), torch.randn(40, 512, device=device) / 512**0.5
+    for first, num_own in ((0, 40), (10, 20)):
+        groups = choose_groups(num_tokens, 5, first, num_own, BF16, device)
+        if groups is None:
+            assert num_tokens == 200
+            continue
+        _, experts, _, lists = route_tokens(x, gate, 5, groups=groups)
+        assert lists is not None
+        numbers, values = experts.flatten().tolist(), lists.tolist()
+        rows = values[4 * groups.max_chunks : -1]
+        found: dict[int, list[int]] = {}
+        for expert, begin, count, _ in zip(*[iter(values[: 4 * values[-1]])] * 4):
+            assert 0 < count <= groups.rows_per_chunk
+            found.setdefault(first + expert, []).extend(rows[begin : begin + count])
+        expected = {e: [p for p, number in enumerate(numbers) if number == e] for e in range(first, first + num_own)}
+        assert {e: sorted(own) for e, own in found.items()} == {e: own for e, own in expected.items() if own}
+
+
 def test_scores_that_are_no_numbers_choose_some_experts(device: torch.device) -> None:
     x = torch.full((3, 64), float("nan"), device=device, dtype=BF16)
-    experts, _ = route_tokens(x, torch.randn(10, 64, device=device), 4)
+    _, experts, _, _ = route_tokens(x, torch.randn(10, 64, device=device), 4)
     assert ((experts >= 0) & (experts < 10)).all()
 
 
@@ -132,10 +153,14 @@ def test_replays_follow_the_router(num_tokens: int, device: torch.device) -> Non
     gate = torch.randn(24, 512, device=device) / 512**0.5
     out = torch.empty_like(x)
 
+    norm = (torch.ones(512, device=device, dtype=BF16), 1e-6)
+
     def step() -> None:
-        experts, weights = route_tokens(x, gate, 3, min_sum=0.0)
+        groups = choose_groups(num_tokens, 3, 0, 24, BF16, device)
+        y, experts, weights, lists = route_tokens(x, gate, 3, min_sum=0.0, norm=norm, groups=groups)
+        assert (lists is None) == (groups is None) == (num_tokens == 400)
         out.copy_(x)
-        mix_experts(x, experts, weights, gate_up, down, silu_mul, True, residual=out)
+        mix_experts(y, experts, weights, gate_up, down, silu_mul, True, residual=out, lists=lists)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -147,8 +172,9 @@ def test_replays_follow_the_router(num_tokens: int, device: torch.device) -> Non
         out.fill_(float("nan"))
         graph.replay()
         found = out.clone()
-        experts, weights = route_tokens(x, gate, 3, min_sum=0.0)
-        assert relative_error(found, x.double() + exact(x, experts, weights, gate_up, down, range(24))) < 6e-3
+        y = rms_norm(x, *norm)
+        _, experts, weights, _ = route_tokens(y, gate, 3, min_sum=0.0)
+        assert relative_error(found, x.double() + exact(y, experts, weights, gate_up, down, range(24))) < 6e-3
         step()
         assert torch.equal(out, found)
 
