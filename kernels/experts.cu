@@ -14,7 +14,8 @@
 constexpr int WARPS = 8, THREADS = 32 * WARPS, STEP = 32, TILE = 16, COLUMNS = TOKENS / 8;
 constexpr int ROWS = GATED ? TILE / 2 : TILE;  // of the output, per tile: a gated one has as many rows of gate as of up
 constexpr int STRIDE = TILE + 4;               // of a row's sums in shared memory, apart from each other's banks
-constexpr int SUMS = WARPS * TILES * TOKENS * STRIDE;      // twice: one is written while the other is read
+constexpr int TOGETHER = TILES < 2 ? TILES : 2;            // tiles that are summed at once
+constexpr int SUMS = WARPS * TOGETHER * TOKENS * STRIDE;   // twice: one is written while the other is read
 constexpr int HALF = 32 * 16;                              // bytes of half a tile's step, and of eight rows'
 constexpr int STAGE_BYTES = (2 * TILES + COLUMNS) * HALF;  // of one warp: weights, then rows of x
 constexpr int STAGES = (SHARED - 2 * SUMS * 4) / (WARPS * STAGE_BYTES);
@@ -47,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // The chunks are older than the kernel ahead where rows of x are what that one makes.
     if (GATHER) wait_for_earlier();
     const int num_outputs = GATED ? N / 2 : N, num_tiles = num_outputs / ROWS, units_per = (num_tiles + TILES - 1) / TILES;
+    const int4 early = __ldcg(own.chunks + min(static_cast<int>(threadIdx.x), max_chunks - 1));  // along with their number, lest they come one after the other
     const int64_t num_units = static_cast<int64_t>(__ldcg(own.num_chunks)) * units_per;
     const int first = static_cast<int>(num_units * blockIdx.x / gridDim.x), num_own_units = static_cast<int>(num_units * (blockIdx.x + 1) / gridDim.x) - first;
     if (num_own_units == 0) {
@@ -55,16 +57,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     const int first_chunk = first / units_per, num_slots = min(SLOTS, (first + num_own_units - 1) / units_per - first_chunk + 1);
-    for (int i = threadIdx.x; i < num_slots; i += THREADS) {
-        const int4 chunk = __ldcg(own.chunks + first_chunk + i);
-        slots[i] = Chunk{chunk.x, chunk.y, chunk.z, 0};
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < num_slots * TOKENS; i += THREADS) {
-        const int slot = i / TOKENS, row = i % TOKENS;
-        if (row < slots[slot].count) {
-            const int pair = __ldcg(own.rows + slots[slot].first + row);
-            own_rows[slot][row] = GATHER ? pair / num_chosen : pair;
+    if (max_chunks <= THREADS) {
+        const int slot = static_cast<int>(threadIdx.x) - first_chunk;
+        if (slot >= 0 && slot < num_slots) slots[slot] = Chunk{early.x, early.y, early.z, 0};
+    } else {
+        for (int i = threadIdx.x; i < num_slots; i += THREADS) {
+            const int4 chunk = __ldcg(own.chunks + first_chunk + i);
+            slots[i] = Chunk{chunk.x, chunk.y, chunk.z, 0};
         }
     }
     __syncthreads();
@@ -118,6 +117,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         end_copies();
     }
     launch_dependents();
+    for (int i = threadIdx.x; i < num_slots * TOKENS; i += THREADS) {
+        const int slot = i / TOKENS, row = i % TOKENS;
+        if (row < slots[slot].count) {
+            const int pair = __ldcg(own.rows + slots[slot].first + row);
+            own_rows[slot][row] = GATHER ? pair / num_chosen : pair;
+        }
+    }
+    __syncthreads();
     if (!GATHER) wait_for_earlier();
     copied = begin;
     for (int stage = 0; stage < STAGES; ++stage, advance(copied)) {
@@ -155,28 +162,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
         }
 #pragma unroll
-        for (int r = 0; r < TILES; ++r)
+        for (int begin = 0; begin < TILES; begin += TOGETHER) {
+            const int first_tile = unit.tile + begin, num_rows = min(TOGETHER, num_tiles - first_tile) * ROWS;
+            if (num_rows <= 0) break;
 #pragma unroll
-            for (int c = 0; c < COLUMNS; ++c)
+            for (int r = 0; r < TOGETHER; ++r)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sums[((warp * TILES + r) * TOKENS + c * 8 + t * 2 + i % 2) * STRIDE + g + i / 2 * 8] = acc[r][c][i];
-        __syncthreads();
-        auto total = [&](int r, int row, int n) {
-            float value = 0;
+                for (int c = 0; c < COLUMNS; ++c)
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) value += sums[((w * TILES + r) * TOKENS + row) * STRIDE + n];
-            return from_float<Element>(value);
-        };
-        const int num_rows = min(TILES, num_tiles - unit.tile) * ROWS;
-        for (int i = threadIdx.x; i < chunk.count * num_rows; i += THREADS) {
-            const int row = i / num_rows, n = i % num_rows, r = n / ROWS;
-            const int target = GATHER ? chunk.first + row : own_rows[unit.slot][row];
-            Element value;
-            if constexpr (GATED) value = gate_mul(total(r, row, n % ROWS), total(r, row, n % ROWS + 8));
-            else value = total(r, row, n % ROWS);
-            out[static_cast<size_t>(target) * num_outputs + unit.tile * ROWS + n] = value;
+                    for (int i = 0; i < 4; ++i)
+                        sums[((warp * TOGETHER + r) * TOKENS + c * 8 + t * 2 + i % 2) * STRIDE + g + i / 2 * 8] = acc[begin + r][c][i];
+            __syncthreads();
+            auto total = [&](int r, int row, int n) {
+                float value = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) value += sums[((w * TOGETHER + r) * TOKENS + row) * STRIDE + n];
+                return from_float<Element>(value);
+            };
+            for (int i = threadIdx.x; i < chunk.count * num_rows; i += THREADS) {
+                const int row = i / num_rows, n = i % num_rows, r = n / ROWS;
+                const int target = GATHER ? chunk.first + row : own_rows[unit.slot][row];
+                Element value;
+                if constexpr (GATED) value = gate_mul(total(r, row, n % ROWS), total(r, row, n % ROWS + 8));
+                else value = total(r, row, n % ROWS);
+                out[static_cast<size_t>(target) * num_outputs + first_tile * ROWS + n] = value;
+            }
+            sums = sums == both_sums ? both_sums + SUMS : both_sums;
         }
-        sums = sums == both_sums ? both_sums + SUMS : both_sums;
         unit.step = num_steps - 1;
         advance(unit);
     }
