@@ -73,6 +73,11 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         return group >= 0 && prefix_len[r] > 0 && members[group] > 1 ? group : -1;
     };
 
+    auto window_begin = [&](int r) {  // of a request: the first key that any of its queries sees, about
+        return WINDOW ? max(0, seq_lens[r] - queries_of(r) - WINDOW + 1) / 16 * 16 : 0;
+    };
+    static_assert(!(WINDOW && CASCADE), "a prefix has no window");
+
     if (threadIdx.x == 0) longest_shared = 0;
     if (CASCADE) {
         for (int g = threadIdx.x; g < num_requests; g += PLAN_THREADS) members[g] = prefix_queries[g] = prefix_rows[g] = 0;
@@ -94,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     for (int r = threadIdx.x; r < num_all; r += PLAN_THREADS) {
         const int num_rows = queries_of(r) * GROUP;
         int length = 0;
-        if (num_rows > 0) length = r >= num_requests ? prefix_len[prefix_rows[r - num_requests]] : seq_lens[r] - (prefix_of(r) >= 0 ? prefix_len[r] : 0);
+        if (num_rows > 0) length = r >= num_requests ? prefix_len[prefix_rows[r - num_requests]] : seq_lens[r] - (prefix_of(r) >= 0 ? prefix_len[r] : window_begin(r));
         counts[r] = (length + TILE - 1) / TILE;
         segments[r] = counts[r] > 0 ? (num_rows + MAX_ROWS - 1) / MAX_ROWS * NUM_KV_HEADS : 0;
         tiles[r] = counts[r] * segments[r];
@@ -148,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         const bool is_prefix = s.request >= num_requests;
         const int source = is_prefix ? prefix_rows[s.request - num_requests] : s.request;  // whose pages
         const int local = s.index - segments[s.request], queries = queries_of(s.request), prefix = prefix_of(source);
-        const int begin = !is_prefix && prefix >= 0 ? prefix_len[source] : 0, length = is_prefix ? prefix_len[source] : seq_lens[source];
+        const int begin = is_prefix ? 0 : prefix >= 0 ? prefix_len[source] : window_begin(source), length = is_prefix ? prefix_len[source] : seq_lens[source];
         item.query_start = is_prefix ? sizes.num_items * ITEM_WORDS + prefix_queries[s.request - num_requests] : cu_query_lens[s.request];
         item.row_start = local / NUM_KV_HEADS * MAX_ROWS;
         item.num_rows = min(MAX_ROWS, queries * GROUP - item.row_start);

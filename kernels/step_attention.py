@@ -59,6 +59,8 @@ class StepAttention:
     """[B] int32: a multiple of page_size, and no more than the tokens before the new ones."""
     _decoding: attention.AttentionPlan | latents.LatentPlan | None = field(default=None, init=False)
     """Where a kernel computes rows that decode."""
+    _kinds: dict[tuple[int | None, float | None], attention.AttentionPlan] = field(default_factory=dict, init=False)
+    """The same for layers with a window or a cap of scores, by those: made when the first such layer asks."""
     _plain: PlainAttention | None = field(default=None, init=False)
     """Of rows that decode, for what the kernel does not compute."""
     _prompts: PromptAttention | None = field(default=None, init=False)
@@ -83,7 +85,7 @@ class StepAttention:
             return
         lists = (self.cu_query_lens[prompts:], self.seq_lens[prompts:], self.request_indices[prompts:])
         self._plain = PlainAttention(*lists, self.page_table, self.page_size, self.max_seq_len)
-        self._decoding = self._plan_latents(*lists) if self.heads.latent_rank else self._plan_keys(*lists)
+        self._decoding = self._plan_latents(*lists) if self.heads.latent_rank else self._plan_keys()
 
     @property
     def _first(self) -> int:
@@ -106,17 +108,19 @@ class StepAttention:
             first_token=self._first,
         )
 
-    def _plan_keys(self, cu_query_lens: torch.Tensor, seq_lens: torch.Tensor, table_rows: torch.Tensor) -> attention.AttentionPlan | None:
+    def _plan_keys(self, window: int | None = None, cap: float | None = None) -> attention.AttentionPlan | None:
         if not attention.is_known(self.page_size, self.heads):
             return None
         groups, lens, prompts = self.prefix_group, self.prefix_len, self.num_prompts
+        if window is not None or cap is not None:
+            groups = lens = None
         if prompts and groups is not None and lens is not None:
             groups, lens = torch.empty_like(groups[prompts:]), lens[prompts:]
         return attention.AttentionPlan(
-            cu_query_lens=cu_query_lens,
-            seq_lens=seq_lens,
+            cu_query_lens=self.cu_query_lens[prompts:],
+            seq_lens=self.seq_lens[prompts:],
             page_table=self.page_table,
-            table_rows=table_rows,
+            table_rows=self.request_indices[prompts:],
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
             page_size=self.page_size,
@@ -124,7 +128,21 @@ class StepAttention:
             dtype=self.dtype,
             prefixes=None if groups is None or lens is None else (groups, lens),
             first_token=self._first,
+            window=window,
+            cap=cap,
         )
+
+    def _kind(self, window: int | None, cap: float | None) -> attention.AttentionPlan | None:
+        """The plan of layers with such a window and cap, where a kernel computes them."""
+        if window is None and cap is None:
+            return self._decoding if isinstance(self._decoding, attention.AttentionPlan) else None
+        if (window, cap) not in self._kinds:
+            plan = self._plan_keys(window, cap)
+            if plan is None:
+                return None
+            plan.refresh()
+            self._kinds[window, cap] = plan
+        return self._kinds[window, cap]
 
     def refresh(self) -> None:
         """Plans anew, from the lengths that the tensors hold now."""
@@ -139,6 +157,8 @@ class StepAttention:
                 if prompts and self.prefix_group is not None:
                     torch.sub(self.prefix_group[prompts:], prompts, out=self._decoding.prefixes[0]).clamp_(min=-1)
             self._decoding.refresh()
+        for plan in self._kinds.values():
+            plan.refresh()
         if prompts:
             self._prompts = PromptAttention(
                 self.cu_query_lens[: prompts + 1],
@@ -184,8 +204,9 @@ class StepAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of the rows that decode; out: of all rows."""
-        if isinstance(self._decoding, attention.AttentionPlan) and window is None and cap is None:
-            return attention.append_attention(query, key_pages, value_pages, self._decoding, out)
+        plan = self._kind(window, cap)
+        if plan is not None:
+            return attention.append_attention(query, key_pages, value_pages, plan, out)
         assert self._plain is not None
         first = self._first
         made = self._plain.attend(query[first:], key_pages, value_pages, first, window, cap)

@@ -8,7 +8,7 @@ Outside `compiling` the same calls load what was compiled, so that no step waits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -42,8 +42,10 @@ def load_attention(
     heads: Heads,
     dtype: torch.dtype,
     has_prefixes: bool = False,
+    kinds: Collection[tuple[int | None, float | None]] = (),
 ) -> None:
-    """Attention of up to max_batch rows that decode, at most `widths` queries each."""
+    """Attention of up to max_batch rows that decode, at most `widths` queries each. kinds: windows and caps of scores that layers
+    have, where they have any."""
     gpu = gpu_of(device)
     if heads.latent_rank:
         for latent_shape in {latent_attention.choose_shape(width, page_size, heads, dtype, gpu) for width in widths} - {None}:
@@ -54,7 +56,8 @@ def load_attention(
     shapes = {}
     for width in widths:
         for batch in range(1, max_batch + 1):
-            defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu)
-            shapes[tuple(defines.values())] = defines
+            for kind in ((None, None), *(() if has_prefixes else kinds)):
+                defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu, *kind)
+                shapes[tuple(defines.items())] = defines
     for defines in shapes.values():
         attention.load_all(device, defines)

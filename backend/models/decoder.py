@@ -8,6 +8,7 @@ from backend.kv_store import CacheSpec
 from backend.models.decoder_layer import DecoderLayer
 from backend.models.layers import ATTENTION, Wanted, Weights
 from backend.models.loader import Checkpoint
+from backend.models.parts import Attention
 from backend.models.rope import RopeTables
 from backend.models.spec import DecoderSpec, Projection
 from backend.parallel.ranks import Ranks
@@ -55,6 +56,12 @@ class Decoder:
             self.head = make_linear(self.embedding[rows], bias)
         else:
             self.head = weights.split_rows([Projection(spec.head, self.vocab_size, self.hidden_size)])
+
+    @property
+    def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
+        parts = (layer.attention for layer in self.layers)
+        kinds = {(part.window, part.soft_cap) for part in parts if isinstance(part, Attention)}
+        return frozenset(kinds - {(None, None)})
 
     def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
         places: dict[tuple, int] = {}

@@ -33,6 +33,8 @@ class Model(Protocol):
     num_layers: int
     heads: ops.Heads
     """On this rank."""
+    attention_kinds: frozenset[tuple[int | None, float | None]]
+    """Windows and caps of scores of the layers that have either."""
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
         """What it keeps of each token."""

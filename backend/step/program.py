@@ -135,6 +135,11 @@ class Program:
         """Of the target and of the model drafter."""
         return [self._model.heads] + ([self._drafter.heads] if self._drafter is not None else [])
 
+    @property
+    def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
+        """Windows and caps of scores that the target's layers have."""
+        return self._model.attention_kinds
+
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def make_tensors(self, shape: StepShape, fields: torch.Tensor, rows: step_rows.StepRows | None = None) -> StepTensors:
