@@ -54,7 +54,9 @@ def choose_shape(
     cap: float | None = None,
 ) -> dict[str, int]:
     """What attention.cu is compiled with for a batch size and its bounds. heads: of queries, of keys and values, and their size; gpu: the
-    current one when not given; window: tokens that a query sees, itself with them; cap: of scores. Neither goes with prefixes. Raises KernelError where the GPU has too little shared memory for such heads."""
+    current one when not given; window: tokens that a query sees, itself with them; cap: of scores. Neither goes with prefixes.
+
+    Raises KernelError where the GPU has too little shared memory for such heads."""
     if has_prefixes and (window is not None or cap is not None):
         raise ValueError(f"window is {window} and cap {cap}: attention with shared prefixes has neither")
     defines = dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu or gpu_of()))

@@ -44,7 +44,13 @@ def choose_shape(num_tokens: int, num_chosen: int, num_experts: int, dtype: torc
     if not fits:
         raise ValueError(f"experts need {LEAST_SHARED[8] + STATIC_SHARED} bytes of shared memory a block; this GPU has {gpu.block_memory}")
     tokens = fits[-1]
-    common: Defines = {"ELEMENT": ELEMENTS[dtype], "TOKENS": tokens, "TILES": TILES, "SLOTS": SLOTS, "SHARED": min(SHARED[tokens], room // 1024 * 1024)}
+    common: Defines = {
+        "ELEMENT": ELEMENTS[dtype],
+        "TOKENS": tokens,
+        "TILES": TILES,
+        "SLOTS": SLOTS,
+        "SHARED": min(SHARED[tokens], room // 1024 * 1024),
+    }
     return {**common, "GATED": int(is_gated), "GATHER": 1}, {**common, "GATED": 0, "GATHER": 0}
 
 
@@ -79,7 +85,8 @@ def mix_experts(
     """The weighted sum of what each token's experts make of it: x [T, hidden] -> [T, hidden]; added to residual in place where there is one.
 
     experts [T, k] int64, weights [T, k] float32; gate_up [E, 2 inner, hidden] and down [E, hidden, inner] of the experts from number `first`
-    on: what others would add is left out. is_silu: whether activation is silu(gate) * up, which the kernel has. lists: the pairs as a router sorted them by `choose_groups`.
+    on: what others would add is left out. is_silu: whether activation is silu(gate) * up, which the kernel has. lists: the pairs as a router
+    sorted them by `choose_groups`.
     """
     (num_tokens, hidden), (num_own, _, inner) = x.shape, down.shape
     _check(x, experts, weights, gate_up, down, residual)
@@ -227,5 +234,7 @@ def _combine(
     threads = 128
     grid = (-(-num_tokens * (size // 8) // threads), 1)
     pointers = (0 if t is None else t for t in (residual,))
-    kernel(grid, (threads, 1, 1), out, *pointers, made, experts, weights, 0 if places is None else places, num_tokens, size, num_chosen, first, num_own)
+    kernel(
+        grid, (threads, 1, 1), out, *pointers, made, experts, weights, 0 if places is None else places, num_tokens, size, num_chosen, first, num_own
+    )
     return out

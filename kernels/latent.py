@@ -48,7 +48,7 @@ def append_latent(
         raise ValueError(f"append_latent: slots is {slots.dtype} {list(slots.shape)}; must be int32 or int64 [{num_tokens}]")
     if not num_tokens:
         return
-    defines = {"ELEMENT": ELEMENTS[query.dtype], "SPLIT": 1, "STEPS": 1}
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[query.dtype], "SPLIT": 1, "STEPS": 1}
     sizes = LatentSizes(rank, dim, num_heads, head_size, query.stride(0), latents.stride(0), slots.element_size() // 4, eps)
     grid = (num_tokens, 1 + -(-num_heads * (dim // 2) // THREADS))
     load(query.device, "latent", "append_latent", defines, programmatic=True)(
@@ -86,7 +86,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(num_tokens, num_heads, out_size)
     tiles = out_size // TILE
     grid = (tiles if split > 1 else -(-tiles // WARPS), num_heads, -(-num_tokens // TOKENS))
-    defines = {"ELEMENT": ELEMENTS[x.dtype], "SPLIT": split, "STEPS": steps}
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[x.dtype], "SPLIT": split, "STEPS": steps}
     kernel = load(x.device, "latent", "head_linear", defines, programmatic=True)
     kernel(grid, (THREADS, 1, 1), out, x, weight, num_tokens, out_size, in_size, x.stride(0), x.stride(1), weight.stride(0))
     return out

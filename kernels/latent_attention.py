@@ -32,7 +32,7 @@ def choose_shape(max_query_len: int, page_size: int, heads: Heads, dtype: torch.
         return None
     wanted = max_query_len * heads.num_query
     for blocks in range(1, wanted + 1):
-        rows = wanted if blocks == 1 else -(-(-(-wanted // blocks)) // 16) * 16
+        rows = wanted if blocks == 1 else -(-wanted // (16 * blocks)) * 16
         if rows > MAX_ROWS:
             continue
         for tile in TILES:
@@ -51,7 +51,11 @@ def load_all(device: torch.device, defines: dict[str, int]) -> tuple[Kernel, Ker
     """The kernels that attend, plan and merge; inside `_load.compiling` they are compiled."""
     shared = _shared_bytes(defines["MAX_ROWS"], defines["HEAD_DIM"] + defines["ROPE"], defines["TILE"])
     attend = load(device, "latent_attention", "latent_attention", defines, shared, programmatic=True)
-    return attend, load(device, "latent_attention", "plan_attention", defines), load(device, "latent_attention", "merge_latents", defines, programmatic=True)
+    return (
+        attend,
+        load(device, "latent_attention", "plan_attention", defines),
+        load(device, "latent_attention", "merge_latents", defines, programmatic=True),
+    )
 
 
 class LatentPlan:
@@ -95,10 +99,12 @@ class LatentPlan:
         lists = (self._starts, self._items, self._places, self._pieces, *self._lists, self._table, self._table_rows, 0, 0)
         self._plan((PLAN_CTAS, 1), (PLAN_THREADS, 1, 1), *lists, sizes, shared=self._plan_bytes)
 
-    def attend(self, absorbed: torch.Tensor, turned: torch.Tensor, pages: torch.Tensor, scale: float, out: torch.Tensor | None = None) -> torch.Tensor:
-        """absorbed [T, H, R] and turned [T, H, D] parts of queries over pages [P, page, 1, R + D] -> weighted sums of latents [T, H, R]. Row 0 is the packed row first_token.
+    def attend(
+        self, absorbed: torch.Tensor, turned: torch.Tensor, pages: torch.Tensor, scale: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """absorbed [T, H, R] and turned [T, H, D] parts of queries over pages [P, page, 1, R + D] -> weighted sums of latents [T, H, R].
 
-        Rows past the last request's are not written.
+        Row 0 is the packed row first_token. Rows past the last request's are not written.
         """
         heads, size = self._heads, self._heads.latent_rank + self._heads.latent_dim
         for name, tensor, width in (("absorbed", absorbed, heads.latent_rank), ("turned", turned, heads.latent_dim)):
@@ -107,7 +113,9 @@ class LatentPlan:
                 want = f"{pages.dtype} [T, {heads.num_query}, {width}] with rows at multiples of 16 bytes"
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; must be {want}")
         if pages.shape[1:] != (self._page_size, 1, size) or pages.stride()[1:] != (size, size, 1) or pages.stride(0) % 8:
-            raise ValueError(f"pages are {list(pages.shape)} with strides {pages.stride()}; must be [P, {self._page_size}, 1, {size}], each in one piece")
+            raise ValueError(
+                f"pages are {list(pages.shape)} with strides {pages.stride()}; must be [P, {self._page_size}, 1, {size}], each in one piece"
+            )
         if out is None:
             out = torch.empty(absorbed.shape, dtype=absorbed.dtype, device=absorbed.device)
         sums, stats = (torch.empty(shape, dtype=torch.float32, device=out.device) for shape in self._partial_shapes)

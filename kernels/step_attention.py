@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kernels import attention, latent_attention as latents, reference
+from kernels import attention, reference
+from kernels import latent_attention as latents
 from kernels._load import gpu_of
 from kernels.attention import Heads
 from kernels.latent import head_linear
@@ -153,9 +154,9 @@ class StepAttention:
         if self._plain is not None:
             self._plain.refresh()
         if self._decoding is not None:
-            if isinstance(self._decoding, attention.AttentionPlan) and self._decoding.prefixes is not None:
-                if prompts and self.prefix_group is not None:
-                    torch.sub(self.prefix_group[prompts:], prompts, out=self._decoding.prefixes[0]).clamp_(min=-1)
+            prefixes = self._decoding.prefixes if isinstance(self._decoding, attention.AttentionPlan) else None
+            if prompts and prefixes is not None and self.prefix_group is not None:
+                torch.sub(self.prefix_group[prompts:], prompts, out=prefixes[0]).clamp_(min=-1)
             self._decoding.refresh()
         for plan in self._kinds.values():
             plan.refresh()

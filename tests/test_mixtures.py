@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from backend.config import EngineConfig
-from backend.errors import ConfigError, ModelError
+from backend.errors import ConfigError
 from backend.model_checks import check_model
 from backend.models.layers import Weights
 from backend.models.moe import load_experts

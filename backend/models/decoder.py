@@ -59,6 +59,7 @@ class Decoder:
 
     @property
     def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
+        """Windows and caps of scores of the layers that have either."""
         parts = (layer.attention for layer in self.layers)
         kinds = {(part.window, part.soft_cap) for part in parts if isinstance(part, Attention)}
         return frozenset(kinds - {(None, None)})

@@ -32,9 +32,7 @@ class LatentAttention:
             self._down = weights.split_rows([spec.query, spec.down], [query, down])
         else:
             self._num_query = spec.query_down.out_features
-            self._down = weights.split_rows(
-                [spec.query_down, spec.down], [Part("latents", self._num_query, self._num_query, can_repeat=True), down]
-            )
+            self._down = weights.split_rows([spec.query_down, spec.down], [Part("latents", self._num_query, self._num_query, can_repeat=True), down])
             self._query_norm = weights.norm(spec.query_norm, self._num_query)
             self._query = weights.split_rows([spec.query], [query])
         up = weights.whole(f"{spec.up.name}.weight", (spec.up.out_features, spec.up.in_features)).unflatten(0, (spec.num_heads, -1))[own]

@@ -33,8 +33,11 @@ class Model(Protocol):
     num_layers: int
     heads: ops.Heads
     """On this rank."""
-    attention_kinds: frozenset[tuple[int | None, float | None]]
-    """Windows and caps of scores of the layers that have either."""
+
+    @property
+    def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
+        """Windows and caps of scores of the layers that have either."""
+        ...
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
         """What it keeps of each token."""

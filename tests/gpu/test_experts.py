@@ -183,7 +183,7 @@ def test_errors(device: torch.device) -> None:
     x, experts, weights, gate_up, down = make(4, 6, 2, 64, 32, BF16, device)
     with pytest.raises(ValueError, match=r"gate_up \(6, 32, 64\)"):
         mix_experts(x, experts, weights, gate_up[:, :32].contiguous(), down, silu_mul, True)
-    with pytest.raises(ValueError, match="experts .* must be int64"):
+    with pytest.raises(ValueError, match=r"experts .* must be int64"):
         mix_experts(x, experts.int(), weights, gate_up, down, silu_mul, True)
     with pytest.raises(ValueError, match="num_chosen is 7; must be from 1 to the number of experts"):
         route_tokens(x, torch.randn(6, 64, device=device), 7)

@@ -24,7 +24,14 @@ class Batch:
     """query_len and seq_len of each request; num_prompts leading ones are prompts."""
 
     def __init__(
-        self, shapes: list[tuple[int, int]], num_heads: int, dtype: torch.dtype, device: torch.device, rank: int = 512, dim: int = 64, num_prompts: int = 0
+        self,
+        shapes: list[tuple[int, int]],
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int = 512,
+        dim: int = 64,
+        num_prompts: int = 0,
     ) -> None:
         numbers = random.Random(1)
         self.shapes, self.num_prompts, self.page, self.still, self.value = shapes, num_prompts, 16, 128, 128
@@ -124,7 +131,11 @@ def test_lengths_change_between_replays(device: torch.device) -> None:
     numbers = random.Random(5)
     first = Batch([(4, 3000)] * 9, 16, BF16, device)
     plan = first.step()
-    query, plane, out = torch.empty_like(first.query), torch.empty_like(first.plane, memory_format=torch.preserve_format), torch.empty_like(first.query[..., :128])
+    query, plane, out = (
+        torch.empty_like(first.query),
+        torch.empty_like(first.plane, memory_format=torch.preserve_format),
+        torch.empty_like(first.query[..., :128]),
+    )
 
     def step() -> None:
         plan.refresh()

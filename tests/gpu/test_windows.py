@@ -31,7 +31,9 @@ def compiled(device: torch.device) -> None:
     _load.compile_all(jobs, _load.device_of(device).architecture)
 
 
-def check(shapes: list[tuple[int, int]], num_prompts: int, size: int, dtype: torch.dtype, window: int | None, cap: float | None, device: torch.device) -> None:
+def check(
+    shapes: list[tuple[int, int]], num_prompts: int, size: int, dtype: torch.dtype, window: int | None, cap: float | None, device: torch.device
+) -> None:
     batch = Batch(Case(shapes, (8, 2), size, 16, dtype), device, 6)
     plan = batch.step(num_prompts)
     plan.refresh()
