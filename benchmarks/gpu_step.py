@@ -34,7 +34,77 @@ from training.heldout import read_heldout
 SHAPES = {
     "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     "llama-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    "ernie-21b-a3b": {
+        "architectures": ["Ernie4_5_MoeForCausalLM"],
+        "hidden_size": 2560,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "vocab_size": 103424,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 102400,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek-v3-4": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "vocab_size": 129280,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
 }
+"""deepseek-v3-4 is DeepSeek-V3's shape cut to four layers."""
 COMMON = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
@@ -56,11 +126,14 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def write_folders(shape: str, folder: Path, **values: Any) -> tuple[Path, Path]:
     """Configurations of a target and its drafter, with the bundled tokenizer. values: other ones than the shape's."""
-    target = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False, "eos_token_id": 0, **COMMON, **SHAPES[shape], **values}
-    drafter = {**target, "architectures": ["LlamaMTP"], "num_nextn_predict_layers": 1}
-    for name, values in (("target", target), ("drafter", drafter)):
+    common = {"tie_word_embeddings": False, "eos_token_id": 0, **COMMON}
+    target = {"architectures": ["LlamaForCausalLM"], **common, **SHAPES[shape], **values}
+    # Of the target's shape as a Llama of one layer has it.
+    kept = {key: target[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
+    drafter = {**common, **kept, "num_hidden_layers": 1, **values, "architectures": ["LlamaMTP"], "num_nextn_predict_layers": 1}
+    for name, written in (("target", target), ("drafter", drafter)):
         (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(values))
+        (folder / name / "config.json").write_text(json.dumps(written))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if (BUNDLED_MODEL / file).is_file():
             shutil.copy(BUNDLED_MODEL / file, folder / "target")

@@ -2,7 +2,8 @@
 //
 // Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; GROUP query heads per KV head; NUM_KV_HEADS; HEAD_DIM; PAGE_SIZE;
 // MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; TILE keys, 64 or 128, of each of the STAGES of the KV
-// pipeline, with a warp for every sixteen; MIN_CTAS per SM; CASCADE: requests may share a prefix, which then is read once for all of them.
+// pipeline, with a warp for every sixteen; MIN_CTAS per SM; CASCADE: requests may share a prefix, which then is read once for all of them;
+// WINDOW, CAP_BITS: see attention_items.cuh.
 
 #include "attention_merge.cuh"
 #if DTYPE == 2
@@ -196,16 +197,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
                 for (int i = 0; i < 8; ++i) scores[0][i / 4][i % 4] += parts[CHAINS - 1][0][i / 4][i % 4];
             }
-            if (token + TILE > min(last, item.first_visible + item.row_start / GROUP + 1)) {
+            if (CAP_BITS) {
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) scores[m][i / 4][i % 4] = cap_score(scores[m][i / 4][i % 4], rsqrtf(HEAD_DIM));
+            }
+            const bool is_past_window = WINDOW && token <= item.first_visible + (item.row_start + item.num_rows - 1) / GROUP - WINDOW;
+            if (is_past_window || token + TILE > min(last, item.first_visible + item.row_start / GROUP + 1)) {
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         const int row = m * 16 + (lane >> 2) + h * 8;
-                        const int seen = min(last, item.first_visible + (item.row_start + row) / GROUP + 1) - (token + warp * 16 + (lane & 3) * 2);
+                        const int first_key = token + warp * 16 + (lane & 3) * 2, newest = item.first_visible + (item.row_start + row) / GROUP;
+                        const int seen = min(last, newest + 1) - first_key, unseen = newest + 1 - WINDOW - first_key;
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
-                            if ((i >> 1) * 8 + (i & 1) >= seen) scores[m][i >> 1][2 * h + (i & 1)] = -INFINITY;
+                            if ((i >> 1) * 8 + (i & 1) >= seen || (WINDOW && (i >> 1) * 8 + (i & 1) < unseen)) scores[m][i >> 1][2 * h + (i & 1)] = -INFINITY;
                     }
             }
             auto largest = [&](int m, int h) {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import struct
+from typing import NamedTuple
 
 import torch
 
@@ -48,10 +50,21 @@ def choose_shape(
     dtype: torch.dtype,
     has_prefixes: bool = False,
     gpu: Gpu | None = None,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> dict[str, int]:
     """What attention.cu is compiled with for a batch size and its bounds. heads: of queries, of keys and values, and their size; gpu: the
-    current one when not given. Raises KernelError where the GPU has too little shared memory for such heads."""
-    return dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu or gpu_of()))
+    current one when not given; window: tokens that a query sees, itself with them; cap: of scores. Neither goes with prefixes.
+
+    Raises KernelError where the GPU has too little shared memory for such heads."""
+    if has_prefixes and (window is not None or cap is not None):
+        raise ValueError(f"window is {window} and cap {cap}: attention with shared prefixes has neither")
+    defines = dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu or gpu_of()))
+    if window is not None:
+        defines["WINDOW"] = window
+    if cap is not None:
+        (defines["CAP_BITS"],) = struct.unpack("i", struct.pack("f", cap))
+    return defines
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,6 +119,23 @@ def load_all(device: torch.device, defines: dict[str, int]) -> tuple[Kernel, Ker
     return attend, plan, load(device, "attention", "merge_attention", defines) if defines["CASCADE"] else None
 
 
+class Heads(NamedTuple):
+    """Of a model's attention, on this rank."""
+
+    num_query: int
+    num_kv: int
+    size: int
+    latent_rank: int = 0
+    """Numbers of a latent that keys and values of all heads are made of; 0: keys and values are kept."""
+    latent_dim: int = 0
+    """Numbers of the key beside it, which all heads share."""
+
+
+def is_known(page_size: int, heads: Heads) -> bool:
+    """Whether attention.cu computes it."""
+    return heads.size in HEAD_DIMS and page_size >= 16 and page_size & (page_size - 1) == 0
+
+
 class AttentionPlan:
     """How one step's attention is spread over the GPU. Made once for a batch size and its bounds; `refresh` once per step.
 
@@ -133,7 +163,10 @@ class AttentionPlan:
         dtype: torch.dtype,
         prefixes: tuple[torch.Tensor, torch.Tensor] | None = None,
         first_token: int = 0,
+        window: int | None = None,
+        cap: float | None = None,
     ) -> None:
+        """window: tokens that a query sees, itself with them; cap: scores become cap tanh(score / cap)."""
         batch, (num_query_heads, num_kv_heads, head_dim) = len(seq_lens), heads
         lists = {"cu_query_lens": cu_query_lens, "seq_lens": seq_lens, "table_rows": table_rows}
         if prefixes is not None:
@@ -157,7 +190,7 @@ class AttentionPlan:
         self.cu_query_lens, self.seq_lens, self.page_table, self.table_rows = cu_query_lens, seq_lens, page_table, table_rows
         self.page_size, self.num_query_heads, self.num_kv_heads, self.head_dim, self.dtype = page_size, num_query_heads, num_kv_heads, head_dim, dtype
         self.prefixes, self.device = prefixes, seq_lens.device
-        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None)
+        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None, None, window, cap)
         cluster, rows, tile = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "TILE"))
         self._block, self._min_tiles = (2 * tile, 1, 1), MIN_KEYS // tile
         self.has_prefixes = bool(defines["CASCADE"])

@@ -17,7 +17,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
             const int r = item.row_start + row, visible = min(item.token_end, item.first_visible + r / GROUP + 1);
             const float4* q = (const float4*)(query + (int64_t)(item.query_start + r / GROUP) * query_stride + (item.kv_head * GROUP + r % GROUP) * HEAD_DIM);
             float peak = -INFINITY, total = 0, sums[HEAD_DIM / 32] = {};
-            for (int token = item.token_begin; token < visible; token += 32) {
+            const int oldest = WINDOW ? max(item.token_begin, item.first_visible + r / GROUP + 1 - WINDOW) : item.token_begin;
+            for (int token = oldest; token < visible; token += 32) {
                 const int key = min(token + lane, visible - 1);
                 const int64_t page = page_table[(int64_t)item.table_row * table_stride + (key >> PAGE_SHIFT)];
                 const int64_t offset = page * (page_bytes / 4) + ((key & (PAGE_SIZE - 1)) * NUM_KV_HEADS + item.kv_head) * HEAD_DIM;
@@ -27,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
                     const float4 a = q[d], b = ((const float4*)(key_pages + offset))[d];
                     score = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score))));
                 }
-                score = token + lane < visible ? score * (LOG2E * rsqrtf(HEAD_DIM)) : -INFINITY;
+                score = token + lane < visible ? cap_score(score, rsqrtf(HEAD_DIM)) * (LOG2E * rsqrtf(HEAD_DIM)) : -INFINITY;
                 float larger = fmaxf(peak, score);
                 for (int d = 16; d; d /= 2) larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, d));
                 const float old = exp2f(peak - larger), weight = exp2f(score - larger);

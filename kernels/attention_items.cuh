@@ -2,8 +2,29 @@
 #pragma once
 #include <stdint.h>
 
-constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;  // TILE: keys of one pipeline stage; also what the plan counts in
+// TILE: keys of one pipeline stage; also what the plan counts in.
+#ifdef NUM_WARPS
+constexpr int WARPS = NUM_WARPS, THREADS = WARPS * 32;
+#else
+constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;
+#endif
+#ifndef WINDOW
+#define WINDOW 0  // tokens that a query sees, itself with them; 0: all. Not with CASCADE
+#endif
+#ifndef CAP_BITS
+#define CAP_BITS 0  // of a float: scores become cap tanh(score / cap); 0: they stay
+#endif
+#ifndef MERGE_APART
+#define MERGE_APART 0  // 1: pieces of a split are merged by a kernel of its own, also without CASCADE
+#endif
 constexpr float LOG2E = 1.4426950408889634f;
+
+// A query times a key, before both heads' size is divided by.
+__device__ __forceinline__ float cap_score(float score, float inverse_root) {
+    if (!CAP_BITS) return score;
+    const float cap = __int_as_float(CAP_BITS);
+    return cap / inverse_root * tanhf(score * (inverse_root / cap));
+}
 
 // One piece of work: some rows of one request and KV head against a range of its keys. A row is a query head of a query.
 struct Item {

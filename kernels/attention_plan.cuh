@@ -53,7 +53,7 @@ __device__ __forceinline__ int piece_at(int first_piece, int p) { return CASCADE
 
 // Splits all requests' keys into work for `num_workers` workers (a worker is a cluster). Every CTA finds the same bounds and writes
 // its share of the lists. For CASCADE, token_places [T]: first segment, index of the query, first segment of the prefix and index
-// there; and segment_pieces [segments]: where the first piece is, and number of pieces. Shared memory: PLAN_INTS(B) + W + 1 ints.
+// there (for MERGE_APART alone the first two); and segment_pieces [segments]: where the first piece is, and number of pieces. Shared memory: PLAN_INTS(B) + W + 1 ints.
 #define PLAN_INTS(b) (CASCADE ? 10 * (b) + 2 : 3 * (b) + 2)
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     plan_attention(Start* starts, Item* items, int4* token_places, int2* segment_pieces, const int* cu_query_lens, const int* seq_lens,
@@ -72,6 +72,11 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         const int group = prefix_group[r];
         return group >= 0 && prefix_len[r] > 0 && members[group] > 1 ? group : -1;
     };
+
+    auto window_begin = [&](int r) {  // of a request: the first key that any of its queries sees, about
+        return WINDOW ? max(0, seq_lens[r] - queries_of(r) - WINDOW + 1) / 16 * 16 : 0;
+    };
+    static_assert(!(WINDOW && CASCADE), "a prefix has no window");
 
     if (threadIdx.x == 0) longest_shared = 0;
     if (CASCADE) {
@@ -94,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     for (int r = threadIdx.x; r < num_all; r += PLAN_THREADS) {
         const int num_rows = queries_of(r) * GROUP;
         int length = 0;
-        if (num_rows > 0) length = r >= num_requests ? prefix_len[prefix_rows[r - num_requests]] : seq_lens[r] - (prefix_of(r) >= 0 ? prefix_len[r] : 0);
+        if (num_rows > 0) length = r >= num_requests ? prefix_len[prefix_rows[r - num_requests]] : seq_lens[r] - (prefix_of(r) >= 0 ? prefix_len[r] : window_begin(r));
         counts[r] = (length + TILE - 1) / TILE;
         segments[r] = counts[r] > 0 ? (num_rows + MAX_ROWS - 1) / MAX_ROWS * NUM_KV_HEADS : 0;
         tiles[r] = counts[r] * segments[r];
@@ -148,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         const bool is_prefix = s.request >= num_requests;
         const int source = is_prefix ? prefix_rows[s.request - num_requests] : s.request;  // whose pages
         const int local = s.index - segments[s.request], queries = queries_of(s.request), prefix = prefix_of(source);
-        const int begin = !is_prefix && prefix >= 0 ? prefix_len[source] : 0, length = is_prefix ? prefix_len[source] : seq_lens[source];
+        const int begin = is_prefix ? 0 : prefix >= 0 ? prefix_len[source] : window_begin(source), length = is_prefix ? prefix_len[source] : seq_lens[source];
         item.query_start = is_prefix ? sizes.num_items * ITEM_WORDS + prefix_queries[s.request - num_requests] : cu_query_lens[s.request];
         item.row_start = local / NUM_KV_HEADS * MAX_ROWS;
         item.num_rows = min(MAX_ROWS, queries * GROUP - item.row_start);
@@ -158,12 +163,12 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         item.first_visible = is_prefix ? 1 << 30 : length - queries;
         item.table_row = table_rows[source];
         item.segment = s.index;
-        item.num_pieces = prefix >= 0 ? 0 : num_pieces;
+        item.num_pieces = prefix >= 0 || (MERGE_APART && num_pieces > 1) ? 0 : num_pieces;
         item.first_piece = CASCADE ? s.index + first_worker : 2 * first_worker + is_odd;
         item.piece = piece_at(item.first_piece, worker - first_worker);
         item.is_prefix = is_prefix;
         item.next = item.end = item.padding = 0;
-        if (CASCADE && worker == first_worker) segment_pieces[s.index] = make_int2(item.first_piece, num_pieces);
+        if ((CASCADE || MERGE_APART) && worker == first_worker) segment_pieces[s.index] = make_int2(item.first_piece, num_pieces);
         return item;
     };
     // Item i of a worker, of those that its run of tiles crosses.
@@ -223,6 +228,13 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
                 token_places[token] = group < 0 ? make_int4(-1, 0, 0, 0) : make_int4(segments[b], j, segments[num_requests + group], place + j);
                 if (group >= 0) ((int*)(items + sizes.num_items))[prefix_queries[group] + place + j] = token;
             }
+        }
+    }
+    if (MERGE_APART && !CASCADE) {
+        const int num_ctas = gridDim.x * PLAN_THREADS, place = blockIdx.x * PLAN_THREADS + threadIdx.x;
+        for (int t = place; t < sizes.num_tokens; t += num_ctas) {
+            const int b = find(cu_query_lens, num_requests + 1, t);
+            token_places[t] = b < 0 || b >= num_requests ? make_int4(-1, 0, 0, 0) : make_int4(segments[b], t - cu_query_lens[b], 0, 0);
         }
     }
     __threadfence();  // append_attention may begin as soon as this kernel ends, and reads the lists before it waits for anything

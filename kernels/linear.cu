@@ -12,10 +12,7 @@
 // ELEMENT: __nv_bfloat16 or __half; TOKENS: most rows of x, a multiple of 8; TILES; SHARED: bytes of dynamic shared memory;
 // NORM: 0, or K when rows of x are to be normalised (RMS): x times norm_weight is multiplied, and the sums are divided by the row's root mean
 // square, which is known at the end and so delays nothing; GATED: weight is gate | up, the output silu(gate) * up.
-#include "dense.cuh"
-
-using Element = ELEMENT;
-using V = Vector<Element>;
+#include "skinny.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, STEP = 32, TILE = 16, COLUMNS = TOKENS / 8;
 constexpr int ROWS = GATED ? TILE / 2 : TILE;  // of the output, per tile: a gated one has as many rows of gate as of up
@@ -26,32 +23,6 @@ constexpr int HALF = 32 * 16;                                   // bytes of half
 constexpr int STAGE_BYTES = (2 * TILES + COLUMNS) * HALF;       // of one warp: weights, then tokens
 constexpr int STAGES = (SHARED - 2 * SUMS * 4 - NORM * 2) / (WARPS * STAGE_BYTES);
 static_assert(STAGES >= 2, "shared memory has no room for two stages");
-
-__device__ __forceinline__ void copy_async(uint32_t target, const Element* source) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-}
-
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int LATER>  // that may still be on their way
-__device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
-
-__device__ __forceinline__ uint4 load_shared(uint32_t source) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(source) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    if constexpr (std::is_same<Element, __half>::value)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // out [M, N], or [M, N / 2] gated, may be residual. bias [N] and residual (as out) may be null; norm_weight [K] is read where NORM.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
+from kernels.attention import Heads
 from kernels.distribution import draw_tokens, probabilities
+from kernels.experts import choose_groups
+from kernels.experts import mix_experts as mix_experts_on_gpu
+from kernels.latent import append_latent
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
 from kernels.quantized import QuantizedWeight, quantized_add_linear, quantized_gated_linear, quantized_linear
-from kernels.reference import append_latent, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
+from kernels.reference import apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
+from kernels.route import Routing, route_tokens
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
 from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
@@ -25,10 +30,12 @@ __all__ = [
     "SAMPLE_STREAM",
     "Admission",
     "DrafterRows",
+    "Heads",
     "Plan",
     "Policy",
     "QuantizedWeight",
     "RequestTable",
+    "Routing",
     "StepAttention",
     "StepRows",
     "StepSizes",
@@ -40,6 +47,7 @@ __all__ = [
     "apply_penalties",
     "argmax",
     "choose",
+    "choose_groups",
     "commit",
     "draft_ngram",
     "draw_tokens",
@@ -48,6 +56,7 @@ __all__ = [
     "linear",
     "mask_logits",
     "mix_experts",
+    "mix_experts_on_gpu",
     "norm_gated_linear",
     "norm_heads",
     "norm_linear",
@@ -62,6 +71,7 @@ __all__ = [
     "quantized_linear",
     "rms_norm",
     "route",
+    "route_tokens",
     "sample",
     "sample_candidates",
     "silu_mul",

@@ -1,4 +1,4 @@
-"""Attention of a step: rows that decode by `append_attention`, prompts of any length by torch's flash attention over their gathered keys.
+"""Attention of a step: rows that decode by kernels, or in torch's operations where none computes it, prompts by `PromptAttention`.
 
 Which rows are prompts, and how long, the host knows; all else is on the device, and nothing of it comes to the host.
 """
@@ -11,9 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from kernels import attention, reference
+from kernels import latent_attention as latents
+from kernels._load import gpu_of
+from kernels.attention import Heads
+from kernels.latent import head_linear
+from kernels.plain_attention import PlainAttention
+from kernels.prompt_attention import PromptAttention
 
 MAX_SHORT_QUERIES = 17
 """Lists of requests with at most this many query tokens each are what `append_attention` is for."""
@@ -46,17 +51,20 @@ class StepAttention:
     """Of rows that decode. Kernels are compiled for it: `warm_up.load_attention` before requests come."""
     max_seq_len: int
     page_size: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: Heads
     dtype: torch.dtype
     prefix_group: torch.Tensor | None = None
     """[B] int32, with prefix_len: rows that decode and have the same group share their first prefix_len tokens' pages, which are read once
     for all of them. A group is numbered by its first such row; -1: none. Prompts take no part."""
     prefix_len: torch.Tensor | None = None
     """[B] int32: a multiple of page_size, and no more than the tokens before the new ones."""
-    _decoding: attention.AttentionPlan | None = field(default=None, init=False)
-    _prompts: _Prompts | None = field(default=None, init=False)
+    _decoding: attention.AttentionPlan | latents.LatentPlan | None = field(default=None, init=False)
+    """Where a kernel computes rows that decode."""
+    _kinds: dict[tuple[int | None, float | None], attention.AttentionPlan] = field(default_factory=dict, init=False)
+    """The same for layers with a window or a cap of scores, by those: made when the first such layer asks."""
+    _plain: PlainAttention | None = field(default=None, init=False)
+    """Of rows that decode, for what the kernel does not compute."""
+    _prompts: PromptAttention | None = field(default=None, init=False)
     _rows: reference.AttentionPlan | None = field(default=None, init=False)
     """On CPU, of all rows."""
 
@@ -76,10 +84,40 @@ class StepAttention:
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; must be int32 [{length}]")
         if self.seq_lens.device.type != "cuda" or batch == prompts:
             return
-        groups, lens = self.prefix_group, self.prefix_len
+        lists = (self.cu_query_lens[prompts:], self.seq_lens[prompts:], self.request_indices[prompts:])
+        self._plain = PlainAttention(*lists, self.page_table, self.page_size, self.max_seq_len)
+        self._decoding = self._plan_latents(*lists) if self.heads.latent_rank else self._plan_keys()
+
+    @property
+    def _first(self) -> int:
+        """Packed rows before those that decode."""
+        return self.num_prompt_rows if self.num_prompts else 0
+
+    def _plan_latents(self, cu_query_lens: torch.Tensor, seq_lens: torch.Tensor, table_rows: torch.Tensor) -> latents.LatentPlan | None:
+        defines = latents.choose_shape(self.max_query_len, self.page_size, self.heads, self.dtype, gpu_of(seq_lens.device))
+        if defines is None:
+            return None
+        return latents.LatentPlan(
+            cu_query_lens=cu_query_lens,
+            seq_lens=seq_lens,
+            page_table=self.page_table,
+            table_rows=table_rows,
+            max_query_len=self.max_query_len,
+            page_size=self.page_size,
+            heads=self.heads,
+            defines=dict(defines),
+            first_token=self._first,
+        )
+
+    def _plan_keys(self, window: int | None = None, cap: float | None = None) -> attention.AttentionPlan | None:
+        if not attention.is_known(self.page_size, self.heads):
+            return None
+        groups, lens, prompts = self.prefix_group, self.prefix_len, self.num_prompts
+        if window is not None or cap is not None:
+            groups = lens = None
         if prompts and groups is not None and lens is not None:
             groups, lens = torch.empty_like(groups[prompts:]), lens[prompts:]
-        self._decoding = attention.AttentionPlan(
+        return attention.AttentionPlan(
             cu_query_lens=self.cu_query_lens[prompts:],
             seq_lens=self.seq_lens[prompts:],
             page_table=self.page_table,
@@ -87,11 +125,25 @@ class StepAttention:
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
             page_size=self.page_size,
-            heads=(self.num_query_heads, self.num_kv_heads, self.head_dim),
+            heads=self.heads[:3],
             dtype=self.dtype,
             prefixes=None if groups is None or lens is None else (groups, lens),
-            first_token=self.num_prompt_rows if prompts else 0,
+            first_token=self._first,
+            window=window,
+            cap=cap,
         )
+
+    def _kind(self, window: int | None, cap: float | None) -> attention.AttentionPlan | None:
+        """The plan of layers with such a window and cap, where a kernel computes them."""
+        if window is None and cap is None:
+            return self._decoding if isinstance(self._decoding, attention.AttentionPlan) else None
+        if (window, cap) not in self._kinds:
+            plan = self._plan_keys(window, cap)
+            if plan is None:
+                return None
+            plan.refresh()
+            self._kinds[window, cap] = plan
+        return self._kinds[window, cap]
 
     def refresh(self) -> None:
         """Plans anew, from the lengths that the tensors hold now."""
@@ -99,12 +151,26 @@ class StepAttention:
         if self.seq_lens.device.type != "cuda":
             self._rows = self._plan_rows()
             return
+        if self._plain is not None:
+            self._plain.refresh()
         if self._decoding is not None:
-            if prompts and self._decoding.prefixes is not None and self.prefix_group is not None:
-                torch.sub(self.prefix_group[prompts:], prompts, out=self._decoding.prefixes[0]).clamp_(min=-1)
+            prefixes = self._decoding.prefixes if isinstance(self._decoding, attention.AttentionPlan) else None
+            if prompts and prefixes is not None and self.prefix_group is not None:
+                torch.sub(self.prefix_group[prompts:], prompts, out=prefixes[0]).clamp_(min=-1)
             self._decoding.refresh()
+        for plan in self._kinds.values():
+            plan.refresh()
         if prompts:
-            self._prompts = _Prompts(self)
+            self._prompts = PromptAttention(
+                self.cu_query_lens[: prompts + 1],
+                self.seq_lens[:prompts],
+                self.request_indices[:prompts],
+                self.page_table,
+                self.page_size,
+                self.max_prompt_query_len,
+                self.max_prompt_seq_len,
+                self.num_prompt_keys,
+            )
 
     def attend(
         self,
@@ -117,25 +183,71 @@ class StepAttention:
         """See `append_attention`."""
         if self._rows is not None:
             return reference.append_attention(query, key_pages, value_pages, self._rows, window, cap)
-        if window is not None or cap is not None:
-            raise ValueError(f"window is {window}, cap {cap}: attention on a GPU has neither yet; must be None")
-        if not self.num_prompts:
-            assert self._decoding is not None
-            return attention.append_attention(query, key_pages, value_pages, self._decoding)
+        first = self._first
+        if not first:
+            return self._decode(query, key_pages, value_pages, window, cap)
         assert self._prompts is not None, "refresh() comes first"
-        if self._decoding is None and len(query) == self.num_prompt_rows:
-            return self._prompts.attend(query, key_pages, value_pages)
-        out, count = torch.empty_like(query), self.num_prompt_rows
-        if self._decoding is not None:  # first: it may begin while the keys are written
-            attention.append_attention(query, key_pages, value_pages, self._decoding, out)
-        out[:count].copy_(self._prompts.attend(query[:count], key_pages, value_pages))
+        if len(query) == first:
+            return self._prompts.attend(query, key_pages, value_pages, window, cap)
+        out = torch.empty_like(query)
+        if self._plain is not None:  # first: a kernel may begin while the keys are written
+            self._decode(query, key_pages, value_pages, window, cap, out)
+        out[:first].copy_(self._prompts.attend(query[:first], key_pages, value_pages, window, cap))
         return out
 
-    def attend_latents(self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, value_up: torch.Tensor, scale: float) -> torch.Tensor:
+    def _decode(
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        window: int | None,
+        cap: float | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Of the rows that decode; out: of all rows."""
+        plan = self._kind(window, cap)
+        if plan is not None:
+            return attention.append_attention(query, key_pages, value_pages, plan, out)
+        assert self._plain is not None
+        first = self._first
+        made = self._plain.attend(query[first:], key_pages, value_pages, first, window, cap)
+        return made if out is None else out[first:].copy_(made)
+
+    def attend_latents(
+        self,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        key_up: torch.Tensor,
+        value_up: torch.Tensor,
+        scale: float,
+        absorb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `latent_attention`."""
-        if self._rows is None:
-            raise ValueError("attention over latents is computed on CPU alone, after refresh()")
-        return reference.latent_attention(query, pages, self._rows, key_up, value_up, scale)
+        if self._rows is not None:
+            return reference.latent_attention(query, pages, self._rows, key_up, value_up, scale)
+        if not self.heads.latent_rank:
+            raise ValueError("attention over latents needs heads with latent_rank; this step is planned for keys and values")
+        first = self._first
+        decoded = None
+        if self._plain is not None and len(query) > first:
+            decoded = head_linear(self._decode_latents(query[first:], pages, key_up, scale, absorb), value_up)
+        if not first:
+            assert decoded is not None
+            return decoded
+        assert self._prompts is not None, "refresh() comes first"
+        made = self._prompts.attend_latents(query[:first], pages, key_up, value_up, scale)
+        return made if decoded is None else torch.cat([made, decoded])
+
+    def _decode_latents(
+        self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, scale: float, absorb: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Weighted sums of latents [T, H, R] of the rows that decode."""
+        still, rank = key_up.shape[1:]
+        absorbed = head_linear(query[..., :still], key_up.transpose(1, 2).contiguous() if absorb is None else absorb)
+        if isinstance(self._decoding, latents.LatentPlan):
+            return self._decoding.attend(absorbed, query[..., still:], pages, scale)
+        assert self._plain is not None
+        return self._plain.attend_latents(torch.cat([absorbed, query[..., still:]], dim=-1), pages, rank, self._first, scale)
 
     def _plan_rows(self) -> reference.AttentionPlan:
         """The twin's plan of all rows."""
@@ -144,55 +256,8 @@ class StepAttention:
         active = [b for b in range(len(lens)) if starts[b + 1] > starts[b]]
         pages = [table[indices[b], : -(-lens[b] // self.page_size)] for b in active]
         query_lens = [starts[b + 1] - starts[b] for b in active]
-        num_groups = self.num_query_heads // self.num_kv_heads
+        num_groups = self.heads.num_query // self.heads.num_kv
         return reference.plan_attention(query_lens, [lens[b] for b in active], pages, self.page_size, num_groups, self.dtype)
-
-
-class _Prompts:
-    """One step's prompts for flash attention with packed queries and keys (Dao 2023)."""
-
-    def __init__(self, step: StepAttention) -> None:
-        count, device = step.num_prompts, step.seq_lens.device
-        self._max_queries, self._max_keys = step.max_prompt_query_len, step.max_prompt_seq_len
-        self._cu_queries = step.cu_query_lens[: count + 1]
-        self._cu_keys = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        torch.cumsum(step.seq_lens[:count], 0, out=self._cu_keys[1:])
-        keys = torch.arange(step.num_prompt_keys, dtype=torch.int32, device=device)
-        # Should a prompt compute nothing after all, then some keys are nobody's: they are read from anywhere.
-        owners = torch.searchsorted(self._cu_keys[1:], keys, right=True).clamp_(max=count - 1)
-        places = keys - self._cu_keys[owners]
-        numbers = (places // step.page_size).clamp_(max=step.page_table.shape[1] - 1)
-        self._pages = step.page_table[step.request_indices[owners].long(), numbers.long()].long()
-        self._offsets = places % step.page_size
-        self._slots: dict[int, torch.Tensor] = {}
-        """KV slots of the keys, by the stride of the plane's pages."""
-
-    def attend(self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
-        num_pages, page_size, num_kv, size = key_pages.shape
-        stride = key_pages.stride(0) // (num_kv * size)
-        num_rows = (num_pages - 1) * stride + page_size  # as in `reference.token_rows`
-        if stride not in self._slots:
-            self._slots[stride] = (self._pages * stride + self._offsets).clamp_(0, num_rows - 1)
-        slots, row = self._slots[stride], num_kv * size
-        keys, values = (
-            pages.as_strided((num_rows, row), (row, 1)).index_select(0, slots).view(-1, num_kv, size) for pages in (key_pages, value_pages)
-        )
-        if query.dtype == torch.float32:
-            return self._attend_exactly(query, keys, values)
-        return torch.ops.aten._flash_attention_forward(
-            query, keys, values, self._cu_queries, self._cu_keys, self._max_queries, self._max_keys, 0.0, True, False
-        )[0]
-
-    def _attend_exactly(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """In float32, which flash attention has not, and which is for tests: it may wait for the lengths."""
-        out = torch.empty_like(query)
-        queries, places = self._cu_queries.tolist(), self._cu_keys.tolist()
-        for begin, end, first, last in zip(queries, queries[1:], places, places[1:]):
-            if end > begin:
-                is_seen = torch.ones(end - begin, last - first, dtype=torch.bool, device=query.device).tril(last - first - (end - begin))
-                q, k, v = (x.transpose(0, 1)[None] for x in (query[begin:end], keys[first:last], values[first:last]))
-                out[begin:end] = F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen, enable_gqa=True)[0].transpose(0, 1)
-        return out
 
 
 def plan_attention(
@@ -200,11 +265,11 @@ def plan_attention(
     seq_lens: Sequence[int],
     page_ids: Sequence[Sequence[int]],
     page_size: int,
-    heads: tuple[int, int, int],
+    heads: Heads,
     dtype: torch.dtype,
     device: torch.device,
 ) -> StepAttention | reference.AttentionPlan:
-    """A plan for lengths that the host knows. heads: of queries, of keys and values, and their size. See `reference.plan_attention`."""
+    """A plan for lengths that the host knows. See `reference.plan_attention`."""
     if device.type != "cuda":
         return reference.plan_attention(query_lens, seq_lens, page_ids, page_size, heads[0] // heads[1], dtype, device)
     batch, most = len(query_lens), max(seq_lens)
@@ -231,9 +296,7 @@ def plan_attention(
         max_query_len=MAX_SHORT_QUERIES,
         max_seq_len=width * page_size,
         page_size=page_size,
-        num_query_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=heads[2],
+        heads=heads,
         dtype=dtype,
     )
     plan.refresh()
@@ -254,8 +317,8 @@ def append_attention(
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, D] over paged keys and values [P, page, Hkv, D], causal among the new tokens -> [T, H, D].
 
-    The new tokens' keys and values are in their pages already. Rows past the last request's may hold anything. On CPU also with a window
-    (tokens that a query sees, itself with them) and a cap of scores (cap tanh(score / cap)).
+    The new tokens' keys and values are in their pages already. Rows past the last request's may hold anything. window: tokens that a query
+    sees, itself with them; cap: scores become cap tanh(score / cap).
     """
     if isinstance(plan, StepAttention):
         return plan.attend(query, key_pages, value_pages, window, cap)
@@ -263,9 +326,18 @@ def append_attention(
 
 
 def latent_attention(
-    query: torch.Tensor, pages: torch.Tensor, plan: Plan, key_up: torch.Tensor, value_up: torch.Tensor, scale: float
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    plan: Plan,
+    key_up: torch.Tensor,
+    value_up: torch.Tensor,
+    scale: float,
+    absorb: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of packed queries [T, H, N + D] over paged latents [P, page, 1, R + D] -> [T, H, V]: see `reference.latent_attention`. On CPU."""
+    """Attention of packed queries [T, H, N + D] over paged latents [P, page, 1, R + D] -> [T, H, V]: see `reference.latent_attention`.
+
+    absorb: key_up as [H, R, N], which a GPU wants where few queries meet latents; made for the call when it is not given.
+    """
     if isinstance(plan, StepAttention):
-        return plan.attend_latents(query, pages, key_up, value_up, scale)
+        return plan.attend_latents(query, pages, key_up, value_up, scale, absorb)
     return reference.latent_attention(query, pages, plan, key_up, value_up, scale)

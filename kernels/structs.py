@@ -181,7 +181,60 @@ class PlanSizes(NamedTuple):
     num_tokens: int
 
 
-STRUCTS: tuple[type[tuple[Any, ...]], ...] = (RequestParams, Requests, StepSizes, PlanSizes)
+class RouteSizes(NamedTuple):
+    """What `route` goes by: `backend.models.moe_spec.RouterSpec` says what it means."""
+
+    num_tokens: int
+    hidden_size: int
+    x_stride: int
+    num_experts: int
+    num_chosen: int
+    num_groups: int
+    num_chosen_groups: int
+    num_group_scores: int
+    is_sigmoid: int
+    is_normalized: int
+    first_own: int
+    """Of the rank's own experts the first, and their number."""
+    num_own: int
+    rows_per_chunk: int
+    max_chunks: int
+    min_sum: float
+    scale: float
+    eps: float
+
+
+class LatentSizes(NamedTuple):
+    """Of `append_latent`; strides in numbers."""
+
+    rank: int
+    dim: int
+    """Of what turns."""
+    num_heads: int
+    head_size: int
+    """Of a query's head."""
+    query_stride: int
+    latent_stride: int
+    slot_words: int
+    """Ints of a slot."""
+    eps: float
+
+
+class LatentStrides(NamedTuple):
+    """Of `latent_attention`, in numbers: from token to token and from head to head of the absorbed and the turned part of queries."""
+
+    absorbed_token: int
+    absorbed_head: int
+    turned_token: int
+    turned_head: int
+    table: int
+    page_bytes: int
+    first_token: int
+    """The packed row that is the first of the queries and of the output."""
+    scale: float
+
+
+STRUCTS: tuple[type[tuple[Any, ...]], ...] = (RequestParams, Requests, StepSizes, PlanSizes, RouteSizes, LatentSizes, LatentStrides)
 
 _C_TYPES = {int: "int", float: "float"}
 _FORMATS = {"int": "i", "unsigned": "I", "float": "f", "long long": "q", "int64_t": "q"}

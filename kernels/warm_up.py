@@ -8,13 +8,14 @@ Outside `compiling` the same calls load what was compiled, so that no step waits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from kernels import attention, distribution, linear, ngram, sampling, token_mask, wide_linear
+from kernels import attention, distribution, latent_attention, linear, ngram, sampling, token_mask, wide_linear
 from kernels._load import SOURCES, compiling, gpu_of, load
 from kernels._signature import kernels_of
+from kernels.attention import Heads
 
 __all__ = ["TOKEN_COUNTS", "compiling", "load_attention", "load_step"]
 
@@ -39,16 +40,25 @@ def load_attention(
     widths: Sequence[int],
     max_batch: int,
     page_size: int,
-    heads: tuple[int, int, int],
+    heads: Heads,
     dtype: torch.dtype,
     has_prefixes: bool = False,
+    kinds: Collection[tuple[int | None, float | None]] = (),
 ) -> None:
-    """Attention of up to max_batch rows that decode, at most `widths` queries each. heads: of queries, of keys and values, and their size."""
+    """Attention of up to max_batch rows that decode, at most `widths` queries each. kinds: windows and caps of scores that layers
+    have, where they have any."""
     gpu = gpu_of(device)
+    if heads.latent_rank:
+        for latent_shape in {latent_attention.choose_shape(width, page_size, heads, dtype, gpu) for width in widths} - {None}:
+            latent_attention.load_all(device, dict(latent_shape or ()))
+        return
+    if not attention.is_known(page_size, heads):
+        return
     shapes = {}
     for width in widths:
         for batch in range(1, max_batch + 1):
-            defines = attention.choose_shape(batch, width, page_size, heads, dtype, has_prefixes, gpu)
-            shapes[tuple(defines.values())] = defines
+            for kind in ((None, None), *(() if has_prefixes else kinds)):
+                defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu, *kind)
+                shapes[tuple(defines.items())] = defines
     for defines in shapes.values():
         attention.load_all(device, defines)

@@ -122,10 +122,11 @@ def test_two_ranks_compute_what_one_does(is_spread: bool, folder: Path) -> None:
     assert_close(own[0], logits_of(make_worker(folder)))
 
 
-def test_a_gpu_has_none_yet(folder: Path, tmp_path: Path) -> None:
-    dense = edited(folder, tmp_path / "dense", first_k_dense_replace=2)
-    with pytest.raises(ModelError, match=r"config.json: a GPU serves no latent attention \(kv_lora_rank 16\) yet; use --device cpu"):
-        check_gpu(check_model(dense, has_weights=False), 16)
+def test_sizes_that_a_gpu_does_not_take(folder: Path) -> None:
+    spec = check_model(folder)
+    check_gpu(spec, torch.float32)
+    with pytest.raises(ModelError, match=r"config.json: q_lora_rank 12: a GPU serves multiples of 8 in torch.bfloat16; use --device cpu"):
+        check_gpu(spec, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

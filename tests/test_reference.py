@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from backend.models.rope import rope_frequencies, rope_tables
 from kernels import reference as ops
+from kernels.attention import Heads
 from kernels.step_attention import StepAttention, append_attention
 
 NEGATIVE = float("-inf")
@@ -453,9 +454,7 @@ def attend_in_a_step(
         max_query_len=max(lens),
         max_seq_len=max(ends),
         page_size=page,
-        num_query_heads=query.shape[1],
-        num_kv_heads=keys.shape[2],
-        head_dim=query.shape[2],
+        heads=Heads(query.shape[1], keys.shape[2], query.shape[2]),
         dtype=query.dtype,
     )
     plan.refresh()

@@ -65,8 +65,8 @@ class StepDrafter(Protocol):
     """A model drafter that runs in the step, on every rank: it computes the tokens that the step computed, then drafts."""
 
     @property
-    def heads(self) -> tuple[int, int, int]:
-        """Of queries, of keys and values, and their size."""
+    def heads(self) -> ops.Heads:
+        """Of its attention."""
         ...
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]: ...

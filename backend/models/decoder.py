@@ -8,6 +8,7 @@ from backend.kv_store import CacheSpec
 from backend.models.decoder_layer import DecoderLayer
 from backend.models.layers import ATTENTION, Wanted, Weights
 from backend.models.loader import Checkpoint
+from backend.models.parts import Attention
 from backend.models.rope import RopeTables
 from backend.models.spec import DecoderSpec, Projection
 from backend.parallel.ranks import Ranks
@@ -37,8 +38,8 @@ class Decoder:
         own = spec.layers[0].attention
         num_q, num_kv, size = own.heads
         own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
-        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, size)
-        self._token_shape, self._num_planes = own.token_shape(self.heads[1]), own.num_planes
+        self.heads = ops.Heads(own_q.stop - own_q.start, own_kv.stop - own_kv.start, size, *own.latent)
+        self._token_shape, self._num_planes = own.token_shape(self.heads.num_kv), own.num_planes
         self.eps = spec.layers[-1].eps
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it
@@ -60,6 +61,13 @@ class Decoder:
         else:
             self.head = weights.split_rows([Projection(spec.head, self.vocab_size, self.hidden_size)], is_head=True)
         self.num_written_weights = max(weights.most_written, count_written(self.head))
+
+    @property
+    def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
+        """Windows and caps of scores of the layers that have either."""
+        parts = (layer.attention for layer in self.layers)
+        kinds = {(part.window, part.soft_cap) for part in parts if isinstance(part, Attention)}
+        return frozenset(kinds - {(None, None)})
 
     def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
         places: dict[tuple, int] = {}

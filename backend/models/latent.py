@@ -25,36 +25,33 @@ class LatentAttention:
         self.input_norm = weights.norm(layer.input_norm, layer.hidden_size, layer.norm_offset)
         self._latent_norm = weights.norm(spec.latent_norm, spec.rank)
         down = Part("latents", spec.down.out_features, spec.down.out_features, down_order, can_repeat=True)
+        own, query = weights.ranks.part(spec.num_heads, name), Part(name, spec.query.out_features, size, query_order)
         self._query_norm = None
         if spec.query_down is None or spec.query_norm is None:
-            self._down = weights.split_rows([spec.down], [down])
+            self._num_query = (own.stop - own.start) * size
+            self._down = weights.split_rows([spec.query, spec.down], [query, down])
         else:
-            count = spec.query_down.out_features
-            self._down = weights.split_rows([spec.query_down, spec.down], [Part("latents", count, count, can_repeat=True), down])
-            self._query_norm = weights.norm(spec.query_norm, count)
-        self._query = weights.split_rows([spec.query], [Part(name, spec.query.out_features, size, query_order)])
-        own = weights.ranks.part(spec.num_heads, name)
+            self._num_query = spec.query_down.out_features
+            self._down = weights.split_rows([spec.query_down, spec.down], [Part("latents", self._num_query, self._num_query, can_repeat=True), down])
+            self._query_norm = weights.norm(spec.query_norm, self._num_query)
+            self._query = weights.split_rows([spec.query], [query])
         up = weights.whole(f"{spec.up.name}.weight", (spec.up.out_features, spec.up.in_features)).unflatten(0, (spec.num_heads, -1))[own]
         self._key_up, self._value_up = up[:, : spec.still_dim].contiguous(), up[:, spec.still_dim :].contiguous()
+        self._absorb = self._key_up.transpose(1, 2).contiguous() if weights.device.type == "cuda" else None
         self._o = Residual(weights.split_columns(spec.o), weights.ranks, optional_norm(weights, layer.attention_post_norm, layer), layer.eps)
 
     def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """x [T, hidden] -> queries [T, H, D]; latents go to their slots."""
-        latents = self._down.after_norm(x, self.input_norm, self._eps)
-        if self._query_norm is None:
-            query = self._query.after_norm(x, self.input_norm, self._eps)
-        else:
-            count = len(self._query_norm)
-            query = self._query.after_norm(latents[:, :count].contiguous(), self._query_norm, self._norm_eps)
-            latents = latents[:, count:]
-        own = ops.rms_norm(latents[:, : self._rank].contiguous(), self._latent_norm, self._norm_eps)
-        query, latents = query.view(len(x), -1, self._size), torch.cat([own, latents[:, self._rank :]], dim=-1)
-        (pages,) = cache
-        ops.append_latent(query, latents, angles.cos, angles.sin, slots, pages)
+        made = self._down.after_norm(x, self.input_norm, self._eps)
+        query, latents = made[:, : self._num_query], made[:, self._num_query :]
+        if self._query_norm is not None:
+            query = self._query.after_norm(query, self._query_norm, self._norm_eps)
+        query, (pages,) = query.view(len(x), -1, self._size), cache
+        ops.append_latent(query, latents, self._latent_norm, self._norm_eps, angles.cos, angles.sin, slots, pages)
         return query
 
     def add(self, x: torch.Tensor, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan) -> None:
         """Adds what the queries find to x [T, hidden] in place."""
         (pages,) = cache
-        y = ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale)
+        y = ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale, self._absorb)
         self._o.add(x, y.view(len(x), -1))

@@ -45,6 +45,11 @@ class LatentSpec:
         return self.num_heads, self.num_heads, self.still_dim + self.rope.dim
 
     @property
+    def latent(self) -> tuple[int, int]:
+        """Numbers of a latent and of the key beside it."""
+        return self.rank, self.rope.dim
+
+    @property
     def turning(self) -> tuple[RopeSpec, int, float | None]:
         """Rotary embedding, numbers that lie beside what turns, factor of scores within the tables."""
         return self.rope, self.rope.dim, None

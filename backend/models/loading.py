@@ -18,11 +18,10 @@ from backend.models.layers import Wanted
 from backend.models.loader import Checkpoint, DummyCheckpoint
 from backend.models.moe_spec import MoeSpec
 from backend.models.quantized_config import read_checkpoint_quantization
-from backend.models.spec import DecoderSpec
+from backend.models.spec import AttentionSpec, DecoderSpec
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
-from kernels.attention import HEAD_DIMS
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,13 @@ class Model(Protocol):
     max_model_len: int
     eos_token_ids: frozenset[int]
     num_layers: int
-    heads: tuple[int, int, int]
-    """Of queries, of keys and values, and their size; on this rank."""
+    heads: ops.Heads
+    """On this rank."""
+
+    @property
+    def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
+        """Windows and caps of scores of the layers that have either."""
+        ...
 
     num_written_weights: int
     """Weights that one product may write out in the model's dtype, where they are stored in fewer bits."""
@@ -95,7 +99,7 @@ def load_model(
     check_rounding(read_config(directory), directory, quantization)
     context_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     if device.type == "cuda" and not only_head:
-        check_gpu(spec, context_len)
+        check_gpu(spec, dtype)
     has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers)
     if quantization is not None and quantization.moe_quant_type is not None and not (has_experts or quantization.dense_quant_type):
         raise ModelError(f"{spec.where}: quantization {quantization.names} rounds experts, and the model has none; name a dense_quant_type")
@@ -115,19 +119,14 @@ def load_model(
         )
 
 
-def check_gpu(spec: DecoderSpec, context_len: int) -> None:
-    """Raises ModelError for parts that the CUDA kernels do not compute; on CPU all are served."""
-    for mlp in (layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)):
-        raise ModelError(f"{spec.where}: a GPU serves no experts ({mlp.router.count_key} {mlp.router.num_experts}) yet; use --device cpu")
-    for layer in spec.layers:
-        part, key = layer.attention, None
-        if isinstance(part, LatentSpec):
-            raise ModelError(f"{spec.where}: a GPU serves no latent attention (kv_lora_rank {part.rank}) yet; use --device cpu")
-        if part.window is not None and part.window < context_len:
-            key = f"sliding_window {part.window} (a context of {context_len} does not fit in it; one that does is served: max_model_len)"
-        elif part.soft_cap is not None:
-            key = f"attn_logit_softcapping {part.soft_cap:g}"
-        elif part.head_dim not in HEAD_DIMS:
-            key = f"head_dim {part.head_dim} (known: {', '.join(map(str, HEAD_DIMS))})"
-        if key is not None:
-            raise ModelError(f"{spec.where}: attention on a GPU has no {key} yet; use --device cpu")
+def check_gpu(spec: DecoderSpec, dtype: torch.dtype) -> None:
+    """Raises ModelError for sizes that no CUDA kernel takes; on CPU all are served."""
+    width = 16 // dtype.itemsize  # numbers of one access
+    if spec.hidden_size % width:
+        raise ModelError(f"{spec.where}: hidden_size {spec.hidden_size}: a GPU serves multiples of {width} in {dtype}; use --device cpu")
+    for part in {layer.attention for layer in spec.layers}:
+        count = part.query_down.out_features if isinstance(part, LatentSpec) and part.query_down is not None else 0
+        if count % width:
+            raise ModelError(f"{spec.where}: q_lora_rank {count}: a GPU serves multiples of {width} in {dtype}; use --device cpu")
+        if isinstance(part, AttentionSpec) and part.head_dim % (2 * width):
+            raise ModelError(f"{spec.where}: head_dim {part.head_dim}: a GPU serves multiples of {2 * width} in {dtype}; use --device cpu")

@@ -27,36 +27,46 @@ class Router:
         if spec.correction is not None:
             self._correction = weights.exact(spec.correction, spec.correction_shape).flatten()
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, hidden] -> experts [T, k] int64, and the weights of what they add [T, k] float32."""
+    def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, own: tuple[int, int] | None) -> ops.Routing:
+        """Of x [T, hidden] normalised with the weights norm [hidden]. own: the rank's experts, the first and their number, if they want
+        what is chosen sorted by expert."""
         spec = self._spec
-        scores = ops.linear(x.float(), self._gate)
-        return ops.route(
-            scores.sigmoid() if spec.scoring == "sigmoid" else scores.softmax(dim=-1),
+        return ops.route_tokens(
+            x,
+            self._gate,
             spec.num_chosen,
+            is_sigmoid=spec.scoring == "sigmoid",
             correction=self._correction,
             num_groups=spec.num_groups,
             num_chosen_groups=spec.num_chosen_groups,
             num_group_scores=spec.num_group_scores,
             min_sum=spec.min_sum if spec.is_normalized else None,
             scale=spec.scale,
+            norm=(norm, eps),
+            groups=None if own is None else ops.choose_groups(len(x), spec.num_chosen, *own, x.dtype, x.device),
         )
 
 
 class SharedExpert:
-    """An MLP that every token takes, on what is normalised already, perhaps with a gate."""
+    """An MLP that every token takes, perhaps with a gate."""
 
-    def __init__(self, spec: MoeSpec, shared: MlpSpec, weights: Weights) -> None:
+    def __init__(self, spec: MoeSpec, shared: MlpSpec, weights: Weights, norm: torch.Tensor, eps: float) -> None:
+        """norm: weights of the norm of what goes into it."""
+        self._norm, self._eps = norm, eps
         inner = shared.down.in_features
         self._gate_up = weights.split_rows(shared.gate_up, [Part("the shared experts' size", inner)] * 2)
-        self._down = weights.split_columns(shared.down)
+        self.down = weights.split_columns(shared.down)
         self._activation = shared.activation
         own = spec.shared_gate
         self._gate = None if own is None else weights.linear(own.name, own.out_features, own.in_features)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._down(activate(self._gate_up(x), self._activation))
-        return y if self._gate is None else y.mul_(self._gate(x).sigmoid())
+    def into(self, x: torch.Tensor) -> torch.Tensor:
+        """What `down` multiplies [T, inner], of x [T, hidden] before the norm."""
+        if self._activation in ("silu", "swish"):
+            y = self._gate_up.gated_after_norm(x, self._norm, self._eps)
+        else:
+            y = activate(self._gate_up.after_norm(x, self._norm, self._eps), self._activation)
+        return y if self._gate is None else y.mul_(self._gate.after_norm(x, self._norm, self._eps).sigmoid())
 
 
 class Moe:
@@ -68,15 +78,18 @@ class Moe:
         self._post_norm = optional_norm(weights, layer.mlp_post_norm, layer)
         self.router = Router(spec.router, weights)
         self.experts = load_experts(spec, weights)
-        self._shared = None if spec.shared is None else SharedExpert(spec, spec.shared, weights)
+        self._shared = None if spec.shared is None else SharedExpert(spec, spec.shared, weights, self._norm, self._eps)
 
     def add(self, x: torch.Tensor) -> None:
         """Adds to x [T, hidden] in place."""
-        y = ops.rms_norm(x, self._norm, self._eps)
-        made = self.experts(y, *self.router(y))
-        if self._shared is not None:
-            made += self._shared(y)
-        add_shares(x, made, self._ranks, self._post_norm, self._eps)
+        routing = self.router(x, self._norm, self._eps, self.experts.own)
+        shared = None if self._shared is None else self._shared.into(x)  # its weights come in while the router chooses
+        is_alone = self._post_norm is None and self._ranks.size == 1
+        made = self.experts(routing, x if is_alone else None)
+        if self._shared is not None and shared is not None:
+            self._shared.down.add_to(made, shared)
+        if not is_alone:
+            add_shares(x, made, self._ranks, self._post_norm, self._eps)
 
 
 def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
@@ -98,7 +111,7 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
         gate_up[place, :size] = weights.checkpoint.get(*gate)[inner]
         gate_up[place, size:] = weights.checkpoint.get(*up)[inner]
         down[place] = weights.checkpoint.get(*back)[:, inner]
-    return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start)
+    return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start, is_silu=spec.activation in ("silu", "swish"))
 
 
 def _load_stored(spec: MoeSpec, weights: Weights, own: slice, inner: slice, scheme: str | None) -> Experts:

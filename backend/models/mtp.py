@@ -59,7 +59,8 @@ class Mtp:
         self._is_hidden_first, self._is_norm_recycled = spec.is_hidden_first, spec.is_norm_recycled
         first = spec.layers[0].decoder
         own, self.eps = first.attention, first.eps
-        self.heads, self.token_shape, self.num_planes = own.heads, own.token_shape(own.heads[1]), own.num_planes
+        self.heads = ops.Heads(*own.heads, *own.latent)
+        self.token_shape, self.num_planes = own.token_shape(self.heads.num_kv), own.num_planes
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
             weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
             self.layers = [_Layer(layer, weights) for layer in spec.layers]

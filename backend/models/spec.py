@@ -107,6 +107,11 @@ class AttentionSpec:
         return self.num_q, self.num_kv, self.head_dim
 
     @property
+    def latent(self) -> tuple[int, int]:
+        """Numbers of a latent and of the key beside it: here keys and values are kept."""
+        return 0, 0
+
+    @property
     def turning(self) -> tuple[RopeSpec, int, float | None]:
         """Rotary embedding, size of heads, factor of scores within the tables: what `backend.models.rope.RopeTables` are made for."""
         return self.rope, self.head_dim, self.scale

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from backend.quantization.experts import Activation, Experts, SingleExperts
+from backend.quantization.experts import Activation, Experts, SingleExperts, StackedExperts
 from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear, count_written
 from backend.quantization.schemes import quantize
 from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows, join
@@ -113,14 +113,16 @@ def _make_single(weight: Stored, bias: torch.Tensor | None) -> Linear:
     return PackedLinear(weight, bias) if PackedLinear.is_usable(weight) else DenseLinear(weight, bias)
 
 
-def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0) -> Experts:
+def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0, *, is_silu: bool = False) -> Experts:
     """Experts of weights gate_up [E, 2 inner, hidden] (gate | up) and down [E, hidden, inner], the first of which is number `first`.
 
-    The one place that chooses how their products run. A GPU has none yet (`backend.models.loading.check_gpu` says so before anything is loaded).
+    is_silu: whether activation is silu(gate) * up. The one place that chooses how their products run.
     """
+    if gate_up.device.type == "cuda":
+        return StackedExperts(gate_up, down, activation, first, is_silu)
     return SingleExperts([(make_linear(rows), make_linear(columns)) for rows, columns in zip(gate_up, down, strict=True)], activation, first)
 
 
 def make_stored_experts(experts: Sequence[tuple[Sequence[Stored], Stored]], activation: Activation, first: int = 0) -> Experts:
-    """The same of experts that are not all plain tensors: of each gate and up, and down."""
+    """The same of experts that are not all plain tensors, on CPU: of each gate and up, and down."""
     return SingleExperts([(make_linear(gate_up), make_linear(down)) for gate_up, down in experts], activation, first)

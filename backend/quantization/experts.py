@@ -18,9 +18,13 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 class Experts(Protocol):
     """The experts of one mixture that a rank holds, whole or in part."""
 
-    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden], the experts of each token [T, k] int64, and the weights of what they add [T, k] float32 -> [T, hidden]: the
-        rank's share of the sum."""
+    @property
+    def own(self) -> tuple[int, int] | None:
+        """The first of them and their number, where the router is to sort what it chooses by expert."""
+        ...
+
+    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Of T tokens -> [T, hidden]: the rank's share of the sum; or residual [T, hidden], which it is added to in place."""
         ...
 
 
@@ -42,5 +46,23 @@ class SingleExperts:
         self.experts = [_Expert(gate_up, down, activation) for gate_up, down in products]
         self._first = first
 
-    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return ops.mix_experts(x, experts, weights, self.experts, self._first)
+    own = None
+
+    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+        made = ops.mix_experts(routing.x, routing.experts, routing.weights, self.experts, self._first)
+        return made if residual is None else residual.add_(made)
+
+
+class StackedExperts:
+    """All experts' weights in one piece each way: for a GPU, where kernels find those that are hit."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int, is_silu: bool) -> None:
+        self._gate_up, self._down, self._activation, self._first, self._is_silu = gate_up, down, activation, first, is_silu
+
+    @property
+    def own(self) -> tuple[int, int]:
+        return self._first, len(self._down)
+
+    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+        own = (self._gate_up, self._down, self._activation, self._is_silu, self._first)
+        return ops.mix_experts_on_gpu(routing.x, routing.experts, routing.weights, *own, residual, routing.lists)

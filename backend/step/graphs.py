@@ -242,7 +242,8 @@ class Graphs:
         warm_up.load_step(self.device, (dtype, torch.float32) if dtype != torch.float32 else (dtype,), table.vocab_size, most * widths[-1])
         for heads in program.all_heads:
             for has_prefixes in (False, True) if self._is_cascade else (False,):
-                warm_up.load_attention(self.device, widths, most, program.page_size, heads, dtype, has_prefixes)
+                kinds = program.attention_kinds if heads == program.all_heads[0] else ()
+                warm_up.load_attention(self.device, widths, most, program.page_size, heads, dtype, has_prefixes, kinds)
         for count in warm_up.TOKEN_COUNTS:
             count = min(count, max_prompt)
             prompt = StepShape(1, 1, prompt_lens=(count,), prompt_seq_lens=(count,), drafter_counts=(0,), drafter_seq_lens=(0,))

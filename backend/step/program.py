@@ -133,9 +133,14 @@ class Program:
         return self._store.page_size
 
     @property
-    def all_heads(self) -> list[tuple[int, int, int]]:
-        """Of the target and of the model drafter: queries, keys and values, and their size."""
+    def all_heads(self) -> list[ops.Heads]:
+        """Of the target and of the model drafter."""
         return [self._model.heads] + ([self._drafter.heads] if self._drafter is not None else [])
+
+    @property
+    def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
+        """Windows and caps of scores that the target's layers have."""
+        return self._model.attention_kinds
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class Program:
         seq_lens: torch.Tensor,
         prompt_lens: tuple[int, ...],
         prompt_seq_lens: tuple[int, ...],
-        heads: tuple[int, int, int],
+        heads: ops.Heads,
         num_queries: int | None = None,
     ) -> ops.StepAttention:
         has_prefixes = step.shape.has_prefixes and heads == self._model.heads and num_queries is None
@@ -209,9 +214,7 @@ class Program:
             max_query_len=num_queries or step.shape.num_queries,
             max_seq_len=self._max_model_len,
             page_size=self._store.page_size,
-            num_query_heads=heads[0],
-            num_kv_heads=heads[1],
-            head_dim=heads[2],
+            heads=heads,
             dtype=self.dtype,
             prefix_group=step.fields[PREFIX_GROUP] if has_prefixes else None,
             prefix_len=step.fields[PREFIX_LEN] if has_prefixes else None,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels import _load, attention, reference, step_attention
-from kernels.attention import AttentionPlan, append_attention
+from kernels.attention import AttentionPlan, Heads, append_attention
 from kernels.step_attention import StepAttention
 
 UNREAD = 10**9
@@ -199,9 +199,7 @@ class Batch:
             max_query_len=max((q for q, _ in case.shapes[num_prompts:]), default=1),
             max_seq_len=max(n for _, n in case.shapes),
             page_size=case.page,
-            num_query_heads=case.heads[0],
-            num_kv_heads=case.heads[1],
-            head_dim=case.size,
+            heads=Heads(*case.heads, case.size),
             dtype=case.dtype,
             prefix_group=None if self.prefixes is None else self.prefixes[0],
             prefix_len=None if self.prefixes is None else self.prefixes[1],
@@ -297,7 +295,7 @@ def test_lists_of_lengths(device: torch.device) -> None:
     for shapes in (MIXED[:6], [(5, 16), (300, 300), (1, 90)]):
         case = Case([(q, n) for q, n in shapes if q])
         batch = Batch(case, device, 5)
-        lens, heads = list(zip(*case.shapes)), (*case.heads, case.size)
+        lens, heads = list(zip(*case.shapes)), Heads(*case.heads, case.size)
         plan = step_attention.plan_attention(lens[0], lens[1], batch.page_ids, case.page, heads, case.dtype, device)
         assert isinstance(plan, StepAttention)
         check(batch, plan)

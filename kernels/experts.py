@@ -1,0 +1,240 @@
+"""Products of tokens with the experts that they take, on a GPU: what `reference.mix_experts` is on CPU.
+
+Nothing of which token takes which expert comes to the host. Few rows to an expert: `experts.cu`, at the speed of the memory, where a row of
+the result does not depend on how many rows there are. Many: torch's grouped product where it has one. float32, for tests, and sizes
+that no kernel takes: every expert over every token, by torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from kernels._load import ELEMENTS, Gpu, gpu_of, load
+from kernels.route import ExpertGroups
+
+TILE, STEP, THREADS, TILES, SLOTS = 16, 32, 256, 2, 32
+GROUP_THREADS = 1024
+SHARED = {8: 136 * 1024, 16: 160 * 1024, 32: 216 * 1024}
+"""By the rows of a chunk: as in `kernels.linear`."""
+LEAST_SHARED = {8: 62 * 1024, 16: 90 * 1024, 32: 148 * 1024}
+"""With two stages."""
+STATIC_SHARED = 6 * 1024
+MAX_MEAN_ROWS = 32
+"""Rows to an expert on average up to which `experts.cu` is the faster one."""
+MAX_FEW_TOKENS, MIN_MANY_TOKENS = 192, 65
+"""So that forwards of `warm_up.TOKEN_COUNTS` tokens use every kernel that forwards of any number use."""
+MAX_PAIRS = 64 * 1024
+"""Of one launch of `group_rows`, which is one block."""
+
+Defines = dict[str, "int | str"]
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""gate | up [n, 2 inner] -> [n, inner]."""
+
+
+def choose_shape(num_tokens: int, num_chosen: int, num_experts: int, dtype: torch.dtype, is_gated: bool, gpu: Gpu) -> tuple[Defines, Defines]:
+    """How `experts.cu` is compiled for the products into and out of the experts. Raises ValueError where the GPU has too little shared memory."""
+    mean = num_tokens * num_chosen / num_experts
+    wanted = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 or (num_tokens <= MAX_FEW_TOKENS and mean <= 10) else 32
+    room = gpu.block_memory - STATIC_SHARED
+    fits = [tokens for tokens in SHARED if tokens <= wanted and LEAST_SHARED[tokens] <= room]
+    if not fits:
+        raise ValueError(f"experts need {LEAST_SHARED[8] + STATIC_SHARED} bytes of shared memory a block; this GPU has {gpu.block_memory}")
+    tokens = fits[-1]
+    common: Defines = {
+        "ELEMENT": ELEMENTS[dtype],
+        "TOKENS": tokens,
+        "TILES": TILES,
+        "SLOTS": SLOTS,
+        "SHARED": min(SHARED[tokens], room // 1024 * 1024),
+    }
+    return {**common, "GATED": int(is_gated), "GATHER": 1}, {**common, "GATED": 0, "GATHER": 0}
+
+
+def choose_groups(num_tokens: int, num_chosen: int, first: int, num_own: int, dtype: torch.dtype, device: torch.device) -> ExpertGroups | None:
+    """How a router is to sort pairs for `mix_experts` of so many tokens; None: where it is to leave that."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not num_tokens or _is_many(num_tokens, num_chosen, num_own):
+        return None
+    gpu = gpu_of(device)
+    if gpu.block_memory < LEAST_SHARED[8] + STATIC_SHARED:
+        return None
+    rows = int(choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu)[0]["TOKENS"])
+    num_pairs = num_tokens * num_chosen
+    return ExpertGroups(first, num_own, rows, min(num_own, num_pairs) + num_pairs // rows)
+
+
+def _is_many(num_tokens: int, num_chosen: int, num_own: int) -> bool:
+    return num_tokens >= MIN_MANY_TOKENS and num_tokens * num_chosen > MAX_MEAN_ROWS * num_own
+
+
+def mix_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation,
+    is_silu: bool,
+    first: int = 0,
+    residual: torch.Tensor | None = None,
+    lists: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weighted sum of what each token's experts make of it: x [T, hidden] -> [T, hidden]; added to residual in place where there is one.
+
+    experts [T, k] int64, weights [T, k] float32; gate_up [E, 2 inner, hidden] and down [E, hidden, inner] of the experts from number `first`
+    on: what others would add is left out. is_silu: whether activation is silu(gate) * up, which the kernel has. lists: the pairs as a router
+    sorted them by `choose_groups`.
+    """
+    (num_tokens, hidden), (num_own, _, inner) = x.shape, down.shape
+    _check(x, experts, weights, gate_up, down, residual)
+    if not num_tokens:
+        return x.new_empty(0, hidden) if residual is None else residual
+    if not _has_kernel(x, hidden, inner):
+        made = _mix_every(x, experts, weights, gate_up, down, activation, first)
+        return made if residual is None else residual.add_(made)
+    num_chosen = experts.shape[1]
+    is_many = _is_many(num_tokens, num_chosen, num_own)
+    if is_many and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
+        made, places = _multiply_sorted(x, experts, gate_up, down, activation, first)
+    elif num_tokens * num_chosen > MAX_PAIRS:
+        half = num_tokens // 2
+        parts = [slice(0, half), slice(half, num_tokens)]
+        out = torch.empty_like(x) if residual is None else residual
+        for part in parts:
+            own = None if residual is None else residual[part]
+            made = mix_experts(x[part], experts[part], weights[part], gate_up, down, activation, is_silu, first, own)
+            if residual is None:
+                out[part] = made
+        return out
+    else:
+        made, places = _multiply_chunks(x, experts, gate_up, down, activation, is_silu, first, lists), None
+    return _combine(made, places, experts, weights, first, num_own, residual)
+
+
+def _check(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, residual: torch.Tensor | None
+) -> None:
+    num_own, hidden, inner = down.shape
+    if x.dim() != 2 or x.shape[1] != hidden or gate_up.shape != (num_own, 2 * inner, hidden) or not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(
+            f"mix_experts: x {tuple(x.shape)} {x.dtype} must be [T, hidden], gate_up {tuple(gate_up.shape)} [E, 2 inner, hidden] and "
+            f"down {tuple(down.shape)} [E, hidden, inner], of one type"
+        )
+    if experts.shape != weights.shape or experts.shape[:1] != x.shape[:1] or experts.dtype != torch.int64 or weights.dtype != torch.float32:
+        raise ValueError(
+            f"mix_experts: experts {tuple(experts.shape)} {experts.dtype} must be int64 [{len(x)}, k], weights {tuple(weights.shape)} "
+            f"{weights.dtype} float32"
+        )
+    tensors = {"experts": experts, "weights": weights, "gate_up": gate_up, "down": down}
+    tensors |= {} if residual is None else {"residual": residual}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"mix_experts: {name} {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"mix_experts: residual {tuple(residual.shape)} {residual.dtype} must be {tuple(x.shape)} {x.dtype}")
+
+
+def _has_kernel(x: torch.Tensor, hidden: int, inner: int) -> bool:
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and hidden % STEP == 0
+        and inner % STEP == 0
+        and gpu_of(x.device).block_memory >= LEAST_SHARED[8] + STATIC_SHARED
+    )
+
+
+def _mix_every(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation,
+    first: int,
+) -> torch.Tensor:
+    """Every expert over every token: its shapes are the same whatever the tokens take."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number, (into, back) in enumerate(zip(gate_up, down, strict=True), first):
+        share = (weights * (experts == number)).sum(dim=1, keepdim=True)
+        made = F.linear(activation(F.linear(x, into)), back)
+        out += torch.where(share != 0, made.float() * share, 0)  # what nobody takes may overflow
+    return out.to(x.dtype)
+
+
+def _multiply_chunks(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: Activation,
+    is_silu: bool,
+    first: int,
+    lists: torch.Tensor | None,
+) -> torch.Tensor:
+    """What each token's experts make of it [T k, hidden], by pairs; rows of experts that the rank does not hold are not written."""
+    (num_tokens, num_chosen), (num_own, hidden, inner), device = experts.shape, down.shape, x.device
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    num_pairs, gpu = num_tokens * num_chosen, gpu_of(device)
+    into, back = choose_shape(num_tokens, num_chosen, num_own, x.dtype, is_silu, gpu)
+    max_chunks = min(num_own, num_pairs) + num_pairs // int(into["TOKENS"])
+    blocks = max(gpu.num_multiprocessors, -(-max_chunks // (SLOTS - 2)))
+    if lists is None:
+        lists = torch.empty(4 * max_chunks + num_pairs + 1, dtype=torch.int32, device=device)
+        group = load(device, "experts", "group_rows", into, 8 * num_own, programmatic=True)
+        group((1, 1), (GROUP_THREADS, 1, 1), lists, experts, max_chunks, num_pairs, first, num_own, shared=8 * num_own)
+    elif lists.shape != (4 * max_chunks + num_pairs + 1,):
+        raise ValueError(f"mix_experts: lists {tuple(lists.shape)} are of other tokens: must be [{4 * max_chunks + num_pairs + 1}]")
+    shared, grid, block = int(into["SHARED"]), (blocks, 1), (THREADS, 1, 1)
+    act = x.new_empty(num_pairs, inner if is_silu else 2 * inner)
+    multiply = load(device, "experts", "expert_linear", into, shared, programmatic=True)
+    multiply(grid, block, act, x, gate_up, lists, max_chunks, num_pairs, num_chosen, 2 * inner, hidden, x.stride(0))
+    act = act if is_silu else activation(act)
+    made = x.new_empty(num_pairs, hidden)
+    multiply = load(device, "experts", "expert_linear", back, shared, programmatic=True)
+    multiply(grid, block, made, act, down, lists, max_chunks, num_pairs, num_chosen, hidden, inner, inner)
+    return made
+
+
+def _multiply_sorted(
+    x: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by torch's grouped product, in the order of the experts, and where in it each pair lies [T, k]."""
+    num_own, num_chosen = len(down), experts.shape[1]
+    numbers = experts.flatten() - first
+    numbers = torch.where((numbers >= 0) & (numbers < num_own), numbers, num_own)  # others' come last, and belong to no product
+    in_order, order = numbers.sort(stable=True)
+    ends = torch.searchsorted(in_order, _numbers(num_own, x.device), right=True).int()
+    places = torch.empty_like(order).scatter_(0, order, _numbers(len(order), x.device))
+    act = activation(torch._grouped_mm(x[order // num_chosen], gate_up.transpose(1, 2), offs=ends))
+    return torch._grouped_mm(act, down.transpose(1, 2), offs=ends), places.view_as(experts)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device)
+
+
+def _combine(
+    made: torch.Tensor,
+    places: torch.Tensor | None,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    first: int,
+    num_own: int,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    (num_tokens, num_chosen), size, device = experts.shape, made.shape[1], made.device
+    out = made.new_empty(num_tokens, size) if residual is None else residual
+    _, defines = choose_shape(1, 1, 1, made.dtype, True, gpu_of(device))
+    kernel = load(device, "experts", "combine_experts", defines, programmatic=True)
+    threads = 128
+    grid = (-(-num_tokens * (size // 8) // threads), 1)
+    pointers = (0 if t is None else t for t in (residual,))
+    kernel(
+        grid, (threads, 1, 1), out, *pointers, made, experts, weights, 0 if places is None else places, num_tokens, size, num_chosen, first, num_own
+    )
+    return out

@@ -1,0 +1,109 @@
+// Multi-head latent attention beside the attention itself: append_latent writes latents to their slots, head_linear is a product for each head.
+//
+// ELEMENT: __nv_bfloat16, __half, or for append_latent float; SPLIT: warps that share the terms of a sum in head_linear, 1 or 4; STEPS: 32 terms
+// each, that one of them has at most.
+#include "generated.cuh"
+#include "skinny.cuh"
+
+constexpr int THREADS = 128, WARPS = THREADS / 32, STEP = 32, TILE = 16, TOKENS = 32;
+
+struct Rotation {
+    float low, high;
+};
+
+__device__ __forceinline__ Rotation rotate(const Element* source, const Element* cos, const Element* sin, int i, int half) {
+    const float low = to_float(source[i]), high = to_float(source[i + half]);
+    return {fmaf(high, to_float(sin[i]), low * to_float(cos[i])), fmaf(low, to_float(sin[i + half]), high * to_float(cos[i + half]))};
+}
+
+// A block of column 0 normalises a token's latent, turns its key and writes both to their slot, unless that is negative; the others turn the last
+// numbers of the queries' heads in place, THREADS pairs each. cos and sin [T, dim]; pages: entries of rank + dim numbers.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    append_latent(Element* pages, Element* query, const Element* latents, const Element* norm_weight, const Element* cos, const Element* sin, const int* slots,
+                  LatentSizes sizes) {
+    __shared__ float sums[WARPS];
+    launch_dependents();
+    wait_for_earlier();
+    const int token = blockIdx.x, half = sizes.dim / 2;
+    cos += static_cast<size_t>(token) * sizes.dim, sin += static_cast<size_t>(token) * sizes.dim;
+    if (blockIdx.y > 0) {
+        const int pair = (blockIdx.y - 1) * THREADS + threadIdx.x;
+        if (pair >= sizes.num_heads * half) return;
+        Element* head = query + static_cast<size_t>(token) * sizes.query_stride + (pair / half) * sizes.head_size + sizes.head_size - sizes.dim;
+        const int i = pair % half;
+        const Rotation turned = rotate(head, cos, sin, i, half);
+        head[i] = from_float<Element>(turned.low), head[i + half] = from_float<Element>(turned.high);
+        return;
+    }
+    const int64_t slot = slots[static_cast<int64_t>(token) * sizes.slot_words];  // below 2^31 whatever its type: of an int64 the low word is read
+    if (slot < 0) return;
+    const Element* source = latents + static_cast<size_t>(token) * sizes.latent_stride;
+    Element* target = pages + slot * (sizes.rank + sizes.dim);
+    float sum = 0;
+    for (int i = threadIdx.x; i < sizes.rank; i += THREADS) {
+        const float value = to_float(source[i]);
+        sum = fmaf(value, value, sum);
+    }
+    sum = sum_warp(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < WARPS; ++w) sum += sums[w];
+    const float inverse = inverse_rms(sum, sizes.rank, sizes.eps);
+    for (int i = threadIdx.x; i < sizes.rank; i += THREADS) target[i] = scale(source[i], inverse, norm_weight[i]);
+    for (int i = threadIdx.x; i < half; i += THREADS) {
+        const Rotation turned = rotate(source + sizes.rank, cos, sin, i, half);
+        target[sizes.rank + i] = from_float<Element>(turned.low), target[sizes.rank + i + half] = from_float<Element>(turned.high);
+    }
+}
+
+// out [T, H, N]: of each head x [T, H, K] times weight [H, N, K] transposed. Weights stay in registers while tokens go by, and begin to come
+// before the kernel ahead has ended. Grid: tiles of 16 rows of weights (WARPS / SPLIT of them a block), heads, TOKENS tokens each.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    head_linear(Element* out, const Element* x, const Element* weight, int num_tokens, int N, int K, int x_token, int x_head, int weight_head) {
+    __shared__ float sums[WARPS][8][TILE + 4];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head = blockIdx.y;
+    const int tile = SPLIT > 1 ? blockIdx.x : blockIdx.x * WARPS + warp, part = SPLIT > 1 ? warp : 0;
+    const bool is_used = tile * TILE < N;
+    uint4 a[STEPS][2] = {};
+    const Element* rows = weight + static_cast<size_t>(head) * weight_head + static_cast<size_t>(tile * TILE + g) * K + t * 8;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+        const int k = (part * STEPS + s) * STEP;
+        if (is_used && k < K)
+            a[s][0] = __ldg(reinterpret_cast<const uint4*>(rows + k)), a[s][1] = __ldg(reinterpret_cast<const uint4*>(rows + static_cast<size_t>(8) * K + k));
+    }
+    launch_dependents();
+    wait_for_earlier();
+    const int first = blockIdx.z * TOKENS;
+#pragma unroll 1
+    for (int begin = first; begin < min(first + TOKENS, num_tokens); begin += 8) {
+        const int token = begin + g;
+        uint4 b[STEPS];
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            const int k = (part * STEPS + s) * STEP;
+            b[s] = make_uint4(0, 0, 0, 0);
+            if (token < num_tokens && k < K)
+                b[s] = __ldcg(reinterpret_cast<const uint4*>(x + static_cast<size_t>(token) * x_token + static_cast<size_t>(head) * x_head + k + t * 8));
+        }
+        float acc[4] = {};
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) {
+            multiply(acc, a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y, b[s].x, b[s].y);
+            multiply(acc, a[s][0].z, a[s][1].z, a[s][0].w, a[s][1].w, b[s].z, b[s].w);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[warp][t * 2 + i % 2][g + i / 2 * 8] = acc[i];
+        if (SPLIT > 1) __syncthreads(); else __syncwarp();
+        const int thread = SPLIT > 1 ? threadIdx.x : lane, count = SPLIT > 1 ? THREADS : 32;
+        for (int i = thread; i < 8 * TILE; i += count) {
+            const int own = begin + i / TILE, n = tile * TILE + i % TILE;
+            float value = 0;
+#pragma unroll
+            for (int p = 0; p < SPLIT; ++p) value += sums[SPLIT > 1 ? p : warp][i / TILE][i % TILE];
+            if (own < num_tokens && n < N) out[(static_cast<size_t>(own) * gridDim.y + head) * N + n] = from_float<Element>(value);
+        }
+        if (SPLIT > 1) __syncthreads(); else __syncwarp();
+    }
+}

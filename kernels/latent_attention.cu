@@ -1,0 +1,213 @@
+// Attention of a few queries per request over paged latents, for which all heads share one key of RANK + ROPE numbers, whose first RANK are the
+// value too (multi-head latent attention, absorbed). By the plan of attention_plan.cuh; split items are merged by merge_latents.
+//
+// Compile-time: DTYPE 0 bfloat16, 1 float16; GROUP query heads; HEAD_DIM: RANK, a multiple of 16 NUM_WARPS; ROPE, with which it is a multiple of 64;
+// PAGE_SIZE; MAX_ROWS most rows (queries x heads) of an item; TILE keys of each of two stages, eight for each of NUM_WARPS warps; NUM_KV_HEADS,
+// CLUSTER 1, CASCADE 0, MERGE_APART 1.
+
+#include "attention_merge.cuh"
+#include "attention_tensor.cuh"
+
+constexpr int SIZE = HEAD_DIM + ROPE, KEY_BYTES = SIZE * 2, KEY_CHUNKS = SIZE / 8, STAGES = 2;
+constexpr int M_TILES = (MAX_ROWS + 15) / 16, K_STEPS = SIZE / 16, COLUMNS = HEAD_DIM / WARPS, PAIRS = COLUMNS / 16;
+static_assert(TILE == 8 * WARPS && SIZE % 64 == 0 && COLUMNS % 16 == 0, "see above");
+// Shared memory; latent_attention.py computes the same sum.
+constexpr int STAGE_BYTES = TILE * KEY_BYTES, QUERY_OFFSET = STAGES * STAGE_BYTES, WEIGHT_OFFSET = QUERY_OFFSET + M_TILES * 16 * KEY_BYTES;
+constexpr int PEAK_OFFSET = WEIGHT_OFFSET + M_TILES * 16 * TILE * 2;  // [WARPS][rows] floats
+
+template <int N> struct Count { static constexpr int value = N; };
+
+// Rows of KEY_BYTES, whose 16-byte chunks are swapped about within eight of them, so that eight rows of one column lie in different banks.
+__device__ __forceinline__ uint32_t place_of(int row, int chunk) { return row * KEY_BYTES + ((chunk ^ (row & 7)) << 4); }
+
+// A warp makes the scores of eight keys of a tile, and weights x values of its share of the columns.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    latent_attention(Number* out, const Number* absorbed, const Number* turned, const Number* pages, const int* page_table, const Start* starts,
+                     const Item* items, float* partial_sums, float2* partial_stats, LatentStrides strides) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, half = lane >> 4;
+    const uint32_t base = shared_address(memory);
+    const Partials partials{partial_sums, partial_stats};
+    const float scale = LOG2E * strides.scale;
+    float* peaks = (float*)(memory + PEAK_OFFSET);
+    launch_dependents();
+    wait_for_earlier();
+    Item item = starts[blockIdx.x].item;
+    const int next = item.next, end = item.end;
+    item.query_start -= strides.first_token;
+
+    auto process = [&](auto m_tiles) {
+        constexpr int M = decltype(m_tiles)::value;
+        const int* table = page_table + (int64_t)item.table_row * strides.table;
+        int loaded = item.token_begin;  // where the next tile to load begins
+        auto page_at = [&](int token) { return token + warp * 8 < item.token_end ? table[(token + warp * 8) >> PAGE_SHIFT] : 0; };
+        int page = page_at(loaded);
+        auto load_tile = [&](int stage) {  // a warp's eight keys lie in one page
+            const int token = loaded + warp * 8, count = item.token_end - token;
+            if (loaded < item.token_end) {
+                const char* source = (const char*)pages + (int64_t)page * strides.page_bytes + (token & (PAGE_SIZE - 1)) * KEY_BYTES;
+                const uint32_t target = base + stage * STAGE_BYTES + warp * 8 * KEY_BYTES;
+#pragma unroll
+                for (int j = 0; j < KEY_CHUNKS / 4; ++j) {
+                    const int i = j * 32 + lane, row = i / KEY_CHUNKS;
+                    copy_async(target + place_of(row, i % KEY_CHUNKS), source + i * 16, row < count);
+                }
+            }
+            asm volatile("cp.async.commit_group;" ::: "memory");
+            loaded += TILE;
+            page = page_at(loaded);
+        };
+        load_tile(0);
+        load_tile(1);
+        for (int i = threadIdx.x; i < M * 16 * KEY_CHUNKS; i += THREADS) {
+            const int row = i / KEY_CHUNKS, chunk = i % KEY_CHUNKS, r = item.row_start + row;
+            const int64_t token = item.query_start + r / GROUP;
+            uint4 value = make_uint4(0, 0, 0, 0);
+            if (row < item.num_rows)
+                value = __ldcg((const uint4*)(chunk < HEAD_DIM / 8 ? absorbed + token * strides.absorbed_token + r % GROUP * strides.absorbed_head + chunk * 8
+                                                                   : turned + token * strides.turned_token + r % GROUP * strides.turned_head + (chunk - HEAD_DIM / 8) * 8));
+            *(uint4*)(memory + QUERY_OFFSET + place_of(row, chunk)) = value;
+        }
+
+        float sums[M][2 * PAIRS][4] = {}, peak[M][2], total[M][2] = {};
+#pragma unroll
+        for (int m = 0; m < M; ++m) peak[m][0] = peak[m][1] = -INFINITY;
+        int stage = 0;
+#pragma unroll 1
+        for (int token = item.token_begin; token < item.token_end; token += TILE, stage ^= 1) {
+            asm volatile("cp.async.wait_group 1;" ::: "memory");
+            __syncthreads();
+            const uint32_t keys = base + stage * STAGE_BYTES, own = keys + (warp * 8 + (lane & 7)) * KEY_BYTES;
+            const uint32_t queries = base + QUERY_OFFSET + (lane & 15) * KEY_BYTES;
+            constexpr int CHAINS = M == 1 ? 4 : M == 2 ? 2 : 1;  // of dependent products
+            float parts[CHAINS][M][4] = {};
+#pragma unroll
+            for (int k = 0; k < K_STEPS; k += 2) {
+                uint32_t b[4];
+                load_matrices(b, own + (((k * 2 + (lane >> 3)) ^ (lane & 7)) << 4));
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int m = 0; m < M; ++m) {
+                        uint32_t a[4];
+                        load_matrices(a, queries + m * 16 * KEY_BYTES + ((((k + i) * 2 + half) ^ (lane & 7)) << 4));
+                        multiply(parts[(k + i) % CHAINS][m], a, b[2 * i], b[2 * i + 1]);
+                    }
+            }
+            float(&scores)[M][4] = parts[0];
+#pragma unroll
+            for (int c = 1; c < CHAINS; ++c)
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) scores[m][i] += parts[c][m][i];
+            const int first_key = token + warp * 8 + (lane & 3) * 2;
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int row = m * 16 + (lane >> 2) + h * 8, seen = min(item.token_end, item.first_visible + (item.row_start + row) / GROUP + 1) - first_key;
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) scores[m][2 * h + i] = i < seen ? scores[m][2 * h + i] * scale : -INFINITY;
+                    float largest = fmaxf(scores[m][2 * h], scores[m][2 * h + 1]);
+                    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+                    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+                    if ((lane & 3) == 0) peaks[warp * (M * 16) + row] = largest;
+                }
+            __syncthreads();
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int row = m * 16 + (lane >> 2) + h * 8;
+                    float larger = peak[m][h];
+#pragma unroll
+                    for (int w = 0; w < WARPS; ++w) larger = fmaxf(larger, peaks[w * (M * 16) + row]);
+                    const float reference = larger == -INFINITY ? 0 : larger, old = exp2_fast(peak[m][h] - reference);
+                    peak[m][h] = larger;
+#pragma unroll
+                    for (int n = 0; n < 2 * PAIRS; ++n) sums[m][n][2 * h] *= old, sums[m][n][2 * h + 1] *= old;
+                    const float a = exp2_fast(scores[m][2 * h] - reference), b = exp2_fast(scores[m][2 * h + 1] - reference);
+                    total[m][h] = total[m][h] * old + a + b;
+                    *(Pair*)(memory + WEIGHT_OFFSET + row * (TILE * 2) + ((warp ^ (row & (WARPS - 1))) << 4) + (lane & 3) * 4) = to_pair(a, b);
+                }
+            __syncthreads();
+#pragma unroll
+            for (int k = 0; k < TILE / 16; ++k) {
+                uint32_t v[PAIRS][4];
+#pragma unroll
+                for (int p = 0; p < PAIRS; ++p) load_transposed(v[p], keys + place_of(k * 16 + (lane & 15), warp * (COLUMNS / 8) + 2 * p + half));
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    uint32_t a[4];
+                    const int row = m * 16 + (lane & 15);
+                    load_matrices(a, base + WEIGHT_OFFSET + row * (TILE * 2) + (((2 * k + half) ^ (row & (WARPS - 1))) << 4));
+#pragma unroll
+                    for (int p = 0; p < PAIRS; ++p) multiply(sums[m][2 * p], a, v[p][0], v[p][1]), multiply(sums[m][2 * p + 1], a, v[p][2], v[p][3]);
+                }
+            }
+            __syncthreads();  // the stage is free
+            load_tile(stage);
+        }
+
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                total[m][h] += __shfl_xor_sync(~0u, total[m][h], 1);
+                total[m][h] += __shfl_xor_sync(~0u, total[m][h], 2);
+                if ((lane & 3) == 0) peaks[warp * (M * 16) + m * 16 + h * 8 + (lane >> 2)] = total[m][h];
+            }
+        __syncthreads();
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = m * 16 + h * 8 + (lane >> 2), column = warp * COLUMNS + (lane & 3) * 2;
+                if (row >= item.num_rows) continue;
+                float all = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) all += peaks[w * (M * 16) + row];
+                if (item.num_pieces == 1) {
+                    Number* target = out + output_offset(item, row) + column;
+                    const float inverse = 1 / all;
+#pragma unroll
+                    for (int n = 0; n < 2 * PAIRS; ++n) *(Pair*)(target + n * 8) = to_pair(sums[m][n][2 * h] * inverse, sums[m][n][2 * h + 1] * inverse);
+                } else {
+                    float* target = partials.sum(item.piece, row) + column;
+#pragma unroll
+                    for (int n = 0; n < 2 * PAIRS; ++n) *(float2*)(target + n * 8) = make_float2(sums[m][n][2 * h], sums[m][n][2 * h + 1]);
+                    if (warp == 0 && (lane & 3) == 0) *partials.stat(item.piece, 0, row) = make_float2(peak[m][h], all);
+                }
+            }
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();  // before the next item's queries and keys
+    };
+
+#pragma unroll 1
+    for (int i = next; item.num_rows > 0; ++i) {
+        if (item.num_rows <= 16 || M_TILES == 1) process(Count<1>());
+        else if (item.num_rows <= 32 || M_TILES == 2) process(Count<M_TILES < 2 ? M_TILES : 2>());
+        else process(Count<M_TILES>());
+        if (i >= end) break;
+        item = items[i];
+        item.query_start -= strides.first_token;
+    }
+}
+
+// Merges what several workers have of a token's heads. Grid: tokens from first_token on, and as many heads as a block has room for; a thread has eight columns.
+extern "C" __global__ void __launch_bounds__(THREADS) merge_latents(Number* out, float* partial_sums, float2* partial_stats, const int4* token_places,
+                                                                    const int2* segment_pieces, int first_token) {
+    launch_dependents();
+    wait_for_earlier();
+    constexpr int PER_HEAD = HEAD_DIM / 8;
+    const int4 place = token_places[blockIdx.x + first_token];
+    const int thread = blockIdx.y * THREADS + threadIdx.x, head = thread / PER_HEAD, column = thread % PER_HEAD * 8;
+    if (place.x < 0 || head >= GROUP) return;
+    const int row = place.y * GROUP + head;
+    const int2 pieces = segment_pieces[place.x + row / MAX_ROWS];
+    if (pieces.y < 2) return;
+    Merged merged;
+    merged.add(Partials{partial_sums, partial_stats}, pieces.x, pieces.y, 0, row % MAX_ROWS, column);
+    merged.store(out + ((int64_t)blockIdx.x * GROUP + head) * HEAD_DIM + column);
+}

@@ -1,0 +1,137 @@
+"""Attention of a few queries per request over paged latents: absorbed multi-head latent attention (DeepSeek-V2, 2024, section 2.1)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kernels._load import Gpu, Kernel, gpu_of, load
+from kernels.attention import PLAN_CTAS, PLAN_THREADS, Heads
+from kernels.structs import LatentStrides, PlanSizes
+
+TILES = (64, 32)
+"""Keys of a stage; a warp has eight of them."""
+MAX_ROWS = 64
+"""Most rows (queries x heads) of one work item."""
+MIN_KEYS = 64
+"""A request's keys are split in no smaller parts than this many per block."""
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+
+
+def _shared_bytes(rows: int, size: int, tile: int) -> int:
+    rows = -(-rows // 16) * 16
+    return (2 * tile + rows) * size * 2 + rows * tile * 2 + tile // 8 * rows * 4
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_shape(max_query_len: int, page_size: int, heads: Heads, dtype: torch.dtype, gpu: Gpu) -> tuple[tuple[str, int], ...] | None:
+    """What latent_attention.cu is compiled with; None: no kernel has such sizes."""
+    rank, dim = heads.latent_rank, heads.latent_dim
+    if dtype not in _DTYPES or (rank + dim) % 64 or dim % 8 or page_size < 16 or page_size & (page_size - 1):
+        return None
+    wanted = max_query_len * heads.num_query
+    for blocks in range(1, wanted + 1):
+        rows = wanted if blocks == 1 else -(-wanted // (16 * blocks)) * 16
+        if rows > MAX_ROWS:
+            continue
+        for tile in TILES:
+            columns = rank // (tile // 8)
+            if rank % (tile // 8 * 16) or columns > 128 or _shared_bytes(rows, rank + dim, tile) > gpu.block_memory or (tile == 32 and rows > 32):
+                continue
+            defines = {"DTYPE": _DTYPES[dtype], "GROUP": heads.num_query, "NUM_KV_HEADS": 1, "HEAD_DIM": rank, "ROPE": dim, "PAGE_SIZE": page_size}
+            defines |= {"MAX_ROWS": rows, "CLUSTER": 1, "TILE": tile, "NUM_WARPS": tile // 8, "MIN_CTAS": 1, "CASCADE": 0, "MERGE_APART": 1}
+            return tuple(defines.items())
+        if rows <= 16:
+            break
+    return None
+
+
+def load_all(device: torch.device, defines: dict[str, int]) -> tuple[Kernel, Kernel, Kernel]:
+    """The kernels that attend, plan and merge; inside `_load.compiling` they are compiled."""
+    shared = _shared_bytes(defines["MAX_ROWS"], defines["HEAD_DIM"] + defines["ROPE"], defines["TILE"])
+    attend = load(device, "latent_attention", "latent_attention", defines, shared, programmatic=True)
+    return (
+        attend,
+        load(device, "latent_attention", "plan_attention", defines),
+        load(device, "latent_attention", "merge_latents", defines, programmatic=True),
+    )
+
+
+class LatentPlan:
+    """How one step's attention over latents is spread over the GPU: see `kernels.attention.AttentionPlan`, whose arguments these are."""
+
+    def __init__(
+        self,
+        *,
+        cu_query_lens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        page_table: torch.Tensor,
+        table_rows: torch.Tensor,
+        max_query_len: int,
+        page_size: int,
+        heads: Heads,
+        defines: dict[str, int],
+        first_token: int = 0,
+    ) -> None:
+        """defines: what `choose_shape` gave."""
+        self._lists, self._table = (cu_query_lens, seq_lens), page_table
+        self._table_rows, self._heads, self._page_size = table_rows, heads, page_size
+        batch, device = len(seq_lens), seq_lens.device
+        tile, rows = defines["TILE"], defines["MAX_ROWS"]
+        self._attend, self._plan, self._merge = load_all(device, defines)
+        self._block, self._min_tiles, self._num_workers = (4 * tile, 1, 1), max(1, MIN_KEYS // tile), gpu_of(device).num_multiprocessors
+        self._first_token, self.num_tokens = first_token, first_token + batch * max_query_len
+        segments = batch * -(-max_query_len * heads.num_query // rows)
+        self._num_items = segments + self._num_workers
+
+        def make(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        self._starts, self._items = make(self._num_workers, 32), make(self._num_items * 16)
+        self._places, self._pieces = make(self.num_tokens, 4), make(segments, 2)
+        self._partial_shapes = (2 * self._num_workers, rows, heads.latent_rank), (2 * self._num_workers, rows, 2)
+        self._plan_bytes = 4 * (3 * batch + 2 + self._num_workers + 1)
+
+    def refresh(self) -> None:
+        """Spreads the step's work anew, from the lengths that the tensors hold now. Nothing comes to the host."""
+        sizes = PlanSizes(len(self._table_rows), self._table.stride(0), self._num_workers, self._min_tiles, self._num_items, self.num_tokens)
+        lists = (self._starts, self._items, self._places, self._pieces, *self._lists, self._table, self._table_rows, 0, 0)
+        self._plan((PLAN_CTAS, 1), (PLAN_THREADS, 1, 1), *lists, sizes, shared=self._plan_bytes)
+
+    def attend(
+        self, absorbed: torch.Tensor, turned: torch.Tensor, pages: torch.Tensor, scale: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """absorbed [T, H, R] and turned [T, H, D] parts of queries over pages [P, page, 1, R + D] -> weighted sums of latents [T, H, R].
+
+        Row 0 is the packed row first_token. Rows past the last request's are not written.
+        """
+        heads, size = self._heads, self._heads.latent_rank + self._heads.latent_dim
+        for name, tensor, width in (("absorbed", absorbed, heads.latent_rank), ("turned", turned, heads.latent_dim)):
+            is_aligned = tensor.stride(2) == 1 and not any(stride % 8 for stride in tensor.stride()[:2]) and tensor.data_ptr() % 16 == 0
+            if tensor.shape[1:] != (heads.num_query, width) or tensor.dtype != pages.dtype or not is_aligned:
+                want = f"{pages.dtype} [T, {heads.num_query}, {width}] with rows at multiples of 16 bytes"
+                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; must be {want}")
+        if pages.shape[1:] != (self._page_size, 1, size) or pages.stride()[1:] != (size, size, 1) or pages.stride(0) % 8:
+            raise ValueError(
+                f"pages are {list(pages.shape)} with strides {pages.stride()}; must be [P, {self._page_size}, 1, {size}], each in one piece"
+            )
+        if out is None:
+            out = torch.empty(absorbed.shape, dtype=absorbed.dtype, device=absorbed.device)
+        sums, stats = (torch.empty(shape, dtype=torch.float32, device=out.device) for shape in self._partial_shapes)
+        strides = LatentStrides(
+            absorbed.stride(0),
+            absorbed.stride(1),
+            turned.stride(0),
+            turned.stride(1),
+            self._table.stride(0),
+            pages.stride(0) * pages.element_size(),
+            self._first_token,
+            scale,
+        )
+        lists = (self._table, self._starts, self._items)
+        self._attend((self._num_workers, 1), self._block, out, absorbed, turned, pages, *lists, sums, stats, strides)
+        blocks = -(-heads.num_query * (heads.latent_rank // 8) // self._block[0])
+        grid = (self.num_tokens - self._first_token, blocks)
+        self._merge(grid, self._block, out, sums, stats, self._places, self._pieces, self._first_token)
+        return out

@@ -1,0 +1,110 @@
+"""Attention of prompts of any length over their gathered keys, by torch's flash attention with packed queries and keys (Dao 2023)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels.reference.attention import token_rows
+
+MAX_QUERIES = 1024
+"""Of a prompt, that are computed together where scores are held whole."""
+MAX_HEAD_DIM = 256
+"""That flash attention takes."""
+
+
+class PromptAttention:
+    """The leading rows of one step that are prompts. Keys and values of all their tokens are gathered for each layer."""
+
+    def __init__(
+        self,
+        cu_queries: torch.Tensor,
+        seq_lens: torch.Tensor,
+        request_indices: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+        max_query_len: int,
+        max_seq_len: int,
+        num_keys: int,
+    ) -> None:
+        """cu_queries [N + 1], seq_lens and request_indices [N]: of the prompts alone; num_keys: the sum of their seq_lens."""
+        count, device = len(seq_lens), seq_lens.device
+        self._max_queries, self._max_keys, self._cu_queries = max_query_len, max_seq_len, cu_queries
+        self._cu_keys = torch.zeros(count + 1, dtype=torch.int32, device=device)
+        torch.cumsum(seq_lens, 0, out=self._cu_keys[1:])
+        keys = torch.arange(num_keys, dtype=torch.int32, device=device)
+        # Should a prompt compute nothing after all, then some keys are nobody's: they are read from anywhere.
+        owners = torch.searchsorted(self._cu_keys[1:], keys, right=True).clamp_(max=count - 1)
+        places = keys - self._cu_keys[owners]
+        numbers = (places // page_size).clamp_(max=page_table.shape[1] - 1)
+        self._pages = page_table[request_indices[owners].long(), numbers.long()].long()
+        self._offsets = places % page_size
+        self._slots: dict[int, torch.Tensor] = {}
+        """KV slots of the keys, by the stride of the plane's pages."""
+        self._bounds: tuple[list[int], list[int]] | None = None
+
+    def _gather(self, pages: torch.Tensor) -> torch.Tensor:
+        """A plane [P, page, Hkv, D] -> what it has of the keys [K, Hkv, D]."""
+        rows = token_rows(pages)
+        stride = pages.stride(0) // rows.shape[1]
+        if stride not in self._slots:
+            self._slots[stride] = (self._pages * stride + self._offsets).clamp_(0, len(rows) - 1)
+        return rows.index_select(0, self._slots[stride]).view(-1, *pages.shape[2:])
+
+    def attend(
+        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, window: int | None = None, cap: float | None = None
+    ) -> torch.Tensor:
+        """See `kernels.step_attention.append_attention`."""
+        return self._attend(query, self._gather(key_pages), self._gather(value_pages), query.shape[2] ** -0.5, window, cap)
+
+    def attend_latents(self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, value_up: torch.Tensor, scale: float) -> torch.Tensor:
+        """See `kernels.step_attention.latent_attention`: keys and values of all heads are made first."""
+        (num_heads, still, rank), value_size = key_up.shape, value_up.shape[1]
+        latents = self._gather(pages)[:, 0]
+        own, shared = latents[:, :rank], latents[:, rank:]
+        keys = latents.new_empty(len(latents), num_heads, query.shape[2])
+        keys[..., :still] = F.linear(own, key_up.flatten(0, 1)).view(-1, num_heads, still)
+        keys[..., still:] = shared[:, None]
+        values = F.linear(own, value_up.flatten(0, 1)).view(-1, num_heads, value_size)
+        if value_size < query.shape[2]:  # flash attention wants keys and values of one size
+            values = F.pad(values, (0, query.shape[2] - value_size))
+        return self._attend(query, keys, values, scale, None, None)[..., :value_size].contiguous()
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None, cap: float | None
+    ) -> torch.Tensor:
+        size = query.shape[2]
+        if query.dtype == torch.float32 or cap is not None or size % 8 or size > MAX_HEAD_DIM or values.shape[2] != size:
+            return self._attend_exactly(query, keys, values, scale, window, cap)
+        lens = (self._cu_queries, self._cu_keys, self._max_queries, self._max_keys)
+        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        return torch.ops.aten._flash_attention_forward(query, keys, values, *lens, 0.0, True, False, scale=scale, **sides)[0]
+
+    def _attend_exactly(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None, cap: float | None
+    ) -> torch.Tensor:
+        """What flash attention has not: float32, which is for tests, capped scores, odd sizes. It waits for the lengths, once a step."""
+        out = query.new_empty(*query.shape[:2], values.shape[2])
+        if self._bounds is None:
+            self._bounds = (self._cu_queries.tolist(), self._cu_keys.tolist())
+        queries, places = self._bounds
+        for begin, end, first, last in zip(queries, queries[1:], places, places[1:]):
+            k, v = (x[first:last].transpose(0, 1) for x in (keys, values))
+            for start in range(begin, end, MAX_QUERIES):
+                stop = min(start + MAX_QUERIES, end)
+                newest = last - first - (end - start)  # what the first of these sees last
+                seen = torch.arange(newest, newest + stop - start, device=query.device)[:, None]
+                numbers = torch.arange(last - first, device=query.device)
+                is_seen = numbers <= seen
+                if window is not None:
+                    is_seen &= numbers > seen - window
+                q = query[start:stop].transpose(0, 1)
+                if cap is None:
+                    y = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=is_seen, enable_gqa=len(q) != len(k), scale=scale)[0]
+                else:
+                    groups = len(q) // len(k)
+                    scores = q.unflatten(0, (-1, groups)).float() @ k[:, None].transpose(2, 3).float() * scale
+                    scores = (cap * (scores / cap).tanh()).masked_fill_(~is_seen, float("-inf"))
+                    y = (scores.softmax(dim=-1) @ v[:, None].float()).flatten(0, 1).to(query.dtype)
+                out[start:stop] = y.transpose(0, 1)
+        return out
