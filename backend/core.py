@@ -149,7 +149,7 @@ class Speculation:
     num_speculative_tokens: int = 0
     verify_strategy: str = "target_match"
     num_model_steps: int = 1
-    """mtp: drafts that the model makes; the others are looked up."""
+    """Drafts that the model drafter makes; the others are looked up."""
     mtp_strategy: str = "default"
 
 

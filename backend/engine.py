@@ -146,6 +146,7 @@ class Engine:
             has_step_drafter=has_step_drafter,
             is_layout_exact=worker.graphs is None,
             cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
+            max_model_drafts=worker.drafter.max_drafts if worker.drafter is not None else 0,
         )
         is_wanted = config.async_scheduling
         self._num_ahead = int(worker.graphs is not None if is_wanted is None else is_wanted)

@@ -98,14 +98,17 @@ class Planner:
         has_step_drafter: bool,
         is_layout_exact: bool,
         cascade_heads: tuple[int, int] | None = None,
+        max_model_drafts: int = MAX_DRAFTS,
     ) -> None:
         """max_drafter_tokens: that the model drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so
-        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once."""
+        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once;
+        max_model_drafts: that the step's model drafter can make in a step."""
         self._config, self._drafters = config, drafters
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width = -(-max_model_len // page_size)
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
         self._cascade_heads = cascade_heads
+        self._max_model_drafts = max_model_drafts
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
@@ -288,7 +291,7 @@ class Planner:
         limit = min(limit, request.speculation.num_speculative_tokens) if entry.emits else 0
         is_current = known.place.has_model and (drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits))
         if limit and is_current:
-            model_limit = min(limit, request.speculation.num_model_steps)
+            model_limit = min(limit, request.speculation.num_model_steps, self._max_model_drafts)
         if limit and known.place.has_lookup:
             lookup_limit = limit
             if model_limit:

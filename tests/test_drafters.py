@@ -20,7 +20,7 @@ from backend import LLM, SamplingParams
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.drafters import remote
 from backend.drafters.calls import DraftCall, DraftError, DraftReply
-from backend.drafters.mtp import MtpDrafter
+from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
 from backend.drafters.suffix import SuffixLookup
 from backend.engine import Engine
@@ -60,7 +60,7 @@ class Service:
     def __init__(self) -> None:
         cpu, dtype = torch.device("cpu"), torch.float32
         target = load_served(str(BUNDLED_MODEL), dtype, cpu, Ranks(), only_head=True)
-        drafter = MtpDrafter(Mtp(BUNDLED_DRAFTER, target, dtype, cpu), max_steps=3)
+        drafter = RecurrentDrafter(Mtp(BUNDLED_DRAFTER, target, dtype, cpu), max_steps=3)
         self.inner = RemoteDrafterService(drafter, dtype, cpu, lambda count: contextlib.nullcontext())
         self.fault = ""
         self.num_opened = 0

@@ -265,7 +265,7 @@ def test_only_drafters_name_methods() -> None:
         constants = [n for n in nodes if isinstance(n, ast.Constant) and n.value in METHODS and name != "backend/detokenizer.py"]
         bad += [f"{name}:{n.lineno} names {n.value}" for n in constants]
     assert not bad, "\n".join(bad)
-    named = ("backend.drafters.mtp", "backend.drafters.ngram", "backend.drafters.suffix", "backend.drafters.hybrid", "backend.models.mtp")
+    named = ("backend.drafters.recurrent", "backend.drafters.ngram", "backend.drafters.suffix", "backend.drafters.hybrid", "backend.models.mtp")
     outside = [i for i in imports_of("backend", "kernels") if not i.file.startswith("backend/drafters/") and i.file not in METHOD_FILES]
     none_of([i for i in outside if i.is_in(*named)], "a step or an engine knows drafters by their protocol")
 

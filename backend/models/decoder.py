@@ -77,13 +77,20 @@ class Decoder:
         cache: list[tuple[torch.Tensor, ...]],
         plan: ops.Plan,
         wanted: Wanted | None = None,
+        entering: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         x = self.embed(token_ids)
         angles = [tables.at(positions) for tables in self._tables]
-        for layer, place, layer_cache in zip(self.layers[:-1], self._table_of[:-1], cache[:-1], strict=True):
-            x = layer.forward(x, angles[place], slots, layer_cache, plan)
-        rows, plan = (None, plan) if wanted is None else (wanted.rows, wanted.plan)
-        x = self.layers[-1].forward(x, angles[self._table_of[-1]], slots, cache[-1], plan, rows)
+        last = self.num_layers - 1
+        for number, (layer, place, layer_cache) in enumerate(zip(self.layers, self._table_of, cache, strict=True)):
+            if entering is not None and number in entering:
+                entering[number] = x.clone()  # layers add to it in place
+            rows = None
+            if number == last and wanted is not None:
+                rows, plan = wanted.rows, wanted.plan
+            x = layer.forward(x, angles[place], slots, layer_cache, plan, rows)
+        if entering is not None and self.num_layers in entering:
+            entering[self.num_layers] = x
         return ops.rms_norm(x, self.norm, self.eps)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reads weights of Hugging Face folders: safetensors, in one file or sharded."""
+"""Reads weights of Hugging Face folders: safetensors, in one file or sharded; and the archives of tensors that older drafters come as."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from backend.errors import ModelError
-from backend.model_files import find_weights, open_weights
+from backend.model_files import check_regular, find_weights, open_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +32,11 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all weights."""
+        return tuple(self._files)
+
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One weight, whole. Raises ModelError when it is missing, unreadable, or not of `shape`."""
         path = self._files.get(name)
@@ -45,6 +50,40 @@ class Checkpoint:
             raise ModelError(f"{path}: weight {name} cannot be read: {error}") from None
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
+        return tensor
+
+
+class PickledCheckpoint(Checkpoint):
+    """A torch archive of tensors by name, read without running anything that is in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory = path.parent
+        self._path = path
+        check_regular(path)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever unpickling a damaged or foreign file raises
+            raise ModelError(f"{path} cannot be read as an archive of tensors: {str(error).splitlines()[0] if str(error) else error!r}") from None
+        if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+            raise ModelError(f"{path} must hold tensors by name")
+        self._tensors: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in found.items()}
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self._path}: weight {name} is missing")
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self._path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
         return tensor
 
 
@@ -64,6 +103,11 @@ class DummyCheckpoint(Checkpoint):
 
     def __contains__(self, name: str) -> bool:
         return not name.endswith(".bias")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Not known: it has what it is asked for."""
+        return ()
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:

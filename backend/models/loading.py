@@ -11,10 +11,11 @@ import torch
 from backend.errors import ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_model
+from backend.model_files import find_pickled
 from backend.models.decoder import Decoder
 from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Wanted
-from backend.models.loader import Checkpoint, DummyCheckpoint
+from backend.models.loader import Checkpoint, DummyCheckpoint, PickledCheckpoint
 from backend.models.moe_spec import MoeSpec
 from backend.models.spec import DecoderSpec
 from backend.parallel.ranks import Ranks
@@ -47,8 +48,12 @@ class Model(Protocol):
         cache: list[tuple[torch.Tensor, ...]],
         plan: ops.Plan,
         wanted: Wanted | None = None,
+        entering: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the final norm [T, hidden], or [R, hidden] of those wanted; keys and values of all go to their slots."""
+        """Hidden states after the final norm [T, hidden], or [R, hidden] of those wanted; keys and values of all go to their slots.
+
+        entering: by number of a layer, filled with the states [T, hidden] that enter it; num_layers: those before the final norm.
+        """
         ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -63,6 +68,12 @@ class Model(Protocol):
 def open_checkpoint(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
     """A folder's weights, or with load_format dummy random ones."""
     return DummyCheckpoint(directory, device, dtype) if load_format == "dummy" else Checkpoint(directory)
+
+
+def open_drafter(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
+    """The same of a drafter, whose weights may be an archive of tensors."""
+    pickled = find_pickled(Path(directory))
+    return PickledCheckpoint(pickled) if pickled is not None and load_format != "dummy" else open_checkpoint(directory, dtype, device, load_format)
 
 
 def load_model(

@@ -8,6 +8,7 @@ last one goes on with its own state. Which state goes on, that before the norm o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -54,6 +55,8 @@ class Mtp:
         self._target = target
         self.hidden_size: int = target.hidden_size
         self.num_layers = len(spec.layers)
+        self.tap_width: int = target.hidden_size
+        self.tapped_layers: tuple[int, ...] = ()
         self._is_hidden_first, self._is_norm_recycled = spec.is_hidden_first, spec.is_norm_recycled
         first = spec.layers[0].decoder
         own, self.eps = first.attention, first.eps
@@ -63,6 +66,10 @@ class Mtp:
             self.layers = [_Layer(layer, weights) for layer in spec.layers]
         rope, size, scale = own.turning
         self._tables = RopeTables(rope, size, target.max_model_len, dtype, device, scale)
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The states after the final norm, as they are."""
+        return hidden
 
     def forward(
         self,

@@ -136,7 +136,8 @@ class LayerSpec:
 
     hidden_size: int
     eps: float
-    input_norm: str
+    input_norm: str | None
+    """None: attention takes its input as it is."""
     attention: AttentionSpec | LatentSpec
     mlp_norm: str
     mlp: MlpSpec | MoeSpec
