@@ -207,7 +207,7 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str) -> None
     for group in optional:
         if 0 < len(absent := [name for name in group if name not in files]) < len(group):
             raise ModelError(f"{directory}: weight {_describe(absent)} is missing, though the projections beside it have theirs")
-    unused = [name for name in files if name not in known and not BUFFERS.search(name)]
+    unused = [name for name in files if name not in known and name not in weights.ignored and not BUFFERS.search(name)]
     if layers := [name for name in unused if name.startswith("model.layers.")]:
         raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Wanted
 from backend.models.loader import Checkpoint, DummyCheckpoint, PickledCheckpoint
 from backend.models.moe_spec import MoeSpec
-from backend.models.spec import DecoderSpec
+from backend.models.spec import DecoderSpec, LayerSpec
 from backend.parallel.ranks import Ranks
 from kernels import ops
 from kernels.attention import HEAD_DIMS
@@ -105,12 +106,17 @@ def load_model(
 
 def check_gpu(spec: DecoderSpec, context_len: int) -> None:
     """Raises ModelError for parts that the CUDA kernels do not compute; on CPU all are served."""
-    for mlp in (layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)):
-        raise ModelError(f"{spec.where}: a GPU serves no experts ({mlp.router.count_key} {mlp.router.num_experts}) yet; use --device cpu")
-    for layer in spec.layers:
+    check_gpu_layers(spec.layers, spec.where, context_len)
+
+
+def check_gpu_layers(layers: Sequence[LayerSpec], where: str, context_len: int) -> None:
+    """The same of layers."""
+    for mlp in (layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)):
+        raise ModelError(f"{where}: a GPU serves no experts ({mlp.router.count_key} {mlp.router.num_experts}) yet; use --device cpu")
+    for layer in layers:
         part, key = layer.attention, None
         if isinstance(part, LatentSpec):
-            raise ModelError(f"{spec.where}: a GPU serves no latent attention (kv_lora_rank {part.rank}) yet; use --device cpu")
+            raise ModelError(f"{where}: a GPU serves no latent attention (kv_lora_rank {part.rank}) yet; use --device cpu")
         if part.window is not None and part.window < context_len:
             key = f"sliding_window {part.window} (a context of {context_len} does not fit in it; one that does is served: max_model_len)"
         elif part.soft_cap is not None:
@@ -118,4 +124,4 @@ def check_gpu(spec: DecoderSpec, context_len: int) -> None:
         elif part.head_dim not in HEAD_DIMS:
             key = f"head_dim {part.head_dim} (known: {', '.join(map(str, HEAD_DIMS))})"
         if key is not None:
-            raise ModelError(f"{spec.where}: attention on a GPU has no {key} yet; use --device cpu")
+            raise ModelError(f"{where}: attention on a GPU has no {key} yet; use --device cpu")

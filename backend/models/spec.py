@@ -30,6 +30,8 @@ class WeightList:
     required: Shapes = field(default_factory=dict)
     optional: list[Shapes] = field(default_factory=list)
     """Groups of which it has all or none."""
+    ignored: set[str] = field(default_factory=set)
+    """What may be there, and is read in another way or not at all."""
 
     def add_norm(self, name: str | None, size: int) -> None:
         if name is not None:
