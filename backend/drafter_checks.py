@@ -6,10 +6,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from backend.errors import ModelError
-from backend.model_checks import check_config, check_drafter, check_fits_target, check_model, check_same_tokens, check_weights
+from backend.model_checks import check_config, check_drafter, check_fits_target, check_model, check_quantization, check_same_tokens, check_weights
 from backend.model_files import find_pickled, find_weights, read_config
 from backend.models.eagle_spec import EagleSpec, merge_config, read_eagle, read_eagle3
+from backend.models.heads_spec import HEADS, HeadsSpec, Sizes, SpeculatorSpec
 from backend.models.spec import WeightList
+from backend.models.values import Values
 
 
 def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights: bool = True) -> None:
@@ -34,6 +36,21 @@ def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights:
             spec.list_weights(weights, sizes["vocab_size"])
             if is_readable:
                 check_weights(folder, weights, f"num_hidden_layers is {len(spec.layers)}")
+            return
+        heads = read_heads_spec(method, folder, names, model)
+        weights = WeightList()
+        heads.list_weights(weights)
+        if is_readable:
+            check_weights(folder, weights, f"{folder} holds heads")
+
+
+def read_heads_spec(method: str, directory: str | Path, names: Collection[str], target_directory: str | Path) -> HeadsSpec | SpeculatorSpec:
+    """What drafting heads are made of, for the target in a folder. names: of their weights, where they are known. Raises ModelError."""
+    target = Values(read_config(target_directory), f"{target_directory}/config.json")
+    sizes = Sizes(target.integer("hidden_size", 2**17), target.integer("vocab_size", 2**22), target.integer("num_hidden_layers", 1024))
+    values = Values(read_config(directory), f"{directory}/config.json")
+    check_quantization(values, values.where, Path(directory))
+    return HEADS[method](values, names, sizes, target)
 
 
 def read_eagle_spec(

@@ -42,7 +42,7 @@ def check_config(config: Mapping[str, Any], directory: str | Path) -> Values:
     """Raises ModelError for values of config.json that no model of any family has; returns the values."""
     where = f"{directory}/config.json"
     values = Values(config, where)
-    _check_quantization(values, where, Path(directory))
+    check_quantization(values, where, Path(directory))
     values.integer("vocab_size", 2**22)
     values.integer("max_position_embeddings", 2**24)
     for key in ("bos_token_id", "eos_token_id"):
@@ -50,7 +50,7 @@ def check_config(config: Mapping[str, Any], directory: str | Path) -> Values:
     return values
 
 
-def _check_quantization(values: Values, where: str, directory: Path) -> None:
+def check_quantization(values: Values, where: str, directory: Path) -> None:
     """Weights of a quantized checkpoint that are read as plain ones give fluent nonsense, or fail at some odd shape."""
     for key in QUANTIZATION_KEYS:
         if found := values.get(key):
@@ -124,8 +124,8 @@ def check_same_tokens(directory: str | Path, target_directory: str | Path) -> No
     if len(foreign) > MAX_FOREIGN_TOKENS * len(shared):
         first = foreign[0]
         raise ModelError(
-            f"{directory}/tokenizer.json: token {first} is {own[first]!r:.40}; the target's is {target[first]!r:.40}: {len(foreign)} of {len(shared)} "
-            f"ids differ, {MAX_FOREIGN_TOKENS:.0%} may: a draft model needs the target's vocabulary, or the beginning of it"
+            f"{directory}/tokenizer.json: token {first} is {own[first]!r:.40}; the target's is {target[first]!r:.40}: {len(foreign)} of "
+            f"{len(shared)} ids differ, {MAX_FOREIGN_TOKENS:.0%} may: a draft model needs the target's vocabulary, or the beginning of it"
         )
     if foreign:
         logger.warning("%s/tokenizer.json: %d of %d token ids are other tokens than the target's", directory, len(foreign), len(shared))

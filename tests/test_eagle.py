@@ -93,7 +93,7 @@ class Drafter:
     model: Any
 
     def layer(self, name: str, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The published layer over pairs of a token and the state before it; `attended` [T, in] has none of the first token, which is nobody's pair."""
+        """The published layer over pairs of a token and the state before it; `attended` [T, in] is zero for the first token, which is in no pair."""
         own = {key.removeprefix(f"{name}."): weight for key, weight in self.weights.items() if key.startswith(f"{name}.")}
         count = len(x)
         q, k, v = (F.linear(attended, own[f"self_attn.{part}_proj.weight"]).view(count, -1, SIZE) for part in "qkv")
@@ -183,7 +183,8 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
     is_third, made = kind.method == "eagle3", {}
     for number in range(kind.num_layers):
         name, width = f"layers.{number}" if number else "midlayer", 2 * HIDDEN if is_third and not number else HIDDEN
-        made |= {f"{name}.self_attn.{part}_proj.weight": matrix(heads * SIZE, width) for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
+        sizes = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * SIZE}
+        made |= {f"{name}.self_attn.{part}_proj.weight": matrix(rows, width) for part, rows in sizes.items()}
         made[f"{name}.self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * SIZE)
         made |= {f"{name}.mlp.{part}_proj.weight": matrix(INNER, HIDDEN) for part in ("gate", "up")}
         made[f"{name}.mlp.down_proj.weight"] = matrix(HIDDEN, INNER)
@@ -219,7 +220,8 @@ def save(kind: Kind, weights: dict[str, torch.Tensor], folder: Path) -> None:
         config = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, **kind.config}
     (config["transformer_layer_config"] if kind.is_speculators else config)["num_hidden_layers"] = kind.num_layers
     (folder / "config.json").write_text(json.dumps(config))
-    stored = {(name if name in ("d2t", "t2d", "lm_head.weight") else kind.prefix + name.replace("midlayer", kind.layer)): w for name, w in weights.items()}
+    whole = ("d2t", "t2d", "lm_head.weight")
+    stored = {name if name in whole else kind.prefix + name.replace("midlayer", kind.layer): weight for name, weight in weights.items()}
     if kind.layer == "transformer":
         stored = {name.replace("fc.", "fusion_fc."): weight for name, weight in stored.items()}
     if kind.file.endswith(".bin"):
@@ -280,7 +282,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[" ".join(values) for values, _ in REFUSED])
-def test_what_is_refused_before_the_launch_and_at_load(values: dict[str, Any], message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
+def test_what_is_refused_before_the_launch_and_at_load(
+    values: dict[str, Any], message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path
+) -> None:
     own = edited(folder, tmp_path / "drafter", **values)
     with pytest.raises(ModelError, match=message):
         check_drafter_folder("eagle3", own, target[1])
@@ -289,7 +293,8 @@ def test_what_is_refused_before_the_launch_and_at_load(values: dict[str, Any], m
 
 
 @pytest.mark.parametrize(
-    ("offsets", "message"), [(torch.arange(64) * 5, "token ids from 0 to 378, 0 of them twice; the target has ids 0 to 300"), (-torch.arange(64), "63 of them twice")]
+    ("offsets", "message"),
+    [(torch.arange(64) * 5, "token ids from 0 to 378, 0 of them twice; the target has ids 0 to 300"), (-torch.arange(64), "63 of them twice")],
 )
 def test_a_map_of_another_vocabulary(offsets: torch.Tensor, message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
     own = edited(folder, tmp_path / "drafter")

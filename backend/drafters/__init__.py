@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import MODEL_METHODS, EngineConfig, SpeculativeConfig
+from backend.config import MODEL_METHODS, SpeculativeConfig
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
 from backend.drafters.choice import LookupChoice
-from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.loading import load_step_drafter, step_drafter_identity, tap_width
+from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.protocol import HostDrafter, Lookup
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
         from backend.models.heads import load_heads
 
         folder, quantization = _find_folder(config), speculative.quantization
-        drafter = HeadsDrafter(load_heads(speculative.model_method, folder, target, dtype, device, quantization, config.load_format))
+        method, model = speculative.model_method, config.model
+        drafter = HeadsDrafter(load_heads(method, folder, model, target, dtype, device, quantization, config.load_format))
     else:
         drafter = RecurrentDrafter(_load_recurrent(config, target, dtype, device, ranks), steps)
     if steps > drafter.max_drafts:

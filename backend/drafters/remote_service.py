@@ -10,8 +10,8 @@ import torch
 
 from backend.core import kv_slots
 from backend.drafters.calls import LIKELIEST, OWN_NOISE, DraftCall, DraftReply
-from backend.drafters.recurrent import STATES, RecurrentDrafter
 from backend.drafters.protocol import ATTENTION, DrafterRows
+from backend.drafters.recurrent import STATES, RecurrentDrafter
 from backend.kv_store import KvStore, count_page_bytes
 from kernels import ops
 

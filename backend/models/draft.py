@@ -42,7 +42,10 @@ class DraftModel:
             check_gpu(spec, context_len)
         if spec.max_model_len < context_len:
             logger.warning(
-                "%s: max_position_embeddings is %d; the target's is %d: past the former drafts may be worse", spec.where, spec.max_model_len, context_len
+                "%s: max_position_embeddings is %d; the target's is %d: past the former drafts may be worse",
+                spec.where,
+                spec.max_model_len,
+                context_len,
             )
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
             self._model = Decoder(spec, checkpoint, dtype, device, ranks, context_len)

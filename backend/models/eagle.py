@@ -2,7 +2,7 @@
 
 A row pairs a token with the target's state before it, so what is kept of a token depends on the tokens up to that one alone (the
 published code keeps the pair at the place before: angles differ by the same turn everywhere, which attention does not see). The first
-token has no state before it, and no pair: its keys and values are zeros.
+token has no state before it, and no pair: its keys and values are zeros, which attention sees as one key more, of score 0 and of no value.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ class Eagle:
         if isinstance(checkpoint, DummyCheckpoint):
             offsets.zero_()
         ids = torch.arange(spec.draft_vocab_size, device=offsets.device) + offsets
-        if not (0 <= int(ids.min()) and int(ids.max()) < most) or len(ids.unique()) < len(ids):
+        low, high, num_double = int(ids.min()), int(ids.max()), len(ids) - len(ids.unique())
+        if low < 0 or high >= most or num_double:
             raise ModelError(
-                f"{checkpoint.directory}: {MAP} makes token ids from {int(ids.min())} to {int(ids.max())}, {len(ids) - len(ids.unique())} of them twice; "
+                f"{checkpoint.directory}: {MAP} makes token ids from {low} to {high}, {num_double} of them twice; "
                 f"the target has ids 0 to {most - 1}, and each may come once: {MAP} holds offsets from the drafter's ids"
             )
         return ids

@@ -181,9 +181,8 @@ def _read_tapped_layers(values: Values, count: int) -> tuple[int, ...]:
             raise ModelError(f"{values.where} has no {LAYER_IDS!r}, and the target's {count} layers are too few for the usual choice")
         return default
     given = place.integers(LAYER_IDS, 2**16)
-    if given in (default, outputs):
-        found = default
-    else:
+    found: tuple[int, ...] = default
+    if given not in (default, outputs):
         found = given if _is_speculators(values) else tuple(number + 1 for number in given)
     if not found or max(found) > count:
         raise place.refuse(LAYER_IDS, f"a list of layers of the target, which has {count}")
