@@ -38,6 +38,7 @@ ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
 LOAD_FORMATS = ("safetensors", "dummy")
 MODEL_METHODS = ("mtp", "draft_model", "eagle", "eagle3", "medusa", "hydra", "mlp_speculator")
 """Those that draft with weights of their own: a server has one of them at most."""
+HEAD_METHODS = ("medusa", "hydra", "mlp_speculator")
 METHODS = ("none", "naive", "ngram", "suffix", *MODEL_METHODS)
 METHOD_ALIASES = {
     "ngram_match": "ngram",
@@ -135,7 +136,7 @@ class SpeculativeConfig(Section):
     quantization: str | None = None
     """Model drafters: wint8, wint4 or fp8 for the drafter's weights."""
     draft_tensor_parallel_size: int = 1
-    """1, or the target's tensor_parallel_size."""
+    """Ranks that the drafter's layers are split over: 1 (whole on every rank), or the target's tensor_parallel_size. Heads are whole."""
     suffix_decoding_max_tree_depth: int = 64
     """Longest match, in tokens."""
     suffix_decoding_max_cached_requests: int = -1
@@ -216,6 +217,8 @@ class SpeculativeConfig(Section):
         require(len(own) < 2, "request_methods", self.request_methods, f"without a second model drafter: {' and '.join(own)} would share `model`")
         if own and own[0] != "mtp":
             require(self.model is not None, "model", self.model, f"the folder of the drafter's weights with method {own[0]}")
+            good = self.draft_tensor_parallel_size == 1 or own[0] not in HEAD_METHODS
+            require(good, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, f"1 with method {own[0]}, whose heads are not split")
             require(self.placement != "bls", "placement", self.placement, f"auto or in_process with method {own[0]}: bls is for mtp")
 
     def _check_suffix(self) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, SpeculativeConfig
+from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from backend.model_files import read_config
+from backend.model_files import find_pickled, read_config
 from deploy.options import SERVE_KEYS, ServeConfig, gather, split_keys
 from deploy.rendering import check_repository, put_password, render_repository, write_key
 from deploy.server import (
@@ -117,21 +118,20 @@ def is_bundled(model: str | Path) -> bool:
 
 def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors") -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
-    if "mtp" not in config.loaded_methods:
+    method = config.model_method
+    if not method:
         return None
     found = model_checks.find_drafter_folder(config.model, model)
     if found is None and not is_bundled(model):
-        raise ConfigError(f"speculative_config.model: method mtp needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
+        raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
     folder = (found or BUNDLED_DRAFTER).expanduser().resolve()
-    own, target = read_config(folder), read_config(model)
+    read_config(folder)
     if not str(folder).isascii():
         raise ModelError(f"drafter folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
     has_weights = load_format != "dummy"
-    if has_weights and not any(folder.glob("*.safetensors")):
+    if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
         raise ModelError(f"{folder} has no *.safetensors")
-    length = target["max_position_embeddings"]
-    model_checks.check_fits_target(own, folder, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], max_model_len=length)
-    model_checks.check_drafter(folder, has_weights=has_weights)
+    check_drafter_folder(method, folder, model, has_weights=has_weights)
     return folder
 
 

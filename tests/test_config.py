@@ -32,6 +32,7 @@ from backend.config import (
     BUNDLED_DRAFTER,
     BUNDLED_MODEL,
     METHODS,
+    MODEL_METHODS,
     EngineConfig,
     ParallelConfig,
     SpeculativeConfig,
@@ -255,9 +256,9 @@ def test_methods_have_one_name_and_many_spellings(given_name: str | None, expect
 
 
 def test_unknown_methods_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, ngram, suffix, mtp .*did you mean \"ngram\"\?"):
+    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, ngram, suffix, mtp, .*did you mean \"ngram\"\?"):
         SpeculativeConfig.from_dict({"method": "n-gram"})
-    with pytest.raises(ConfigError, match=r"method 'best' is not one of none, naive, ngram, suffix, mtp \(case-insensitive\)$"):
+    with pytest.raises(ConfigError, match=r"method 'best' is not one of none, naive, ngram, suffix, mtp, .* \(case-insensitive\)$"):
         SpeculativeConfig.from_dict({"method": "best"})
     with pytest.raises(ConfigError, match="method must be"):
         SpeculativeConfig.from_dict({"method": 5})
@@ -276,9 +277,12 @@ def test_keys_of_other_engines_are_taken() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_speculative_tokens": 5}, r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, suffix, mtp$"),
+        (
+            {"num_speculative_tokens": 5},
+            r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, suffix, mtp, .*mlp_speculator$",
+        ),
         ({"prompt_lookup_max": 4}, r".* other keys \(prompt_lookup_max\): .*; prompt_lookup_max is a key of ngram$"),
-        ({"adaptive": False, "model": "/drafter"}, r".* other keys \(adaptive, model\): .*; model is a key of mtp$"),
+        ({"adaptive": False, "model": "/drafter"}, r".* other keys \(adaptive, model\): .*; model is a key of mtp, draft_model, .*"),
         ({"request_methods": ["mtp"]}, r".* other keys \(request_methods\)"),
     ],
 )
@@ -303,7 +307,8 @@ def test_a_method_is_not_guessed(values: dict[str, Any], message: str, method: d
 )
 def test_keys_of_methods_that_are_not_loaded_are_refused(values: dict[str, Any], key: str, method: str) -> None:
     """They would do nothing. A request that may choose the method makes them good."""
-    message = f"speculative_config.{key} has no effect with method {values['method']}: it is a key of {method}; choose that method, or name it in"
+    owners, choice = (", ".join(MODEL_METHODS), "one of them") if method == "mtp" else (method, "that method")
+    message = f"speculative_config.{key} has no effect with method {values['method']}: it is a key of {owners}; choose {choice}, or name it in"
     with pytest.raises(ConfigError, match=re.escape(message)):
         EngineConfig.from_dict({"speculative_config": values})
     SpeculativeConfig.from_dict(values | {"request_methods": [method]})
@@ -525,13 +530,21 @@ def test_settled_values_stay_as_they_are(values: dict[str, Any]) -> None:
     try:
         config = SpeculativeConfig.from_dict(values)
     except ConfigError as error:
-        depends = ("ngram_size", "has no effect", "method must be given", "unless accept_policy")
+        depends = (
+            "ngram_size",
+            "has no effect",
+            "method must be given",
+            "unless accept_policy",
+            "model must be",
+            "placement must be",
+            "draft_tensor",
+        )
         assert any(words in str(error) for words in depends), "each value is good by itself; only these depend on others"
         return
     assert dataclasses.replace(config) == config == SpeculativeConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config))))
     count, steps = config.num_speculative_tokens, config.num_model_steps
     assert count is not None and 0 <= count <= 16 and (count == 0) == (config.method in ("none", "naive"))
-    assert steps is not None and 1 <= steps <= 16 and (config.method != "mtp" or steps <= count)
+    assert steps is not None and 1 <= steps <= 16 and (config.method not in MODEL_METHODS or steps <= count)
 
 
 def test_verify_strategy_in_any_case() -> None:

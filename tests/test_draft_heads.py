@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ class Kind:
     method: str
     config: dict[str, Any]
     file: str = "model.safetensors"
-    traits: frozenset[str] = field(default_factory=frozenset)
+    is_bare: bool = False
+    """Names have no prefix."""
 
     def __str__(self) -> str:
         return self.name
@@ -43,22 +43,13 @@ HYDRA = {"hydra_num_heads": 4, "hydra_num_layers": 1, "grounded_heads": True, "h
 KINDS = [
     MEDUSA,
     Kind("Medusa, two blocks, of vLLM", "medusa", {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_heads": 4, "num_hidden_layers": 2}),
-    Kind(
-        "Medusa, few tokens",
-        "medusa",
-        {"num_heads": 4, "num_hidden_layers": 1, "truncated_vocab_size": 40, "original_lm_head": True, "vocab_size": VOCABULARY},
-    ),
+    Kind("Medusa, few tokens", "medusa", {"num_heads": 4, "truncated_vocab_size": 40, "original_lm_head": True, "vocab_size": VOCABULARY}),
     Kind("Hydra, an archive", "hydra", HYDRA, "hydra_lm_head.pt"),
     Kind("Hydra, two blocks, of an earlier state", "hydra", HYDRA | {"hydra_num_layers": 2, "hidden_state_offset": 1}),
     Kind("Hydra, not grounded", "hydra", HYDRA | {"grounded_heads": False}),
     Kind("Hydra++", "hydra", HYDRA | {"hydra_head_arch": "prefix-mlp"}, "hydra_lm_head.pt"),
     Kind("speculator", "mlp_speculator", SPECULATOR | {"scale_input": True}),
-    Kind(
-        "speculator, tied",
-        "mlp_speculator",
-        SPECULATOR | {"n_predict": 3, "num_lookahead_tokens": 5, "tie_weights": True},
-        traits=frozenset({"bare"}),
-    ),
+    Kind("speculator, tied", "mlp_speculator", SPECULATOR | {"n_predict": 3, "num_lookahead_tokens": 5, "tie_weights": True}, is_bare=True),
 ]
 
 
@@ -67,13 +58,9 @@ def tensor(*shape: int, seed: list[int] = [0]) -> torch.Tensor:  # noqa: B006
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed[0])) * 0.2
 
 
-Next = Callable[[torch.Tensor, list[torch.Tensor], int], torch.Tensor]
-"""Logits [V] of a draft by its number, from the state before the newest token and the embeddings of that token and the drafts."""
-
-
 def make_medusa(config: dict[str, Any]) -> tuple[Weights, Any]:
     is_vllm = "num_heads" in config
-    count, blocks = 4, config["num_hidden_layers" if is_vllm else "medusa_num_layers"]
+    count, blocks = 4, config.get("num_hidden_layers" if is_vllm else "medusa_num_layers", 1)
     few = config.get("truncated_vocab_size")
     names = [([f"blocks.{i}.layers.{j}" if is_vllm else f"{i}.{j}.linear" for j in range(blocks)]) for i in range(count)]
     heads = ["lm_heads.0" if few else f"lm_heads.{i}" if is_vllm else f"{i}.{blocks}" for i in range(count)]
@@ -191,7 +178,7 @@ def make(kind: Kind, folder: Path, model: Any) -> Drafter:
     elif kind.method == "hydra":
         weights, following = make_hydra(kind.config)
     else:
-        weights, following = make_speculator(kind.config, "" if "bare" in kind.traits else "speculator.")
+        weights, following = make_speculator(kind.config, "" if kind.is_bare else "speculator.")
     if kind.config.get("hydra_head_arch") == "prefix-mlp":
         prefix = LlamaModel(LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 1})).eval()
         with torch.no_grad():
@@ -218,6 +205,7 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
     check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
 
 
+@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[6], KINDS[8]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import BUNDLED_DRAFTER, EngineConfig, SpeculativeConfig
+from backend.config import BUNDLED_DRAFTER, HEAD_METHODS, EngineConfig, SpeculativeConfig
 from backend.errors import ConfigError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
@@ -28,7 +28,7 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
 
     steps = speculative.num_model_steps or 1
     drafter: StepDrafter
-    if speculative.model_method in ("medusa", "hydra", "mlp_speculator"):
+    if speculative.model_method in HEAD_METHODS:
         from backend.drafters.heads import HeadsDrafter
         from backend.models.heads import load_heads
 
@@ -45,21 +45,22 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
 
 
 def _load_recurrent(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> RecurrentModel:
+    from backend.parallel.ranks import Ranks
+
     speculative, folder = config.speculative_config, _find_folder(config)
+    own_ranks = ranks if speculative.draft_tensor_parallel_size > 1 else Ranks()
     if speculative.model_method == "draft_model":
         from backend.models.draft import DraftModel
-        from backend.parallel.ranks import Ranks
 
-        own_ranks = ranks if speculative.draft_tensor_parallel_size > 1 else Ranks()
-        return DraftModel(folder, config.model, target, dtype, device, own_ranks, config.load_format)
+        return DraftModel(folder, config.model, target, dtype, device, speculative.quantization, config.load_format, own_ranks)
     if speculative.model_method in ("eagle", "eagle3"):
         from backend.models.eagle import Eagle
 
         is_multi_layer = speculative.model_method == "eagle3"
-        return Eagle(folder, target, dtype, device, speculative.quantization, config.load_format, is_multi_layer=is_multi_layer)
+        return Eagle(folder, target, dtype, device, speculative.quantization, config.load_format, own_ranks, is_multi_layer=is_multi_layer)
     from backend.models.mtp import Mtp
 
-    return Mtp(folder, target, dtype, device, speculative.quantization, config.load_format)
+    return Mtp(folder, target, dtype, device, speculative.quantization, config.load_format, own_ranks)
 
 
 def tap_width(config: SpeculativeConfig, drafter: StepDrafter | None, target: Model) -> int:

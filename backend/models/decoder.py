@@ -6,7 +6,7 @@ import torch
 
 from backend.kv_store import CacheSpec
 from backend.models.decoder_layer import DecoderLayer
-from backend.models.layers import ATTENTION, Wanted, Weights
+from backend.models.layers import ATTENTION, Wanted, Weights, own_heads
 from backend.models.loader import Checkpoint
 from backend.models.rope import RopeTables
 from backend.models.spec import DecoderSpec, Projection
@@ -27,20 +27,20 @@ class Decoder:
         *,
         only_head: bool = False,
         is_expert_parallel: bool = False,
+        quantization: str | None = None,
     ) -> None:
-        """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run."""
+        """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run;
+        quantization: how plain weights are rounded."""
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
         own = spec.layers[0].attention
-        num_q, num_kv, size = own.heads
-        own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
-        self.heads = (own_q.stop - own_q.start, own_kv.stop - own_kv.start, size)
+        self.heads = own_heads(own.heads, ranks)
         self._token_shape, self._num_planes = own.token_shape(self.heads[1]), own.num_planes
         self.eps = spec.layers[-1].eps
         scale = spec.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()  # rounded, as models were trained with it
         self._logit_soft_cap = spec.logit_soft_cap
-        weights = Weights(checkpoint, dtype, device, ranks, is_expert_parallel=is_expert_parallel)
+        weights = Weights(checkpoint, dtype, device, ranks, quantization, is_expert_parallel=is_expert_parallel)
         self.embedding = weights.whole(f"{spec.embedding}.weight", (self.vocab_size, self.hidden_size))
         self.layers: list[DecoderLayer] = []
         self._tables: list[RopeTables] = []

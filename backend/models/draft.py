@@ -30,25 +30,21 @@ class DraftModel:
         target: Model,
         dtype: torch.dtype,
         device: torch.device,
+        quantization: str | None,
+        load_format: str,
         ranks: Ranks,
-        load_format: str = "safetensors",
     ) -> None:
-        """Raises ModelError for what is missing, damaged, not supported, or of another vocabulary than the target."""
+        """ranks: that it is split over. Raises ModelError for what is missing, damaged, not supported, or of another vocabulary than the target."""
         spec = check_model(directory, has_weights=load_format != "dummy")
         if load_format != "dummy":
             check_same_tokens(directory, target_directory)
         context_len = target.max_model_len
         if device.type == "cuda":
             check_gpu(spec, context_len)
-        if spec.max_model_len < context_len:
-            logger.warning(
-                "%s: max_position_embeddings is %d; the target's is %d: past the former drafts may be worse",
-                spec.where,
-                spec.max_model_len,
-                context_len,
-            )
+        if (own := spec.max_model_len) < context_len:
+            logger.warning("%s: max_position_embeddings is %d; the target's is %d: drafts past it may be worse", spec.where, own, context_len)
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
-            self._model = Decoder(spec, checkpoint, dtype, device, ranks, context_len)
+            self._model = Decoder(spec, checkpoint, dtype, device, ranks, context_len, quantization=quantization)
         (cache,) = self._model.cache_specs(dtype)
         self.hidden_size, self.heads = self._model.hidden_size, self._model.heads
         self.token_shape, self.num_planes = cache.shape, cache.num_planes

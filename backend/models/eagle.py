@@ -16,7 +16,7 @@ from backend.drafter_checks import read_eagle_spec
 from backend.errors import ModelError
 from backend.models.decoder_layer import DecoderLayer
 from backend.models.eagle_spec import MAP, EagleSpec
-from backend.models.layers import Weights
+from backend.models.layers import Weights, own_heads
 from backend.models.loader import Checkpoint, DummyCheckpoint
 from backend.models.loading import Model, check_gpu_layers, open_drafter
 from backend.models.rope import RopeTables
@@ -41,15 +41,21 @@ class Eagle:
         device: torch.device,
         quantization: str | None = None,
         load_format: str = "safetensors",
+        ranks: Ranks | None = None,
         *,
         is_multi_layer: bool,
     ) -> None:
-        """is_multi_layer: EAGLE-3. Raises ModelError for what is missing, damaged, or not a drafter of this target."""
+        """ranks: that its layers are split over; None: they are whole. is_multi_layer: EAGLE-3.
+
+        Raises ModelError for what is missing, damaged, or not a drafter of this target."""
         with open_drafter(directory, dtype, device, load_format) as checkpoint:
             sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "num_layers": target.num_layers}
             spec = self._spec = read_eagle_spec(directory, checkpoint.names, is_multi_layer=is_multi_layer, **sizes)
             if device.type == "cuda":
                 check_gpu_layers(spec.layers, spec.where, target.max_model_len)
+            own = ranks or Ranks()
+            self._layers = [DecoderLayer(layer, Weights(checkpoint, dtype, device, own, quantization)) for layer in spec.layers]
+            self.heads = own_heads(spec.layers[0].attention.heads, own)
             self._load(spec, checkpoint, target, Weights(checkpoint, dtype, device, Ranks(), quantization))
 
     def _load(self, spec: EagleSpec, checkpoint: Checkpoint, target: Model, weights: Weights) -> None:
@@ -57,7 +63,7 @@ class Eagle:
         self.hidden_size, self.tapped_layers = spec.hidden_size, spec.tapped_layers
         self.tap_width = spec.hidden_size
         own = spec.layers[0].attention
-        self.heads, self.token_shape, self.num_planes = own.heads, own.token_shape(own.heads[1]), own.num_planes * len(spec.layers)
+        self.token_shape, self.num_planes = own.token_shape(self.heads[1]), own.num_planes * len(spec.layers)
         self._fc = weights.split_rows([spec.fc])
 
         def norm(name: str | None, size: int = spec.hidden_size) -> torch.Tensor | None:
@@ -66,7 +72,6 @@ class Eagle:
         self._embedding_norm, self._hidden_norm, self._norm = norm(spec.embedding_norm), norm(spec.hidden_norm), norm(spec.norm)
         width = spec.target_hidden_size * (len(spec.tapped_layers) if len(spec.fc_norms) == 1 else 1)
         self._fc_norms = [weights.norm(name, width) for name in spec.fc_norms]
-        self._layers = [DecoderLayer(layer, weights) for layer in spec.layers]
         rope, size, scale = own.turning
         self._tables = RopeTables(rope, size, target.max_model_len, weights.dtype, weights.device, scale)
         self._embedding = self._load_embedding(checkpoint, weights)

@@ -40,6 +40,13 @@ class Part:
     """Several ranks may hold the same unit: see `Ranks.part`."""
 
 
+def own_heads(heads: tuple[int, int, int], ranks: Ranks) -> tuple[int, int, int]:
+    """Of queries and of keys and values on this rank, and their size."""
+    num_q, num_kv, size = heads
+    own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
+    return own_q.stop - own_q.start, own_kv.stop - own_kv.start, size
+
+
 class Weights:
     """A checkpoint seen from one rank: reads, splits, converts."""
 
