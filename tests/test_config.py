@@ -279,7 +279,7 @@ def test_keys_of_other_engines_are_taken() -> None:
     [
         (
             {"num_speculative_tokens": 5},
-            r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, suffix, mtp, .*mlp_speculator$",
+            r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, .*mlp_speculator$",
         ),
         ({"prompt_lookup_max": 4}, r".* other keys \(prompt_lookup_max\): .*; prompt_lookup_max is a key of ngram$"),
         ({"adaptive": False, "model": "/drafter"}, r".* other keys \(adaptive, model\): .*; model is a key of mtp, draft_model, .*"),
