@@ -52,7 +52,9 @@ METHOD_ALIASES = {
 }
 """Of FastDeploy, PaddleNLP, vLLM and SGLang."""
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
-SUFFIX_KEYS = tuple(f"suffix_decoding_{k}" for k in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob", "cache_path"))
+SUFFIX_KEYS = tuple(
+    f"suffix_decoding_{k}" for k in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob", "corpus", "cache_path")
+)
 KEY_METHODS = {
     **dict.fromkeys(("max_ngram_size", "min_ngram_size"), ("ngram",)),
     **dict.fromkeys(SUFFIX_KEYS, ("suffix",)),
@@ -145,6 +147,9 @@ class SpeculativeConfig(Section):
     """Drafts at most, as a multiple of the length of the match."""
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens less likely than this by the tree's counts are not drafted."""
+    suffix_decoding_corpus: tuple[str, ...] = ()
+    """Files whose texts are searched as answers are, from the start on: texts, or .jsonl with a text or a list of token ids in each line (plain, or
+    as `text` or `token_ids` of an object). At most 1048576 tokens in all."""
     suffix_decoding_cache_path: str | None = None
     """File that the suffix cache is saved to every two minutes and at shutdown, and restored from at start. Servers of one model may share it:
     each adds its answers. Default: none; `foretoken serve`: one for each model in the user's state folder."""
@@ -193,6 +198,7 @@ class SpeculativeConfig(Section):
         put("request_methods", tuple(normalize_method(m, "request_methods") for m in self.request_methods))
         for key in ("model", "suffix_decoding_cache_path"):
             require(getattr(self, key) != "", key, "", "a path")
+        require("" not in self.suffix_decoding_corpus, "suffix_decoding_corpus", "", "paths")
         self._check_model_methods()
         require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
         good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS

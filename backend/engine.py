@@ -122,6 +122,7 @@ class Engine:
             has_step_drafter=has_step_drafter,
             make_service=make_service,
             fingerprint=self.tokenizer.fingerprint,
+            encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
         )
         self.drafters.attach(worker.store)
         self.scheduler = Scheduler(

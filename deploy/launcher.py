@@ -16,7 +16,7 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, SpeculativeConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_pickled, read_config
+from backend.model_files import check_regular, find_pickled, read_config
 from deploy.options import SERVE_KEYS, ServeConfig, gather, split_keys
 from deploy.rendering import check_repository, put_password, render_repository, write_key
 from deploy.server import (
@@ -152,6 +152,11 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
         name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()
         speculative["suffix_decoding_cache_path"] = str(state_directory() / f"suffix-{name}.npz")
+    if config.suffix_decoding_corpus:
+        paths = [Path(path).expanduser().resolve() for path in config.suffix_decoding_corpus]
+        for path in paths:
+            check_regular(path)
+        speculative["suffix_decoding_corpus"] = [str(path) for path in paths]
     if speculative:
         decode["speculative_config"] = speculative
     return parameters

@@ -353,6 +353,7 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "simulated_acceptance_rate": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
     "suffix_decoding_min_token_prob": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
     "suffix_decoding_cache_path": (["", 5, True], "a path"),
+    "suffix_decoding_corpus": (["file", 5, None], "a list"),
 }
 """By key: what must be refused, and the rule that a value of the right type is told."""
 GOOD_SPECULATIVE: dict[str, list[Any]] = {
@@ -379,6 +380,7 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "simulated_acceptance_rate": [0.0, 0.5, 1],
     "suffix_decoding_min_token_prob": [0.0, 1.0],
     "suffix_decoding_cache_path": [None, "/var/cache/suffix.npz"],
+    "suffix_decoding_corpus": [(), ("/data/code.jsonl", "notes.txt")],
 }
 
 
@@ -530,15 +532,7 @@ def test_settled_values_stay_as_they_are(values: dict[str, Any]) -> None:
     try:
         config = SpeculativeConfig.from_dict(values)
     except ConfigError as error:
-        depends = (
-            "ngram_size",
-            "has no effect",
-            "method must be given",
-            "unless accept_policy",
-            "model must be",
-            "placement must be",
-            "draft_tensor",
-        )
+        depends = ("ngram_size", "has no effect", "method must be given", "unless accept_policy", "model must be", "placement must", "second model")
         assert any(words in str(error) for words in depends), "each value is good by itself; only these depend on others"
         return
     assert dataclasses.replace(config) == config == SpeculativeConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config))))

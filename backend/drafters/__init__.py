@@ -73,11 +73,12 @@ class Drafters:
         has_step_drafter: bool,
         make_service: Callable[[], DraftService],
         fingerprint: str,
+        encode: Callable[[str], list[int]],
     ) -> None:
         """Loads every method that requests may choose.
 
         make_service: reaches the drafter's model in another process, called only when a method needs one; fingerprint: of the
-        tokenizer, for token ids that outlive this process. Raises ConfigError, ModelError.
+        tokenizer, for token ids that outlive this process; encode: of texts by the same. Raises ConfigError, ModelError.
         """
         self._vocab_size = vocab_size
         self.model_name = config.model_method
@@ -87,7 +88,7 @@ class Drafters:
         self._step_drafts: StepDrafts | None = None
         self._host: dict[str, HostDrafter] = {}
         self._placements = make_placements(config, has_step_drafter=has_step_drafter)
-        lookups = _make_lookups(config, fingerprint)
+        lookups = _make_lookups(config, fingerprint, encode, vocab_size)
         for name in lookups:
             if host := self._placements[name, ""].host:
                 self._host[host] = LookupDrafter(lookups[name])
@@ -197,7 +198,7 @@ class Drafters:
 _NOWHERE = Placement()
 
 
-def _make_lookups(config: SpeculativeConfig, fingerprint: str) -> dict[str, Lookup]:
+def _make_lookups(config: SpeculativeConfig, fingerprint: str, encode: Callable[[str], list[int]], vocab_size: int) -> dict[str, Lookup]:
     lookups: dict[str, Lookup] = {}
     for method in config.loaded_methods:
         if method == _LOOKUP:
@@ -206,6 +207,7 @@ def _make_lookups(config: SpeculativeConfig, fingerprint: str) -> dict[str, Look
             assert config.min_ngram_size is not None
             lookups[method] = NgramLookup(config.max_ngram_size, config.min_ngram_size)
         elif method == "suffix":
+            from backend.drafters.corpus import read_corpus
             from backend.drafters.suffix import SuffixLookup
 
             lookups[method] = SuffixLookup(
@@ -215,5 +217,6 @@ def _make_lookups(config: SpeculativeConfig, fingerprint: str) -> dict[str, Look
                 min_token_prob=config.suffix_decoding_min_token_prob,
                 cache_path=config.suffix_decoding_cache_path,
                 fingerprint=fingerprint,
+                corpus=read_corpus(config.suffix_decoding_corpus, encode, vocab_size),
             )
     return lookups
