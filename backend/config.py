@@ -281,7 +281,7 @@ class SpeculativeConfig(Section):
             choice = {}
         if not isinstance(choice, dict):
             raise ConfigError(f"speculative must be an object, got {choice!r:.80}")
-        keys = ("method", "num_speculative_tokens", "verify_strategy", "mtp_strategy")
+        keys = ("method", "num_speculative_tokens", "verify_strategy", "mtp_strategy", "prediction")
         for key in choice:
             if key not in keys:
                 raise ConfigError(f"speculative: unknown key {key!r:.80}{nearest(str(key), keys)}")
@@ -304,6 +304,12 @@ class SpeculativeConfig(Section):
             require(good, "speculative.num_speculative_tokens", count, f"from 0 (off) to {MAX_SPECULATIVE_TOKENS}")
         elif count == 0 and method not in ("none", "naive"):  # the server's own method drafts nothing
             count = 1
+        if choice.get("prediction") is not None:
+            asked = f"method {method}" if method in ("none", "naive") else "num_speculative_tokens 0" if not count else ""
+            if asked:
+                raise ConfigError(f"speculative: prediction has no effect with {asked}: choose a method and a number that draft")
+            if "num_speculative_tokens" not in choice:  # what is right goes on being right for long
+                count = MAX_SPECULATIVE_TOKENS
         is_own = mtp_strategy == self.mtp_strategy and "num_speculative_tokens" not in choice
         steps = count if mtp_strategy == "default" and not is_own else min(count, self.num_model_steps or 1)
         return Speculation(method, 0 if method in ("none", "naive") else count, strategy, steps, mtp_strategy)

@@ -216,6 +216,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """End-of-text ids and stop_token_ids that end it."""
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    prediction_ids: tuple[int, ...] = ()
+    """What the answer is expected to be like: drafts are looked up there."""
     arrival: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output. The last one is never in the KV cache."""

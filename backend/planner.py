@@ -183,7 +183,7 @@ class Planner:
         request = entry.request
         known = self._known.get(request.request_id)
         if known is None:
-            known = _Known(self._free.pop(), self._drafters.place(request.speculation))
+            known = _Known(self._free.pop(), self._drafters.place(request))
             self._known[request.request_id] = known
             known.is_reported = known.place.has_model or request.is_prefill_only
             known.options = options_of(request, self._config.accept_policy).value
@@ -368,7 +368,7 @@ class Planner:
 
     def count_usable(self, request: Request, page_ids: Sequence[int]) -> int:
         """Leading pages, of those that hold the beginning of a prompt, whose drafter's memory is right as well, where the request needs it."""
-        if not self._drafters.place(request.speculation).has_model:
+        if not self._drafters.place(request).has_model:
             return len(page_ids)
         return self._seen.count(page_ids, len(page_ids) * self._page_size) // self._page_size
 
@@ -383,7 +383,7 @@ class Planner:
         """Leading tokens of a prompt whose pages hold all that the request will need of them, once the step was read."""
         entry = step.entries[number]
         end = entry.begin + entry.num_tokens
-        if not self._drafters.place(entry.request.speculation).has_model or not entry.request.speculation.num_speculative_tokens:
+        if not self._drafters.place(entry.request).has_model or not entry.request.speculation.num_speculative_tokens:
             return end
         return min(end, step.plan.drafter_seq_lens[number])
 

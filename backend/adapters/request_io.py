@@ -29,7 +29,8 @@ SAMPLING_SCALARS = (
 SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
 PROMPTS = ("text_input", "input_ids", "messages")
 MAX_JSON_CHARACTERS = 65536
-MAX_MESSAGES_CHARACTERS = 2_000_000
+MAX_MESSAGES_CHARACTERS = MAX_SPECULATIVE_CHARACTERS = 2_000_000
+"""`speculative` may hold a predicted answer."""
 MAX_ID_CHARACTERS = 65536
 MAX_UTF8_BYTES = 4
 """Of one character."""
@@ -46,7 +47,7 @@ class InputLimits:
             "text_input": max_model_len * MAX_CHARACTERS_PER_TOKEN,
             "messages": MAX_MESSAGES_CHARACTERS,
             "logit_bias": MAX_JSON_CHARACTERS,
-            "speculative": MAX_JSON_CHARACTERS,
+            "speculative": MAX_SPECULATIVE_CHARACTERS,
             "stop": MAX_STOP_CHARACTERS,
             "bad_words": MAX_BAD_WORD_CHARACTERS,
             "cancel": MAX_ID_CHARACTERS,
@@ -104,8 +105,8 @@ def _json(name: str, text: str, limit: int) -> Any:
         raise RequestError(f"{name} is not valid JSON: {error}") from None
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    value = _json(name, text, MAX_JSON_CHARACTERS)
+def _json_object(name: str, text: str, limit: int = MAX_JSON_CHARACTERS) -> dict[str, Any]:
+    value = _json(name, text, limit)
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be a JSON object, got {text!r:.80}")
     return value
@@ -163,7 +164,7 @@ def read_request(request: Any, limits: InputLimits) -> GenerateCall | CancelCall
         prompt=prompt,
         is_chat=given[0] == "messages",
         params=SamplingParams(**arguments),
-        speculative=_json_object("speculative", speculative) if speculative else None,
+        speculative=_json_object("speculative", speculative, MAX_SPECULATIVE_CHARACTERS) if speculative else None,
         priority=values.get("priority", [0])[0],
         timeout=None if timeout_ms is None else timeout_ms / 1000,
         is_streamed=values.get("stream", [True])[0],

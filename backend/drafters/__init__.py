@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backend.config import MODEL_METHODS, SpeculativeConfig
+from backend.config import MODEL_METHODS, MTP_STRATEGIES, SpeculativeConfig
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
 from backend.drafters.choice import LookupChoice
 from backend.drafters.loading import load_step_drafter, step_drafter_identity, tap_width
 from backend.drafters.lookup import LookupDrafter, StepDrafts
+from backend.drafters.ngram import PredictionLookup
 from backend.drafters.protocol import HostDrafter, Lookup
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ __all__ = ["Drafters", "Placement", "Placements", "find_place", "load_step_draft
 
 logger = logging.getLogger(__name__)
 
-_LOOKUP = "ngram"
+_LOOKUP, _PREDICTION, _PREDICTED = "ngram", "prediction", "with_prediction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Drafters:
         self._host: dict[str, HostDrafter] = {}
         self._placements = make_placements(config, has_step_drafter=has_step_drafter)
         lookups = _make_lookups(config, fingerprint, encode, vocab_size)
+        self._host[_PREDICTION] = LookupDrafter(PredictionLookup(config.max_ngram_size))
         for name in lookups:
             if host := self._placements[name, ""].host:
                 self._host[host] = LookupDrafter(lookups[name])
@@ -108,12 +110,18 @@ class Drafters:
             self._host[self.model_name] = HybridDrafter(RemoteDrafter(make_service(), config.draft_sampling), strategies)
             return
         self._step_drafts = StepDrafts(self.model_name)
+        predicted: dict[str, Lookup] = dict.fromkeys(MTP_STRATEGIES, PredictionLookup(config.max_ngram_size))
+        self._host[f"{self.model_name} {_PREDICTED}"] = HybridDrafter(self._step_drafts, predicted)
         for strategy, lookup in strategies.items():
             if host := self._placements[self.model_name, strategy].host:
                 self._host[host] = HybridDrafter(self._step_drafts, {strategy: lookup})
 
-    def place(self, speculation: Speculation) -> Placement:
-        return find_place(self._placements, speculation)
+    def place(self, request: Request) -> Placement:
+        found = find_place(self._placements, request.speculation)
+        if not request.prediction_ids or found is _NOWHERE:
+            return found
+        # Its drafts come from the prediction; those of a model in the step too, where there is one.
+        return Placement(has_model=found.has_model, host=f"{self.model_name} {_PREDICTED}" if found.has_model else _PREDICTION)
 
     def attach(self, store: KvStore) -> None:
         for drafter in self._host.values():
@@ -122,13 +130,13 @@ class Drafters:
     # A drafter that fails costs its drafts, never a request: every call of one is guarded.
 
     def start(self, request: Request) -> None:
-        key = self.place(request.speculation).host
+        key = self.place(request).host
         if key:
             self._guard(key, "start", lambda: self._host[key].start(request))
 
     def stop(self, request: Request) -> None:
         self.choice.stop(request.request_id)
-        key = self.place(request.speculation).host
+        key = self.place(request).host
         if key:
             self._guard(key, "stop", lambda: self._host[key].stop(request))
 
@@ -161,7 +169,7 @@ class Drafters:
         draft = Draft([[] for _ in entries], [[] for _ in entries])
         by_host: dict[str, list[int]] = {}
         for b, entry in enumerate(entries):
-            key = self.place(entry.request.speculation).host
+            key = self.place(entry.request).host
             if key and entry.max_drafts:
                 by_host.setdefault(key, []).append(b)
         for key, own in by_host.items():
