@@ -20,7 +20,7 @@ from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve
 from tests.families import Case, edited, make_model
 
 HIDDEN, VOCABULARY, INNER, EPS = 64, 301, 24, 1e-6
-TARGET = Case("llama", config={"rms_norm_eps": EPS, "num_hidden_layers": 3})
+TARGET = Case("llama", config={"rms_norm_eps": EPS, "num_hidden_layers": 3, "hidden_size": HIDDEN, "head_dim": 64})
 Weights = dict[str, torch.Tensor]
 
 

@@ -18,7 +18,7 @@ from backend.errors import ModelError
 from tests.drafting import check_drafts, check_tokens, serve
 from tests.families import Case, edited, make_model
 
-HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY, NUM_LAYERS, EPS = 32, 4, 2, 16, 40, 302, 64, 8, 1e-5
+HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY, NUM_LAYERS, EPS = 32, 4, 2, 64, 40, 302, 64, 8, 1e-5
 TARGET = Case("llama", config={"num_hidden_layers": NUM_LAYERS, "head_dim": SIZE, "hidden_size": HIDDEN, "vocab_size": VOCABULARY})
 LAYER = {
     "hidden_size": HIDDEN,
@@ -185,7 +185,7 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
         name, width = f"layers.{number}" if number else "midlayer", 2 * HIDDEN if is_third and not number else HIDDEN
         sizes = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * SIZE}
         made |= {f"{name}.self_attn.{part}_proj.weight": matrix(rows, width) for part, rows in sizes.items()}
-        made[f"{name}.self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * SIZE)
+        made[f"{name}.self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * SIZE) * 0.3
         made |= {f"{name}.mlp.{part}_proj.weight": matrix(INNER, HIDDEN) for part in ("gate", "up")}
         made[f"{name}.mlp.down_proj.weight"] = matrix(HIDDEN, INNER)
         made[f"{name}.post_attention_layernorm.weight"] = scale(HIDDEN)
