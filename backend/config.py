@@ -39,18 +39,36 @@ VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
-METHODS = ("none", "naive", "ngram", "suffix", "mtp")
-METHOD_ALIASES = {"ngram_match": "ngram", "inference_with_reference": "ngram", "deepseek_mtp": "mtp", "ernie_mtp": "mtp"}
-MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
-METHOD_KEYS = {
-    "ngram": ("max_ngram_size", "min_ngram_size"),
-    "mtp": ("model", "num_model_steps", "mtp_strategy", "placement", "draft_sampling", "quantization", "draft_tensor_parallel_size"),
-    "suffix": tuple(f"suffix_decoding_{k}" for k in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob", "cache_path")),
+MODEL_METHODS = ("mtp", "draft_model", "eagle", "eagle3", "medusa", "hydra", "mlp_speculator")
+"""Those that draft with weights of their own: a server has one of them at most."""
+HEAD_METHODS = ("medusa", "hydra", "mlp_speculator")
+METHODS = ("none", "naive", "ngram", "suffix", *MODEL_METHODS)
+METHOD_ALIASES = {
+    "ngram_match": "ngram",
+    "inference_with_reference": "ngram",
+    "deepseek_mtp": "mtp",
+    "ernie_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+    "mimo_mtp": "mtp",
+    "nextn": "mtp",
+    "standalone": "draft_model",
 }
-"""Keys that do nothing where their method is not loaded."""
-KEY_METHODS = {key: method for method, keys in METHOD_KEYS.items() for key in keys}
+"""Of FastDeploy, PaddleNLP, vLLM and SGLang."""
+MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+SUFFIX_KEYS = tuple(
+    f"suffix_decoding_{k}" for k in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob", "corpus", "cache_path")
+)
+KEY_METHODS = {
+    **dict.fromkeys(("max_ngram_size", "min_ngram_size"), ("ngram",)),
+    **dict.fromkeys(SUFFIX_KEYS, ("suffix",)),
+    **dict.fromkeys(("model", "num_model_steps", "mtp_strategy", "draft_sampling", "quantization", "draft_tensor_parallel_size"), MODEL_METHODS),
+    "placement": ("mtp",),
+}
+"""The methods of keys that do nothing where none of theirs is loaded."""
 PLACEMENTS = ("auto", "in_process", "bls")
 DRAFT_SAMPLINGS = ("shared_noise", "greedy")
+DRAFT_SAMPLING_ALIASES = {"probabilistic": "shared_noise"}
+"""vLLM's."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 DEFAULT_STEP_MS = {"cuda": 50.0}
@@ -77,9 +95,10 @@ class SpeculativeConfig(Section):
     aliases: ClassVar[dict[str, str]] = ALIASES
 
     method: str | None = None
-    """none (plain decoding), naive (the speculative path without drafts), ngram, suffix or mtp. Needed where any other key is given."""
+    """none (plain decoding), naive (the speculative path without drafts), ngram, suffix, or a model drafter: mtp, draft_model, eagle, eagle3,
+    medusa, hydra or mlp_speculator. Needed where any other key is given."""
     num_speculative_tokens: int | None = None
-    """Drafts a step at most, 1 to 16. Default: 1; mtp: num_model_steps; suffix: suffix_decoding_max_tree_depth, within 16."""
+    """Drafts a step at most, 1 to 16. Default: 1; model drafters: num_model_steps; suffix: suffix_decoding_max_tree_depth, within 16."""
     adaptive: bool = True
     """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches. Not under topp, whose
     answers would follow the load."""
@@ -101,19 +120,20 @@ class SpeculativeConfig(Section):
     min_ngram_size: int | None = None
     """ngram: shortest run. Default: 1; with_ngram: 2."""
     model: str | None = None
-    """mtp: folder of the drafter's weights; default: the model's own, where it has such weights, else the mtp_drafter model's version folder."""
+    """Model drafters: folder of the drafter's weights. Only mtp has a default: the model's own, where it has such weights, else the mtp_drafter
+    model's version folder."""
     num_model_steps: int | None = None
-    """mtp: drafter forwards a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
+    """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
     mtp_strategy: str = "default"
-    """default, or with_ngram and with_suffix: lookups lengthen the model's drafts up to num_speculative_tokens."""
+    """Model drafters: default, or with_ngram and with_suffix: lookups lengthen the model's drafts up to num_speculative_tokens."""
     placement: str = "auto"
     """mtp: in_process (the decode model runs the drafter), bls (the mtp_drafter model does, called each step), or auto: in_process."""
     draft_sampling: str = "shared_noise"
-    """mtp, target_match at temperature > 0: drafts drawn with the target's noise (Daliri et al. 2024), or the likeliest (greedy)."""
+    """Model drafters, target_match at temperature > 0: drafts drawn with the target's noise (Daliri et al. 2024), or the likeliest (greedy)."""
     quantization: str | QuantizationConfig | None = None
-    """mtp: how the drafter's weights are rounded, as the engine's quantization."""
+    """Model drafters: how the drafter's weights are rounded, as the engine's quantization."""
     draft_tensor_parallel_size: int = 1
-    """1, or the target's tensor_parallel_size."""
+    """Ranks that the drafter's layers are split over: 1 (whole on every rank), or the target's tensor_parallel_size. Heads are whole."""
     suffix_decoding_max_tree_depth: int = 64
     """Longest match, in tokens."""
     suffix_decoding_max_cached_requests: int = -1
@@ -122,6 +142,9 @@ class SpeculativeConfig(Section):
     """Drafts at most, as a multiple of the length of the match."""
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens less likely than this by the tree's counts are not drafted."""
+    suffix_decoding_corpus: tuple[str, ...] = ()
+    """Files whose texts are searched as answers are, from the start on: texts, or .jsonl with a text or a list of token ids in each line (plain, or
+    as `text` or `token_ids` of an object). At most 1048576 tokens in all."""
     suffix_decoding_cache_path: str | None = None
     """File that the suffix cache is saved to every two minutes and at shutdown, and restored from at start. Servers of one model may share it:
     each adds its answers. Default: none; `foretoken serve`: one for each model in the user's state folder."""
@@ -132,20 +155,21 @@ class SpeculativeConfig(Section):
         values = read_other_names(values, where)
         config = super().from_dict(values, where)
         assert isinstance(values, dict)
-        given: dict[str, str] = {str(cls.aliases.get(key, key)): str(key) for key in values if key != "method"}
-        if given and values.get("method") is None:
-            hints = "".join(f"; {key} is a key of {KEY_METHODS[name]}" for name, key in given.items() if name in KEY_METHODS)
+        given: dict[str, str] = {str(cls.aliases.get(key, key)): str(key) for key in values}
+        method_key = given.pop("method", "method")
+        if given and values.get(method_key) is None:
+            hints = "".join(f"; {key} is a key of {', '.join(KEY_METHODS[name])}" for name, key in given.items() if name in KEY_METHODS)
             raise ConfigError(f"{where}method must be given with other keys ({', '.join(given.values())}): one of {', '.join(METHODS)}{hints}")
         loaded = config.loaded_methods
-        if idle := {name: key for name, key in given.items() if name in KEY_METHODS and KEY_METHODS[name] not in loaded}:
+        if idle := {name: key for name, key in given.items() if name in KEY_METHODS and not set(KEY_METHODS[name]) & set(loaded)}:
             without = super().from_dict({key: value for key, value in values.items() if key not in idle.values()}, where)
             for name, key in idle.items():
                 if getattr(config, name) != getattr(without, name):  # else it says what holds anyway, as a settled configuration does
                     own = KEY_METHODS[name]
-                    also = ", or take mtp_strategy with_suffix" if own == "suffix" and "mtp" in loaded else ""
+                    also = ", or take mtp_strategy with_suffix" if name in SUFFIX_KEYS and config.model_method else ""
                     raise ConfigError(
-                        f"{where}{key} has no effect with method {config.method}: it is a key of {own}; choose that method, "
-                        f"or name it in request_methods{also}"
+                        f"{where}{key} has no effect with method {config.method}: it is a key of {', '.join(own)}; choose "
+                        f"{'that method' if len(own) == 1 else 'one of them'}, or name it in request_methods{also}"
                     )
         if "simulated_acceptance_rate" in given and config.accept_policy != "simulated":
             rate = config.simulated_acceptance_rate
@@ -156,6 +180,7 @@ class SpeculativeConfig(Section):
     def __post_init__(self) -> None:
         put = functools.partial(object.__setattr__, self)
         put("method", normalize_method(self.method))
+        put("draft_sampling", DRAFT_SAMPLING_ALIASES.get(self.draft_sampling.lower(), self.draft_sampling))
         for key, known in (
             ("verify_strategy", VERIFY_STRATEGIES),
             ("accept_policy", ACCEPT_POLICIES),
@@ -170,6 +195,8 @@ class SpeculativeConfig(Section):
         put("request_methods", tuple(normalize_method(m, "request_methods") for m in self.request_methods))
         for key in ("model", "suffix_decoding_cache_path"):
             require(getattr(self, key) != "", key, "", "a path")
+        require("" not in self.suffix_decoding_corpus, "suffix_decoding_corpus", "", "paths")
+        self._check_model_methods()
         require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
         good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS
         require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
@@ -187,6 +214,15 @@ class SpeculativeConfig(Section):
         require(self.min_ngram_size >= 1, "min_ngram_size", self.min_ngram_size, ">= 1")
         good = self.max_ngram_size >= self.min_ngram_size
         require(good, "max_ngram_size", self.max_ngram_size, f">= min_ngram_size ({self.min_ngram_size})")
+
+    def _check_model_methods(self) -> None:
+        own = [method for method in self.loaded_methods if method in MODEL_METHODS]
+        require(len(own) < 2, "request_methods", self.request_methods, f"without a second model drafter: {' and '.join(own)} would share `model`")
+        if own and own[0] != "mtp":
+            require(self.model is not None, "model", self.model, f"the folder of the drafter's weights with method {own[0]}")
+            good = self.draft_tensor_parallel_size == 1 or own[0] not in HEAD_METHODS
+            require(good, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, f"1 with method {own[0]}, whose heads are not split")
+            require(self.placement != "bls", "placement", self.placement, f"auto or in_process with method {own[0]}: bls is for mtp")
 
     def _check_suffix(self) -> None:
         prefix = "suffix_decoding_"
@@ -208,12 +244,13 @@ class SpeculativeConfig(Section):
                 logger.warning("method %s drafts nothing: num_speculative_tokens %d is set to 0", self.method, count)
             count = 0
         elif count is None:
-            count = {"suffix": min(self.suffix_decoding_max_tree_depth, limit), "mtp": steps or 1}.get(self.method or "", 1)
+            model_count = dict.fromkeys(MODEL_METHODS, steps or 1)
+            count = {"suffix": min(self.suffix_decoding_max_tree_depth, limit), **model_count}.get(self.method or "", 1)
         else:
             require(1 <= count <= limit, "num_speculative_tokens", count, rule)
         if steps is None:
             steps = max(1, count) if self.mtp_strategy == "default" else 1
-        if self.method == "mtp" and steps > count:
+        if self.method in MODEL_METHODS and steps > count:
             logger.warning("num_speculative_tokens %d is raised to num_model_steps %d", count, steps)
             count = steps
         object.__setattr__(self, "num_speculative_tokens", count)
@@ -223,6 +260,11 @@ class SpeculativeConfig(Section):
     def rounding(self) -> QuantizationConfig:
         """`quantization` by parts."""
         return read_quantization(self.quantization)
+
+    @property
+    def model_method(self) -> str:
+        """The model drafter among the loaded methods; "": there is none."""
+        return next((method for method in self.loaded_methods if method in MODEL_METHODS), "")
 
     @property
     def loaded_methods(self) -> tuple[str, ...]:
@@ -241,7 +283,7 @@ class SpeculativeConfig(Section):
             choice = {}
         if not isinstance(choice, dict):
             raise ConfigError(f"speculative must be an object, got {choice!r:.80}")
-        keys = ("method", "num_speculative_tokens", "verify_strategy", "mtp_strategy")
+        keys = ("method", "num_speculative_tokens", "verify_strategy", "mtp_strategy", "prediction")
         for key in choice:
             if key not in keys:
                 raise ConfigError(f"speculative: unknown key {key!r:.80}{nearest(str(key), keys)}")
@@ -252,8 +294,8 @@ class SpeculativeConfig(Section):
         if "verify_strategy" in choice:
             strategy = choose("speculative.verify_strategy", choice["verify_strategy"], VERIFY_STRATEGIES)
         if "mtp_strategy" in choice:
-            if method != "mtp":
-                raise ConfigError(f"speculative: mtp_strategy has no effect with method {method}: it is a key of mtp")
+            if method not in MODEL_METHODS:
+                raise ConfigError(f"speculative: mtp_strategy has no effect with method {method}: it is a key of {', '.join(MODEL_METHODS)}")
             mtp_strategy = choose("speculative.mtp_strategy", choice["mtp_strategy"], MTP_STRATEGIES)
             lookup = mtp_strategy.removeprefix("with_")
             if lookup != "default" and lookup not in self.loaded_methods:
@@ -264,6 +306,12 @@ class SpeculativeConfig(Section):
             require(good, "speculative.num_speculative_tokens", count, f"from 0 (off) to {MAX_SPECULATIVE_TOKENS}")
         elif count == 0 and method not in ("none", "naive"):  # the server's own method drafts nothing
             count = 1
+        if choice.get("prediction") is not None:
+            asked = f"method {method}" if method in ("none", "naive") else "num_speculative_tokens 0" if not count else ""
+            if asked:
+                raise ConfigError(f"speculative: prediction has no effect with {asked}: choose a method and a number that draft")
+            if "num_speculative_tokens" not in choice:  # what is right goes on being right for long
+                count = MAX_SPECULATIVE_TOKENS
         is_own = mtp_strategy == self.mtp_strategy and "num_speculative_tokens" not in choice
         steps = count if mtp_strategy == "default" and not is_own else min(count, self.num_model_steps or 1)
         return Speculation(method, 0 if method in ("none", "naive") else count, strategy, steps, mtp_strategy)

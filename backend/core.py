@@ -155,7 +155,7 @@ class Speculation:
     num_speculative_tokens: int = 0
     verify_strategy: str = "target_match"
     num_model_steps: int = 1
-    """mtp: drafts that the model makes; the others are looked up."""
+    """Drafts that the model drafter makes; the others are looked up."""
     mtp_strategy: str = "default"
 
 
@@ -226,6 +226,8 @@ class Request:
     """Its `backend.grammar.Matcher`, where its text has to have a form."""
     may_call: bool = False
     """Its text has the special tokens of calls."""
+    prediction_ids: tuple[int, ...] = ()
+    """What the answer is expected to be like: drafts are looked up there."""
     arrival: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output. The last one is never in the KV cache."""

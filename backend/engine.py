@@ -125,6 +125,7 @@ class Engine:
             has_step_drafter=has_step_drafter,
             make_service=make_service,
             fingerprint=self.tokenizer.fingerprint,
+            encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
         )
         self.drafters.attach(worker.store)
         self.scheduler = Scheduler(
@@ -150,6 +151,7 @@ class Engine:
             is_layout_exact=worker.graphs is None,
             max_masked_drafts=config.max_masked_drafts,
             cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
+            max_model_drafts=worker.drafter.max_drafts if worker.drafter is not None else 0,
         )
         is_wanted = config.async_scheduling
         self._num_ahead = int(worker.graphs is not None if is_wanted is None else is_wanted)

@@ -74,6 +74,7 @@ class Intake:
         """
         received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
+        prediction_ids = self._read_prediction(speculative)
         token_ids = self._read_prompt(prompt, tools)
         self._check_vocabulary(params)
         if max_num_tokens is not None:
@@ -105,6 +106,7 @@ class Intake:
                 bad_word_ids=bad_words,
                 grammar=grammars[i],
                 may_call=tools is not None and tools.choice != "none",
+                prediction_ids=prediction_ids,
             )
             for i in range(params.n)
         ]
@@ -147,6 +149,22 @@ class Intake:
         if not token_ids:
             raise RequestError("the prompt is empty: it has no tokens")
         return token_ids
+
+    def _read_prediction(self, speculative: dict[str, Any] | None) -> tuple[int, ...]:
+        """Of the `speculative` object: a text or token ids that the answer is expected to be like."""
+        value = (speculative or {}).get("prediction")
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return tuple(self._encode(value, "speculative: prediction", add_special_tokens=False))
+        if not isinstance(value, list):
+            raise RequestError(f"speculative: prediction must be a text or a list of token ids, got {value!r:.80}")
+        if len(value) > self._max_model_len:
+            raise RequestError(f"speculative: prediction has {len(value)} tokens; the context holds {self._max_model_len}")
+        for place, token_id in enumerate(value):
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
+                raise RequestError(f"speculative: prediction[{place}] is {token_id!r:.50}; the vocabulary has ids 0 to {self._vocab_size - 1}")
+        return tuple(value)
 
     def _encode(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
         limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN

@@ -103,6 +103,42 @@ def check_tokenizer(directory: Path) -> None:
         read_json(settings)
 
 
+MAX_FOREIGN_TOKENS = 0.01
+"""Share of the shared token ids that may mean something else to a draft model: some families give special tokens other names in each model."""
+
+
+def check_same_tokens(directory: str | Path, target_directory: str | Path) -> None:
+    """Raises ModelError when a draft model's token ids mean other tokens than the target's: every draft of it would be nonsense."""
+    own, target = (_read_tokens(Path(folder)) for folder in (directory, target_directory))
+    shared = own.keys() & target.keys()
+    foreign = sorted(i for i in shared if own[i] != target[i])
+    if len(foreign) > MAX_FOREIGN_TOKENS * len(shared):
+        first = foreign[0]
+        raise ModelError(
+            f"{directory}/tokenizer.json: token {first} is {own[first]!r:.40}; the target's is {target[first]!r:.40}: {len(foreign)} of "
+            f"{len(shared)} ids differ, {MAX_FOREIGN_TOKENS:.0%} may: a draft model needs the target's vocabulary, or the beginning of it"
+        )
+    if foreign:
+        logger.warning("%s/tokenizer.json: %d of %d token ids are other tokens than the target's", directory, len(foreign), len(shared))
+
+
+def _read_tokens(directory: Path) -> dict[int, str]:
+    """The tokens of a tokenizer, by id."""
+    values = read_json(directory / "tokenizer.json")
+    model, added = values.get("model"), values.get("added_tokens") or []
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        found = {i: token for token, i in vocab.items() if isinstance(i, int)}
+    elif isinstance(vocab, list):
+        found = {i: str(entry[0]) for i, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    else:
+        raise ModelError(f"{directory / 'tokenizer.json'} has no vocabulary: it is no tokenizer of the tokenizers library")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict) and isinstance(token.get("id"), int):
+            found[token["id"]] = str(token.get("content"))
+    return found
+
+
 def check_fits_target(config: Mapping[str, Any], directory: str | Path, *, hidden_size: int, vocab_size: int, max_model_len: int) -> None:
     """Raises ModelError when a drafter's config.json is that of no drafter, or of another model's."""
     where = f"{directory}/config.json"
@@ -195,7 +231,7 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
     for own in groups:
         if 0 < len(absent := [name for name in own if name not in files]) < len(own):
             raise ModelError(f"{directory}: weight {_describe(absent)} is missing, though the projections beside it have theirs")
-    unused = [name for name in files if name not in known and not BUFFERS.search(name)]
+    unused = [name for name in files if name not in known and name not in weights.ignored and not BUFFERS.search(name)]
     if quantization is not None:
         unused = [name for name in unused if not CACHE_SCALES.search(name)]
     if layers := [name for name in unused if name.startswith("model.layers.")]:

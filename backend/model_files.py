@@ -13,6 +13,8 @@ from backend.errors import ModelError
 MAX_JSON_BYTES = 64 * 2**20
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+"""Where drafters that were published before safetensors keep their weights: a torch archive of tensors."""
 
 
 def check_regular(path: Path) -> int:
@@ -65,7 +67,7 @@ def fingerprint(directory: str | Path) -> str:
     """Of what a model folder holds, wherever it lies: its configuration, and samples of its weights. Raises ModelError."""
     directory = Path(directory)
     found = hashlib.blake2b(json.dumps(read_config(directory), sort_keys=True).encode(), digest_size=8)
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(path for path in directory.iterdir() if path.suffix == ".safetensors" or path.name in PICKLED_FILES):
         size = check_regular(path)
         found.update(f"{path.name} {size}".encode())
         try:
@@ -87,6 +89,13 @@ def open_weights(path: Path, framework: Literal["pt", "np"]) -> Any:
         return safe_open(path, framework=framework)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} cannot be read (truncated download?): {error}") from None
+
+
+def find_pickled(directory: Path) -> Path | None:
+    """The archive of tensors of a drafter's folder that has no safetensors."""
+    if (directory / WEIGHTS_FILE).exists() or (directory / INDEX_FILE).exists():
+        return None
+    return next((path for name in PICKLED_FILES if (path := directory / name).exists()), None)
 
 
 def find_weights(directory: Path) -> dict[str, Path]:

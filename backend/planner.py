@@ -45,15 +45,16 @@ class Planner:
         is_layout_exact: bool,
         cascade_heads: tuple[int, int] | None = None,
         max_masked_drafts: int = MAX_DRAFTS,
+        max_model_drafts: int = MAX_DRAFTS,
     ) -> None:
         """max_drafter_tokens: that the model drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so
         that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once;
-        max_masked_drafts: of a request with a grammar."""
+        max_masked_drafts: of a request with a grammar; max_model_drafts: that the step's model drafter can make in a step."""
         self._config, self._drafters = config, drafters
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width = -(-max_model_len // page_size)
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
-        self._cascade_heads, self._max_masked_drafts = cascade_heads, max_masked_drafts
+        self._cascade_heads, self._max_masked_drafts, self._max_model_drafts = cascade_heads, max_masked_drafts, max_model_drafts
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
@@ -132,7 +133,7 @@ class Planner:
         request = entry.request
         known = self._known.get(request.request_id)
         if known is None:
-            known = Known(self._free.pop(), self._drafters.place(request.speculation))
+            known = Known(self._free.pop(), self._drafters.place(request))
             self._known[request.request_id] = known
             known.is_reported = known.place.has_model or request.is_prefill_only or (request.grammar is not None and known.place.has_lookup)
             known.options = options_of(request, self._config.accept_policy).value
@@ -283,7 +284,7 @@ class Planner:
         limit = min(limit, request.speculation.num_speculative_tokens) if entry.emits else 0
         is_current = known.place.has_model and (drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits))
         if limit and is_current:
-            model_limit = min(limit, request.speculation.num_model_steps)
+            model_limit = min(limit, request.speculation.num_model_steps, self._max_model_drafts)
         if limit and known.place.has_lookup:
             lookup_limit = limit
             if model_limit:
@@ -361,7 +362,7 @@ class Planner:
 
     def count_usable(self, request: Request, page_ids: Sequence[int]) -> int:
         """Leading pages, of those that hold the beginning of a prompt, whose drafter's memory is right as well, where the request needs it."""
-        if not self._drafters.place(request.speculation).has_model:
+        if not self._drafters.place(request).has_model:
             return len(page_ids)
         return self._seen.count(page_ids, len(page_ids) * self._page_size) // self._page_size
 
@@ -376,7 +377,7 @@ class Planner:
         """Leading tokens of a prompt whose pages hold all that the request will need of them, once the step was read."""
         entry = step.entries[number]
         end = entry.begin + entry.num_tokens
-        if not self._drafters.place(entry.request.speculation).has_model or not entry.request.speculation.num_speculative_tokens:
+        if not self._drafters.place(entry.request).has_model or not entry.request.speculation.num_speculative_tokens:
             return end
         return min(end, step.plan.drafter_seq_lens[number])
 

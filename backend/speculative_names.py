@@ -18,6 +18,10 @@ ALIASES = {
     "speculate_max_candidate_len": "max_candidate_len",
     "draft_model_name_or_path": "model",
     "draft_model_quant_type": "quantization",
+    "draft_sample_method": "draft_sampling",
+    "speculative_algorithm": "method",
+    "speculative_draft_model_path": "model",
+    "speculative_num_steps": "num_speculative_tokens",
 }
 """Keys that mean the same."""
 VERIFY_STRATEGIES = {0: "topp", 1: "greedy", 2: "target_match"}
@@ -41,6 +45,8 @@ REFUSED = {
     "parallel_drafting": "the drafter's config.json says how it drafts",
     "disable_by_batch_size": "adaptive true (the default) measures when drafts pay",
     "num_speculative_tokens_per_batch_size": "adaptive true (the default) measures when drafts pay",
+    "speculative_eagle_topk": "drafts are chains, as with 1",
+    "speculative_num_draft_tokens": "num_speculative_tokens says how long a chain is",
     "rejection_sample_method": "say it as verify_strategy: target_match, greedy, rejection or topp",
 }
 """Keys that ask for what is done otherwise; false and null ask for nothing."""
@@ -55,7 +61,7 @@ def read_other_names(values: object, where: str = "") -> Any:
         if key in found:
             logger.warning("%s%s %r has no effect, and none is needed: %s", where, key, found.pop(key), why)
     for key, instead in REFUSED.items():
-        if key in found and (value := found.pop(key)) not in (None, False, "False"):
+        if key in found and (value := found.pop(key)) not in (None, False, "False") and (key, value) != ("speculative_eagle_topk", 1):
             raise ConfigError(f"{where}{key} {value!r:.80} is no key here: {instead}")
     if "speculate_method" in found:
         if found.get("method", found["speculate_method"]) != found["speculate_method"]:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from backend.text import Tokenizer
-from benchmarks.gpu_step import SHAPES, write_folders
+from benchmarks.gpu_step import SHAPES, write_target
 from benchmarks.workloads import completion_prompts
 from client import AsyncClient
 from deploy.demo import free_ports, open_url, running_server
@@ -249,7 +249,7 @@ def main() -> None:
         stack.callback(redis.kill)
         options = dict(args.options)
         if args.shape:
-            target, _ = write_folders(args.shape, Path(folder), max_position_embeddings=2 * args.lengths[-1] + 4096)
+            target = write_target(args.shape, Path(folder), max_position_embeddings=2 * args.lengths[-1] + 4096)
             (target / "model.safetensors").touch()  # the launcher looks for weights; they are not read
             options |= {"model": str(target), "load_format": "dummy"}
         (Path(folder) / "options.yaml").write_text(json.dumps(options))

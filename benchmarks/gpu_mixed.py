@@ -21,7 +21,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.core import Delta
-from benchmarks.gpu_step import METHODS, SHAPES, make_prompts, watch_steps, write_folders
+from benchmarks.gpu_step import METHODS, SHAPES, make_prompts, watch_steps, write_drafter, write_target
 
 INPUTS, OUTPUTS = (128, 1536), (32, 384)
 
@@ -114,7 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as folder:
-        target, drafter = write_folders(arguments.shape, Path(folder))
+        target = write_target(arguments.shape, Path(folder))
         if arguments.prompts:
             time_prompts(LLM(model=str(target), load_format="dummy", device="cuda", enable_prefix_caching=False))
             return
@@ -126,7 +126,7 @@ def main() -> None:
                 for limit in arguments.max_step_ms:
                     options: dict[str, Any] = {"max_num_batched_tokens": budget} if budget else {}
                     speculation = {**METHODS[method], "adaptive": arguments.adaptive, "accept_policy": "simulated"}
-                    if method.startswith("mtp"):
+                    if (drafter := write_drafter(method, target)) is not None:
                         speculation["model"] = str(drafter)
                     llm = LLM(
                         model=str(target),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from backend import LLM, SamplingParams
-from benchmarks.gpu_step import METHODS, SHAPES, make_prompts, write_folders
+from benchmarks.gpu_step import METHODS, SHAPES, make_prompts, write_drafter, write_target
 from deploy.demo import free_ports, running_server
 
 MAX_STREAMS_OF_PROCESS = 16
@@ -91,12 +91,11 @@ def main() -> None:
     print("| method | streams | offline tokens/s | served tokens/s | served / offline |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        target, drafter = write_folders(arguments.shape, folder)
+        target = write_target(arguments.shape, folder)
         (target / "model.safetensors").touch()  # the launcher looks for weights; they are not read
-        (drafter / "model.safetensors").touch()
         for method in arguments.methods:
             speculation: dict[str, Any] = {**METHODS[method], "adaptive": False, "accept_policy": "simulated"}
-            if method.startswith("mtp"):
+            if (drafter := write_drafter(method, target)) is not None:
                 speculation["model"] = str(drafter)
             config: dict[str, Any] = {
                 "model": str(target),

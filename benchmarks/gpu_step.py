@@ -1,6 +1,6 @@
 """Step times and tokens per second on one GPU, of a model with random weights in the shape of a real one.
 
-    python -m benchmarks.gpu_step [--batches 1 8 32 128] [--methods none ngram mtp] [--outputs 256] [--shared 2048] [--options]
+    python -m benchmarks.gpu_step [--batches 1 8 32 128] [--methods none ngram mtp eagle3] [--outputs 256] [--shared 2048] [--options]
 
 Prompts are real code; with random weights no draft would stand, so acceptance is simulated: each draft stands with a given
 probability, by its place. The limit is what the memory gives: bytes of weights and of keys and values over the bandwidth that a copy
@@ -121,23 +121,48 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram3": {"method": "ngram", "num_speculative_tokens": 3, "min_ngram_size": 1},
     "mtp": {"method": "mtp", "num_speculative_tokens": 1, "num_model_steps": 1},
     "mtp3": {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 5},
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 5},
+    "medusa": {"method": "medusa", "num_speculative_tokens": 4},
+    "hydra": {"method": "hydra", "num_speculative_tokens": 4},
 }
+DRAFT_VOCABULARY = 32000
+"""Of EAGLE-3 heads, as published ones have it."""
 
 
-def write_folders(shape: str, folder: Path, **values: Any) -> tuple[Path, Path]:
-    """Configurations of a target and its drafter, with the bundled tokenizer. values: other ones than the shape's."""
+def write_drafter(method: str, target: Path) -> Path | None:
+    """The configuration of a drafter for a target, beside it; None: the method has none."""
+    shape = json.loads((target / "config.json").read_text())
+    # Of the target's shape as a Llama of one layer has it.
+    common = {"tie_word_embeddings": False, "eos_token_id": 0, **COMMON}
+    kept = {key: shape[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")}
+    layer = {**common, **kept, "num_hidden_layers": 1}
+    drafters = {
+        "mtp": {**layer, "architectures": ["LlamaMTP"], "num_nextn_predict_layers": 1},
+        "eagle3": {**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCABULARY},
+        "draft_model": {**shape, **SHAPES["llama-1b"], "head_dim": 64},
+        "medusa": {"medusa_num_heads": 4, "medusa_num_layers": 1},
+        "hydra": {"hydra_num_heads": 4, "hydra_num_layers": 1, "hydra_head_arch": "mlp"},
+    }
+    name = METHODS[method]["method"]
+    if name not in drafters:
+        return None
+    folder = target.parent / f"{name}-drafter"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(drafters[name]))
+    return folder
+
+
+def write_target(shape: str, folder: Path, **values: Any) -> Path:
+    """The configuration of a target, with the bundled tokenizer. values: other ones than the shape's."""
     common = {"tie_word_embeddings": False, "eos_token_id": 0, **COMMON}
     target = {"architectures": ["LlamaForCausalLM"], **common, **SHAPES[shape], **values}
-    # Of the target's shape as a Llama of one layer has it.
-    kept = {key: target[key] for key in ("hidden_size", "intermediate_size", "vocab_size")}
-    drafter = {**common, **kept, "num_hidden_layers": 1, **values, "architectures": ["LlamaMTP"], "num_nextn_predict_layers": 1}
-    for name, written in (("target", target), ("drafter", drafter)):
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(written))
+    (folder / "target").mkdir()
+    (folder / "target" / "config.json").write_text(json.dumps(target))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         if (BUNDLED_MODEL / file).is_file():
             shutil.copy(BUNDLED_MODEL / file, folder / "target")
-    return folder / "target", folder / "drafter"
+    return folder / "target"
 
 
 def measure_bandwidth(num_bytes: int = 4 * 2**30) -> tuple[float, float]:
@@ -319,7 +344,7 @@ def main() -> None:
     copy, read = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")
     with tempfile.TemporaryDirectory() as folder:
-        target, drafter = write_folders(arguments.shape, Path(folder))
+        target = write_target(arguments.shape, Path(folder))
         if arguments.shared:
             compare_cascade(target, arguments.shared, arguments.batches)
             return
@@ -329,10 +354,10 @@ def main() -> None:
         print("| method | batch | step ms | forward, decide, draft | wall ms | tokens a step | tokens/s | device idle |")
         print("|---|---|---|---|---|---|---|---|")
         for method in arguments.methods:
-            started = time.perf_counter()
+            started, drafter = time.perf_counter(), write_drafter(method, target)
             speculation = {
                 **METHODS[method],
-                **({"model": str(drafter)} if method.startswith("mtp") else {}),
+                **({"model": str(drafter)} if drafter is not None else {}),
                 "adaptive": False,
                 "accept_policy": "simulated",
                 "simulated_acceptance_rate": arguments.acceptance,

@@ -15,8 +15,9 @@ from typing import Any
 
 from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, SpeculativeConfig
+from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from backend.model_files import read_config
+from backend.model_files import check_regular, find_pickled, read_config
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from deploy.gpu import check_gpu
@@ -125,22 +126,21 @@ def is_bundled(model: str | Path) -> bool:
 
 def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors") -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
-    if "mtp" not in config.loaded_methods:
+    method = config.model_method
+    if not method:
         return None
     found = model_checks.find_drafter_folder(config.model, model)
     if found is None and not is_bundled(model):
-        raise ConfigError(f"speculative_config.model: method mtp needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
+        raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
     folder = (found or BUNDLED_DRAFTER).expanduser().resolve()
-    own, target = read_config(folder), read_config(model)
+    read_config(folder)
     if not str(folder).isascii():
         raise ModelError(f"drafter folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
     has_weights = load_format != "dummy"
-    if has_weights and not any(folder.glob("*.safetensors")):
+    if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
         raise ModelError(f"{folder} has no *.safetensors")
-    length = target["max_position_embeddings"]
-    model_checks.check_fits_target(own, folder, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], max_model_len=length)
-    model_checks.check_drafter(folder, has_weights=has_weights)
-    model_checks.check_rounding(own, folder, config.rounding)
+    check_drafter_folder(method, folder, model, has_weights=has_weights)
+    model_checks.check_rounding(read_config(folder), folder, config.rounding)
     return folder
 
 
@@ -163,6 +163,11 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
         name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()
         speculative["suffix_decoding_cache_path"] = str(state_directory() / f"suffix-{name}.npz")
+    if config.suffix_decoding_corpus:
+        paths = [Path(path).expanduser().resolve() for path in config.suffix_decoding_corpus]
+        for path in paths:
+            check_regular(path)
+        speculative["suffix_decoding_corpus"] = [str(path) for path in paths]
     if speculative:
         decode["speculative_config"] = speculative
     return parameters

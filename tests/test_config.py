@@ -32,6 +32,7 @@ from backend.config import (
     BUNDLED_DRAFTER,
     BUNDLED_MODEL,
     METHODS,
+    MODEL_METHODS,
     EngineConfig,
     ParallelConfig,
     SpeculativeConfig,
@@ -258,9 +259,9 @@ def test_methods_have_one_name_and_many_spellings(given_name: str | None, expect
 
 
 def test_unknown_methods_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, ngram, suffix, mtp .*did you mean \"ngram\"\?"):
+    with pytest.raises(ConfigError, match=r"method 'n-gram' is not one of none, naive, ngram, suffix, mtp, .*did you mean \"ngram\"\?"):
         SpeculativeConfig.from_dict({"method": "n-gram"})
-    with pytest.raises(ConfigError, match=r"method 'best' is not one of none, naive, ngram, suffix, mtp \(case-insensitive\)$"):
+    with pytest.raises(ConfigError, match=r"method 'best' is not one of none, naive, ngram, suffix, mtp, .* \(case-insensitive\)$"):
         SpeculativeConfig.from_dict({"method": "best"})
     with pytest.raises(ConfigError, match="method must be"):
         SpeculativeConfig.from_dict({"method": 5})
@@ -279,9 +280,12 @@ def test_keys_of_other_engines_are_taken() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_speculative_tokens": 5}, r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, suffix, mtp$"),
+        (
+            {"num_speculative_tokens": 5},
+            r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, .*mlp_speculator$",
+        ),
         ({"prompt_lookup_max": 4}, r".* other keys \(prompt_lookup_max\): .*; prompt_lookup_max is a key of ngram$"),
-        ({"adaptive": False, "model": "/drafter"}, r".* other keys \(adaptive, model\): .*; model is a key of mtp$"),
+        ({"adaptive": False, "model": "/drafter"}, r".* other keys \(adaptive, model\): .*; model is a key of mtp, draft_model, .*"),
         ({"request_methods": ["mtp"]}, r".* other keys \(request_methods\)"),
     ],
 )
@@ -306,7 +310,8 @@ def test_a_method_is_not_guessed(values: dict[str, Any], message: str, method: d
 )
 def test_keys_of_methods_that_are_not_loaded_are_refused(values: dict[str, Any], key: str, method: str) -> None:
     """They would do nothing. A request that may choose the method makes them good."""
-    message = f"speculative_config.{key} has no effect with method {values['method']}: it is a key of {method}; choose that method, or name it in"
+    owners, choice = (", ".join(MODEL_METHODS), "one of them") if method == "mtp" else (method, "that method")
+    message = f"speculative_config.{key} has no effect with method {values['method']}: it is a key of {owners}; choose {choice}, or name it in"
     with pytest.raises(ConfigError, match=re.escape(message)):
         EngineConfig.from_dict({"speculative_config": values})
     SpeculativeConfig.from_dict(values | {"request_methods": [method]})
@@ -351,6 +356,7 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "simulated_acceptance_rate": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
     "suffix_decoding_min_token_prob": ([-0.1, 1.1, 2, NAN, INF, HUGE, "0.1", True, None], "from 0 to 1"),
     "suffix_decoding_cache_path": (["", 5, True], "a path"),
+    "suffix_decoding_corpus": (["file", 5, None], "a list"),
 }
 """By key: what must be refused, and the rule that a value of the right type is told."""
 GOOD_SPECULATIVE: dict[str, list[Any]] = {
@@ -377,6 +383,7 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "simulated_acceptance_rate": [0.0, 0.5, 1],
     "suffix_decoding_min_token_prob": [0.0, 1.0],
     "suffix_decoding_cache_path": [None, "/var/cache/suffix.npz"],
+    "suffix_decoding_corpus": [(), ("/data/code.jsonl", "notes.txt")],
 }
 
 
@@ -528,13 +535,14 @@ def test_settled_values_stay_as_they_are(values: dict[str, Any]) -> None:
     try:
         config = SpeculativeConfig.from_dict(values)
     except ConfigError as error:
-        depends = ("ngram_size", "has no effect", "method must be given", "unless accept_policy")
+        depends = ("ngram_size", "has no effect", "method must be given", "unless accept_policy", "model must be", "placement must", "second model")
+        depends += ("heads are not split",)
         assert any(words in str(error) for words in depends), "each value is good by itself; only these depend on others"
         return
     assert dataclasses.replace(config) == config == SpeculativeConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config))))
     count, steps = config.num_speculative_tokens, config.num_model_steps
     assert count is not None and 0 <= count <= 16 and (count == 0) == (config.method in ("none", "naive"))
-    assert steps is not None and 1 <= steps <= 16 and (config.method != "mtp" or steps <= count)
+    assert steps is not None and 1 <= steps <= 16 and (config.method not in MODEL_METHODS or steps <= count)
 
 
 def test_verify_strategy_in_any_case() -> None:

@@ -20,7 +20,7 @@ from backend import LLM, SamplingParams
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.drafters import remote
 from backend.drafters.calls import DraftCall, DraftError, DraftReply
-from backend.drafters.mtp import MtpDrafter
+from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
 from backend.drafters.suffix import SuffixLookup
 from backend.engine import Engine
@@ -60,7 +60,7 @@ class Service:
     def __init__(self) -> None:
         cpu, dtype = torch.device("cpu"), torch.float32
         target = load_served(str(BUNDLED_MODEL), dtype, cpu, Ranks(), only_head=True)
-        drafter = MtpDrafter(Mtp(BUNDLED_DRAFTER, target, dtype, cpu), max_steps=3)
+        drafter = RecurrentDrafter(Mtp(BUNDLED_DRAFTER, target, dtype, cpu), max_steps=3)
         self.inner = RemoteDrafterService(drafter, dtype, cpu, lambda count: contextlib.nullcontext())
         self.fault = ""
         self.num_opened = 0
@@ -339,6 +339,18 @@ def test_answers_follow_the_targets_distribution(tiny, tiny_drafters, name, stra
     counts, rate = answers(tiny, tiny_drafters[name], {"verify_strategy": strategy}, is_ahead)
     assert fit(counts, exact(tiny)) > 1e-3
     assert 0.05 < rate < 0.98, "drafts that are all accepted or none test nothing"
+
+
+def test_answers_follow_it_with_drafts_from_a_part_of_the_vocabulary(tiny, tmp_path):
+    """What is never drafted has probability 0 there, and comes from the residual alone."""
+    generator = torch.Generator().manual_seed(2)
+    weights = {f"blocks.{i}.layers.0.weight": torch.randn(32, 32, generator=generator) * 0.2 for i in range(2)}
+    weights |= {f"lm_heads.{i}.weight": torch.randn(4, 32, generator=generator) * 0.3 for i in range(2)}
+    save_file({**weights, "token_map": torch.tensor([0, 2, 3, 5])}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_heads": 2, "truncated_vocab_size": 4}))
+    counts, rate = answers(tiny, tmp_path, {"method": "medusa", "verify_strategy": "rejection"})
+    assert fit(counts, exact(tiny)) > 1e-3
+    assert 0.05 < rate < 0.98
 
 
 def test_the_test_above_catches_a_verifier_without_residual(tiny, tiny_drafters, monkeypatch):

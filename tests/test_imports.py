@@ -161,6 +161,7 @@ def test_deploy_imports_configuration_at_most() -> None:
         "backend.sampling_defaults",
         "backend.version",
         "kernels.toolchain",
+        "backend.drafter_checks",
     )
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
     bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py", "deploy/load/locustfile.py"))]
@@ -221,7 +222,7 @@ LEVELS = (
     ("tools",),
     ("section", "speculative_names"),
     ("config", "disaggregation_config", "quantization_config", "model_files", "chat_template", "detokenizer", "metrics", "sampling_defaults"),
-    ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks"),
+    ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks", "drafter_checks"),
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),
     ("planned", "planner", "group"),
@@ -268,9 +269,17 @@ def test_nothing_imports_in_a_circle() -> None:
         visit(module, ())
 
 
-METHODS = ("ngram", "suffix", "mtp", "naive")
-METHOD_FILES = {"backend/config.py", "backend/adapters/decode.py", "backend/adapters/metrics.py", "backend/adapters/mtp_drafter.py"}
-"""What a user writes, and the adapters of what a user runs. The detokenizer's "suffix" is Hugging Face's."""
+METHODS = ("ngram", "suffix", "mtp", "naive", "draft_model", "eagle", "eagle3", "medusa", "hydra", "mlp_speculator")
+METHOD_FILES = {
+    "backend/config.py",
+    "backend/drafter_checks.py",
+    "backend/models/eagle_spec.py",
+    "backend/models/heads_spec.py",
+    "backend/adapters/decode.py",
+    "backend/adapters/metrics.py",
+    "backend/adapters/mtp_drafter.py",
+}
+"""What a user writes, what a drafter's folder is checked for, and the adapters of what a user runs. The detokenizer's "suffix" is Hugging Face's."""
 
 
 def test_only_drafters_name_methods() -> None:
@@ -283,7 +292,8 @@ def test_only_drafters_name_methods() -> None:
         constants = [n for n in nodes if isinstance(n, ast.Constant) and n.value in METHODS and name != "backend/detokenizer.py"]
         bad += [f"{name}:{n.lineno} names {n.value}" for n in constants]
     assert not bad, "\n".join(bad)
-    named = ("backend.drafters.mtp", "backend.drafters.ngram", "backend.drafters.suffix", "backend.drafters.hybrid", "backend.models.mtp")
+    parts = ("recurrent", "heads", "ngram", "suffix", "hybrid")
+    named = (*(f"backend.drafters.{name}" for name in parts), *(f"backend.models.{name}" for name in ("mtp", "eagle", "heads", "draft")))
     outside = [i for i in imports_of("backend", "kernels") if not i.file.startswith("backend/drafters/") and i.file not in METHOD_FILES]
     none_of([i for i in outside if i.is_in(*named)], "a step or an engine knows drafters by their protocol")
 

@@ -6,7 +6,6 @@ A module's decoder layer is transformers' layer past those that the model has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,13 @@ from backend import LLM, SamplingParams
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model, find_drafter_folder
 from deploy.launcher import check_drafter as check_before_launch
-from tests.families import Case, assert_close, edited, expected_logits, make_model, random_tokens
+from tests.drafting import check_drafts, check_tokens, watched
+from tests.drafting import serve as serve_drafter
+from tests.families import Case, edited, expected_logits, make_model, random_tokens
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import ERNIE, GLM
 
-NUM_LAYERS, NUM_DRAFTS = 2, 4
+NUM_LAYERS = 2
 DEEPSEEK_NAMES = ("model.layers.{layer}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
 MIMO_NAMES = ("model.mtp_layers.{module}.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 ERNIE_NAMES = ("model.mtp_block.{module}.", "model.mtp_emb_norm.{module}", "model.mtp_hidden_norm.{module}", "model.mtp_linear_proj.{module}", "")
@@ -152,67 +153,23 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def serve(folder: Path, **speculative: Any) -> LLM:
-    config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS, "adaptive": False, **speculative}
-    return LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory="4MiB", page_size=8, speculative_config=config)
+    return serve_drafter(folder, method="mtp", **speculative)
 
 
-def watched(llm: LLM) -> list[torch.Tensor]:
-    """Logits of drafts, as the drafter makes them."""
-    seen: list[torch.Tensor] = []
-    drafter = llm.engine.worker.drafter
-    assert drafter is not None
-    own: Callable[..., torch.Tensor] = drafter.logits
-
-    def logits(*arguments: Any) -> torch.Tensor:
-        seen.append(own(*arguments).clone())
-        return seen[-1]
-
-    drafter.logits = logits  # type: ignore[method-assign]
-    return seen
-
-
-@pytest.mark.parametrize("policy", ["normal", "accept_all"])
+@pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
 def test_drafts_are_those_of_the_formulas(policy: str, checkpoint: tuple[Modules, Path]) -> None:
     """After a prompt, and after more tokens: where the drafts before them fell, and where they stand."""
     modules, folder = checkpoint
     llm = serve(folder, accept_policy=policy)
-    seen, prompt = watched(llm), random_tokens(37)
-    params = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
-    (result,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    answer, known, num_steps = result.outputs[0].token_ids, 1, 0
-    while known < len(answer):
-        expected = modules.draft([*prompt, *answer[:known]], min(NUM_DRAFTS, len(answer) - known))
-        for own, other in zip(seen[num_steps * NUM_DRAFTS :], expected):
-            assert_close(own[0], other)
-        num_steps += 1
-        known += 1 if policy == "normal" else 1 + NUM_DRAFTS
-    assert num_steps == result.outputs[0].stats.steps - 1
-    if policy == "normal":
-        assert result.outputs[0].stats.accepted == 0, "drafts of random modules"
+    answer = check_drafts(llm, modules.draft, policy)
+    if policy == "reject_all":
+        prompt = random_tokens(37)
         scores = expected_logits(modules.model, [*prompt, *answer])[len(prompt) - 1 : -1]
         assert answer == scores.argmax(dim=-1).tolist()
 
 
 def test_tokens_are_those_without_drafts(checkpoint: tuple[Modules, Path]) -> None:
-    """Greedy and sampled, several at once, in chunks, again from the prefix cache; with lookups that lengthen the drafts."""
-    _, folder = checkpoint
-    prompts = [{"prompt_token_ids": random_tokens(length, length)} for length in (40, 9)]
-    llm = LLM(
-        str(folder),
-        dtype="float32",
-        device="cpu",
-        kv_cache_memory="4MiB",
-        page_size=8,
-        max_batch_size=8,
-        max_num_batched_tokens=16,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 3, "adaptive": False},
-    )
-    for sampling in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 7}):
-        params = SamplingParams(max_tokens=7, ignore_eos=True, **sampling)
-        answers = []
-        for choice in ({"method": "none"}, {"method": "mtp"}, {"method": "ngram"}, {"method": "mtp", "mtp_strategy": "with_ngram"}):
-            answers.append([r.outputs[0].token_ids for r in llm.generate(prompts, params, speculative=choice, use_tqdm=False)])
-        assert all(answer == answers[0] for answer in answers)
+    check_tokens(checkpoint[1], "mtp")
 
 
 # -- what is found where --------------------------------------------------------------------------------------------------------

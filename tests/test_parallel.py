@@ -20,7 +20,8 @@ from backend.group import CHECK_EVERY, Verdicts, check_verdicts
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import MEMORY_FOLDER, NUM_SLOTS, SLOT_WORDS, PlanRing
 from tests.conftest import code_prompts
-from tests.families import Case, random_tokens
+from tests.families import Case, make_model, random_tokens
+from tests.test_eagle import EAGLE3, TARGET, make_weights, save_drafter
 from tests.test_latents import DEEPSEEK
 from tests.test_own_drafters import DEEPSEEK_NAMES, Own, make_checkpoint
 
@@ -82,6 +83,29 @@ def test_a_model_with_experts_latents_and_its_own_drafter(tmp_path: Path) -> Non
         llm.close()
     assert answers[0] == answers[1]
     assert answers[0][:3] == answers[0][3:6] == answers[0][6:9]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_drafter_that_is_split(method: str, tmp_path: Path) -> None:
+    """Every draft is taken, so that the answers are what the drafter makes on two ranks and on one."""
+    make_model(TARGET, tmp_path / "target")
+    make_model(Case("qwen3", config={"vocab_size": 302}), tmp_path / "draft_model")
+    save_drafter(EAGLE3, make_weights(EAGLE3), tmp_path / "eagle3")
+    prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
+    answers: list[list[list[int]]] = []
+    for size in (1, 2):
+        config = {"method": method, "model": str(tmp_path / method), "num_speculative_tokens": 3, "accept_policy": "accept_all"}
+        llm = LLM(
+            str(tmp_path / "target"),
+            parallel_config={"tensor_parallel_size": size},
+            num_threads=1,
+            kv_cache_memory="2MiB",
+            speculative_config={**config, "adaptive": False, "draft_tensor_parallel_size": size},
+        )
+        results = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True), use_tqdm=False)
+        answers.append([r.outputs[0].token_ids for r in results])
+        llm.close()
+    assert answers[0] == answers[1]
 
 
 def test_a_rank_that_is_killed_ends_every_open_request() -> None:

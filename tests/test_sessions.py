@@ -12,7 +12,7 @@ from backend.core import Delta
 from backend.devices import cpu_threads
 from backend.drafters import sessions
 from backend.drafters.calls import DraftCall, DraftError, DraftReply
-from backend.drafters.mtp import MtpDrafter
+from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
 from backend.drafters.sessions import CallNumber, DraftSessions
 from backend.engine import Engine
@@ -29,7 +29,7 @@ PROMPTS = code_prompts(6, (60, 300), seed=31)
 def make_service():
     target = load_model(str(BUNDLED_MODEL), torch.float32, CPU, Ranks(), only_head=True)
     model = Mtp(str(BUNDLED_DRAFTER), target, torch.float32, CPU, None)
-    return lambda kind=RemoteDrafterService: kind(MtpDrafter(model, 3), torch.float32, CPU, lambda count: cpu_threads(1))
+    return lambda kind=RemoteDrafterService: kind(RecurrentDrafter(model, 3), torch.float32, CPU, lambda count: cpu_threads(1))
 
 
 class Remote:

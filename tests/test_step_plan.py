@@ -150,7 +150,7 @@ def test_a_worker_fed_with_sent_plans_gives_the_same_tokens(llm_all, prompts, te
 def make_planner(method: str = "ngram", **options: Any) -> Planner:
     config = SpeculativeConfig(method=method, num_speculative_tokens=4)
     has_model = method == "mtp"
-    drafters = Drafters(config, 100, has_step_drafter=has_model, make_service=lambda: pytest.fail("nobody needs it"), fingerprint="")
+    drafters = Drafters(config, 100, has_step_drafter=has_model, make_service=lambda: pytest.fail("nobody needs it"), fingerprint="", encode=list)
     sizes = {"max_batch_size": 4, "max_model_len": 64, "num_pages": 16, "page_size": 8, "max_drafter_tokens": 32}
     return Planner(config, drafters, **{**sizes, "has_step_drafter": has_model, "is_layout_exact": True, **options})
 

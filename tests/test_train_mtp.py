@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from backend.drafters.calls import LIKELIEST, DraftCall
-from backend.drafters.mtp import MtpDrafter
+from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
 from backend.models import load_model as load_served
 from backend.models.mtp import Mtp as ServedMtp
@@ -108,7 +108,7 @@ def test_the_loss_goes_down_and_the_server_reads_what_is_written(
     for name, weight in objective.mtp.named().items():
         assert torch.equal(weights[name], weight.detach().bfloat16()), name
     served = ServedMtp(out, load_served(folder, torch.float32, CPU, Ranks(), only_head=True), torch.float32, CPU)
-    specs = MtpDrafter(served, max_steps=8).cache_specs(torch.float32)
+    specs = RecurrentDrafter(served, max_steps=8).cache_specs(torch.float32)
     assert served.num_layers == layers and sum(spec.num_planes for spec in specs) == 3 * layers - 1
 
 
@@ -487,7 +487,7 @@ class Served:
             return self.scores[-1]
 
         model.logits = logits  # type: ignore[method-assign]
-        self.service = RemoteDrafterService(MtpDrafter(model, max_steps), torch.float32, CPU, lambda count: contextlib.nullcontext())
+        self.service = RemoteDrafterService(RecurrentDrafter(model, max_steps), torch.float32, CPU, lambda count: contextlib.nullcontext())
         self.service.open(self.NUM_PAGES, self.PAGE)
         assert self.service._store is not None
         self.service._store.memory.fill_(255)  # as float32: not a number

@@ -116,7 +116,7 @@ class TritonPythonModel:
         config = EngineConfig.from_dict(values, f"{args['model_name']}: ")
         speculative = config.speculative_config
         service = BlsDraftService(DRAFTER_MODEL) if speculative.placement == "bls" else None
-        if "mtp" in speculative.loaded_methods:
+        if speculative.model_method:
             drafter = str((model_folder(args) / (speculative.model or DRAFTER_FOLDER)).resolve())
             config = dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
         self._engine = Engine(config, draft_service=service)

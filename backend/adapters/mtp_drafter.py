@@ -20,7 +20,7 @@ from backend.adapters.stub import (
 from backend.config import EngineConfig, SpeculativeConfig
 from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
 from backend.drafters.calls import DraftError
-from backend.drafters.mtp import MtpDrafter
+from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
 from backend.drafters.sessions import DEFAULT_MEMORY, DraftSessions
 from backend.errors import ConfigError
@@ -65,7 +65,7 @@ class TritonPythonModel:
         threads, steps = threads_for(engine), config.num_model_steps or 1
 
         def make_service() -> RemoteDrafterService:
-            return RemoteDrafterService(MtpDrafter(model, steps), dtype, device, threads)
+            return RemoteDrafterService(RecurrentDrafter(model, steps), dtype, device, threads)
 
         self._sessions = DraftSessions(make_service, int(engine.kv_cache_memory or DEFAULT_MEMORY))
         self._device, self._dtype = device, dtype

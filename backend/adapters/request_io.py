@@ -31,7 +31,8 @@ SAMPLING_SCALARS = (
 SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
 PROMPTS = ("text_input", "input_ids", "messages")
 MAX_JSON_CHARACTERS = 65536
-MAX_MESSAGES_CHARACTERS = 2_000_000
+MAX_MESSAGES_CHARACTERS = MAX_SPECULATIVE_CHARACTERS = 2_000_000
+"""`speculative` may hold a predicted answer."""
 MAX_ID_CHARACTERS = 65536
 MAX_UTF8_BYTES = 4
 """Of one character."""
@@ -48,7 +49,7 @@ class InputLimits:
             "text_input": max_model_len * MAX_CHARACTERS_PER_TOKEN,
             "messages": MAX_MESSAGES_CHARACTERS,
             "logit_bias": MAX_JSON_CHARACTERS,
-            "speculative": MAX_JSON_CHARACTERS,
+            "speculative": MAX_SPECULATIVE_CHARACTERS,
             "tools": MAX_MESSAGES_CHARACTERS,
             "tool_choice": MAX_JSON_CHARACTERS,
             "structured_outputs": 2 * MAX_STRUCTURE_CHARACTERS,
@@ -201,7 +202,7 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
         params=SamplingParams(**arguments),
         tools=_read_tools(values),
         fills_context=fills_context,
-        speculative=_json_object("speculative", speculative) if speculative else None,
+        speculative=_json_object("speculative", speculative, MAX_SPECULATIVE_CHARACTERS) if speculative else None,
         priority=values.get("priority", [0])[0],
         timeout=None if timeout_ms is None else timeout_ms / 1000,
         is_streamed=values.get("stream", [True])[0],

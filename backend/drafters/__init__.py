@@ -5,55 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import BUNDLED_DRAFTER, EngineConfig, SpeculativeConfig
+from backend.config import MODEL_METHODS, MTP_STRATEGIES, SpeculativeConfig
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
 from backend.drafters.choice import LookupChoice
+from backend.drafters.loading import load_step_drafter, step_drafter_identity, tap_width
 from backend.drafters.lookup import LookupDrafter, StepDrafts
-from backend.drafters.protocol import HIDDEN, HostDrafter, Lookup, StepDrafter
-from backend.model_checks import find_drafter_folder
-from backend.model_files import fingerprint
+from backend.drafters.ngram import PredictionLookup
+from backend.drafters.protocol import HostDrafter, Lookup
 
 if TYPE_CHECKING:
-    import torch
-
     from backend.kv_store import KvStore
-    from backend.models import Model
+
+__all__ = ["Drafters", "Placement", "Placements", "find_place", "load_step_drafter", "make_placements", "step_drafter_identity", "tap_width"]
 
 logger = logging.getLogger(__name__)
 
-_MODEL, _LOOKUP = "mtp", "ngram"
-
-
-def needed_taps(config: SpeculativeConfig) -> tuple[str, ...]:
-    """What some drafter reads of every token that the target computed, wherever the drafter runs."""
-    return (HIDDEN,) if _MODEL in config.loaded_methods else ()
-
-
-def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device) -> StepDrafter | None:
-    """The model drafter that runs in the step, if the configuration has one. Raises ConfigError, ModelError."""
-    speculative = config.speculative_config
-    if _MODEL not in speculative.loaded_methods or speculative.placement == "bls":
-        return None
-    from backend.drafters.mtp import MtpDrafter
-    from backend.models.mtp import Mtp
-
-    return MtpDrafter(Mtp(_find_folder(config), target, dtype, device, speculative.rounding, config.load_format), speculative.num_model_steps or 1)
-
-
-def step_drafter_identity(config: EngineConfig) -> str:
-    """What has to be equal for two nodes' drafters to go on from each other's memory; "": there is no drafter in the step."""
-    speculative = config.speculative_config
-    if _MODEL not in speculative.loaded_methods or speculative.placement == "bls":
-        return ""
-    return f"{fingerprint(_find_folder(config))} {speculative.rounding.names}"
-
-
-def _find_folder(config: EngineConfig) -> Path:
-    return find_drafter_folder(config.speculative_config.model, config.model) or BUNDLED_DRAFTER
+_LOOKUP, _PREDICTION, _PREDICTED = "ngram", "prediction", "with_prediction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +46,24 @@ def make_placements(config: SpeculativeConfig, *, has_step_drafter: bool) -> Pla
     """Of every method that requests may choose."""
     lookups = [method for method in config.loaded_methods if method in (_LOOKUP, "suffix")]
     found: Placements = {(name, ""): Placement(has_lookup=True) if name == _LOOKUP else Placement(host=name) for name in lookups}
-    if _MODEL in config.loaded_methods:
+    if model := config.model_method:
         for strategy in ("default", *(f"with_{name}" for name in lookups)):
             own_lookup, is_alone = strategy == f"with_{_LOOKUP}", strategy == "default"
-            in_step = Placement(has_model=True, has_lookup=own_lookup, host="" if own_lookup or is_alone else f"{_MODEL} {strategy}")
-            found[_MODEL, strategy] = in_step if has_step_drafter else Placement(host=_MODEL)
+            in_step = Placement(has_model=True, has_lookup=own_lookup, host="" if own_lookup or is_alone else f"{model} {strategy}")
+            found[model, strategy] = in_step if has_step_drafter else Placement(host=model)
     return found
 
 
 def find_place(placements: Placements, speculation: Speculation) -> Placement:
     """Where a request's drafts are made."""
-    strategy = speculation.mtp_strategy if speculation.method == _MODEL else ""
+    strategy = speculation.mtp_strategy if speculation.method in MODEL_METHODS else ""
     return placements.get((speculation.method, strategy), _NOWHERE)
 
 
 class Drafters:
     """Which drafter serves a request, and those on the host as one."""
 
-    model_name, lookup_name = _MODEL, _LOOKUP
+    lookup_name = _LOOKUP
     """As in `token_sources`."""
 
     def __init__(
@@ -104,23 +74,27 @@ class Drafters:
         has_step_drafter: bool,
         make_service: Callable[[], DraftService],
         fingerprint: str,
+        encode: Callable[[str], list[int]],
     ) -> None:
         """Loads every method that requests may choose.
 
         make_service: reaches the drafter's model in another process, called only when a method needs one; fingerprint: of the
-        tokenizer, for token ids that outlive this process. Raises ConfigError, ModelError.
+        tokenizer, for token ids that outlive this process; encode: of texts by the same. Raises ConfigError, ModelError.
         """
         self._vocab_size = vocab_size
+        self.model_name = config.model_method
+        """As in `token_sources`; "": there is no model drafter."""
         self.faults = DraftFaults()
         self.choice = LookupChoice()
         self._step_drafts: StepDrafts | None = None
         self._host: dict[str, HostDrafter] = {}
         self._placements = make_placements(config, has_step_drafter=has_step_drafter)
-        lookups = _make_lookups(config, fingerprint)
+        lookups = _make_lookups(config, fingerprint, encode, vocab_size)
+        self._host[_PREDICTION] = LookupDrafter(PredictionLookup(config.max_ngram_size))
         for name in lookups:
             if host := self._placements[name, ""].host:
                 self._host[host] = LookupDrafter(lookups[name])
-        if _MODEL in config.loaded_methods:
+        if self.model_name:
             self._load_model_hosts(config, lookups, has_step_drafter, make_service)
 
     def _load_model_hosts(
@@ -133,15 +107,21 @@ class Drafters:
         if not is_in_step:
             from backend.drafters.remote import RemoteDrafter
 
-            self._host[_MODEL] = HybridDrafter(RemoteDrafter(make_service(), config.draft_sampling), strategies)
+            self._host[self.model_name] = HybridDrafter(RemoteDrafter(make_service(), config.draft_sampling), strategies)
             return
-        self._step_drafts = StepDrafts(_MODEL)
+        self._step_drafts = StepDrafts(self.model_name)
+        predicted: dict[str, Lookup] = dict.fromkeys(MTP_STRATEGIES, PredictionLookup(config.max_ngram_size))
+        self._host[f"{self.model_name} {_PREDICTED}"] = HybridDrafter(self._step_drafts, predicted)
         for strategy, lookup in strategies.items():
-            if host := self._placements[_MODEL, strategy].host:
+            if host := self._placements[self.model_name, strategy].host:
                 self._host[host] = HybridDrafter(self._step_drafts, {strategy: lookup})
 
-    def place(self, speculation: Speculation) -> Placement:
-        return find_place(self._placements, speculation)
+    def place(self, request: Request) -> Placement:
+        found = find_place(self._placements, request.speculation)
+        if not request.prediction_ids or found is _NOWHERE:
+            return found
+        # Its drafts come from the prediction; those of a model in the step too, where there is one.
+        return Placement(has_model=found.has_model, host=f"{self.model_name} {_PREDICTED}" if found.has_model else _PREDICTION)
 
     def attach(self, store: KvStore) -> None:
         for drafter in self._host.values():
@@ -150,13 +130,13 @@ class Drafters:
     # A drafter that fails costs its drafts, never a request: every call of one is guarded.
 
     def start(self, request: Request) -> None:
-        key = self.place(request.speculation).host
+        key = self.place(request).host
         if key:
             self._guard(key, "start", lambda: self._host[key].start(request))
 
     def stop(self, request: Request) -> None:
         self.choice.stop(request.request_id)
-        key = self.place(request.speculation).host
+        key = self.place(request).host
         if key:
             self._guard(key, "stop", lambda: self._host[key].stop(request))
 
@@ -189,7 +169,7 @@ class Drafters:
         draft = Draft([[] for _ in entries], [[] for _ in entries])
         by_host: dict[str, list[int]] = {}
         for b, entry in enumerate(entries):
-            key = self.place(entry.request.speculation).host
+            key = self.place(entry.request).host
             if key and entry.max_drafts:
                 by_host.setdefault(key, []).append(b)
         for key, own in by_host.items():
@@ -226,7 +206,7 @@ class Drafters:
 _NOWHERE = Placement()
 
 
-def _make_lookups(config: SpeculativeConfig, fingerprint: str) -> dict[str, Lookup]:
+def _make_lookups(config: SpeculativeConfig, fingerprint: str, encode: Callable[[str], list[int]], vocab_size: int) -> dict[str, Lookup]:
     lookups: dict[str, Lookup] = {}
     for method in config.loaded_methods:
         if method == _LOOKUP:
@@ -235,6 +215,7 @@ def _make_lookups(config: SpeculativeConfig, fingerprint: str) -> dict[str, Look
             assert config.min_ngram_size is not None
             lookups[method] = NgramLookup(config.max_ngram_size, config.min_ngram_size)
         elif method == "suffix":
+            from backend.drafters.corpus import read_corpus
             from backend.drafters.suffix import SuffixLookup
 
             lookups[method] = SuffixLookup(
@@ -244,5 +225,6 @@ def _make_lookups(config: SpeculativeConfig, fingerprint: str) -> dict[str, Look
                 min_token_prob=config.suffix_decoding_min_token_prob,
                 cache_path=config.suffix_decoding_cache_path,
                 fingerprint=fingerprint,
+                corpus=read_corpus(config.suffix_decoding_corpus, encode, vocab_size),
             )
     return lookups

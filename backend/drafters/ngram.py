@@ -25,7 +25,11 @@ class NgramLookup:
         self._texts: dict[str, bytearray] = {}  # each request's token ids as bytes: the search is then the C library's
 
     def start(self, request: Request) -> None:
-        self._texts[request.request_id] = bytearray(array("i", request.token_ids).tobytes())
+        self._texts[request.request_id] = bytearray(array("i", [*self._before(request), *request.token_ids]).tobytes())
+
+    def _before(self, request: Request) -> Sequence[int]:
+        """What is searched before the request's own tokens."""
+        return ()
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
         return self.lookup_scored(request, drafts, count)[0]
@@ -33,7 +37,7 @@ class NgramLookup:
     def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
         """The score is the number of tokens that matched, counted on past max_size."""
         text = self._texts[request.request_id]
-        known = len(text) // TOKEN_BYTES
+        known = len(text) // TOKEN_BYTES - len(self._before(request))
         if known < len(request.token_ids):
             text += array("i", request.token_ids[known:]).tobytes()
         if drafts:
@@ -63,3 +67,34 @@ class NgramLookup:
 
     def close(self) -> None:
         pass
+
+
+BORDER = -1
+"""Between a prediction and the request's own tokens: no text has it."""
+PREDICTION_SIZE = 16
+"""Longest pattern: a prediction that repeats itself is followed at the right place."""
+
+
+class PredictionLookup(NgramLookup):
+    """The same in what the answer is expected to be like ("predicted outputs" in OpenAI's interface), then in the request itself."""
+
+    name = "prediction"
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max(max_size, PREDICTION_SIZE), 1)
+        self._predictions: dict[str, tuple[int, ...]] = {}
+
+    def start(self, request: Request) -> None:
+        self._predictions[request.request_id] = (*request.prediction_ids, BORDER)
+        super().start(request)
+
+    def _before(self, request: Request) -> Sequence[int]:
+        return self._predictions[request.request_id]
+
+    def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
+        found, score = super().lookup_scored(request, drafts, count)
+        return (found[: found.index(BORDER)] if BORDER in found else found), score
+
+    def stop(self, request: Request) -> None:
+        super().stop(request)
+        self._predictions.pop(request.request_id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from backend.kv_store import CacheSpec, KvStore
 from kernels import ops
 
 HIDDEN = "hidden"
-"""The tap: the target's state of each token after its final norm."""
+"""The tap: the target's state of each token after its final norm, or what the step's drafter makes of several states (`StepDrafter.tap`)."""
 ATTENTION = "drafter.attention"
 """The cache spec of a step drafter's keys and values."""
 
@@ -58,18 +58,40 @@ class DrafterRows:
     """Of its layers' states, and of the tap."""
     before_slots: torch.Tensor
     """The same of the tokens before these; any slot before a first token."""
-    plan: ops.Plan
+    plan: ops.Plan | None
+    """None: the drafter has no attention."""
 
 
 class StepDrafter(Protocol):
     """A model drafter that runs in the step, on every rank: it computes the tokens that the step computed, then drafts."""
 
     @property
-    def heads(self) -> ops.Heads:
-        """Of its attention."""
+    def heads(self) -> ops.Heads | None:
+        """Of its attention; None: it has none, and keeps no keys and values."""
         ...
 
-    def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]: ...
+    @property
+    def max_drafts(self) -> int:
+        """That it can make in a step."""
+        ...
+
+    @property
+    def tap_width(self) -> int:
+        """Numbers that are kept of each token of the target for it; 0: none."""
+        ...
+
+    @property
+    def tapped_layers(self) -> tuple[int, ...]:
+        """The layers of the target whose input it looks at; num_layers stands for the last one's output."""
+        ...
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """What is kept [T, tap_width] of tokens whose states are hidden [T, hidden] after the final norm, and entering[layer] before layers."""
+        ...
+
+    def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
+        """What it keeps of each token beside the tap."""
+        ...
 
     def attach(self, store: KvStore) -> None: ...
 

@@ -10,8 +10,8 @@ import torch
 
 from backend.core import kv_slots
 from backend.drafters.calls import LIKELIEST, OWN_NOISE, DraftCall, DraftReply
-from backend.drafters.mtp import STATES, MtpDrafter
 from backend.drafters.protocol import ATTENTION, DrafterRows
+from backend.drafters.recurrent import STATES, RecurrentDrafter
 from backend.kv_store import KvStore, count_page_bytes
 from kernels import ops
 
@@ -24,7 +24,7 @@ class RemoteDrafterService:
     threads_for: CPU threads for a forward of so many tokens (`backend.devices.threads_for`).
     """
 
-    def __init__(self, drafter: MtpDrafter, dtype: torch.dtype, device: torch.device, threads_for: ThreadsFor) -> None:
+    def __init__(self, drafter: RecurrentDrafter, dtype: torch.dtype, device: torch.device, threads_for: ThreadsFor) -> None:
         self._drafter = drafter
         self._dtype, self._device = dtype, device
         self._threads_for = threads_for

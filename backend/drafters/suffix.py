@@ -16,7 +16,7 @@ a long text is held in overlapping pieces, and each is a slice of work when it g
 Answers are saved to a file every SAVE_SECONDS and at the end, by a second thread, which waits for the disk.
 
 Memory: about 340 bytes per token in a tree. The shared tree keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
-out first; the open requests' own trees are as long as they are.
+out first, beside the texts of a corpus, which stay and are not saved; the open requests' own trees are as long as they are.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class SuffixLookup:
         cache_path: str | None = None,
         fingerprint: str = "",
         max_cached_tokens: int = MAX_CACHED_TOKENS,
+        corpus: Sequence[array[int]] = (),
     ) -> None:
+        """corpus: texts that are searched as answers are, and stay."""
         try:
             from arctic_inference.suffix_decoding._C import SuffixTree
         except ImportError as error:
@@ -112,7 +114,7 @@ class SuffixLookup:
         self.max_cached_tokens = max_cached_tokens
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
-        self._is_sharing = max_cached_requests != 0
+        self._is_sharing, self._has_corpus = max_cached_requests != 0, bool(corpus)
         self._file = AnswerFile(cache_path, fingerprint) if cache_path is not None and self._is_sharing else None
         self._num_shared = self._num_saved = 0  # tokens of answers that ever came here, and those that the file has or had
 
@@ -132,6 +134,7 @@ class SuffixLookup:
         self._has_ended = threading.Event()
         if self._file is not None:
             self._restore(self._file.read())
+        self._unshared.extendleft(_Text(self._shared, token_ids) for token_ids in reversed(corpus))
         self._thread = threading.Thread(target=self._run, name="suffix", daemon=True)
         self._thread.start()
         self._saver = threading.Thread(target=self._save_at_times, name="suffix file", daemon=True)
@@ -188,7 +191,7 @@ class SuffixLookup:
             context = np.array([*request.token_ids[-depth:], *drafts][-depth:], dtype=np.int32)
             limits = (count, self.max_spec_factor, 0.0, self.min_token_prob, False)
             draft = self._speculate(own.text.tree, context, *limits)
-            if self._is_sharing:
+            if self._is_sharing or self._has_corpus:
                 other = self._speculate(self._shared, context, *limits)
                 draft = other if other.score > draft.score else draft
             return draft.token_ids, draft.score

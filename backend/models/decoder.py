@@ -6,7 +6,7 @@ import torch
 
 from backend.kv_store import CacheSpec
 from backend.models.decoder_layer import DecoderLayer
-from backend.models.layers import ATTENTION, Wanted, Weights
+from backend.models.layers import ATTENTION, Wanted, Weights, own_heads
 from backend.models.loader import Checkpoint
 from backend.models.parts import Attention
 from backend.models.rope import RopeTables
@@ -36,9 +36,7 @@ class Decoder:
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
         own = spec.layers[0].attention
-        num_q, num_kv, size = own.heads
-        own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
-        self.heads = ops.Heads(own_q.stop - own_q.start, own_kv.stop - own_kv.start, size, *own.latent)
+        self.heads = own_heads(own, ranks)
         self._token_shape, self._num_planes = own.token_shape(self.heads.num_kv), own.num_planes
         self.eps = spec.layers[-1].eps
         scale = spec.embedding_scale
@@ -90,13 +88,20 @@ class Decoder:
         cache: list[tuple[torch.Tensor, ...]],
         plan: ops.Plan,
         wanted: Wanted | None = None,
+        entering: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         x = self.embed(token_ids)
         angles = [tables.at(positions) for tables in self._tables]
-        for layer, place, layer_cache in zip(self.layers[:-1], self._table_of[:-1], cache[:-1], strict=True):
-            x = layer.forward(x, angles[place], slots, layer_cache, plan)
-        rows, plan = (None, plan) if wanted is None else (wanted.rows, wanted.plan)
-        x = self.layers[-1].forward(x, angles[self._table_of[-1]], slots, cache[-1], plan, rows)
+        last = self.num_layers - 1
+        for number, (layer, place, layer_cache) in enumerate(zip(self.layers, self._table_of, cache, strict=True)):
+            if entering is not None and number in entering:
+                entering[number] = x.clone()  # layers add to it in place
+            rows = None
+            if number == last and wanted is not None:
+                rows, plan = wanted.rows, wanted.plan
+            x = layer.forward(x, angles[place], slots, layer_cache, plan, rows)
+        if entering is not None and self.num_layers in entering:
+            entering[self.num_layers] = x
         return ops.rms_norm(x, self.norm, self.eps)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

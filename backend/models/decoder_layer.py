@@ -30,10 +30,11 @@ class DecoderLayer:
         cache: tuple[torch.Tensor, ...],
         plan: ops.Plan,
         rows: torch.Tensor | None = None,
+        attended: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], residual included; x is changed in place. rows [R]: the result is wanted of these alone, and the plan
-        is theirs; keys and values of all T are kept."""
-        query = self.attention.append(x, angles, slots, cache)
+        is theirs; keys and values of all T are kept. attended [T, in]: what attention takes in x's place."""
+        query = self.attention.append(x if attended is None else attended, angles, slots, cache)
         if rows is not None:
             query, x = query[rows], x[rows]
             if not len(rows):

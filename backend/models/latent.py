@@ -22,6 +22,7 @@ class LatentAttention:
         # What turns lies behind what does not.
         query_order, down_order = (None if order is None else torch.cat([torch.arange(n), n + order]) for n in (spec.still_dim, spec.rank))
         self._size = size
+        assert layer.input_norm is not None
         self.input_norm = weights.norm(layer.input_norm, layer.hidden_size, layer.norm_offset)
         self._latent_norm = weights.norm(spec.latent_norm, spec.rank)
         down = Part("latents", spec.down.out_features, spec.down.out_features, down_order, can_repeat=True)

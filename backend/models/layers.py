@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from backend.errors import ModelError
+from backend.models.latent_spec import LatentSpec
 from backend.models.loader import Checkpoint
-from backend.models.spec import Projection
+from backend.models.spec import AttentionSpec, Projection
 from backend.parallel.ranks import Ranks
 from backend.quantization import Linear, Quantized, Stored, count_written, cut_columns, cut_rows, make_linear, quantize
 from backend.quantization_config import QuantizationConfig
@@ -40,6 +41,13 @@ class Part:
     """[unit]: in which order a unit's rows are wanted."""
     can_repeat: bool = False
     """Several ranks may hold the same unit: see `Ranks.part`."""
+
+
+def own_heads(attention: AttentionSpec | LatentSpec, ranks: Ranks) -> ops.Heads:
+    """Of a layer's attention, on this rank."""
+    num_q, num_kv, size = attention.heads
+    own_q, own_kv = ranks.part(num_q, "num_attention_heads"), ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
+    return ops.Heads(own_q.stop - own_q.start, own_kv.stop - own_kv.start, size, *attention.latent)
 
 
 class Weights:

@@ -1,4 +1,4 @@
-"""Reads weights of Hugging Face folders: safetensors, in one file or sharded."""
+"""Reads weights of Hugging Face folders: safetensors, in one file or sharded; and the archives of tensors that older drafters come as."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from backend.errors import ModelError
-from backend.model_files import find_weights, open_weights
+from backend.model_files import check_regular, find_weights, open_weights
 from backend.models.quantized import read_quantized
 from backend.models.quantized_spec import CheckpointQuantization
 from backend.quantization import Stored
@@ -35,6 +35,11 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all weights."""
+        return tuple(self._files)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One weight, whole. Raises ModelError when it is missing, unreadable, or not of `shape`."""
@@ -71,6 +76,40 @@ class Checkpoint:
         return tensor
 
 
+class PickledCheckpoint(Checkpoint):
+    """A torch archive of tensors by name, read without running anything that is in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory, self.quantization = path.parent, None
+        self._path = path
+        check_regular(path)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever unpickling a damaged or foreign file raises
+            raise ModelError(f"{path} cannot be read as an archive of tensors: {str(error).splitlines()[0] if str(error) else error!r}") from None
+        if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+            raise ModelError(f"{path} must hold tensors by name")
+        self._tensors: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in found.items()}
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors.clear()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self._path}: weight {name} is missing")
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self._path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
+        return tensor
+
+
 class DummyCheckpoint(Checkpoint):
     """Random weights of any shape that is asked for, made where they are used: for benchmarks, whose time does not depend on values."""
 
@@ -87,6 +126,11 @@ class DummyCheckpoint(Checkpoint):
 
     def __contains__(self, name: str) -> bool:
         return not name.endswith(".bias")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Not known: it has what it is asked for."""
+        return ()
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,14 +12,14 @@ import torch
 from backend.errors import ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_model, check_rounding
-from backend.model_files import read_config
+from backend.model_files import find_pickled, read_config
 from backend.models.decoder import Decoder
 from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Wanted
-from backend.models.loader import Checkpoint, DummyCheckpoint
+from backend.models.loader import Checkpoint, DummyCheckpoint, PickledCheckpoint
 from backend.models.moe_spec import MoeSpec
 from backend.models.quantized_config import read_checkpoint_quantization
-from backend.models.spec import AttentionSpec, DecoderSpec
+from backend.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
@@ -57,8 +58,12 @@ class Model(Protocol):
         cache: list[tuple[torch.Tensor, ...]],
         plan: ops.Plan,
         wanted: Wanted | None = None,
+        entering: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the final norm [T, hidden], or [R, hidden] of those wanted; keys and values of all go to their slots."""
+        """Hidden states after the final norm [T, hidden], or [R, hidden] of those wanted; keys and values of all go to their slots.
+
+        entering: by number of a layer, filled with the states [T, hidden] that enter it; num_layers: those before the final norm.
+        """
         ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -75,6 +80,12 @@ def open_checkpoint(directory: str | Path, dtype: torch.dtype, device: torch.dev
     if load_format == "dummy":
         return DummyCheckpoint(directory, device, dtype)
     return Checkpoint(directory, read_checkpoint_quantization(read_config(directory), directory))
+
+
+def open_drafter(directory: str | Path, dtype: torch.dtype, device: torch.device, load_format: str) -> Checkpoint:
+    """The same of a drafter, whose weights may be an archive of tensors."""
+    pickled = find_pickled(Path(directory))
+    return PickledCheckpoint(pickled) if pickled is not None and load_format != "dummy" else open_checkpoint(directory, dtype, device, load_format)
 
 
 def load_model(
@@ -124,9 +135,15 @@ def check_gpu(spec: DecoderSpec, dtype: torch.dtype) -> None:
     width = 16 // dtype.itemsize  # numbers of one access
     if spec.hidden_size % width:
         raise ModelError(f"{spec.where}: hidden_size {spec.hidden_size}: a GPU serves multiples of {width} in {dtype}; use --device cpu")
-    for part in {layer.attention for layer in spec.layers}:
+    check_gpu_layers(spec.layers, spec.where, dtype)
+
+
+def check_gpu_layers(layers: Sequence[LayerSpec], where: str, dtype: torch.dtype) -> None:
+    """The same of layers."""
+    width = 16 // dtype.itemsize
+    for part in {layer.attention for layer in layers}:
         count = part.query_down.out_features if isinstance(part, LatentSpec) and part.query_down is not None else 0
         if count % width:
-            raise ModelError(f"{spec.where}: q_lora_rank {count}: a GPU serves multiples of {width} in {dtype}; use --device cpu")
+            raise ModelError(f"{where}: q_lora_rank {count}: a GPU serves multiples of {width} in {dtype}; use --device cpu")
         if isinstance(part, AttentionSpec) and part.head_dim % (2 * width):
-            raise ModelError(f"{spec.where}: head_dim {part.head_dim}: a GPU serves multiples of {2 * width} in {dtype}; use --device cpu")
+            raise ModelError(f"{where}: head_dim {part.head_dim}: a GPU serves multiples of {2 * width} in {dtype}; use --device cpu")

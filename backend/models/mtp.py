@@ -8,6 +8,7 @@ last one goes on with its own state. Which state goes on, that before the norm o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from backend.model_checks import check_drafter, check_fits_target, check_roundin
 from backend.model_files import read_config
 from backend.models import Model, open_checkpoint
 from backend.models.decoder_layer import DecoderLayer
-from backend.models.layers import Weights
+from backend.models.layers import Weights, own_heads
 from backend.models.mtp_spec import MtpLayerSpec
 from backend.models.rope import RopeTables
 from backend.parallel.ranks import Ranks
@@ -27,13 +28,13 @@ from kernels import ops
 class _Layer:
     """One module: norms, projection, decoder layer, norm before the shared head."""
 
-    def __init__(self, spec: MtpLayerSpec, weights: Weights) -> None:
+    def __init__(self, spec: MtpLayerSpec, weights: Weights, split: Weights) -> None:
         hidden = spec.decoder.hidden_size
         self.embedding_norm = weights.norm(spec.embedding_norm, hidden)
         self.hidden_norm = weights.norm(spec.hidden_norm, hidden)
         self.head_norm = weights.norm(spec.head_norm, hidden)
         self.projection = weights.split_rows([spec.projection])
-        self.decoder = DecoderLayer(spec.decoder, weights)
+        self.decoder = DecoderLayer(spec.decoder, split)
 
 
 class Mtp:
@@ -47,8 +48,11 @@ class Mtp:
         device: torch.device,
         quantization: QuantizationConfig | None = None,
         load_format: str = "safetensors",
+        ranks: Ranks | None = None,
     ) -> None:
-        """quantization: how plain weights are rounded. Raises ModelError for what is missing, damaged, or not a drafter of this target."""
+        """ranks: that its layers are split over; None: they are whole. quantization: how plain weights are rounded.
+
+        Raises ModelError for what is missing, damaged, or not a drafter of this target."""
         config = read_config(directory)
         check_fits_target(config, directory, hidden_size=target.hidden_size, vocab_size=target.vocab_size, max_model_len=target.max_model_len)
         spec = check_drafter(directory, has_weights=load_format != "dummy")
@@ -56,16 +60,24 @@ class Mtp:
         self._target = target
         self.hidden_size: int = target.hidden_size
         self.num_layers = len(spec.layers)
+        self.tap_width: int = target.hidden_size
+        self.tapped_layers: tuple[int, ...] = ()
         self._is_hidden_first, self._is_norm_recycled = spec.is_hidden_first, spec.is_norm_recycled
         first = spec.layers[0].decoder
         own, self.eps = first.attention, first.eps
-        self.heads = ops.Heads(*own.heads, *own.latent)
+        ranks = ranks or Ranks()
+        self.heads = own_heads(own, ranks)
         self.token_shape, self.num_planes = own.token_shape(self.heads.num_kv), own.num_planes
         with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
             weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
-            self.layers = [_Layer(layer, weights) for layer in spec.layers]
+            split = Weights(checkpoint, dtype, device, ranks, quantization)
+            self.layers = [_Layer(layer, weights, split) for layer in spec.layers]
         rope, size, scale = own.turning
         self._tables = RopeTables(rope, size, target.max_model_len, dtype, device, scale)
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The states after the final norm, as they are."""
+        return hidden
 
     def forward(
         self,

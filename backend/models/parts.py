@@ -51,7 +51,7 @@ class Attention:
         unit = spec.head_dim
         key_part, value_part = (Part(kv_name, num_kv * unit, unit, own, can_repeat=True) for own in (order, None))
         parts = [Part(q_name, num_q * unit, unit, order), key_part, value_part]
-        self.input_norm = weights.norm(layer.input_norm, layer.hidden_size, layer.norm_offset)
+        self.input_norm = optional_norm(weights, layer.input_norm, layer)
         self.qkv = weights.split_rows(spec.qkv, parts)
         post_norm = optional_norm(weights, layer.attention_post_norm, layer)
         self.o = Residual(weights.split_columns(spec.o), ranks, post_norm, layer.eps)
@@ -71,8 +71,9 @@ class Attention:
         self.soft_cap = spec.soft_cap
 
     def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """x [T, hidden] -> queries [T, H, D]; keys and values go to their slots."""
-        heads = self.qkv.after_norm(x, self.input_norm, self.eps).view(len(x), -1, self.head_dim)
+        """x [T, in] -> queries [T, H, D]; keys and values go to their slots."""
+        heads = self.qkv(x) if self.input_norm is None else self.qkv.after_norm(x, self.input_norm, self.eps)
+        heads = heads.view(len(x), -1, self.head_dim)
         if self.head_norms is not None:
             ops.norm_heads(heads, self.head_norms, self.eps)
         if self._whole_norms is not None:

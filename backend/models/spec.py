@@ -32,6 +32,8 @@ class WeightList:
     """Groups of which it has all or none."""
     rounded: dict[str, Literal["dense", "moe"]] = field(default_factory=dict)
     """Projections (without `.weight`) that are rounded where their kind is: see backend/quantization_config.py."""
+    ignored: set[str] = field(default_factory=set)
+    """What may be there, and is read in another way or not at all."""
 
     def add_norm(self, name: str | None, size: int) -> None:
         if name is not None:
@@ -147,7 +149,8 @@ class LayerSpec:
 
     hidden_size: int
     eps: float
-    input_norm: str
+    input_norm: str | None
+    """None: attention takes its input as it is."""
     attention: AttentionSpec | LatentSpec
     mlp_norm: str
     mlp: MlpSpec | MoeSpec

@@ -134,8 +134,8 @@ class Program:
 
     @property
     def all_heads(self) -> list[ops.Heads]:
-        """Of the target and of the model drafter."""
-        return [self._model.heads] + ([self._drafter.heads] if self._drafter is not None else [])
+        """Of the target and of the model drafter, where that has attention."""
+        return [self._model.heads] + ([self._drafter.heads] if self._drafter is not None and self._drafter.heads is not None else [])
 
     @property
     def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
@@ -160,7 +160,7 @@ class Program:
             page_size=store.page_size,
             page_stride=store.stride(ATTENTION),
             tap_stride=store.stride(HIDDEN) if self._tap is not None else store.page_size,
-            drafter_stride=store.stride(DRAFTER_ATTENTION) if self._drafter is not None else store.page_size,
+            drafter_stride=store.stride(DRAFTER_ATTENTION) if DRAFTER_ATTENTION in store.specs else store.page_size,
             scratch_page=store.scratch_page,
             dummy_index=table.dummy_index,
         )
@@ -226,12 +226,13 @@ class Program:
 
     def _plan_drafter(self, step: StepTensors, rows: step_rows.DrafterRows) -> None:
         assert self._drafter is not None
-        shape = step.shape
-        step.drafter_attention = self._attend(step, rows.cu_rows, rows.seq_lens, shape.drafter_counts, shape.drafter_seq_lens, self._drafter.heads)
+        shape, heads = step.shape, self._drafter.heads
+        if heads is not None:
+            step.drafter_attention = self._attend(step, rows.cu_rows, rows.seq_lens, shape.drafter_counts, shape.drafter_seq_lens, heads)
 
     def _plan_drafts(self, step: StepTensors) -> None:
         """Of the forwards that make one draft more for each request."""
-        if step.draft_lens is not None and self._drafter is not None:
+        if step.draft_lens is not None and self._drafter is not None and self._drafter.heads is not None:
             ones = torch.arange(step.shape.batch + 1, dtype=torch.int32, device=step.fields.device)
             step.draft_attention = self._attend(step, ones, step.draft_lens, (), (), self._drafter.heads, 1)
 
@@ -252,9 +253,11 @@ class Program:
             step.wanted_attention = self._attend(step, rows.cu_logit_rows, rows.seq_lens, (), (), self._model.heads)
             step.wanted_attention.refresh()
             wanted = Wanted(rows.logit_rows, step.wanted_attention)
-        step.hidden = self._model.forward(token_ids, positions, slots, self._cache, step.attention, wanted)
+        entering = dict.fromkeys(self._drafter.tapped_layers, slots) if self._drafter is not None else {}
+        step.hidden = self._model.forward(token_ids, positions, slots, self._cache, step.attention, wanted, entering)
         if self._tap is not None:
-            self._tap.index_copy_(0, tap_slots, step.hidden)
+            kept = step.hidden if self._drafter is None else self._drafter.tap(step.hidden, entering)
+            self._tap.index_copy_(0, tap_slots, kept)
 
     def _wants_few(self, shape: StepShape) -> bool:
         """Whether the states of most rows are of no use: those of prompts but for the last, unless a drafter or scores read them."""
@@ -350,20 +353,21 @@ class Program:
             return
         if step.drafter_attention is None:
             self._plan_drafter(step, known)
-        assert step.drafter_attention is not None
-        step.drafter_attention.refresh()
+        if step.drafter_attention is not None:
+            step.drafter_attention.refresh()
         states = drafter.advance(_rows_of(known.packed, step.drafter_attention), known.last_rows)
         if not shape.num_model_drafts:
             return
         if step.draft_attention is None:
             self._plan_drafts(step)
         packed, lengths = step.draft_packed, step.draft_lens
-        assert packed is not None and lengths is not None and step.draft_attention is not None
+        assert packed is not None and lengths is not None
         for number in range(shape.num_model_drafts):
             chosen = self._choose_draft(step, drafter.logits(states, number), number)
             ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_alone)
             if number + 1 < shape.num_model_drafts:
-                step.draft_attention.refresh()
+                if step.draft_attention is not None:
+                    step.draft_attention.refresh()
                 # Layers' states are kept of known tokens alone, so drafts need no slots for them.
                 rows = DrafterRows(packed[0], packed[1], packed[2], packed[2], packed[2], step.draft_attention)
                 states = drafter.extend(rows, states, number + 1)
@@ -404,6 +408,6 @@ class Program:
         return chosen
 
 
-def _rows_of(packed: torch.Tensor, attention: ops.StepAttention) -> DrafterRows:
+def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | None) -> DrafterRows:
     token_ids, positions, kv_slots, state_slots, before_slots = packed
     return DrafterRows(token_ids, positions, kv_slots, state_slots, before_slots, attention)

@@ -15,7 +15,7 @@ from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import EngineConfig
 from backend.core import Outcome
 from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
-from backend.drafters import find_place, load_step_drafter, make_placements, needed_taps, step_drafter_identity
+from backend.drafters import find_place, load_step_drafter, make_placements, step_drafter_identity, tap_width
 from backend.drafters.protocol import HIDDEN
 from backend.errors import ConfigError
 from backend.kv_store import CacheSpec, KvStore, count_page_bytes
@@ -104,12 +104,13 @@ class Worker:
                 is_expert_parallel=config.parallel_config.expert_parallel,
                 quantization=config.rounding,
             )
-            self.drafter = load_step_drafter(config, self.model, self.dtype, self.device)
+            self.drafter = load_step_drafter(config, self.model, self.dtype, self.device, ranks)
         check_max_model_len(config.max_model_len, self.model.max_model_len)
         self.max_model_len = config.max_model_len or self.model.max_model_len
         self.max_num_batched_tokens = config.max_num_batched_tokens_on(self.device.type)
-        taps = {HIDDEN: (self.model.hidden_size,)}
-        specs = self.model.cache_specs(self.dtype) + [CacheSpec(tap, taps[tap], self.dtype) for tap in needed_taps(config.speculative_config)]
+        specs = self.model.cache_specs(self.dtype)
+        if width := tap_width(config.speculative_config, self.drafter, self.model):
+            specs.append(CacheSpec(HIDDEN, (width,), self.dtype))
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
         weights, drafter = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}", step_drafter_identity(config)
         identity = f"{weights}, drafter {drafter}, rank {ranks.rank} of {ranks.size}"
@@ -137,7 +138,7 @@ class Worker:
         speculative = self._config.speculative_config
         own = speculative.resolve(None)
         place = find_place(make_placements(speculative, has_step_drafter=self.drafter is not None), own)
-        num_model = own.num_model_steps if place.has_model else 0
+        num_model = min(own.num_model_steps, self.drafter.max_drafts) if place.has_model and self.drafter is not None else 0
         most = own.num_speculative_tokens if place.has_lookup or place.host else num_model
         # Fewer drafts than the most are for large batches and the ends of requests: there a step may be a little wider than it has to be.
         counts = sorted({count for count in (1, 2, 3, 5, 7, 11) if count < most} | {most})

@@ -19,7 +19,7 @@ from backend.models.spec import (
 from backend.models.values import Values
 
 
-def _layer(values: Values, prefix: str) -> LayerSpec:
+def llama_layer(values: Values, prefix: str) -> LayerSpec:
     sizes = read_sizes(values)
     has_bias = values.flag("attention_bias")
     rope = read_rope(values, sizes.head_dim)
@@ -29,12 +29,12 @@ def _layer(values: Values, prefix: str) -> LayerSpec:
 
 
 def llama(values: Values) -> DecoderSpec:
-    return read_decoder(values, (_layer(values, f"model.layers.{i}") for i in range(read_num_layers(values))))
+    return read_decoder(values, (llama_layer(values, f"model.layers.{i}") for i in range(read_num_layers(values))))
 
 
 def llama_mtp(values: Values) -> MtpSpec:
     def module(number: int) -> MtpLayerSpec:
         prefix = f"model.layers.{number}"
-        return make_module(prefix, _layer(values, prefix))
+        return make_module(prefix, llama_layer(values, prefix))
 
     return read_modules(values, module)

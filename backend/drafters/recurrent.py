@@ -1,31 +1,75 @@
-"""Multi-token prediction in the step: the drafter's layers over the step's own rows, and what they keep of each token.
+"""Recurrent drafters in the step: a model's own layers over the step's rows, which go on from their own states (MTP, EAGLE, draft models).
 
-Follows vLLM's and FastDeploy's MTP in what it computes. Layer 1 takes the target's hidden state of the token before, after the
-final norm, from the tap; a later layer takes that of the layer before it, which is kept beside its keys and values. So it may go on
-from any token, whoever computed those before it.
+Layer 1 takes what the tap kept of the token before, if anything; a later layer takes the state of the layer before it, which is kept
+beside its keys and values. So it may go on from any token, whoever computed those before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 import torch
 
+from backend.config import MAX_SPECULATIVE_TOKENS
 from backend.drafters.protocol import ATTENTION, HIDDEN, DrafterRows
 from backend.kv_store import CacheSpec, KvStore
-from backend.models.mtp import Mtp
+from kernels import ops
 
 STATES = "drafter.states"
 
 
-class MtpDrafter:
+class RecurrentModel(Protocol):
+    """A drafter's weights. T packed tokens, whose states go in and out with `hidden_size` numbers."""
+
+    hidden_size: int
+    num_layers: int
+    """Modules that draft one token each; the last one goes on from its own state."""
+    heads: ops.Heads
+    """Of queries, of keys and values, and their size."""
+    token_shape: tuple[int, ...]
+    """Of what attention keeps of a token in one of num_planes planes a layer."""
+    num_planes: int
+    tap_width: int
+    tapped_layers: tuple[int, ...]
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """As `StepDrafter.tap`."""
+        ...
+
+    def forward(
+        self,
+        layer: int,
+        token_ids: torch.Tensor,
+        previous: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
+        plan: ops.Plan,
+    ) -> torch.Tensor:
+        """States [T, hidden] of one layer at tokens [T]; previous [T, hidden]: states at the tokens before them, of no use without a tap."""
+        ...
+
+    def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, V] over the target's vocabulary; -inf: a token that is never drafted."""
+        ...
+
+
+class RecurrentDrafter:
     """A StepDrafter. Layers beyond `max_steps` drafts a step are left out, and whoever wants more goes on with the last one in use."""
 
-    def __init__(self, model: Mtp, max_steps: int) -> None:
+    max_drafts = MAX_SPECULATIVE_TOKENS
+
+    def __init__(self, model: RecurrentModel, max_steps: int) -> None:
         self._model = model
         self.num_layers = min(model.num_layers, max_steps)
-        self.heads = model.heads
+        self.heads, self.tap_width, self.tapped_layers = model.heads, model.tap_width, model.tapped_layers
         self._planes: list[torch.Tensor] = []
         self._states: list[torch.Tensor] = []
         self._hidden = torch.empty(0)
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return self._model.tap(hidden, entering)
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
         specs = [CacheSpec(ATTENTION, self._model.token_shape, dtype, self._model.num_planes * self.num_layers)]
@@ -46,7 +90,7 @@ class MtpDrafter:
         """
         is_first = (rows.positions == 0)[:, None]  # nothing comes before the first token
         if hidden is None:
-            hidden = self._hidden[rows.before_slots].masked_fill_(is_first, 0)
+            hidden = self._hidden[rows.before_slots].masked_fill_(is_first, 0) if self.tap_width else self._hidden
         states = self._compute(0, rows, hidden)
         newest = [states[last]]
         for layer in range(1, self.num_layers):
@@ -69,6 +113,7 @@ class MtpDrafter:
         return self._model.logits(layer, states[layer])
 
     def _compute(self, layer: int, rows: DrafterRows, previous: torch.Tensor) -> torch.Tensor:
+        assert rows.plan is not None
         count = self._model.num_planes
         cache = tuple(self._planes[count * layer : count * (layer + 1)])
         return self._model.forward(layer, rows.token_ids, previous, rows.positions, rows.kv_slots, cache, rows.plan)

@@ -1,0 +1,71 @@
+"""Checks the folder of a model drafter of any kind before anything is loaded: as `backend.model_checks` does of models. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from backend.errors import ModelError
+from backend.model_checks import check_config, check_drafter, check_fits_target, check_model, check_same_tokens, check_weights
+from backend.model_files import find_pickled, find_weights, read_config
+from backend.models.eagle_spec import EagleSpec, merge_config, read_eagle, read_eagle3
+from backend.models.heads_spec import HEADS, HeadsSpec, Sizes, SpeculatorSpec
+from backend.models.quantized_config import read_checkpoint_quantization
+from backend.models.spec import WeightList
+from backend.models.values import Values
+
+
+def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights: bool = True) -> None:
+    """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up."""
+    target = read_config(model)
+    if method == "mtp":
+        length = target["max_position_embeddings"]
+        own = read_config(folder)
+        check_fits_target(own, folder, hidden_size=target["hidden_size"], vocab_size=target["vocab_size"], max_model_len=length)
+        check_drafter(folder, has_weights=has_weights)
+    elif method == "draft_model":
+        check_model(folder, has_weights=has_weights)
+        if has_weights:
+            check_same_tokens(folder, model)
+    else:
+        sizes = {"hidden_size": target["hidden_size"], "vocab_size": target["vocab_size"], "num_layers": target["num_hidden_layers"]}
+        # What is in an archive of tensors is known to torch alone.
+        is_readable = has_weights and find_pickled(folder) is None
+        names: Collection[str] = find_weights(folder) if is_readable else ()
+        if method in ("eagle", "eagle3"):
+            spec = read_eagle_spec(folder, names, is_multi_layer=method == "eagle3", **sizes)
+            weights = WeightList()
+            spec.list_weights(weights, sizes["vocab_size"])
+            if is_readable:
+                check_weights(folder, weights, f"num_hidden_layers is {len(spec.layers)}")
+            return
+        heads = read_heads_spec(method, folder, names, model)
+        weights = WeightList()
+        heads.list_weights(weights)
+        if is_readable:
+            check_weights(folder, weights, f"{folder} holds heads")
+
+
+def read_heads_spec(method: str, directory: str | Path, names: Collection[str], target_directory: str | Path) -> HeadsSpec | SpeculatorSpec:
+    """What drafting heads are made of, for the target in a folder. names: of their weights, where they are known. Raises ModelError."""
+    target = Values(read_config(target_directory), f"{target_directory}/config.json")
+    sizes = Sizes(target.integer("hidden_size", 2**17), target.integer("vocab_size", 2**22), target.integer("num_hidden_layers", 1024))
+    values = Values(read_config(directory), f"{directory}/config.json")
+    if read_checkpoint_quantization(read_config(directory), directory) is not None:
+        raise ModelError(f"{values.where}: drafting heads are read of plain weights; these are quantized")
+    return HEADS[method](values, names, sizes, target)
+
+
+def read_eagle_spec(
+    directory: str | Path, names: Collection[str], *, is_multi_layer: bool, hidden_size: int, vocab_size: int, num_layers: int
+) -> EagleSpec:
+    """What an EAGLE drafter is made of, for a target of these sizes. names: of its weights, where they are known. Raises ModelError."""
+    where = f"{directory}/config.json"
+    values = check_config(merge_config(read_config(directory), where), directory)
+    spec = (read_eagle3 if is_multi_layer else read_eagle)(values, names, num_layers)
+    own_vocab = values.integer("vocab_size", 2**22)
+    key = "target_hidden_size" if values.has("target_hidden_size") else "hidden_size"
+    for name, own, other in ((key, spec.target_hidden_size, hidden_size), ("vocab_size", own_vocab, vocab_size)):
+        if own != other:
+            raise ModelError(f"{where}: {name} is {own}; the target's is {other}")
+    return spec

@@ -1,0 +1,86 @@
+"""Loads the model drafter that runs in the step, of whichever kind the configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backend.config import BUNDLED_DRAFTER, HEAD_METHODS, EngineConfig, SpeculativeConfig
+from backend.errors import ConfigError
+from backend.model_checks import find_drafter_folder
+from backend.model_files import fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+    from backend.drafters.protocol import StepDrafter
+    from backend.drafters.recurrent import RecurrentModel
+    from backend.models import Model
+    from backend.parallel.ranks import Ranks
+
+
+def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> StepDrafter | None:
+    """The model drafter that runs in the step, if the configuration has one. Raises ConfigError, ModelError."""
+    speculative = config.speculative_config
+    if not _is_in_step(speculative):
+        return None
+    from backend.drafters.recurrent import RecurrentDrafter
+
+    steps = speculative.num_model_steps or 1
+    drafter: StepDrafter
+    if speculative.model_method in HEAD_METHODS:
+        from backend.drafters.heads import HeadsDrafter
+        from backend.models.heads import load_heads
+
+        folder, quantization = _find_folder(config), speculative.rounding
+        method, model = speculative.model_method, config.model
+        drafter = HeadsDrafter(load_heads(method, folder, model, target, dtype, device, quantization, config.load_format))
+    else:
+        drafter = RecurrentDrafter(_load_recurrent(config, target, dtype, device, ranks), steps)
+    if steps > drafter.max_drafts:
+        raise ConfigError(
+            f"speculative_config.num_model_steps is {steps}; the drafter in {_find_folder(config)} makes {drafter.max_drafts} drafts a step at most"
+        )
+    return drafter
+
+
+def _load_recurrent(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> RecurrentModel:
+    from backend.parallel.ranks import Ranks
+
+    speculative, folder = config.speculative_config, _find_folder(config)
+    own_ranks = ranks if speculative.draft_tensor_parallel_size > 1 else Ranks()
+    if speculative.model_method == "draft_model":
+        from backend.models.draft import DraftModel
+
+        return DraftModel(folder, config.model, target, dtype, device, speculative.rounding, config.load_format, own_ranks)
+    if speculative.model_method in ("eagle", "eagle3"):
+        from backend.models.eagle import Eagle
+
+        is_multi_layer = speculative.model_method == "eagle3"
+        return Eagle(folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks, is_multi_layer=is_multi_layer)
+    from backend.models.mtp import Mtp
+
+    return Mtp(folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks)
+
+
+def tap_width(config: SpeculativeConfig, drafter: StepDrafter | None, target: Model) -> int:
+    """Numbers that are kept of each token that the target computed for a drafter, wherever it runs."""
+    if drafter is not None:
+        return drafter.tap_width
+    return target.hidden_size if config.model_method else 0
+
+
+def step_drafter_identity(config: EngineConfig) -> str:
+    """What has to be equal for two nodes' drafters to go on from each other's memory; "": there is no drafter in the step."""
+    speculative = config.speculative_config
+    if not _is_in_step(speculative):
+        return ""
+    return f"{speculative.model_method} {fingerprint(_find_folder(config))} {speculative.rounding.names}"
+
+
+def _is_in_step(config: SpeculativeConfig) -> bool:
+    return bool(config.model_method) and config.placement != "bls"
+
+
+def _find_folder(config: EngineConfig) -> Path:
+    return find_drafter_folder(config.speculative_config.model, config.model) or BUNDLED_DRAFTER

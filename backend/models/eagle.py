@@ -1,0 +1,159 @@
+"""EAGLE and EAGLE-3 drafters (Li et al. 2024, 2025) over paged memory.
+
+A row pairs a token with the target's state before it, so what is kept of a token depends on the tokens up to that one alone (the
+published code keeps the pair at the place before: angles differ by the same turn everywhere, which attention does not see). The first
+token has no state before it, and no pair: its keys and values are zeros, which attention sees as one key more, of score 0 and of no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from backend.drafter_checks import read_eagle_spec
+from backend.errors import ModelError
+from backend.models.decoder_layer import DecoderLayer
+from backend.models.eagle_spec import MAP, EagleSpec
+from backend.models.layers import Weights, own_heads
+from backend.models.loader import Checkpoint, DummyCheckpoint
+from backend.models.loading import Model, check_gpu_layers, open_drafter
+from backend.models.rope import RopeTables
+from backend.parallel.ranks import Ranks
+from backend.quantization import make_linear
+from backend.quantization_config import QuantizationConfig
+from kernels import ops
+
+COMPARED_ROWS = 8192
+"""Of embeddings at a time."""
+
+
+class Eagle:
+    """A `backend.drafters.recurrent.RecurrentModel` of either kind."""
+
+    num_layers = 1
+
+    def __init__(
+        self,
+        directory: str | Path,
+        target: Model,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: QuantizationConfig | None = None,
+        load_format: str = "safetensors",
+        ranks: Ranks | None = None,
+        *,
+        is_multi_layer: bool,
+    ) -> None:
+        """ranks: that its layers are split over; None: they are whole. is_multi_layer: EAGLE-3.
+
+        Raises ModelError for what is missing, damaged, or not a drafter of this target."""
+        with open_drafter(directory, dtype, device, load_format) as checkpoint:
+            sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "num_layers": target.num_layers}
+            spec = self._spec = read_eagle_spec(directory, checkpoint.names, is_multi_layer=is_multi_layer, **sizes)
+            if device.type == "cuda":
+                check_gpu_layers(spec.layers, spec.where, dtype)
+            own = ranks or Ranks()
+            self._layers = [DecoderLayer(layer, Weights(checkpoint, dtype, device, own, quantization)) for layer in spec.layers]
+            self.heads = own_heads(spec.layers[0].attention, own)
+            self._load(spec, checkpoint, target, Weights(checkpoint, dtype, device, Ranks(), quantization))
+
+    def _load(self, spec: EagleSpec, checkpoint: Checkpoint, target: Model, weights: Weights) -> None:
+        self._target, self.eps = target, spec.eps
+        self.hidden_size, self.tapped_layers = spec.hidden_size, spec.tapped_layers
+        self.tap_width = spec.hidden_size
+        own = spec.layers[0].attention
+        self.token_shape, self.num_planes = own.token_shape(self.heads[1]), own.num_planes * len(spec.layers)
+        self._fc = weights.split_rows([spec.fc])
+
+        def norm(name: str | None, size: int = spec.hidden_size) -> torch.Tensor | None:
+            return None if name is None else weights.norm(name, size)
+
+        self._embedding_norm, self._hidden_norm, self._norm = norm(spec.embedding_norm), norm(spec.hidden_norm), norm(spec.norm)
+        width = spec.target_hidden_size * (len(spec.tapped_layers) if len(spec.fc_norms) == 1 else 1)
+        self._fc_norms = [weights.norm(name, width) for name in spec.fc_norms]
+        rope, size, scale = own.turning
+        self._tables = RopeTables(rope, size, target.max_model_len, weights.dtype, weights.device, scale)
+        self._embedding = self._load_embedding(checkpoint, weights)
+        self._head, name = None, f"{spec.head}.weight"
+        if spec.tapped_layers and (name in checkpoint or spec.draft_vocab_size < target.vocab_size or spec.hidden_size != target.hidden_size):
+            self._head = make_linear(weights.whole(name, (spec.draft_vocab_size, spec.hidden_size)))
+        self._target_ids = self._load_map(checkpoint).to(weights.device) if spec.draft_vocab_size < target.vocab_size else None
+
+    def _load_embedding(self, checkpoint: Checkpoint, weights: Weights) -> torch.Tensor | None:
+        """Its own [V, hidden], if it has one that is not the target's."""
+        spec, target, name = self._spec, self._target, f"{self._spec.embedding}.weight"
+        can_share = spec.hidden_size == target.hidden_size
+        if can_share and (name not in checkpoint or isinstance(checkpoint, DummyCheckpoint) or not spec.tapped_layers):
+            return None
+        own = weights.whole(name, (target.vocab_size, spec.hidden_size))
+        rows = torch.arange(target.vocab_size, device=own.device)
+        return None if can_share and all(torch.equal(own[ids], target.embed(ids)) for ids in rows.split(COMPARED_ROWS)) else own
+
+    def _load_map(self, checkpoint: Checkpoint) -> torch.Tensor:
+        """The target's ids of the drafter's tokens."""
+        spec, most = self._spec, self._target.vocab_size
+        offsets = checkpoint.get(MAP, (spec.draft_vocab_size,)).long()
+        if isinstance(checkpoint, DummyCheckpoint):
+            offsets.zero_()
+        ids = torch.arange(spec.draft_vocab_size, device=offsets.device) + offsets
+        low, high, num_double = int(ids.min()), int(ids.max()), len(ids) - len(ids.unique())
+        if low < 0 or high >= most or num_double:
+            raise ModelError(
+                f"{checkpoint.directory}: {MAP} makes token ids from {low} to {high}, {num_double} of them twice; "
+                f"the target has ids 0 to {most - 1}, and each may come once: {MAP} holds offsets from the drafter's ids"
+            )
+        return ids
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """What fc makes of the states, so that one of them is kept in the place of several."""
+        if not self.tapped_layers:
+            return hidden
+        states = [entering[layer] for layer in self.tapped_layers]
+        if len(self._fc_norms) > 1:
+            states = [ops.rms_norm(state, weight, self.eps) for state, weight in zip(states, self._fc_norms)]
+        joined = torch.cat(states, dim=-1)
+        return self._fc(ops.rms_norm(joined, self._fc_norms[0], self.eps) if len(self._fc_norms) == 1 else joined)
+
+    def forward(
+        self,
+        layer: int,
+        token_ids: torch.Tensor,
+        previous: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: tuple[torch.Tensor, ...],
+        plan: ops.Plan,
+    ) -> torch.Tensor:
+        embedded = self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]
+        state = previous
+        if self._embedding_norm is not None:
+            embedded = ops.rms_norm(embedded, self._embedding_norm, self.eps)
+        if self._hidden_norm is not None:
+            state = ops.rms_norm(previous, self._hidden_norm, self.eps)
+        pair = torch.cat([embedded, state], dim=-1)
+        if self.tapped_layers:
+            x, attended = (state if self._spec.is_norm_residual else previous.clone()), pair
+        else:
+            x = self._fc(pair)
+            attended = x.clone()
+        attended.masked_fill_((positions == 0)[:, None], 0)
+        angles, count = self._tables.at(positions), len(cache) // len(self._layers)
+        for number, own in enumerate(self._layers):
+            x = own.forward(x, angles, slots, cache[count * number : count * (number + 1)], plan, attended=attended if number == 0 else None)
+        return self._normalize(x) if self._spec.is_norm_recycled else x
+
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._norm is None else ops.rms_norm(x, self._norm, self.eps)
+
+    def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
+        x = states if self._spec.is_norm_recycled else self._normalize(states)
+        if self._head is None:
+            return self._target.logits(x)
+        logits = self._head(x)
+        if self._spec.logit_scale != 1.0:
+            logits = logits * self._spec.logit_scale
+        if self._target_ids is None:
+            return logits
+        return logits.new_full((len(x), self._target.vocab_size), float("-inf")).index_copy_(1, self._target_ids, logits)

@@ -1,0 +1,192 @@
+"""What the config.json of an EAGLE drafter says, in the formats of speculators, SpecForge and the papers' authors. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from backend.errors import ModelError
+from backend.models.families.llama import llama_layer
+from backend.models.spec import AttentionSpec, LayerSpec, Projection, WeightList, read_eps, read_num_layers
+from backend.models.values import Values
+
+LAYER_KEY, TYPE_KEY = "transformer_layer_config", "speculators_model_type"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MAP = "d2t"
+"""By token of the drafter: how far on in the target's vocabulary it is (an offset, not an id)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleSpec:
+    """EAGLE: fc joins embedding and state, then layers. EAGLE-3: fc joins states of several layers; the first layer's attention takes
+    embedding and state side by side."""
+
+    where: str
+    hidden_size: int
+    target_hidden_size: int
+    eps: float
+    draft_vocab_size: int
+    tapped_layers: tuple[int, ...]
+    """By what enters them; none: the target's last state, after its final norm (EAGLE)."""
+    fc: Projection
+    layers: tuple[LayerSpec, ...]
+    embedding: str
+    """Its own, where the folder has it; else the target's."""
+    head: str
+    """Likewise."""
+    embedding_norm: str | None = None
+    hidden_norm: str | None = None
+    norm: str | None = None
+    """Before the head."""
+    fc_norms: tuple[str, ...] = ()
+    """Of each tapped state before fc; or one of all of them side by side."""
+    is_norm_residual: bool = False
+    """What the layers add to is the state after hidden_norm, not before it."""
+    is_norm_recycled: bool = False
+    """What goes on is the state after the norm before the head."""
+    logit_scale: float = 1.0
+
+    def list_weights(self, weights: WeightList, vocab_size: int) -> None:
+        weights.add(self.fc)
+        for name in (self.embedding_norm, self.hidden_norm, self.norm):
+            weights.add_norm(name, self.hidden_size)
+        for name in self.fc_norms:
+            weights.add_norm(name, self.target_hidden_size * (len(self.tapped_layers) if len(self.fc_norms) == 1 else 1))
+        for layer in self.layers:
+            layer.list_weights(weights)
+        weights.optional += [
+            {f"{self.embedding}.weight": (vocab_size, self.hidden_size)},
+            {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)},
+        ]
+        weights.ignored |= {MAP, "t2d"}
+
+
+def merge_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """config.json; of a speculators' folder, the layer's own values and the others as one."""
+    inner = config.get(LAYER_KEY)
+    if inner is None:
+        return dict(config)
+    if not isinstance(inner, dict):
+        raise ModelError(f"{where}: {LAYER_KEY} is {inner!r:.80}; it must be an object")
+    return {**config, **inner}
+
+
+def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -> EagleSpec:
+    """EAGLE (Li et al. 2024), as its authors and speculators store it; HASS's norms of both inputs. names: of the weights, if they are known.
+
+    values: of `merge_config`. Raises ModelError.
+    """
+    _check_type(values, "eagle")
+    if values.flag("layernorms"):
+        raise values.refuse("layernorms", "false: speculators' EAGLE with norms is not supported")
+    hidden = values.integer("hidden_size", 2**17)
+    is_fused = "fusion_fc.weight" in names
+    prefix = _find_prefix(names)
+    count = 1 if is_fused else read_num_layers(values)
+    layers = [_layer(values, "transformer" if is_fused else f"{prefix}layers.{i}", names, is_first=i == 0) for i in range(count)]
+    norms = (f"{prefix}embedding_layernorm.weight", f"{prefix}hidden_states_layernorm.weight") if values.flag("add_para_norm") else (None, None)
+    return EagleSpec(
+        where=values.where,
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        eps=read_eps(values),
+        draft_vocab_size=values.integer("vocab_size", 2**22),
+        tapped_layers=(),
+        fc=Projection("fusion_fc" if is_fused else f"{prefix}fc", hidden, 2 * hidden),
+        layers=tuple(layers),
+        embedding=f"{prefix}embed_tokens",
+        head="lm_head",
+        embedding_norm=norms[0],
+        hidden_norm=norms[1],
+    )
+
+
+def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) -> EagleSpec:
+    """EAGLE-3 (Li et al. 2025) and 3.1, as speculators and SpecForge store it: as `read_eagle`."""
+    _check_type(values, "eagle3")
+    section = values.section("eagle_config")
+    for place in (section, values):
+        if not place.flag("use_aux_hidden_state", default=True):
+            raise place.refuse("use_aux_hidden_state", "true: the drafter takes states of several layers")
+    is_normed_before_fc = section.flag("norm_before_fc", default=values.flag("norm_before_fc"))
+    if is_normed_before_fc and values.flag("fc_norm"):
+        raise values.refuse("fc_norm", "false where norm_before_fc is true: either norm stands before fc, not both")
+    hidden, prefix = values.integer("hidden_size", 2**17), _find_prefix(names)
+    target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
+    vocab_size = values.integer("vocab_size", 2**22)
+    tapped = _read_tapped_layers(values, num_target_layers)
+    fc_norms = tuple(f"{prefix}fc_norm.{i}.weight" for i in range(len(tapped))) if values.flag("fc_norm") else ()
+    first = next((f"{prefix}{name}" for name in ("midlayer", "layers.0") if f"{prefix}{name}.self_attn.q_proj.weight" in names), f"{prefix}midlayer")
+    count = read_num_layers(values)
+    layers = [_layer(values, first if i == 0 else f"{prefix}layers.{i}", names, is_first=i == 0, in_features=2 * hidden) for i in range(count)]
+    return EagleSpec(
+        where=values.where,
+        hidden_size=hidden,
+        target_hidden_size=target_hidden,
+        eps=read_eps(values),
+        draft_vocab_size=values.integer("draft_vocab_size", vocab_size, default=vocab_size),
+        tapped_layers=tapped,
+        fc=Projection(f"{prefix}fc", hidden, len(tapped) * target_hidden),
+        layers=tuple(layers),
+        embedding=f"{prefix}embed_tokens",
+        head="lm_head",
+        embedding_norm=f"{first}.input_layernorm.weight",
+        hidden_norm=f"{first}.hidden_norm.weight",
+        norm=f"{prefix}norm.weight",
+        fc_norms=(f"{prefix}input_norm.weight",) if is_normed_before_fc else fc_norms,
+        is_norm_residual=values.flag("norm_before_residual", default=_is_speculators(values)),
+        is_norm_recycled=values.flag("norm_output"),
+        logit_scale=values.number("logit_scale", 1e6, default=1.0),
+    )
+
+
+def _is_speculators(values: Values) -> bool:
+    return values.has(TYPE_KEY)
+
+
+def _check_type(values: Values, kind: str) -> None:
+    if _is_speculators(values) and values.get(TYPE_KEY) != kind:
+        raise values.refuse(TYPE_KEY, f"{kind!r} with this method")
+
+
+def _find_prefix(names: Collection[str]) -> str:
+    return "model." if "model.fc.weight" in names else ""
+
+
+def _layer(values: Values, prefix: str, names: Collection[str], *, is_first: bool, in_features: int | None = None) -> LayerSpec:
+    """A layer of Llama; the first one has no norm before its attention, which takes in_features numbers."""
+    layer = llama_layer(values, prefix)
+    part = layer.attention
+    assert isinstance(part, AttentionSpec)
+    if f"{prefix}.self_attn.q_norm.weight" in names:
+        part = dataclasses.replace(part, query_norm=f"{prefix}.self_attn.q_norm.weight", key_norm=f"{prefix}.self_attn.k_norm.weight")
+    if is_first and in_features is not None:
+        part = dataclasses.replace(part, qkv=tuple(dataclasses.replace(p, in_features=in_features) for p in part.qkv))
+    return dataclasses.replace(layer, attention=part, input_norm=None if is_first else layer.input_norm)
+
+
+def _read_tapped_layers(values: Values, count: int) -> tuple[int, ...]:
+    """The layers of the target, `count` in all, whose inputs are taken.
+
+    EAGLE-3's own choice is what enters layers 2, count / 2 and count - 3. Lists of speculators count so; others name the layers whose
+    output it is, and those that name the same choice in the other way are known by it.
+    """
+    default, outputs = (2, count // 2, count - 3), (1, count // 2 - 1, count - 4)
+    section = values.section("eagle_config")
+    place = section if section.has(LAYER_IDS) else values
+    if not place.has(LAYER_IDS):
+        if min(default) < 0:
+            raise ModelError(f"{values.where} has no {LAYER_IDS!r}, and the target's {count} layers are too few for the usual choice")
+        return default
+    given = place.integers(LAYER_IDS, 2**16)
+    found: tuple[int, ...] = default
+    if given not in (default, outputs):
+        found = given if _is_speculators(values) else tuple(number + 1 for number in given)
+    if not found or max(found) > count:
+        raise place.refuse(LAYER_IDS, f"a list of layers of the target, which has {count}")
+    expected = values.integer("num_aux_hidden_states", 2**16, default=len(found))
+    if expected != len(found):
+        raise values.refuse("num_aux_hidden_states", f"{len(found)}, as many as {LAYER_IDS} has")
+    return found

@@ -1,0 +1,192 @@
+"""Drafting heads over the target's state: Medusa, Hydra, and the MLP speculator, which goes on from a state of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from backend.drafter_checks import read_heads_spec
+from backend.errors import ModelError
+from backend.models.decoder_layer import DecoderLayer
+from backend.models.heads_spec import Block, HeadsSpec, SpeculatorSpec
+from backend.models.layers import Weights
+from backend.models.loader import Checkpoint
+from backend.models.loading import Model, check_gpu_layers, open_drafter
+from backend.models.rope import RopeTables
+from backend.parallel.ranks import Ranks
+from backend.quantization import Linear, make_linear
+from backend.quantization_config import QuantizationConfig
+from kernels import ops
+
+NORM_EPS = 1e-6
+"""Of the MLP speculator's norms."""
+
+
+class Heads(Protocol):
+    """Weights that draft from one state of the target. B requests."""
+
+    num_heads: int
+    tap_width: int
+    tapped_layers: tuple[int, ...]
+
+    @property
+    def prefix(self) -> PrefixLayer | None:
+        """What the states go through first."""
+        ...
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """As `backend.drafters.protocol.StepDrafter.tap`."""
+        ...
+
+    def begin(self, state: torch.Tensor, token_ids: torch.Tensor) -> list[torch.Tensor]:
+        """What draft 0 is chosen from: the state [B, hidden] before the newest tokens [B]."""
+        ...
+
+    def go_on(self, states: list[torch.Tensor], token_ids: torch.Tensor, step: int) -> list[torch.Tensor]:
+        """What draft `step` is chosen from, given draft step - 1 [B]."""
+        ...
+
+    def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
+        """[B, V] over the target's vocabulary; -inf: a token that is never drafted."""
+        ...
+
+
+class PrefixLayer:
+    """Hydra++'s layer of attention over the states; its keys and values are kept."""
+
+    def __init__(self, spec: HeadsSpec, weights: Weights, context_len: int) -> None:
+        assert spec.prefix is not None
+        layer = spec.prefix.layer
+        own = layer.attention
+        self.heads, self.token_shape, self.num_planes = ops.Heads(*own.heads), own.token_shape(own.heads[1]), own.num_planes
+        self._layer, self._eps = DecoderLayer(layer, weights), layer.eps
+        self._norm = weights.norm(spec.prefix.norm, spec.hidden_size)
+        rope, size, scale = own.turning
+        self._tables = RopeTables(rope, size, context_len, weights.dtype, weights.device, scale)
+
+    def forward(
+        self, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]; states is changed in place. A state of zeros, of the first token, leaves keys and values of zeros."""
+        return ops.rms_norm(self._layer.forward(states, self._tables.at(positions), slots, cache, plan), self._norm, self._eps)
+
+
+class ResidualHeads:
+    """Medusa's heads, which look at the state alone, and Hydra's, which look at the tokens since then too."""
+
+    def __init__(self, spec: HeadsSpec, checkpoint: Checkpoint, target: Model, weights: Weights) -> None:
+        self._spec, self._target = spec, target
+        self.num_heads, self.tap_width = len(spec.heads), spec.hidden_size
+        self.tapped_layers: tuple[int, ...] = () if spec.tapped_layer is None else (spec.tapped_layer,)
+        self._blocks = [[self._make_block(block, weights) for block in head.blocks] for head in spec.heads]
+        scores = {head.scores: None for head in spec.heads}  # some have one for all
+        made = {own: make_linear(*_read(own.name, own.out_features, own.in_features, checkpoint, weights)) for own in scores}
+        self._scores = [made[head.scores] for head in spec.heads]
+        self._token_map = None
+        if spec.map is not None:
+            count = spec.heads[0].scores.out_features
+            ids = checkpoint.get(spec.map, (count,)).long()
+            low, high, num_double = int(ids.min()), int(ids.max()), count - len(ids.unique())
+            if low < 0 or high >= target.vocab_size or num_double:
+                raise ModelError(
+                    f"{checkpoint.directory}: {spec.map} has token ids from {low} to {high}, {num_double} of them twice; the target has ids 0 to "
+                    f"{target.vocab_size - 1}, and each may come once"
+                )
+            self._token_map = ids.to(weights.device)
+        self.prefix = PrefixLayer(spec, weights, target.max_model_len) if spec.prefix is not None else None
+
+    @staticmethod
+    def _make_block(block: Block, weights: Weights) -> tuple[Linear, Linear | None]:
+        shortcut = weights.split_rows([block.shortcut]) if block.shortcut is not None else None
+        return weights.split_rows([block.linear]), shortcut
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return hidden if self._spec.tapped_layer is None else entering[self._spec.tapped_layer]
+
+    def begin(self, state: torch.Tensor, token_ids: torch.Tensor) -> list[torch.Tensor]:
+        return self.go_on([state], token_ids, 0)
+
+    def go_on(self, states: list[torch.Tensor], token_ids: torch.Tensor, step: int) -> list[torch.Tensor]:
+        return [*states, self._target.embed(token_ids)] if self._spec.is_grounded else states
+
+    def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
+        x = torch.cat(states, dim=-1) if len(states) > 1 else states[0]
+        for linear, shortcut in self._blocks[step]:
+            y = F.silu(linear(x))
+            x = y + (x if shortcut is None else shortcut(x))
+        logits = self._scores[step](x)
+        if self._token_map is None:
+            return logits
+        return logits.new_full((len(x), self._target.vocab_size), float("-inf")).index_copy_(1, self._token_map, logits)
+
+
+class MlpSpeculator:
+    """state = GELU(norm(projection(state) + weight * embedding(token))); the head scores the state."""
+
+    prefix = None
+
+    def __init__(self, spec: SpeculatorSpec, checkpoint: Checkpoint, target: Model, weights: Weights) -> None:
+        self._spec = spec
+        self.num_heads, self.tap_width = len(spec.embeddings), spec.hidden_size
+        self.tapped_layers: tuple[int, ...] = ()
+        shape, inner = (spec.vocab_size, spec.inner), spec.inner
+        widths = {name: spec.hidden_size if number == 0 else inner for number, name in reversed(list(enumerate(spec.projections)))}
+        embeddings = {name: weights.whole(f"{name}.weight", shape) for name in dict.fromkeys(spec.embeddings)}
+        projections = {name: weights.linear(name, inner, width) for name, width in widths.items()}
+        norms = {name: [weights.whole(f"{name}.{part}", (inner,)) for part in ("weight", "bias")] for name in dict.fromkeys(spec.norms)}
+        scores = {name: make_linear(weights.whole(f"{name}.weight", shape)) for name in dict.fromkeys(spec.scores)}
+        self._embeddings = [embeddings[name] for name in spec.embeddings]
+        self._projections = [projections[name] for name in spec.projections]
+        self._norms = [norms[name] for name in spec.norms]
+        self._scores = [scores[name] for name in spec.scores]
+        # Shares of state and token that keep the sum's size; the norm after it takes care of the common factor.
+        state_weight = 0.5 ** (0.5 / spec.num_predicted)
+        self._token_weight = math.sqrt((1 - state_weight**2) * (inner / 2)) / state_weight
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return hidden
+
+    def begin(self, state: torch.Tensor, token_ids: torch.Tensor) -> list[torch.Tensor]:
+        if self._spec.is_input_scaled:
+            state = F.rms_norm(state, (state.shape[-1],), None, NORM_EPS) / math.sqrt(2)
+        return self.go_on([state], token_ids, 0)
+
+    def go_on(self, states: list[torch.Tensor], token_ids: torch.Tensor, step: int) -> list[torch.Tensor]:
+        weight, bias = self._norms[step]
+        x = self._projections[step](states[0]) + self._token_weight * self._embeddings[step][token_ids]
+        return [F.gelu(F.rms_norm(x, (x.shape[-1],), weight, NORM_EPS) + bias)]
+
+    def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
+        return self._scores[step](states[0])
+
+
+def _read(name: str, rows: int, columns: int, checkpoint: Checkpoint, weights: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A projection and its bias, if it has one."""
+    bias = weights.whole(f"{name}.bias", (rows,)) if f"{name}.bias" in checkpoint else None
+    return weights.whole(f"{name}.weight", (rows, columns)), bias
+
+
+def load_heads(
+    method: str,
+    directory: str | Path,
+    target_directory: str | Path,
+    target: Model,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationConfig | None = None,
+    load_format: str = "safetensors",
+) -> Heads:
+    """The heads in a folder. Raises ModelError for what is missing, damaged, or not made for this target."""
+    with open_drafter(directory, dtype, device, load_format) as checkpoint:
+        spec = read_heads_spec(method, directory, checkpoint.names, target_directory)
+        weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
+        if isinstance(spec, SpeculatorSpec):
+            return MlpSpeculator(spec, checkpoint, target, weights)
+        if device.type == "cuda" and spec.prefix is not None:
+            check_gpu_layers([spec.prefix.layer], spec.where, dtype)
+        return ResidualHeads(spec, checkpoint, target, weights)

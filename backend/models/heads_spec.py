@@ -1,0 +1,188 @@
+"""What the folders of drafting heads hold: Medusa, Hydra, MLP speculators, in their authors' formats and vLLM's. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from backend.errors import ModelError
+from backend.models.families.llama import llama_layer
+from backend.models.spec import LayerSpec, Projection, WeightList
+from backend.models.values import Values
+
+MAX_HEADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the target."""
+
+    hidden: int
+    vocab: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """x -> shortcut(x) + SiLU(linear(x)); without a shortcut x itself is added."""
+
+    linear: Projection
+    shortcut: Projection | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One draft's: blocks, then the scores of the vocabulary."""
+
+    blocks: tuple[Block, ...]
+    scores: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A layer of attention over the target's states, before Hydra's heads."""
+
+    layer: LayerSpec
+    norm: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsSpec:
+    """Medusa's and Hydra's heads."""
+
+    where: str
+    heads: tuple[Head, ...]
+    hidden_size: int
+    is_grounded: bool = False
+    """Head i takes the embeddings of the newest token and of i drafts beside the state."""
+    tapped_layer: int | None = None
+    """The layer of the target whose input the state is; None: the state after the final norm."""
+    prefix: Prefix | None = None
+    map: str | None = None
+    """The weight that says which of the target's tokens the scores are of; None: all, in order."""
+
+    def list_weights(self, weights: WeightList) -> None:
+        for head in self.heads:
+            for block in head.blocks:
+                weights.add(block.linear)
+                if block.shortcut is not None:
+                    weights.add(block.shortcut)
+            weights.add(head.scores)
+        if self.prefix is not None:
+            self.prefix.layer.list_weights(weights)
+            weights.add_norm(self.prefix.norm, self.hidden_size)
+            weights.ignored.add("prefix_embeding_layer.embed_tokens.weight")
+        if self.map is not None:
+            weights.ignored.add(self.map)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorSpec:
+    """An MLP speculator. Names by draft; those that several drafts share are the same."""
+
+    where: str
+    num_predicted: int
+    embeddings: tuple[str, ...]
+    projections: tuple[str, ...]
+    norms: tuple[str, ...]
+    scores: tuple[str, ...]
+    hidden_size: int
+    inner: int
+    vocab_size: int
+    is_input_scaled: bool
+
+    def list_weights(self, weights: WeightList) -> None:
+        for number, (embedding, projection, norm, scores) in enumerate(zip(self.embeddings, self.projections, self.norms, self.scores)):
+            weights.required |= {f"{name}.weight": (self.vocab_size, self.inner) for name in (embedding, scores)}
+            weights.required[f"{projection}.weight"] = (self.inner, self.inner if number else self.hidden_size)
+            weights.required |= {f"{norm}.{part}": (self.inner,) for part in ("weight", "bias")}
+
+
+def read_medusa(values: Values, names: Collection[str], sizes: Sizes, target: Values) -> HeadsSpec:
+    """Medusa (Cai et al. 2024), in the authors' format and vLLM's. names: of the weights, where they are known."""
+    _check_sizes(values, sizes)
+    prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in names) else ""
+    is_blocks = values.has("num_heads") or f"{prefix}blocks.0.layers.0.weight" in names
+    num_layers = values.integer("num_hidden_layers" if is_blocks else "medusa_num_layers", 64, default=1)
+    # The authors' configurations say two heads of files that hold five.
+    stated = values.integer("num_heads" if is_blocks else "medusa_num_heads", MAX_HEADS, default=None if is_blocks else 5)
+    found = _count(names, rf"{prefix}blocks\.(\d+)\." if is_blocks else rf"{prefix}(\d+)\.\d+\.linear\.weight")
+    count = stated if is_blocks or not found else found
+    num_scores = values.integer("truncated_vocab_size", sizes.vocab, default=sizes.vocab)
+    is_shared = values.flag("original_lm_head")
+    heads = []
+    for i in range(count):
+        block = f"{prefix}blocks.{i}.layers" if is_blocks else f"{prefix}{i}"
+        blocks = [Block(Projection(f"{block}.{j}" if is_blocks else f"{block}.{j}.linear", sizes.hidden, sizes.hidden)) for j in range(num_layers)]
+        scores = f"{prefix}lm_heads.{0 if is_shared else i}" if is_blocks else f"{block}.{num_layers}"
+        heads.append(Head(tuple(blocks), Projection(scores, num_scores, sizes.hidden)))
+    return HeadsSpec(values.where, tuple(heads), sizes.hidden, map=f"{prefix}token_map" if num_scores < sizes.vocab else None)
+
+
+def read_hydra(values: Values, names: Collection[str], sizes: Sizes, target: Values) -> HeadsSpec:
+    """Hydra and Hydra++ (Ankner et al. 2024); the latter's layer of attention is as the target's own, which has to be a Llama."""
+    _check_sizes(values, sizes)
+    kind = values.choice("hydra_head_arch", ("mlp", "prefix-mlp"), "prefix-mlp" if "prefix_embeding_layer.norm.weight" in names else "mlp")
+    count, num_layers = values.integer("hydra_num_heads", MAX_HEADS, default=4), values.integer("hydra_num_layers", 64, default=1)
+    is_grounded, offset = values.flag("grounded_heads", default=True), values.integer("hidden_state_offset", sizes.num_layers, low=0, default=0)
+    # Where each part has a dropout before it, places count double.
+    has_dropout = kind == "prefix-mlp" or ("hydra_mlp.0.1.linear.weight" in names and "hydra_mlp.0.0.linear.weight" not in names)
+    heads = []
+    for i in range(count):
+        blocks = []
+        for j in range(num_layers):
+            where, width = f"hydra_mlp.{i}.{2 * j + 1 if has_dropout else j}", sizes.hidden * (i + 2 if is_grounded and j == 0 else 1)
+            shortcut = Projection(f"{where}.res_connection", sizes.hidden, width) if width > sizes.hidden else None
+            blocks.append(Block(Projection(f"{where}.linear", sizes.hidden, width), shortcut))
+        heads.append(Head(tuple(blocks), Projection(f"hydra_lm_head.{i}.1" if has_dropout else f"hydra_lm_head.{i}", sizes.vocab, sizes.hidden)))
+    prefix = Prefix(llama_layer(target, "prefix_embeding_layer.layers.0"), "prefix_embeding_layer.norm.weight") if kind == "prefix-mlp" else None
+    tapped = sizes.num_layers - offset if offset else None
+    return HeadsSpec(values.where, tuple(heads), sizes.hidden, is_grounded, tapped, prefix)
+
+
+def read_speculator(values: Values, names: Collection[str], sizes: Sizes, target: Values) -> SpeculatorSpec:
+    """IBM's MLP speculators (Wertheimer et al. 2024)."""
+    count = values.integer("n_predict", MAX_HEADS)
+    is_tied = values.flag("tie_weights")
+    num_drafts = values.integer("num_lookahead_tokens", MAX_HEADS, default=count)
+    if num_drafts > count and not is_tied:
+        raise values.refuse("num_lookahead_tokens", f"n_predict ({count}) at most, since tie_weights is false")
+    _check_sizes(values, sizes, hidden_key="emb_dim")
+    inner = values.integer("inner_dim", 2**17, low=0, default=0) or sizes.hidden
+    prefix = "" if "emb.0.weight" in names else "speculator."
+
+    def name(part: str, last: int = 0) -> tuple[str, ...]:
+        return tuple(f"{prefix}{part}.{min(i, last) if is_tied else i}" for i in range(num_drafts))
+
+    return SpeculatorSpec(
+        where=values.where,
+        num_predicted=count,
+        embeddings=name("emb"),
+        projections=name("proj", 1),
+        norms=name("ln"),
+        scores=name("head"),
+        hidden_size=sizes.hidden,
+        inner=inner,
+        vocab_size=sizes.vocab,
+        is_input_scaled=values.flag("scale_input"),
+    )
+
+
+def _check_sizes(values: Values, sizes: Sizes, hidden_key: str = "hidden_size") -> None:
+    """What these files say of the target, where they say it."""
+    for key, own in ((hidden_key, sizes.hidden), ("vocab_size", sizes.vocab)):
+        if values.has(key) and values.get(key) != own:
+            raise ModelError(f"{values.where}: {key} is {values.get(key)!r:.80}; the target's is {own}")
+
+
+def _count(names: Collection[str], pattern: str) -> int:
+    return 1 + max((int(found[1]) for name in names if (found := re.match(pattern, name))), default=-1)
+
+
+HEADS: dict[str, Callable[[Values, Collection[str], Sizes, Values], HeadsSpec | SpeculatorSpec]] = {
+    "medusa": read_medusa,
+    "hydra": read_hydra,
+    "mlp_speculator": read_speculator,
+}
+"""By method: of the drafter's config.json, the names of its weights where they are known, and the target's sizes and config.json."""

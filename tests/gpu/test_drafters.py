@@ -1,0 +1,55 @@
+"""Every model drafter on the GPU in float32: where all drafts are taken, answers are what the CPU's drafter makes; else they are the target's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend import LLM, SamplingParams
+from tests import test_draft_heads as heads
+from tests import test_eagle as eagle
+from tests.drafting import serve
+from tests.families import Case, make_model, random_tokens
+
+OPTIONS = {"page_size": 16, "max_batch_size": 8, "max_num_batched_tokens": 64}
+DRAFT_MODEL = Case("qwen3", config={"head_dim": 64, "vocab_size": 250})
+EAGLES = [kind for kind in eagle.KINDS if kind.name in ("speculators", "norm before fc, two layers", "3.1", "EAGLE, two layers, HASS")]
+HEADS = [kind for kind in heads.KINDS if kind.name in ("Medusa, few tokens", "Hydra, an archive", "Hydra++", "speculator, tied")]
+
+
+def ask(llm: LLM, speculative: dict[str, Any] | None = None, **sampling: Any) -> list[list[int]]:
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
+    prompts = [{"prompt_token_ids": random_tokens(length, length)} for length in (37, 9, 70)]
+    return [r.outputs[0].token_ids for r in llm.generate(prompts, params, speculative=speculative, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", *EAGLES, *HEADS], ids=str)
+def test_a_drafter_is_the_cpus(kind: Any, tmp_path: Path) -> None:
+    """While its shapes run eagerly, and once they are captured."""
+    is_eagle = isinstance(kind, eagle.Kind)
+    target, folder, method = tmp_path / "target", tmp_path / "drafter", kind if kind == "draft_model" else kind.method
+    model = make_model(eagle.TARGET if is_eagle else heads.TARGET, target)
+    if method == "draft_model":
+        make_model(DRAFT_MODEL, folder)
+    elif is_eagle:
+        eagle.save_drafter(kind, eagle.make_weights(kind), folder)
+    else:
+        heads.make(kind, folder, model)
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    drafted = []
+    for device in ("cpu", "cuda"):
+        llm = serve(target, {**OPTIONS, "device": device}, method=method, model=str(folder), accept_policy="accept_all")
+        drafted.append(ask(llm, **greedy))
+        while llm.engine.worker.capture_waiting():
+            pass
+        assert ask(llm, **greedy) == drafted[-1]
+        llm.close()
+    assert drafted[0] == drafted[1]
+    llm = serve(target, {**OPTIONS, "device": "cuda"}, method=method, model=str(folder))
+    for sampling in (greedy, {"temperature": 0.8, "seed": 5}):
+        expected = ask(llm, {"method": "none"}, **sampling)
+        for choice in ({}, {"mtp_strategy": "with_ngram"}, {"verify_strategy": "rejection"} if sampling is greedy else {}):
+            assert ask(llm, choice, **sampling) == expected
+    llm.close()

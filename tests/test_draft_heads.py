@@ -1,0 +1,246 @@
+"""Medusa, Hydra and MLP speculators against a plain statement of their formulas, in the formats that they are published in."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaModel
+
+from backend.drafter_checks import check_drafter_folder
+from backend.errors import ConfigError, ModelError
+from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve
+from tests.families import Case, edited, make_model
+
+HIDDEN, VOCABULARY, INNER, EPS = 64, 301, 24, 1e-6
+TARGET = Case("llama", config={"rms_norm_eps": EPS, "num_hidden_layers": 3, "hidden_size": HIDDEN, "head_dim": 64})
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    method: str
+    config: dict[str, Any]
+    file: str = "model.safetensors"
+    is_bare: bool = False
+    """Names have no prefix."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+MEDUSA = Kind("Medusa, an archive", "medusa", {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x"}, "medusa_lm_head.pt")
+SPECULATOR = {"n_predict": 4, "emb_dim": HIDDEN, "inner_dim": INNER, "vocab_size": VOCABULARY}
+HYDRA = {"hydra_num_heads": 4, "hydra_num_layers": 1, "grounded_heads": True, "hydra_head_arch": "mlp"}
+KINDS = [
+    MEDUSA,
+    Kind("Medusa, two blocks, of vLLM", "medusa", {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_heads": 4, "num_hidden_layers": 2}),
+    Kind("Medusa, few tokens", "medusa", {"num_heads": 4, "truncated_vocab_size": 40, "original_lm_head": True, "vocab_size": VOCABULARY}),
+    Kind("Hydra, an archive", "hydra", HYDRA, "hydra_lm_head.pt"),
+    Kind("Hydra, two blocks, of an earlier state", "hydra", HYDRA | {"hydra_num_layers": 2, "hidden_state_offset": 1}),
+    Kind("Hydra, not grounded", "hydra", HYDRA | {"grounded_heads": False}),
+    Kind("Hydra++", "hydra", HYDRA | {"hydra_head_arch": "prefix-mlp"}, "hydra_lm_head.pt"),
+    Kind("speculator", "mlp_speculator", SPECULATOR | {"scale_input": True}),
+    Kind("speculator, tied", "mlp_speculator", SPECULATOR | {"n_predict": 3, "num_lookahead_tokens": 5, "tie_weights": True}, is_bare=True),
+]
+
+
+def tensor(*shape: int, seed: list[int] = [0]) -> torch.Tensor:  # noqa: B006
+    seed[0] += 1
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed[0])) * 0.2
+
+
+def make_medusa(config: dict[str, Any]) -> tuple[Weights, Any]:
+    is_vllm = "num_heads" in config
+    count, blocks = 4, config.get("num_hidden_layers" if is_vllm else "medusa_num_layers", 1)
+    few = config.get("truncated_vocab_size")
+    names = [([f"blocks.{i}.layers.{j}" if is_vllm else f"{i}.{j}.linear" for j in range(blocks)]) for i in range(count)]
+    heads = ["lm_heads.0" if few else f"lm_heads.{i}" if is_vllm else f"{i}.{blocks}" for i in range(count)]
+    weights = {f"{name}.weight": tensor(HIDDEN, HIDDEN) for own in names for name in own}
+    if not is_vllm:
+        weights |= {f"{name}.bias": tensor(HIDDEN) for own in names for name in own}
+    weights |= {f"{head}.weight": tensor(few or VOCABULARY, HIDDEN) for head in heads}
+    if few:
+        weights["token_map"] = torch.randperm(VOCABULARY)[:few].sort().values
+
+    def following(state: torch.Tensor, embeddings: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
+        number = len(tokens) - 1
+        x = state
+        for name in names[number]:
+            x = x + F.silu(F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias")))
+        scores = weights[f"{heads[number]}.weight"] @ x
+        if not few:
+            return scores
+        whole = torch.full((VOCABULARY,), float("-inf"))
+        whole[weights["token_map"]] = scores
+        return whole
+
+    return weights, following
+
+
+def make_hydra(config: dict[str, Any]) -> tuple[Weights, Any]:
+    is_prefixed, blocks, weights = config["hydra_head_arch"] == "prefix-mlp", config["hydra_num_layers"], {}
+    for i in range(4):
+        for j in range(blocks):
+            width = HIDDEN * (i + 2 if config["grounded_heads"] and j == 0 else 1)
+            name = f"hydra_mlp.{i}.{2 * j + 1 if is_prefixed else j}"
+            weights |= {f"{name}.linear.weight": tensor(HIDDEN, width), f"{name}.linear.bias": tensor(HIDDEN)}
+            if width > HIDDEN:
+                weights |= {f"{name}.res_connection.weight": tensor(HIDDEN, width), f"{name}.res_connection.bias": tensor(HIDDEN)}
+        head = f"hydra_lm_head.{i}.1" if is_prefixed else f"hydra_lm_head.{i}"
+        weights |= {f"{head}.weight": tensor(VOCABULARY, HIDDEN), f"{head}.bias": tensor(VOCABULARY)}
+
+    def following(state: torch.Tensor, embeddings: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
+        i = len(tokens) - 1
+        x = torch.cat([state, *embeddings]) if config["grounded_heads"] else state
+        for j in range(blocks):
+            name = f"hydra_mlp.{i}.{2 * j + 1 if is_prefixed else j}"
+            shortcut = x if len(x) == HIDDEN else weights[f"{name}.res_connection.weight"] @ x + weights[f"{name}.res_connection.bias"]
+            x = shortcut + F.silu(weights[f"{name}.linear.weight"] @ x + weights[f"{name}.linear.bias"])
+        head = f"hydra_lm_head.{i}.1" if is_prefixed else f"hydra_lm_head.{i}"
+        return weights[f"{head}.weight"] @ x + weights[f"{head}.bias"]
+
+    return weights, following
+
+
+def make_speculator(config: dict[str, Any], prefix: str) -> tuple[Weights, Any]:
+    is_tied = config.get("tie_weights", False)
+    count = config.get("num_lookahead_tokens", config["n_predict"])
+    weights: Weights = {}
+    for i in range(1 if is_tied else count):
+        weights |= {f"{prefix}emb.{i}.weight": tensor(VOCABULARY, INNER), f"{prefix}head.{i}.weight": tensor(VOCABULARY, INNER) * 3}
+        weights |= {f"{prefix}ln.{i}.weight": tensor(INNER) + 1, f"{prefix}ln.{i}.bias": tensor(INNER)}
+    for i in range(2 if is_tied else count):
+        weights[f"{prefix}proj.{i}.weight"] = tensor(INNER, INNER if i else HIDDEN)
+
+    def following(state: torch.Tensor, embeddings: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
+        state_weight = 0.5 ** (0.5 / config["n_predict"])
+        token_weight = math.sqrt((1 - state_weight**2) * INNER / 2)
+        if config.get("scale_input"):
+            state = state * (state.pow(2).mean() + 1e-6).rsqrt() / math.sqrt(2)
+        for i, token in enumerate(tokens):
+            own = 0 if is_tied else i
+            x = weights[f"{prefix}proj.{min(i, 1) if is_tied else i}.weight"] @ state
+            x = x + token_weight / state_weight * weights[f"{prefix}emb.{own}.weight"][token]
+            x = x * (x.pow(2).mean() + 1e-6).rsqrt() * weights[f"{prefix}ln.{own}.weight"] + weights[f"{prefix}ln.{own}.bias"]
+            state = F.gelu(x)
+        return weights[f"{prefix}head.{0 if is_tied else len(tokens) - 1}.weight"] @ state
+
+    return weights, following
+
+
+@dataclass
+class Drafter:
+    kind: Kind
+    following: Any
+    model: Any
+    prefix: Any = None
+
+    @torch.inference_mode()
+    def draft(self, token_ids: list[int], count: int) -> list[torch.Tensor]:
+        found = self.model.model(torch.tensor([token_ids[:-1]]), use_cache=False, output_hidden_states=True)
+        offset = self.kind.config.get("hidden_state_offset", 0)
+        states = found.hidden_states[-1 - offset][0]
+        if self.prefix is not None:
+            states = self.after_prefix(states)
+        embed, tokens, logits = self.model.model.embed_tokens.weight, token_ids[-1:], []
+        for _ in range(count):
+            logits.append(self.following(states[-1], list(embed[torch.tensor(tokens)]), tokens))
+            tokens = [*tokens, int(logits[-1].argmax())]
+        return logits
+
+    def after_prefix(self, states: torch.Tensor) -> torch.Tensor:
+        """transformers' layer, with a state of zeros before the first: the row of the first token, which has no state before it."""
+        padded = torch.cat([torch.zeros(1, HIDDEN), states])[None]
+        return self.prefix(inputs_embeds=padded, use_cache=False).last_hidden_state[0]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("target")
+    return make_model(TARGET, folder), folder
+
+
+def make(kind: Kind, folder: Path, model: Any) -> Drafter:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(kind.config))
+    prefix = None
+    if kind.method == "medusa":
+        weights, following = make_medusa(kind.config)
+    elif kind.method == "hydra":
+        weights, following = make_hydra(kind.config)
+    else:
+        weights, following = make_speculator(kind.config, "" if kind.is_bare else "speculator.")
+    if kind.config.get("hydra_head_arch") == "prefix-mlp":
+        prefix = LlamaModel(LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 1})).eval()
+        with torch.no_grad():
+            for name, weight in prefix.named_parameters():
+                weight.copy_(torch.rand(weight.shape) + 0.5 if "norm" in name else tensor(*weight.shape))
+        weights |= {f"prefix_embeding_layer.{name}": weight for name, weight in prefix.state_dict().items()}
+    if kind.file.endswith(".pt"):
+        torch.save(weights, folder / kind.file)
+    else:
+        save_file(weights, folder / kind.file)
+    return Drafter(kind, following, model, prefix)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, Path]:
+    folder = tmp_path_factory.mktemp("drafter") / "drafter"
+    return make(request.param, folder, target[0]), folder
+
+
+@pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
+def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    own, folder = drafter
+    check_drafter_folder(own.kind.method, folder, target[1])
+    check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
+
+
+@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[6], KINDS[8]], ids=str, indirect=True)
+def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
+
+
+def test_more_drafts_than_heads(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """The server's own number is an error; a request's is a limit."""
+    make(MEDUSA, tmp_path / "drafter", target[0])
+    with pytest.raises(ConfigError, match=r"num_model_steps is 5; the drafter in .* makes 4 drafts a step at most"):
+        serve(target[1], method="medusa", model=str(tmp_path / "drafter"), num_speculative_tokens=5)
+    llm = serve(target[1], method="medusa", model=str(tmp_path / "drafter"))
+    (result,) = llm.generate(["x"], speculative={"num_speculative_tokens": 9}, use_tqdm=False)
+    assert len(result.outputs[0].stats.accepted_per_position) == NUM_DRAFTS
+
+
+REFUSED = [
+    (1, {"hidden_size": 48}, "hidden_size is 48; the target's is 64"),
+    (1, {"vocab_size": 300}, "vocab_size is 300; the target's is 301"),
+    (1, {"num_heads": 5}, r"weight blocks\.4\.layers\.0\.weight, .* is missing"),
+    (2, {"truncated_vocab_size": 41}, r"lm_heads\.0\.weight has shape \(40, 64\); config.json makes it \(41, 64\)"),
+    (4, {"hydra_head_arch": "eagle-attn"}, "hydra_head_arch 'eagle-attn' is not supported; known: mlp, prefix-mlp"),
+    (4, {"grounded_heads": False}, r"hydra_mlp\.0\.0\.linear\.weight has shape \(64, 128\); config.json makes it \(64, 64\)"),
+    (7, {"emb_dim": 32}, "emb_dim is 32; the target's is 64"),
+    (7, {"num_lookahead_tokens": 5}, r"num_lookahead_tokens is 5; it must be n_predict \(4\) at most, since tie_weights is false"),
+    (7, {"inner_dim": 25}, r"speculator\.emb\.0\.weight has shape \(301, 24\); config.json makes it \(301, 25\)"),
+]
+
+
+@pytest.mark.parametrize(("number", "values", "message"), REFUSED, ids=[f"{KINDS[i]}: {' '.join(values)}" for i, values, _ in REFUSED])
+def test_what_is_refused_before_the_launch_and_at_load(
+    number: int, values: dict[str, Any], message: str, target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    kind = KINDS[number]
+    make(kind, tmp_path / "made", target[0])
+    own = edited(tmp_path / "made", tmp_path / "drafter", **values)
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder(kind.method, own, target[1])
+    with pytest.raises(ModelError, match=message.replace(", .*", "")):
+        serve(target[1], method=kind.method, model=str(own))

@@ -1,0 +1,115 @@
+"""Independent models as drafters: of any family, over caches of their own, whose tokens are the target's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend import SamplingParams
+from backend.drafter_checks import check_drafter_folder
+from backend.errors import ConfigError, ModelError
+from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve
+from tests.families import VOCABULARY, Case, edited, expected_logits, make_model, random_tokens
+from tests.test_latents import DEEPSEEK
+from tests.test_mixtures import GLM
+
+TARGET = Case("llama")
+CASES = [
+    Case("qwen3", config={"num_hidden_layers": 3}),
+    Case("glm4_moe", "experts", GLM),
+    Case("deepseek_v3", "latents", DEEPSEEK),
+    Case("llama", "fewer tokens", {"vocab_size": 250}),
+    Case("llama", "more tokens", {"vocab_size": 320}),
+    Case("llama", "a short context", {"max_position_embeddings": 32}),
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    make_model(TARGET, folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("drafter")
+    return make_model(request.param, folder), folder
+
+
+@pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
+def test_drafts_are_those_of_the_model(policy: str, drafter: tuple[Any, Path], target: Path) -> None:
+    model, folder = drafter
+    most = model.config.vocab_size
+
+    def draft(token_ids: list[int], count: int) -> list[torch.Tensor]:
+        tokens, found = [min(token_id, most - 1) for token_id in token_ids], []
+        for _ in range(count):
+            scores = expected_logits(model, tokens)[-1]
+            found.append(torch.cat([scores, torch.full((VOCABULARY,), float("-inf"))])[:VOCABULARY])
+            tokens.append(int(found[-1].argmax()))
+        return found
+
+    check_drafter_folder("draft_model", folder, target)
+    check_drafts(serve(target, method="draft_model", model=str(folder), accept_policy=policy), draft, policy)
+
+
+@pytest.mark.parametrize("drafter", CASES[1:4], ids=str, indirect=True)
+def test_tokens_are_those_without_drafts(drafter: tuple[Any, Path], target: Path) -> None:
+    check_tokens(target, "draft_model", model=str(drafter[1]))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
+def test_a_model_that_drafts_for_itself_is_always_right(sampling: dict[str, Any], strategy: str, target: Path) -> None:
+    """Prompts in chunks, with room for one of two requests at a time: the other gives its pages back, and begins anew."""
+    options = {"max_batch_size": 8, "max_num_batched_tokens": 16, "kv_cache_memory": 10 * 8192, "max_model_len": 76}
+    llm = serve(target, options, method="draft_model", model=str(target), verify_strategy=strategy)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, **sampling)
+    results = llm.generate([{"prompt_token_ids": random_tokens(n, n)} for n in (40, 9)], params, use_tqdm=False)
+    assert llm.engine.metrics.preemptions
+    for result in results:
+        stats = result.outputs[0].stats
+        assert stats.accepted == stats.drafted >= 20 and stats.accepted_per_position[NUM_DRAFTS - 1] > 3
+    llm.engine.scheduler.check()
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_another_vocabulary(target: Path, tmp_path: Path) -> None:
+    """At load and before the launch; a few tokens may differ."""
+    path = edited(target, tmp_path / "drafter") / "tokenizer.json"
+    values = json.loads(path.read_text())
+    vocab: dict[str, int] = values["model"]["vocab"]
+    values["model"]["vocab"] = {f"<{i}>" if i < 100 else token: i for token, i in vocab.items()}
+    path.write_text(json.dumps(values))
+    message = rf"tokenizer\.json: token \d+ is '<\d+>'; the target's is .*: \d+ of {len(vocab)} ids differ, 1% may"
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder("draft_model", path.parent, target)
+    with pytest.raises(ModelError, match=message):
+        serve(target, method="draft_model", model=str(path.parent))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "draft_model"}, "model must be the folder of the drafter's weights with method draft_model, got None"),
+        (
+            {"method": "eagle3", "model": "x", "placement": "bls"},
+            "placement must be auto or in_process with method eagle3: bls is for mtp",
+        ),
+        ({"method": "medusa", "model": "x", "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size must be 1 with method medusa"),
+        (
+            {"method": "eagle", "model": "x", "request_methods": ["mtp"]},
+            "request_methods must be without a second model drafter: eagle and mtp",
+        ),
+    ],
+)
+def test_configurations_that_contradict_themselves(values: dict[str, Any], message: str, target: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        serve(target, **values)

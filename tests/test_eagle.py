@@ -1,0 +1,311 @@
+"""EAGLE and EAGLE-3 drafters against a plain statement of their formulas, in each of the formats that they are published in."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from backend.drafter_checks import check_drafter_folder
+from backend.errors import ModelError
+from tests.drafting import check_drafts, check_tokens, serve
+from tests.families import Case, edited, make_model
+
+HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY, NUM_LAYERS, EPS = 32, 4, 2, 64, 40, 302, 64, 8, 1e-5
+TARGET = Case("llama", config={"num_hidden_layers": NUM_LAYERS, "head_dim": SIZE, "hidden_size": HIDDEN, "vocab_size": VOCABULARY})
+LAYER = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": SIZE,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": EPS,
+    "rope_theta": 1000.0,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 16,  # of no consequence: yuhuili's say 2048 for any target
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A published way: what config.json says, and what it means."""
+
+    name: str
+    method: str = "eagle3"
+    config: dict[str, Any] = field(default_factory=dict)
+    is_speculators: bool = False
+    layer: str = "midlayer"
+    tapped: tuple[int, ...] = (2, 4, 5)
+    """By what enters them."""
+    num_layers: int = 1
+    is_norm_residual: bool = False
+    has_map: bool = True
+    has_embedding: bool = False
+    prefix: str = ""
+    file: str = "model.safetensors"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+EAGLE3 = Kind("SpecForge", config={"draft_vocab_size": DRAFT_VOCABULARY})
+IDS = "eagle_aux_hidden_state_layer_ids"
+KINDS = [
+    EAGLE3,
+    Kind("the authors', an archive", config=EAGLE3.config, file="pytorch_model.bin"),
+    Kind("speculators", config=EAGLE3.config, is_speculators=True, layer="layers.0", is_norm_residual=True, has_embedding=True),
+    Kind("speculators, own layers", config={IDS: [1, 3, 8], "norm_before_residual": False}, is_speculators=True, tapped=(1, 3, 8), has_map=False),
+    Kind("outputs of layers", config={"eagle_config": {IDS: [0, 6]}}, tapped=(1, 7), has_map=False, prefix="model."),
+    Kind("the usual ones as outputs", config={IDS: [1, 3, 4]}, has_map=False),
+    Kind("3.1", config={"fc_norm": True, "norm_output": True}, has_map=False),
+    Kind("norm before fc, two layers", config={"eagle_config": {"norm_before_fc": True}, "logit_scale": 0.5}, num_layers=2, has_map=False),
+    Kind("EAGLE", method="eagle", layer="layers.0", tapped=(), has_map=False),
+    Kind("EAGLE, two layers, HASS", method="eagle", config={"add_para_norm": True}, layer="layers.0", tapped=(), num_layers=2, has_map=False),
+    Kind("EAGLE of speculators", method="eagle", layer="transformer", tapped=(), is_speculators=True, has_map=False),
+]
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def turn(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of [T, heads, SIZE] at positions 0 to T - 1."""
+    frequencies = 1000.0 ** (-torch.arange(0, SIZE, 2) / SIZE)
+    angles = torch.arange(len(x))[:, None, None] * torch.cat([frequencies, frequencies])
+    half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], dim=-1)
+    return x * angles.cos() + half * angles.sin()
+
+
+@dataclass
+class Drafter:
+    kind: Kind
+    weights: dict[str, torch.Tensor]
+    """By name without the prefix; the first layer under `midlayer`."""
+    model: Any
+
+    def layer(self, name: str, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The published layer over pairs of a token and the state before it; `attended` [T, in] is zero for the first token, which is in no pair."""
+        own = {key.removeprefix(f"{name}."): weight for key, weight in self.weights.items() if key.startswith(f"{name}.")}
+        count = len(x)
+        q, k, v = (F.linear(attended, own[f"self_attn.{part}_proj.weight"]).view(count, -1, SIZE) for part in "qkv")
+        q, k = turn(q), turn(k)
+        k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(SIZE)
+        scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf")).softmax(-1)
+        x = x + F.linear(torch.einsum("hqk,khd->qhd", scores, v).reshape(count, -1), own["self_attn.o_proj.weight"])
+        y = norm(x, own["post_attention_layernorm.weight"])
+        y = F.silu(F.linear(y, own["mlp.gate_proj.weight"])) * F.linear(y, own["mlp.up_proj.weight"])
+        return x + F.linear(y, own["mlp.down_proj.weight"])
+
+    def states(self, token_ids: list[int], previous: torch.Tensor) -> torch.Tensor:
+        own, kind = self.weights, self.kind
+        embeddings = own["embed_tokens.weight"] if kind.has_embedding else self.model.model.embed_tokens.weight
+        embedded = embeddings[torch.tensor(token_ids)]
+        is_first = (torch.arange(len(token_ids)) == 0)[:, None]
+        if kind.method == "eagle3":
+            state = norm(previous, own["midlayer.hidden_norm.weight"])
+            pair = torch.cat([norm(embedded, own["midlayer.input_layernorm.weight"]), state], dim=-1)
+            x = self.layer("midlayer", state if kind.is_norm_residual else previous, pair.masked_fill(is_first, 0))
+        else:
+            if "add_para_norm" in kind.config:
+                embedded = norm(embedded, own["embedding_layernorm.weight"])
+                previous = norm(previous, own["hidden_states_layernorm.weight"])
+            x = F.linear(torch.cat([embedded, previous], dim=-1), own["fc.weight"], own.get("fc.bias"))
+            x = self.layer("midlayer", x, x.masked_fill(is_first, 0))
+        for number in range(1, kind.num_layers):
+            x = self.layer(f"layers.{number}", x, norm(x, own[f"layers.{number}.input_layernorm.weight"]))
+        return norm(x, own["norm.weight"]) if kind.config.get("norm_output") else x
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        kind, own = self.kind, self.weights
+        if kind.method == "eagle":
+            return self.model.lm_head(states)
+        x = states if kind.config.get("norm_output") else norm(states, own["norm.weight"])
+        found = F.linear(x, own["lm_head.weight"]) * kind.config.get("logit_scale", 1.0)
+        if not kind.has_map:
+            return found
+        whole = torch.full((VOCABULARY,), float("-inf"))
+        for i, score in enumerate(found):
+            whole[i + int(own["d2t"][i])] = score
+        return whole
+
+    def condense(self, token_ids: list[int]) -> torch.Tensor:
+        """What the drafter takes of the target's states."""
+        own, config = self.weights, self.kind.config
+        found = self.model.model(torch.tensor([token_ids]), use_cache=False, output_hidden_states=True)
+        if self.kind.method == "eagle":
+            return found.last_hidden_state[0]
+        # transformers' last entry is the state after the final norm.
+        outputs: list[torch.Tensor] = []
+        handle = self.model.model.layers[-1].register_forward_hook(lambda _, __, output: outputs.append(output))
+        self.model.model(torch.tensor([token_ids]), use_cache=False)
+        handle.remove()
+        last = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+        entering = [*(state[0] for state in found.hidden_states[:-1]), last[0] if last.ndim == 3 else last]
+        states = [entering[number] for number in self.kind.tapped]
+        if config.get("fc_norm"):
+            states = [norm(state, own[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
+        joined = torch.cat(states, dim=-1)
+        if config.get("eagle_config", {}).get("norm_before_fc"):
+            joined = norm(joined, own["input_norm.weight"])
+        return F.linear(joined, own["fc.weight"])
+
+    @torch.inference_mode()
+    def draft(self, token_ids: list[int], count: int) -> list[torch.Tensor]:
+        previous = torch.cat([torch.zeros(1, HIDDEN), self.condense(token_ids[:-1])])
+        tokens, logits = list(token_ids), []
+        for _ in range(count):
+            newest = self.states(tokens, previous)[-1:]
+            logits.append(self.logits(newest[0]))
+            tokens.append(int(logits[-1].argmax()))
+            previous = torch.cat([previous, newest])
+        return logits
+
+
+def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * 0.2
+
+    def scale(size: int) -> torch.Tensor:
+        return torch.rand(size, generator=generator) + 0.5
+
+    is_third, made = kind.method == "eagle3", {}
+    for number in range(kind.num_layers):
+        name, width = f"layers.{number}" if number else "midlayer", 2 * HIDDEN if is_third and not number else HIDDEN
+        sizes = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * SIZE}
+        made |= {f"{name}.self_attn.{part}_proj.weight": matrix(rows, width) for part, rows in sizes.items()}
+        made[f"{name}.self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * SIZE) * 0.3
+        made |= {f"{name}.mlp.{part}_proj.weight": matrix(INNER, HIDDEN) for part in ("gate", "up")}
+        made[f"{name}.mlp.down_proj.weight"] = matrix(HIDDEN, INNER)
+        made[f"{name}.post_attention_layernorm.weight"] = scale(HIDDEN)
+        if is_third or number:
+            made[f"{name}.input_layernorm.weight"] = scale(HIDDEN)
+    made["fc.weight"] = matrix(HIDDEN, len(kind.tapped) * HIDDEN if is_third else 2 * HIDDEN)
+    if not is_third:
+        made["fc.bias"] = matrix(1, HIDDEN)[0]
+        if "add_para_norm" in kind.config:
+            made |= {f"{name}_layernorm.weight": scale(HIDDEN) for name in ("embedding", "hidden_states")}
+        return made
+    made |= {"midlayer.hidden_norm.weight": scale(HIDDEN), "norm.weight": scale(HIDDEN)}
+    made["lm_head.weight"] = matrix(DRAFT_VOCABULARY if kind.has_map else VOCABULARY, HIDDEN)
+    if kind.config.get("fc_norm"):
+        made |= {f"fc_norm.{i}.weight": scale(HIDDEN) for i in range(len(kind.tapped))}
+    if kind.config.get("eagle_config", {}).get("norm_before_fc"):
+        made["input_norm.weight"] = scale(len(kind.tapped) * HIDDEN)
+    if kind.has_embedding:
+        made["embed_tokens.weight"] = matrix(VOCABULARY, HIDDEN) * 2
+    if kind.has_map:
+        ids = torch.randperm(VOCABULARY, generator=generator)[:DRAFT_VOCABULARY].sort().values
+        made["d2t"] = ids - torch.arange(DRAFT_VOCABULARY)
+        made["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids, True)
+    return made
+
+
+def save_drafter(kind: Kind, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    folder.mkdir()
+    if kind.is_speculators:
+        config = {"speculators_model_type": kind.method, "transformer_layer_config": LAYER, **kind.config}
+    else:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, **kind.config}
+    (config["transformer_layer_config"] if kind.is_speculators else config)["num_hidden_layers"] = kind.num_layers
+    (folder / "config.json").write_text(json.dumps(config))
+    whole = ("d2t", "t2d", "lm_head.weight")
+    stored = {name if name in whole else kind.prefix + name.replace("midlayer", kind.layer): weight for name, weight in weights.items()}
+    if kind.layer == "transformer":
+        stored = {name.replace("fc.", "fusion_fc."): weight for name, weight in stored.items()}
+    if kind.file.endswith(".bin"):
+        torch.save(stored, folder / kind.file)
+    else:
+        save_file(stored, folder / kind.file)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("target")
+    return make_model(TARGET, folder), folder
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def drafter(request: pytest.FixtureRequest, target: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, Path]:
+    kind, folder = request.param, tmp_path_factory.mktemp("drafter") / "drafter"
+    weights = make_weights(kind)
+    save_drafter(kind, weights, folder)
+    return Drafter(kind, weights, target[0]), folder
+
+
+@pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
+def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    own, folder = drafter
+    check_drafter_folder(own.kind.method, folder, target[1])
+    check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
+
+
+@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[9]], ids=str, indirect=True)
+def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
+
+
+# -- what is no drafter of this target --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("drafter") / "drafter"
+    save_drafter(EAGLE3, make_weights(EAGLE3), made)
+    return made
+
+
+REFUSED = [
+    ({"hidden_size": 48}, r"hidden_size is 48; the target's is 32"),
+    ({"target_hidden_size": 64}, r"target_hidden_size is 64; the target's is 32"),
+    ({"vocab_size": 300}, r"vocab_size is 300; the target's is 302"),
+    ({"draft_vocab_size": 303}, r"draft_vocab_size is 303; it must be an integer from 1 to 302"),
+    ({"fc_norm": True, "norm_before_fc": True}, r"fc_norm is True; it must be false where norm_before_fc is true"),
+    ({IDS: [1, 2, 9]}, rf"{IDS} is \[1, 2, 9\]; it must be a list of layers of the target, which has 8"),
+    ({IDS: [1, 2, 3], "num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; it must be 3"),
+    ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; it must be true"),
+    ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; it must be 'eagle3' with this method"),
+    ({"intermediate_size": 41}, r"midlayer\.mlp\.gate_proj\.weight has shape \(40, 32\); config.json makes it \(41, 32\)"),
+    ({"norm_before_fc": True}, r"weight input_norm\.weight is missing"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[" ".join(values) for values, _ in REFUSED])
+def test_what_is_refused_before_the_launch_and_at_load(
+    values: dict[str, Any], message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    own = edited(folder, tmp_path / "drafter", **values)
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder("eagle3", own, target[1])
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method="eagle3", model=str(own))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [(torch.arange(64) * 5, "token ids from 0 to 378, 0 of them twice; the target has ids 0 to 301"), (-torch.arange(64), "63 of them twice")],
+)
+def test_a_map_of_another_vocabulary(offsets: torch.Tensor, message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
+    own = edited(folder, tmp_path / "drafter")
+    save_file(load_file(own / "model.safetensors") | {"d2t": offsets.contiguous()}, own / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method="eagle3", model=str(own))
+
+
+def test_an_archive_that_is_none(folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
+    own = edited(folder, tmp_path / "drafter")
+    (own / "model.safetensors").rename(own / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read as an archive of tensors"):
+        serve(target[1], method="eagle3", model=str(own))
