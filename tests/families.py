@@ -26,6 +26,8 @@ TOLERANCE = 1e-4
 """Of the largest logit."""
 PROMPT, MORE, VOCABULARY = 45, 32, 301
 CONTEXT = 128
+MEMORY = {"cpu": "4MiB", "cuda": "64MiB"}
+"""Of pages; a GPU's are twice as long."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def assert_close(own: torch.Tensor, expected: torch.Tensor) -> None:
 
 def check_logits(model: Any, folder: Path, device: str = "cpu", page_size: int = 8) -> None:
     """Of a prompt, and of 32 tokens after it: one by one, and as drafts. Of the same in chunks, and after another request's pages."""
-    steps = Steps(make_worker(folder, device=device, page_size=page_size, kv_cache_memory=f"{page_size // 2}MiB"))
+    steps = Steps(make_worker(folder, device=device, page_size=page_size, kv_cache_memory=MEMORY[device]))
     token_ids = random_tokens(PROMPT + MORE)
     expected = expected_logits(model, token_ids)
     pages = random.Random(1).sample(range(steps.worker.store.num_pages), 30)
@@ -137,7 +139,14 @@ def check_greedy(model: Any, folder: Path, device: str = "cpu", page_size: int =
     answers = {}
     for method in ("none", "ngram"):
         config = {"method": method, "num_speculative_tokens": 4} if method == "ngram" else {"method": method}
-        llm = LLM(str(folder), dtype="float32", device=device, kv_cache_memory="4MiB", page_size=page_size, speculative_config=config)
+        llm = LLM(
+            str(folder),
+            dtype="float32",
+            device=device,
+            kv_cache_memory="4MiB" if device == "cpu" else "64MiB",
+            page_size=page_size,
+            speculative_config=config,
+        )
         for turn in ("first", "again"):
             outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
             answers[method, turn] = [output.outputs[0].token_ids for output in outputs]

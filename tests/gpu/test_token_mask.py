@@ -31,6 +31,7 @@ def test_masks(requests: int, vocab_size: int, dtype: torch.dtype, device: torch
 
 def test_answers_have_their_form_and_are_those_of_plain_decoding() -> None:
     """Free requests beside them, so that their steps alternate with the others'; twice, since the second time steps are captured."""
+    pytest.importorskip("llguidance")
     forms = [{"regex": r"def [a-z_]{3,10}\(self\):\n    return [0-9]{1,4}"}, {"choice": ["self.width", "self.height"]}, None]
     own = LLM(dtype="float32", speculative_config={"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}, max_batch_size=16)
     asked = [SamplingParams(max_tokens=48, temperature=0.7 * (i % 2), seed=i, structured_outputs=forms[i % 3]) for i in range(12)]
