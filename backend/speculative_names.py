@@ -26,7 +26,6 @@ ALIASES = {
 """Keys that mean the same."""
 VERIFY_STRATEGIES = {0: "topp", 1: "greedy", 2: "target_match"}
 """FastDeploy's numbers."""
-QUANTIZATIONS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8_fp8": "fp8", "block_wise_fp8": "fp8"}
 NEEDLESS = {
     "num_gpu_block_expand_ratio": "a drafter's keys and values lie in the target's own pages",
     "disable_padded_drafter_batch": "drafts are not padded",
@@ -70,9 +69,6 @@ def read_other_names(values: object, where: str = "") -> Any:
     strategy = found.get("verify_strategy")
     if isinstance(strategy, int) and not isinstance(strategy, bool) and strategy in VERIFY_STRATEGIES:
         found["verify_strategy"] = VERIFY_STRATEGIES[strategy]
-    for key in ("quantization", "draft_model_quant_type"):
-        if isinstance(name := found.get(key), str):
-            found[key] = QUANTIZATIONS.get(name.lower(), name)
     if "benchmark_mode" in found:
         _read_benchmark_mode(found, where)
     return found

@@ -145,7 +145,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
     model.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
     model.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
-    model.add_argument("--quantization", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts")
+    model.add_argument(
+        "--quantization", "-q", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts"
+    )
     model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     model.add_argument(
         "--tensor-parallel-size", "-tp", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"

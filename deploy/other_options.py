@@ -79,7 +79,6 @@ OTHERS: dict[str, Other] = {
     "convert": Refused("models that generate text are served", ("auto", "none")),
     "hf_overrides": Refused("change the model's config.json"),
     "rope_scaling": Refused("change rope_scaling in the model's config.json"),
-    "quantization": Refused("weights are served in the checkpoint's own type: name a checkpoint that has the one you want", ("none",)),
     "quant_type": Alias("quantization"),
     "kv_cache_dtype": Refused("keys and values are kept in the model's type", ("auto",)),
     "calculate_kv_scales": Refused("keys and values are kept in the model's type", is_switch=True),
@@ -196,10 +195,10 @@ OTHERS: dict[str, Other] = {
     "logits_processors": Refused("requests may use logit_bias, bad_words and penalties"),
     "logits_processor_pattern": Refused("requests may use logit_bias, bad_words and penalties"),
     "enable_early_stop": Refused("requests end at end-of-text, stop strings, max_tokens and timeout_ms", is_switch=True),
-    "guided_decoding_backend": Refused("answers are not held to a grammar", ("auto", "off", "disabled")),
-    "reasoning_parser": Refused("answers come as one text"),
-    "tool_call_parser": Refused("answers come as one text"),
-    "enable_auto_tool_choice": Refused("answers come as one text", is_switch=True),
+    "guided_decoding_backend": Needless("requests may say the form of their answer, which llguidance holds them to"),
+    "reasoning_parser": Needless("the model's template says how it thinks; what it thinks comes as reasoning_content"),
+    "tool_call_parser": Needless("the model's template says how it calls tools"),
+    "enable_auto_tool_choice": Needless("requests may say tools and tool_choice", is_switch=True),
     # OpenAI's interface
     "workers": Needless("one gateway takes all requests; the engine is a process of its own"),
     "api_server_count": Needless("one gateway takes all requests; the engine is a process of its own"),
@@ -219,7 +218,7 @@ OTHERS: dict[str, Other] = {
 }
 """By their keys; flags are the same with dashes."""
 
-SHORT_FLAGS = {"data_parallel_size": ("-dp",), "pipeline_parallel_size": ("-pp",), "quantization": ("-q",)}
+SHORT_FLAGS = {"data_parallel_size": ("-dp",), "pipeline_parallel_size": ("-pp",)}
 SHORT_FLAGS |= {"compilation_config": ("-cc",), "optimization_level": ("-O",)}
 LISTS = ("lora_modules", "logits_processors", "api_key", "cuda_graph_sizes")
 """Their flags take several words."""

@@ -105,6 +105,11 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         PREDICTOR.format(launch="--gpus ${CUDA_VISIBLE_DEVICES}", quant=""),
         {"max_model_len": 2048, "speculative_config.method": "mtp", "speculative_config.quantization": "weight_only_int8"},
     ),
+    "PaddleNLP's quantization": (
+        PREDICTOR.format(launch="", quant="--quant_type ${QUANT_MODE} "),
+        {"quantization": "weight_only_int8", "speculative_config.quantization": "weight_only_int8"},
+    ),
+    "a quantized target": (FASTDEPLOY + "--quantization wint4", {"quantization": "wint4"}),
     "PaddleNLP's lookup": (
         "python predictor.py --model_name_or_path ${MODEL_TAG} --inference_model --dtype float16 --speculate_method inference_with_reference "
         "--speculate_max_draft_token_num 5 --speculate_max_ngram_size 2".replace("--inference_model ", ""),
@@ -128,7 +133,6 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "suffix_decoding_max_tree_depth has no effect with method mtp: it is a key of suffix",
     ),
     "a context beyond the model's": (FASTDEPLOY + "--max-model-len 32768", "max_model_len 32768 is beyond the model's own limit"),
-    "a quantized target": (FASTDEPLOY + "--quantization wint4", "quantization 'wint4' is not an option here: weights are served in the checkpoint's"),
     "nodes of several ranks": (
         NODE.format(port=818, quantization="", role="prefill", config="${prefill_file}"),
         "tensor_parallel_size must be 1 where disaggregation.scheduler_name is redis, got 4",
@@ -136,10 +140,6 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "two hosts": (
         PREDICTOR.format(launch='--ips "192.168.0.1,192.168.0.2" --gpus 0', quant=""),
         "ips '192.168.0.1,192.168.0.2' is not an option here",
-    ),
-    "PaddleNLP's quantization": (
-        PREDICTOR.format(launch="", quant="--quant_type ${QUANT_MODE} "),
-        "quant_type 'weight_only_int8' is not an option here",
     ),
     "exporting": (
         "python -m paddle.distributed.launch --gpus 0 export_model.py --model_name_or_path ${MODEL_TAG} --output_path /path/to/exported_model "

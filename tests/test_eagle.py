@@ -278,7 +278,7 @@ REFUSED = [
     ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; it must be 'eagle3' with this method"),
     ({"intermediate_size": 41}, r"midlayer\.mlp\.gate_proj\.weight has shape \(40, 32\); config.json makes it \(41, 32\)"),
     ({"norm_before_fc": True}, r"weight input_norm\.weight is missing"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported"),
+    ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
 ]
 
 
