@@ -66,8 +66,9 @@ def check_unicode(name: str, text: str) -> bytes:
 
 _STATUS_CODES = {"StatusCode.INVALID_ARGUMENT": "INVALID_ARG", "StatusCode.UNAVAILABLE": "UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED": "TIMEOUT"}
 """gRPC's own status: of a call that is no stream, and of a stream whose connection is lost."""
-_LOST = re.compile(r"Stub process '[^']*' is not healthy|^Stream removed")
-"""What Triton says of a model whose process died, and gRPC, whose status is UNKNOWN then, of a connection that was reset."""
+_LOST = re.compile(r"Stub process '[^']*' is not healthy|^Stream removed|unknown model: '[^']*' has no available versions")
+"""What Triton says of a model whose process died, and of one that is unloaded (a server that ends, or starts its model again); and gRPC, whose status
+is UNKNOWN then, of a connection that was reset."""
 
 
 def read_error(request_id: str, error: object) -> GenerateError:

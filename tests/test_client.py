@@ -141,6 +141,7 @@ def test_messages_keep_their_characters() -> None:
     [
         ("Stream removed (recvmsg:Connection reset by peer (104))", "StatusCode.UNKNOWN", "UNAVAILABLE"),
         ("Stub process 'tokenizer_0_0' is not healthy.", "StatusCode.INTERNAL", "UNAVAILABLE"),
+        ("Request for unknown model: 'decode' has no available versions", "StatusCode.UNKNOWN", "UNAVAILABLE"),
         ("failed to connect to all addresses", "StatusCode.UNAVAILABLE", "UNAVAILABLE"),
         ("something else", "StatusCode.UNKNOWN", "INTERNAL"),
     ],
