@@ -256,6 +256,28 @@ NO_OPS = {
 }  # fmt: skip
 
 
+class TestPrediction:
+    def test_drafts_are_looked_up_there(self, address, api):
+        """The answer is the same; who drafted its tokens is not."""
+        plain = complete(api, max_tokens=32).choices[0].text
+        for content in (plain, [{"type": "text", "text": plain[:5]}, {"type": "text", "text": plain[5:]}]):
+            body = {
+                "prompt": PROMPT,
+                "max_tokens": 32,
+                "temperature": 0,
+                "return_tokens": True,
+                "prediction": {"type": "content", "content": content},
+            }
+            status, _, raw = ask(address, "/v1/completions", body)
+            choice = json.loads(raw)["choices"][0]
+            assert status == 200 and choice["text"] == plain and "prediction" in raw.decode()
+
+    @pytest.mark.parametrize("value", [{"type": "other", "content": "x"}, {"type": "content"}, "x", {"type": "content", "content": 5}])
+    def test_other_forms_are_refused(self, address, value):
+        status, _, raw = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "prediction": value})
+        assert status == 400 and "prediction" in raw.decode()
+
+
 class TestFieldsThatChangeNothing:
     def test_they_are_taken(self, address, api):
         body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, **NO_OPS}

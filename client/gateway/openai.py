@@ -29,6 +29,21 @@ _SAME_NAME = (
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
 
 
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Strict):
+    """What most of the answer is expected to be (OpenAI's predicted outputs): drafts are looked up there."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -66,6 +81,7 @@ class GenerateRequest(StructuredRequest):
     priority: Int32 | None = None
     timeout_ms: Int64 | None = None
     speculative: dict[str, Any] | None = None
+    prediction: Prediction | None = None
     return_tokens: bool = False
     """Each choice also lists its tokens: ids, text and who proposed them."""
     # Of no effect on the answer:
@@ -81,6 +97,8 @@ class GenerateRequest(StructuredRequest):
     def parameters(self) -> dict[str, Any]:
         """The decode model's inputs, without the prompt."""
         values = {name: getattr(self, name) for name in _SAME_NAME}
+        if self.prediction is not None:
+            values["speculative"] = {"prediction": self.prediction.text(), **(self.speculative or {})}
         return {**values, "max_tokens": self.max_tokens, "structured_outputs": self.form()}
 
 
@@ -108,11 +126,6 @@ class CompletionRequest(GenerateRequest):
 
     def parameters(self) -> dict[str, Any]:
         return {**super().parameters(), "logprobs": self.logprobs, "echo": self.echo}
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
 
 
 class Message(BaseModel):
