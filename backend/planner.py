@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
-from backend.config import SpeculativeConfig
 from backend.core import Batch, Draft, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters
 from backend.drafters.choice import MODEL, NEVER
@@ -22,6 +20,8 @@ from backend.grammar import SOURCE, fill_masks, fit_drafts
 from backend.pages import SeenPages
 from backend.planned import Drafted, Known, PlannedStep
 from backend.prefixes import find_shared
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
+from backend.speculative_config import SpeculativeConfig
 from backend.step.options import Options, is_deterministic, options_of
 from backend.step.plan import Arrival, StepPlan
 from kernels.request_state import Admission

@@ -10,10 +10,11 @@ import textwrap
 import typing
 from pathlib import Path
 
-from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig, SpeculativeConfig
+from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig
 from backend.disaggregation_config import DisaggregationConfig
 from backend.quantization_config import QuantizationConfig
 from backend.section import Section
+from backend.speculative_config import SpeculativeConfig
 from deploy.options import ServeConfig, add_arguments
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"

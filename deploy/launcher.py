@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from backend import model_checks
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, SpeculativeConfig
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.model_files import check_regular, find_pickled, read_config
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
+from backend.speculative_config import SpeculativeConfig
 from deploy.gpu import check_gpu
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
 from deploy.other_options import Translation, explain_environment

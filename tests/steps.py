@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from backend.config import MAX_SPECULATIVE_TOKENS, EngineConfig
+from backend.config import EngineConfig
 from backend.drafters.choice import NEVER
 from backend.parallel.ranks import Ranks
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from backend.step.plan import Arrival, StepPlan
 from backend.step.worker import Results, Worker
 from kernels.request_state import Admission

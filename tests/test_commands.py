@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from backend import LLM
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig, SpeculativeConfig
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.errors import ConfigError
+from backend.speculative_config import SpeculativeConfig
 from deploy.cli import main, make_parser
 from deploy.options import read_command, split_keys
 from deploy.other_options import OTHERS, Alias, Needless, Refused, explain_environment

@@ -28,17 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend import LLM
-from backend.config import (
-    BUNDLED_DRAFTER,
-    BUNDLED_MODEL,
-    METHODS,
-    MODEL_METHODS,
-    EngineConfig,
-    ParallelConfig,
-    SpeculativeConfig,
-    normalize_method,
-    parse_bytes,
-)
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig, ParallelConfig, parse_bytes
 from backend.core import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
@@ -48,6 +38,7 @@ from backend.core import (
     SamplingParams,
 )
 from backend.errors import ConfigError, ModelError
+from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
 from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
 from deploy import launcher, options, rendering, server

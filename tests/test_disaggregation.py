@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
-from backend.config import SpeculativeConfig
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
@@ -31,6 +30,7 @@ from backend.disaggregation.transfer import PageTransfer
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
+from backend.speculative_config import SpeculativeConfig
 from deploy.demo import free_ports
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.redis_server import RedisServer, redis_server

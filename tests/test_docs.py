@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.config import SpeculativeConfig
+from backend.speculative_config import SpeculativeConfig
 from client.messages import PARAMETERS
 from deploy.cli import EPILOG, PAGES, make_parser
 from deploy.configuration_page import PAGE, make_page

@@ -152,6 +152,7 @@ def test_deploy_imports_configuration_at_most() -> None:
     allowed = (
         "deploy",
         "backend.config",
+        "backend.speculative_config",
         "backend.disaggregation_config",
         "backend.quantization_config",
         "backend.section",
@@ -190,6 +191,7 @@ PURE = (
     "core",
     "structured_outputs",
     "config",
+    "speculative_config",
     "disaggregation_config",
     "quantization_config",
     "speculative_names",
@@ -221,7 +223,17 @@ LEVELS = (
     ("errors", "core", "structured_outputs", "version"),
     ("tools",),
     ("section", "speculative_names"),
-    ("config", "disaggregation_config", "quantization_config", "model_files", "chat_template", "detokenizer", "metrics", "sampling_defaults"),
+    (
+        "config",
+        "speculative_config",
+        "disaggregation_config",
+        "quantization_config",
+        "model_files",
+        "chat_template",
+        "detokenizer",
+        "metrics",
+        "sampling_defaults",
+    ),
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks", "drafter_checks"),
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),
@@ -271,7 +283,7 @@ def test_nothing_imports_in_a_circle() -> None:
 
 METHODS = ("ngram", "suffix", "mtp", "naive", "draft_model", "eagle", "eagle3", "medusa", "hydra", "mlp_speculator")
 METHOD_FILES = {
-    "backend/config.py",
+    "backend/speculative_config.py",
     "backend/drafter_checks.py",
     "backend/models/eagle_spec.py",
     "backend/models/heads_spec.py",
@@ -299,7 +311,20 @@ def test_only_drafters_name_methods() -> None:
 
 
 def test_drafters_import_what_they_draft_with() -> None:
-    names = ("drafters", "model_checks", "core", "config", "section", "errors", "models", "kv_store", "model_files", "pages", "parallel")
+    names = (
+        "drafters",
+        "model_checks",
+        "core",
+        "config",
+        "speculative_config",
+        "section",
+        "errors",
+        "models",
+        "kv_store",
+        "model_files",
+        "pages",
+        "parallel",
+    )
     allowed = (*(f"backend.{name}" for name in names), "kernels")
     none_of([i for i in of_project(imports_of("backend/drafters")) if not i.is_in(*allowed)], "a drafter knows neither engine nor scheduler")
 

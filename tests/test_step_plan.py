@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend import LLM, SamplingParams
-from backend.config import SpeculativeConfig
 from backend.core import Batch, Request, Scheduled, Speculation
 from backend.drafters import Drafters
 from backend.planner import Planner
 from backend.prefixes import MANY_SHARED_TOKENS, find_shared
+from backend.speculative_config import SpeculativeConfig
 from backend.step.options import Options
 from backend.step.plan import VERSION, Arrival, StepPlan
 from backend.step.worker import Results, Worker

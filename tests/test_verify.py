@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chisquare
 
 from backend import SamplingParams
-from backend.config import SpeculativeConfig
+from backend.speculative_config import SpeculativeConfig
 from backend.step.distributions import Distributions
 from backend.step.options import Options
 from kernels import ops, reference

@@ -17,7 +17,7 @@ from backend.adapters.stub import (
     read_parameters,
     resolve_model,
 )
-from backend.config import EngineConfig, SpeculativeConfig
+from backend.config import EngineConfig
 from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
 from backend.drafters.calls import DraftError
 from backend.drafters.recurrent import RecurrentDrafter
@@ -27,6 +27,7 @@ from backend.errors import ConfigError
 from backend.models import load_model
 from backend.models.mtp import Mtp
 from backend.parallel.ranks import Ranks
+from backend.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 

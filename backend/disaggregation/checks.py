@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from backend.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 MAX_WORDS = 4096
 MAX_INTEGER = 2**63

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backend.config import MODEL_METHODS, MTP_STRATEGIES, SpeculativeConfig
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
 from backend.drafters.choice import LookupChoice
@@ -15,6 +14,7 @@ from backend.drafters.loading import load_step_drafter, step_drafter_identity, t
 from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.ngram import PredictionLookup
 from backend.drafters.protocol import HostDrafter, Lookup
+from backend.speculative_config import MODEL_METHODS, MTP_STRATEGIES, SpeculativeConfig
 
 if TYPE_CHECKING:
     from backend.kv_store import KvStore

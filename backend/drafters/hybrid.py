@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from backend.config import MAX_SPECULATIVE_TOKENS
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
 from backend.drafters.protocol import HostDrafter, Lookup
 from backend.kv_store import KvStore
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 
 SMOOTHING, OWN_SMOOTHING = 0.05, 0.25
 """Share of the newest measurement in the averages: of all requests, and of one, which begin where those of all are."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import BUNDLED_DRAFTER, HEAD_METHODS, EngineConfig, SpeculativeConfig
+from backend.config import BUNDLED_DRAFTER, EngineConfig
 from backend.errors import ConfigError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
+from backend.speculative_config import HEAD_METHODS, SpeculativeConfig
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from backend.config import MAX_SPECULATIVE_TOKENS
 from backend.drafters.protocol import ATTENTION, HIDDEN, DrafterRows
 from backend.kv_store import CacheSpec, KvStore
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from kernels import ops
 
 STATES = "drafter.states"

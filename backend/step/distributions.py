@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backend.config import SpeculativeConfig
+from backend.speculative_config import SpeculativeConfig
 from backend.step.options import Options
 from backend.step.scores import padded_rows
 from kernels import ops

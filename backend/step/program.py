@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
-from backend.config import SpeculativeConfig
 from backend.drafters.protocol import ATTENTION as DRAFTER_ATTENTION
 from backend.drafters.protocol import HIDDEN, DrafterRows, StepDrafter
 from backend.kv_store import KvStore
 from backend.models import ATTENTION, Model, Wanted
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
+from backend.speculative_config import SpeculativeConfig
 from backend.step.bad_words import BadWords
 from backend.step.distributions import Distributions
 from backend.step.options import Options

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from backend.config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.config import EngineConfig
 from backend.core import Outcome
 from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
@@ -23,6 +22,7 @@ from backend.model_checks import check_max_model_len
 from backend.model_files import fingerprint
 from backend.models import Model, load_model
 from backend.parallel.ranks import Ranks
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.step.distributions import MAX_ROWS
 from backend.step.graphs import Graphs
 from backend.step.options import Options

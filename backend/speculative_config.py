@@ -1,0 +1,301 @@
+"""How the engine drafts and verifies, as a frozen dataclass: methods, their names and keys.
+
+Nothing here imports torch: the launcher reads this module too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from backend.core import Speculation
+from backend.errors import ConfigError
+from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
+from backend.section import Section, choose, closest, nearest, require
+from backend.speculative_names import ALIASES, read_other_names
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
+
+MAX_SPECULATIVE_TOKENS = 16
+MAX_CANDIDATES = 64
+MAX_SUFFIX_LIMIT = 10**6
+"""The trees count in 32 bits, and products that overflow them end all drafts without a word."""
+VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
+ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
+MODEL_METHODS = ("mtp", "draft_model", "eagle", "eagle3", "medusa", "hydra", "mlp_speculator")
+"""Those that draft with weights of their own: a server has one of them at most."""
+HEAD_METHODS = ("medusa", "hydra", "mlp_speculator")
+METHODS = ("none", "naive", "ngram", "suffix", *MODEL_METHODS)
+METHOD_ALIASES = {
+    "ngram_match": "ngram",
+    "inference_with_reference": "ngram",
+    "deepseek_mtp": "mtp",
+    "ernie_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+    "mimo_mtp": "mtp",
+    "nextn": "mtp",
+    "standalone": "draft_model",
+}
+"""Of FastDeploy, PaddleNLP, vLLM and SGLang."""
+MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
+SUFFIX_KEYS = tuple(
+    f"suffix_decoding_{k}" for k in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob", "corpus", "cache_path")
+)
+KEY_METHODS = {
+    **dict.fromkeys(("max_ngram_size", "min_ngram_size"), ("ngram",)),
+    **dict.fromkeys(SUFFIX_KEYS, ("suffix",)),
+    **dict.fromkeys(("model", "num_model_steps", "mtp_strategy", "draft_sampling", "quantization", "draft_tensor_parallel_size"), MODEL_METHODS),
+    "placement": ("mtp",),
+}
+"""The methods of keys that do nothing where none of theirs is loaded."""
+PLACEMENTS = ("auto", "in_process", "bls")
+DRAFT_SAMPLINGS = ("shared_noise", "greedy")
+DRAFT_SAMPLING_ALIASES = {"probabilistic": "shared_noise"}
+"""vLLM's."""
+
+
+def normalize_method(value: object, key: str = "method") -> str:
+    """A method's own name from any accepted spelling. Raises ConfigError."""
+    if value is None:
+        return "none"
+    if not isinstance(value, str):
+        raise ConfigError(f"{key} must be a string, got {value!r:.80}")
+    name = value.lower()
+    name = METHOD_ALIASES.get(name, name)
+    if name not in METHODS:
+        raise ConfigError(f"{key} {value!r:.80} is not one of {', '.join(METHODS)} (case-insensitive){closest(name, METHODS)}")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig(Section):
+    """How the engine drafts and verifies (the `speculative_config` object)."""
+
+    aliases: ClassVar[dict[str, str]] = ALIASES
+
+    method: str | None = None
+    """none (plain decoding), naive (the speculative path without drafts), ngram, suffix, or a model drafter: mtp, draft_model, eagle, eagle3,
+    medusa, hydra or mlp_speculator. Needed where any other key is given."""
+    num_speculative_tokens: int | None = None
+    """Drafts a step at most, 1 to 16. Default: 1; model drafters: num_model_steps; suffix: suffix_decoding_max_tree_depth, within 16."""
+    adaptive: bool = True
+    """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches. Not under topp, whose
+    answers would follow the load."""
+    request_methods: tuple[str, ...] = ()
+    """Further methods to load, for requests to choose."""
+    verify_strategy: str = "target_match"
+    """target_match (the tokens of plain decoding for the same seed), greedy, rejection (exact in distribution) or topp (FastDeploy's
+    rule: accepts what is likely enough, which changes the distribution)."""
+    accept_policy: str = "normal"
+    """normal; for debugging accept_all and reject_all; for benchmarks with random weights simulated."""
+    simulated_acceptance_rate: float = 0.8
+    """accept_policy simulated: the share of drafts that stand, position by position."""
+    max_candidate_len: int = 5
+    """topp: most tokens a draft is looked for among, and a token is drawn from, in every step."""
+    verify_window: int = 2
+    """topp: likeliest drafts that must follow one that was only second."""
+    max_ngram_size: int = 5
+    """ngram: longest run of last tokens that is looked for."""
+    min_ngram_size: int | None = None
+    """ngram: shortest run. Default: 1; with_ngram: 2."""
+    model: str | None = None
+    """Model drafters: folder of the drafter's weights. Only mtp has a default: the model's own, where it has such weights, else the mtp_drafter
+    model's version folder."""
+    num_model_steps: int | None = None
+    """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
+    mtp_strategy: str = "default"
+    """Model drafters: default, or with_ngram and with_suffix: lookups lengthen the model's drafts up to num_speculative_tokens."""
+    placement: str = "auto"
+    """mtp: in_process (the decode model runs the drafter), bls (the mtp_drafter model does, called each step), or auto: in_process."""
+    draft_sampling: str = "shared_noise"
+    """Model drafters, target_match at temperature > 0: drafts drawn with the target's noise (Daliri et al. 2024), or the likeliest (greedy)."""
+    quantization: str | QuantizationConfig | None = None
+    """Model drafters: how the drafter's weights are rounded, as the engine's quantization."""
+    draft_tensor_parallel_size: int = 1
+    """Ranks that the drafter's layers are split over: 1 (whole on every rank), or the target's tensor_parallel_size. Heads are whole."""
+    suffix_decoding_max_tree_depth: int = 64
+    """Longest match, in tokens."""
+    suffix_decoding_max_cached_requests: int = -1
+    """Finished requests whose answers are searched too; -1: as many as memory's own limit allows, 0: none."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Drafts at most, as a multiple of the length of the match."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Tokens less likely than this by the tree's counts are not drafted."""
+    suffix_decoding_corpus: tuple[str, ...] = ()
+    """Files whose texts are searched as answers are, from the start on: texts, or .jsonl with a text or a list of token ids in each line (plain, or
+    as `text` or `token_ids` of an object). At most 1048576 tokens in all."""
+    suffix_decoding_cache_path: str | None = None
+    """File that the suffix cache is saved to every two minutes and at shutdown, and restored from at start. Servers of one model may share it:
+    each adds its answers. Default: none; `foretoken serve`: one for each model in the user's state folder."""
+
+    @classmethod
+    def from_dict(cls, values: object, where: str = "") -> Self:
+        """As of any section; keys that would have no effect are errors too: those of a method that is not loaded, and any without a method."""
+        values = read_other_names(values, where)
+        config = super().from_dict(values, where)
+        assert isinstance(values, dict)
+        given: dict[str, str] = {str(cls.aliases.get(key, key)): str(key) for key in values}
+        method_key = given.pop("method", "method")
+        if given and values.get(method_key) is None:
+            hints = "".join(f"; {key} is a key of {', '.join(KEY_METHODS[name])}" for name, key in given.items() if name in KEY_METHODS)
+            raise ConfigError(f"{where}method must be given with other keys ({', '.join(given.values())}): one of {', '.join(METHODS)}{hints}")
+        loaded = config.loaded_methods
+        if idle := {name: key for name, key in given.items() if name in KEY_METHODS and not set(KEY_METHODS[name]) & set(loaded)}:
+            without = super().from_dict({key: value for key, value in values.items() if key not in idle.values()}, where)
+            for name, key in idle.items():
+                if getattr(config, name) != getattr(without, name):  # else it says what holds anyway, as a settled configuration does
+                    own = KEY_METHODS[name]
+                    also = ", or take mtp_strategy with_suffix" if name in SUFFIX_KEYS and config.model_method else ""
+                    raise ConfigError(
+                        f"{where}{key} has no effect with method {config.method}: it is a key of {', '.join(own)}; choose "
+                        f"{'that method' if len(own) == 1 else 'one of them'}, or name it in request_methods{also}"
+                    )
+        if "simulated_acceptance_rate" in given and config.accept_policy != "simulated":
+            rate = config.simulated_acceptance_rate
+            rule = f"left out unless accept_policy is simulated (it is {config.accept_policy})"
+            require(rate == cls.simulated_acceptance_rate, f"{where}simulated_acceptance_rate", rate, rule)
+        return config
+
+    def __post_init__(self) -> None:
+        put = functools.partial(object.__setattr__, self)
+        put("method", normalize_method(self.method))
+        put("draft_sampling", DRAFT_SAMPLING_ALIASES.get(self.draft_sampling.lower(), self.draft_sampling))
+        for key, known in (
+            ("verify_strategy", VERIFY_STRATEGIES),
+            ("accept_policy", ACCEPT_POLICIES),
+            ("mtp_strategy", MTP_STRATEGIES),
+            ("placement", PLACEMENTS),
+            ("draft_sampling", DRAFT_SAMPLINGS),
+        ):
+            put(key, choose(key, getattr(self, key), known))
+        put("quantization", normalize_quantization("quantization", self.quantization))
+        head = self.rounding.head_quant_type
+        require(head is None, "quantization.head_quant_type", head, "left out: the drafter's head is the target's")
+        put("request_methods", tuple(normalize_method(m, "request_methods") for m in self.request_methods))
+        for key in ("model", "suffix_decoding_cache_path"):
+            require(getattr(self, key) != "", key, "", "a path")
+        require("" not in self.suffix_decoding_corpus, "suffix_decoding_corpus", "", "paths")
+        self._check_model_methods()
+        require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
+        good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS
+        require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")
+        if self.verify_strategy == "topp":
+            logger.warning("verify_strategy topp accepts every likely draft: sampled answers do not follow the model's distribution exactly")
+        rate = self.simulated_acceptance_rate
+        require(0 <= rate <= 1, "simulated_acceptance_rate", rate, "from 0 to 1")
+        if self.accept_policy != "normal":
+            logger.warning("accept_policy %s is for debugging: answers are not the model's", self.accept_policy)
+        self._check_suffix()
+        require(self.draft_tensor_parallel_size >= 1, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, ">= 1")
+        self._settle_counts()
+        put("min_ngram_size", self.min_ngram_size if self.min_ngram_size is not None else 2 if self.mtp_strategy == "with_ngram" else 1)
+        assert self.min_ngram_size is not None
+        require(self.min_ngram_size >= 1, "min_ngram_size", self.min_ngram_size, ">= 1")
+        good = self.max_ngram_size >= self.min_ngram_size
+        require(good, "max_ngram_size", self.max_ngram_size, f">= min_ngram_size ({self.min_ngram_size})")
+
+    def _check_model_methods(self) -> None:
+        own = [method for method in self.loaded_methods if method in MODEL_METHODS]
+        require(len(own) < 2, "request_methods", self.request_methods, f"without a second model drafter: {' and '.join(own)} would share `model`")
+        if own and own[0] != "mtp":
+            require(self.model is not None, "model", self.model, f"the folder of the drafter's weights with method {own[0]}")
+            good = self.draft_tensor_parallel_size == 1 or own[0] not in HEAD_METHODS
+            require(good, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, f"1 with method {own[0]}, whose heads are not split")
+            require(self.placement != "bls", "placement", self.placement, f"auto or in_process with method {own[0]}: bls is for mtp")
+
+    def _check_suffix(self) -> None:
+        prefix = "suffix_decoding_"
+        depth, cached = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_cached_requests
+        factor, probability = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        require(1 <= depth <= MAX_SUFFIX_LIMIT, f"{prefix}max_tree_depth", depth, f"from 1 to {MAX_SUFFIX_LIMIT}")
+        require(cached >= -1, f"{prefix}max_cached_requests", cached, ">= 0, or -1 for no limit of its own")
+        require(0 <= factor <= MAX_SUFFIX_LIMIT, f"{prefix}max_spec_factor", factor, f"from 0 to {MAX_SUFFIX_LIMIT}")
+        require(0 <= probability <= 1, f"{prefix}min_token_prob", probability, "from 0 to 1")
+
+    def _settle_counts(self) -> None:
+        """Fills in num_speculative_tokens and num_model_steps; each is checked where it is used."""
+        count, steps = self.num_speculative_tokens, self.num_model_steps
+        limit, rule = MAX_SPECULATIVE_TOKENS, f"from 1 to {MAX_SPECULATIVE_TOKENS}"
+        require(count is None or count >= 0, "num_speculative_tokens", count, ">= 0")
+        require(steps is None or 1 <= steps <= limit, "num_model_steps", steps, rule)
+        if self.method in ("none", "naive"):
+            if count is not None and count > 1:  # 1 is the default
+                logger.warning("method %s drafts nothing: num_speculative_tokens %d is set to 0", self.method, count)
+            count = 0
+        elif count is None:
+            model_count = dict.fromkeys(MODEL_METHODS, steps or 1)
+            count = {"suffix": min(self.suffix_decoding_max_tree_depth, limit), **model_count}.get(self.method or "", 1)
+        else:
+            require(1 <= count <= limit, "num_speculative_tokens", count, rule)
+        if steps is None:
+            steps = max(1, count) if self.mtp_strategy == "default" else 1
+        if self.method in MODEL_METHODS and steps > count:
+            logger.warning("num_speculative_tokens %d is raised to num_model_steps %d", count, steps)
+            count = steps
+        object.__setattr__(self, "num_speculative_tokens", count)
+        object.__setattr__(self, "num_model_steps", steps)
+
+    @property
+    def rounding(self) -> QuantizationConfig:
+        """`quantization` by parts."""
+        return read_quantization(self.quantization)
+
+    @property
+    def model_method(self) -> str:
+        """The model drafter among the loaded methods; "": there is none."""
+        return next((method for method in self.loaded_methods if method in MODEL_METHODS), "")
+
+    @property
+    def loaded_methods(self) -> tuple[str, ...]:
+        """What requests may choose, `method` first. ngram costs nothing to have."""
+        methods = [self.method or "none", *self.request_methods, *(["suffix"] if self.mtp_strategy == "with_suffix" else [])]
+        return tuple(dict.fromkeys([*methods, *([] if set(methods) == {"none"} else ["ngram"]), "none", "naive"]))
+
+    def resolve(self, choice: object) -> Speculation:
+        """The speculation of one request: this configuration, with the request's `speculative` object over it.
+
+        Raises ConfigError for unknown keys, a method that is not loaded, or values out of range.
+        """
+        method, count, strategy = self.method or "none", self.num_speculative_tokens or 0, self.verify_strategy
+        mtp_strategy = self.mtp_strategy
+        if choice is None:
+            choice = {}
+        if not isinstance(choice, dict):
+            raise ConfigError(f"speculative must be an object, got {choice!r:.80}")
+        keys = ("method", "num_speculative_tokens", "verify_strategy", "mtp_strategy", "prediction")
+        for key in choice:
+            if key not in keys:
+                raise ConfigError(f"speculative: unknown key {key!r:.80}{nearest(str(key), keys)}")
+        if "method" in choice:
+            method = normalize_method(choice["method"])
+            if method not in self.loaded_methods:
+                raise ConfigError(f"speculative: method {method} is not loaded; loaded: {', '.join(sorted(self.loaded_methods))}")
+        if "verify_strategy" in choice:
+            strategy = choose("speculative.verify_strategy", choice["verify_strategy"], VERIFY_STRATEGIES)
+        if "mtp_strategy" in choice:
+            if method not in MODEL_METHODS:
+                raise ConfigError(f"speculative: mtp_strategy has no effect with method {method}: it is a key of {', '.join(MODEL_METHODS)}")
+            mtp_strategy = choose("speculative.mtp_strategy", choice["mtp_strategy"], MTP_STRATEGIES)
+            lookup = mtp_strategy.removeprefix("with_")
+            if lookup != "default" and lookup not in self.loaded_methods:
+                raise ConfigError(f"speculative: mtp_strategy {mtp_strategy} needs method {lookup}, which is not loaded")
+        if "num_speculative_tokens" in choice:
+            count = choice["num_speculative_tokens"]
+            good = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_SPECULATIVE_TOKENS
+            require(good, "speculative.num_speculative_tokens", count, f"from 0 (off) to {MAX_SPECULATIVE_TOKENS}")
+        elif count == 0 and method not in ("none", "naive"):  # the server's own method drafts nothing
+            count = 1
+        if choice.get("prediction") is not None:
+            asked = f"method {method}" if method in ("none", "naive") else "num_speculative_tokens 0" if not count else ""
+            if asked:
+                raise ConfigError(f"speculative: prediction has no effect with {asked}: choose a method and a number that draft")
+            if "num_speculative_tokens" not in choice:  # what is right goes on being right for long
+                count = MAX_SPECULATIVE_TOKENS
+        is_own = mtp_strategy == self.mtp_strategy and "num_speculative_tokens" not in choice
+        steps = count if mtp_strategy == "default" and not is_own else min(count, self.num_model_steps or 1)
+        return Speculation(method, 0 if method in ("none", "naive") else count, strategy, steps, mtp_strategy)
