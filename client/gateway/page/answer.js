@@ -48,7 +48,7 @@ export class Answer {
     }
     if (!more) return;
     this.calls[index].function.arguments += more;
-    this.shown.calls[index].append(...this.painter.paint(more));
+    this.shown.calls[index].append(...this.painter.paint(more, true));
   }
 
   get isEmpty() {

@@ -47,10 +47,10 @@ export class Painter {
     tokens.forEach((token, i) => this.pending.push([token, sources[i]]));
   }
 
-  // The elements for a piece of text.
-  paint(text) {
+  // The elements for a piece of text. Of a call the latest place is meant: its marks, which look alike, come before it.
+  paint(text, isOfCall = false) {
     const known = this.pending.map(([token]) => token).join("");
-    const place = known.indexOf(text);
+    const place = isOfCall ? known.lastIndexOf(text) : known.indexOf(text);
     if (place < 0) return [tokenElement(text, this.pending[0]?.[1] ?? "target")];
     this.take(place);
     return this.take(text.length).map(([part, source]) => tokenElement(part, source));
