@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
-from playwright.sync_api import Browser, Page, ViewportSize, expect
+from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 
 WIDE: ViewportSize = {"width": 1280, "height": 1500}
 
 
 @contextlib.contextmanager
-def open_page(browser: Browser, address: str, *, size: ViewportSize = WIDE, has_model: bool = True, may_lose: bool = False) -> Iterator[Page]:
+def open_page(
+    browser: Browser, address: str, *, size: ViewportSize = WIDE, has_model: bool = True, may_lose: bool = False, model: dict[str, Any] | None = None
+) -> Iterator[Page]:
     """The page, once it has asked what is served. Afterwards: no script of it failed, and it needed nothing from elsewhere.
 
-    has_model: the server tells who has no key; may_lose: the gateway may end meanwhile.
+    has_model: the server tells who has no key; may_lose: the gateway may end meanwhile; model: in place of what the gateway says of its model.
     """
     page = browser.new_page(viewport=size)
+
+    def change(route: Route) -> None:
+        answer = route.fetch().json()
+        route.fulfill(json={**answer, "data": [{**answer["data"][0], **(model or {})}]})
+
+    if model:
+        page.route("**/v1/models", change)
     problems: list[str] = []
     expected = "status of|Failed to load" if may_lose else "status of"
     page.on("pageerror", lambda error: problems.append(str(error)))

@@ -129,17 +129,17 @@ def test_lines_within_a_message(page):
 
 def test_answers_of_a_form(page):
     page.get_by_text("Form of the answer").click()
-    expect(page.get_by_label("JSON schema")).to_be_hidden()
+    expect(page.get_by_label("JSON schema", exact=True)).to_be_hidden()
     page.locator("#form-of-answer").select_option("JSON schema")
-    page.get_by_label("JSON schema").fill('{"enum": [')
+    page.get_by_label("JSON schema", exact=True).fill('{"enum": [')
     send(page, "Which colour?")
     assert page.locator("#schema").evaluate("e => e.validationMessage").startswith("This is not valid JSON: ")
     assert page.locator("#on .message").count() == 0
-    page.get_by_label("JSON schema").fill('{"type": "array", "uniqueItems": true}')
+    page.get_by_label("JSON schema", exact=True).fill('{"type": "array", "uniqueItems": true}')
     send(page, "Which colour?")
     expect(page.get_by_role("alert")).to_have_text(re.compile("uniqueItems"))
     schema = {"type": "object", "properties": {"background_colour": {"enum": ["red", "blue"]}}}
-    page.get_by_label("JSON schema").fill(json.dumps({**schema, "required": ["background_colour"], "additionalProperties": False}))
+    page.get_by_label("JSON schema", exact=True).fill(json.dumps({**schema, "required": ["background_colour"], "additionalProperties": False}))
     page.get_by_label("Max tokens").fill("80")
     answer = json.loads(say(page, "Which colour?"))
     assert answer["background_colour"] in ("red", "blue")
@@ -162,11 +162,13 @@ def test_calls_of_tools(page):
     expect(page.locator("#run")).to_be_enabled()
     page.get_by_label("Tool choice").select_option("none")
     page.get_by_label("Max tokens").fill("4")
-    for count in range(1, len(texts) + 1):
-        with page.expect_request("**/v1/chat/completions") if count == len(texts) else page.expect_event("console", lambda _: True, timeout=1) as sent:
-            send(page, "20")
-    wait_for_answers(page, "on")
-    asked, said, *results = sent.value.post_data_json["messages"]
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+    for _ in texts:
+        assert not sent, "each call has its result first"
+        send(page, "20")
+    wait_for_answers(page)
+    asked, said, *results = sent[0]["messages"]
     assert asked["content"] == "Is it warm?" and len(said["tool_calls"]) == len(results) == len(texts)
     assert [(r["role"], r["tool_call_id"], r["content"]) for r in results] == [("tool", c["id"], "20") for c in said["tool_calls"]]
     expect(page.locator("#prompt-label")).to_have_text("Message")
@@ -179,21 +181,13 @@ def test_models_without_a_template_and_models_that_converse(chromium, address):
         ({"is_bundled": False}, "Chat", ""),
         ({"is_bundled": False, "methods": ["none", "naive"], "method": "none"}, "Chat", ""),
     ):
-        context = chromium.new_context()
-
-        def change(route, own=own):
-            answer = route.fetch().json()
-            route.fulfill(json={**answer, "data": [{**answer["data"][0], **own}]})
-
-        context.route("**/v1/models", change)
-        with open_page(context, address) as page:
+        with open_page(chromium, address, model=own) as page:
             expect(page.get_by_label(mode, exact=True)).to_be_checked()
             expect(page.locator("#mode-note")).to_have_text(note)
             assert page.get_by_label("Chat", exact=True).is_enabled() == (mode == "Chat")
             if "methods" in own:
                 expect(page.locator("#method")).to_be_disabled()
                 expect(page.locator("#off")).to_be_hidden()
-        context.close()
 
 
 # What the stream of one answer may bring: thoughts, calls, text that is held back, characters of several tokens.
@@ -253,7 +247,7 @@ def test_the_same_request_elsewhere(page, mode):
         code[language] = page.evaluate("navigator.clipboard.readText()")
     page.locator("#prompt").press("Control+Enter")
     wait_for_answers(page)
-    page.get_by_role("button", name="Copy", exact=mode == "chat").first.click()
+    page.locator("#on .copy:visible").click()
     expect(page.locator("#verdict")).to_have_text("copied")
     expected = page.evaluate("navigator.clipboard.readText()")
     assert expected and expected in page.locator("#on .output").text_content()

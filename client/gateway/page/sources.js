@@ -52,7 +52,7 @@ export class Painter {
     const known = this.pending.map(([token]) => token).join("");
     const place = isOfCall ? known.lastIndexOf(text) : known.indexOf(text);
     if (place < 0) return [tokenElement(text, this.pending[0]?.[1] ?? "target")];
-    this.take(place);
+    if (place) this.take(place);
     return this.take(text.length).map(([part, source]) => tokenElement(part, source));
   }
 
