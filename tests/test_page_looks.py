@@ -12,6 +12,7 @@ from tests.pages import WIDE, fill, open_page, wait_for_answers
 from tests.test_gateway import LOOPS
 
 PHONE = {"width": 360, "height": 740}
+SCREENS = {"desktop": (WIDE, "light"), "phone": (PHONE, "light"), "dark": (WIDE, "dark")}
 
 # What is wrong with a screen, in words. Contrast as WCAG 2.2 has it (1.4.3: 4.5 to 1), sizes of what is clicked too (2.5.8: 24 pixels).
 FIND_FAULTS = """() => {
@@ -55,7 +56,8 @@ FIND_FAULTS = """() => {
         for (const other of used) {
             const b = other.getBoundingClientRect();
             const isApart = box.right <= b.left + 1 || b.right <= box.left + 1 || box.bottom <= b.top + 1 || b.bottom <= box.top + 1;
-            if (e !== other && !isApart && !e.contains(other) && !other.contains(e) && !isWithin(e) && !isWithin(other)) faults.push(`${name(e)} lies over ${name(other)}`);
+            if (isApart || e.contains(other) || other.contains(e) || isWithin(e) || isWithin(other)) continue;
+            faults.push(`${name(e)} lies over ${name(other)}`);
         }
     }
     return faults;
