@@ -151,7 +151,7 @@ async function say() {
     prompt.value ||= text;
   }
   setRunning(false);
-  prompt.focus();
+  if (!isPhone.matches) prompt.focus(); // there the answer would be scrolled away
 }
 
 async function retry() {
