@@ -77,9 +77,9 @@ BAD_VALUES: dict[str, Callable[[random.Random], Values]] = {
     "tools": lambda r: {
         "text_input": None,
         "messages": [{"role": "user", "content": "a"}],
-        "tools": r.choice(([], {}, "x", [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}], [1], _deep(2000))),
+        "tools": r.choice(({"a": 1}, "x", [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}], [1], _deep(2000))),
     },
-    "a choice without tools": lambda r: {"tool_choice": r.choice(("auto", "none", {"type": "function"}))},
+    "a choice without tools": lambda r: {"tool_choice": r.choice(("required", {"type": "function"}))},
     "empty prompt": lambda r: {"text_input": ""},
     "half a pair in the prompt": lambda r: {"text_input": f"def {HALF}"},
     "long prompt": lambda r: {"text_input": r.choice(("é", "a b ", "\n")) * r.randint(CONTEXT * 8, CONTEXT * 70)},
