@@ -17,7 +17,6 @@ from backend.text import TextStream, Tokenizer
 from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history
 from client import Client, GenerateError
 from client.gateway.tool_calls import AnswerParser
-from deploy.demo import running_gateway
 
 ARGUMENTS = '{"city": "a}]\\" <tool_call>", "days": 3}'
 PARAMETERS = {
@@ -211,15 +210,6 @@ class Box(pydantic.BaseModel):
 @pytest.fixture(scope="module")
 def server(servers):
     return servers.get()
-
-
-@pytest.fixture(scope="module")
-def api(server, tmp_path_factory):
-    with (
-        running_gateway(tmp_path_factory.mktemp("gateway") / "log", server.grpc) as (address, _),
-        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        yield client
 
 
 def converse(api: openai.OpenAI, **parameters: Any) -> Any:
