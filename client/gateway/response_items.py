@@ -38,22 +38,24 @@ class OutputItem:
     def _where(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": self._place, **({} if self.kind == "function_call" else {"content_index": 0})}
 
+    @property
+    def _more(self) -> dict[str, Any]:
+        return {"logprobs": []} if self.kind == "message" else {}
+
     def open(self, event: Event) -> bytes:
         data = event("response.output_item.added", output_index=self._place, item=self.body("in_progress"))
         return data if self.kind == "function_call" else data + event("response.content_part.added", **self._where, part=self._part())
 
     def add(self, event: Event, text: str) -> bytes:
         self.text += text
-        more = {"logprobs": []} if self.kind == "message" else {}
-        return event(f"response.{_STREAMS[self.kind]}.delta", **self._where, delta=text, **more) if text else b""
+        return event(f"response.{_STREAMS[self.kind]}.delta", **self._where, delta=text, **self._more) if text else b""
 
     def close(self, event: Event, status: str) -> bytes:
         done = f"response.{_STREAMS[self.kind]}.done"
         if self.kind == "function_call":
             data = event(done, **self._where, name=self._name, arguments=self.text)
         else:
-            more = {"logprobs": []} if self.kind == "message" else {}
-            data = event(done, **self._where, text=self.text, **more)
+            data = event(done, **self._where, text=self.text, **self._more)
             data += event("response.content_part.done", **self._where, part=self._part())
         return data + event("response.output_item.done", output_index=self._place, item=self.body(status))
 

@@ -143,9 +143,9 @@ class ResponsesRequest(Strict):
         if self.tools:
             values["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
             values["parallel_tool_calls"] = self.parallel_tool_calls
-        named = isinstance(self.tool_choice, NamedFunction)
-        if self.tools or self.tool_choice not in ("none", "auto"):
-            values["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}} if named else self.tool_choice
+        choice = self.tool_choice
+        if self.tools or choice not in ("none", "auto"):
+            values["tool_choice"] = choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
         own = self.text.format
         if isinstance(own, NamedSchema):
             values["response_format"] = SchemaFormat.model_construct(type="json_schema", json_schema=own)
