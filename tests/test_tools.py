@@ -226,6 +226,8 @@ def test_parse(api):
 
 def test_forms(api):
     assert converse(api, response_format={"type": "json_object"}).choices[0].message.content.startswith("{")
+    schema = {"type": "json_object", "schema": {**Box.model_json_schema(), "additionalProperties": False}}
+    assert Box.model_validate_json(converse(api, response_format=schema, temperature=1, seed=1).choices[0].message.content)
     assert converse(api, response_format={"type": "text"}).choices[0].message.content == converse(api).choices[0].message.content
     for own in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"regex": "yes|no"}}, {"guided_grammar": 'root ::= "yes" | "no"'}):
         answer = api.completions.create(model="default", prompt="Is it? ", max_tokens=9, extra_body={**own, "return_tokens": True})
