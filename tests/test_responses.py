@@ -12,6 +12,7 @@ import pytest
 from client.gateway.response_items import Output
 
 PARAMETERS = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"], "additionalProperties": False}
+JSON = {"content-type": "application/json"}
 TOOLS: Any = [{"type": "function", "name": name, "strict": True, "parameters": PARAMETERS} for name in ("get_weather", "get_time")]
 
 
@@ -57,18 +58,21 @@ def test_a_conversation_with_instructions(api):
         ({"input": "x", "tool_choice": "required"}, "there are no tools"),
         ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice must name one of the tools"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "function.name must be 1 to 64 letters"),
-        ({"input": "x", "tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "contradicts tools"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text: "),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments is not valid JSON"),
         ({"input": [{"type": "computer_call"}]}, "input: "),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message"),
+        ({"input": "x", "metadata": {"a": 10**30}}, "metadata cannot be given back with the answer: Integer exceeds 64-bit range"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"maximum": 10**30}}]}, "tools cannot be given back"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"title": "\ud800"}}}}, "text cannot be given back"),
         ({"input": "x", "model": "gpt"}, "the model 'gpt' does not exist"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_wrong(api, body, message, stream):
     with pytest.raises(openai.APIStatusError) as caught:
-        api.post("/responses", cast_to=object, body={**body, "stream": stream})
+        api.post("/responses", cast_to=object, content=json.dumps({**body, "stream": stream}).encode(), options={"headers": JSON})
     assert caught.value.status_code in (400, 404) and message in caught.value.message
 
 

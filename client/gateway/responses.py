@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import Field, ValidationError, model_validator
 
 from client.gateway.no_ops import ANY, one_of
@@ -134,12 +135,19 @@ class ResponsesRequest(Strict):
 
     @model_validator(mode="after")
     def _check_chat(self) -> ResponsesRequest:
+        for key in ("metadata", "text", "tools"):
+            try:
+                orjson.dumps(getattr(self, key), default=lambda value: value.model_dump())
+            except TypeError as error:  # half a surrogate pair, an integer beyond 64 bits, depth
+                raise ValueError(f"{key} cannot be given back with the answer: {error}") from None
         self.as_chat()
         return self
 
     def as_chat(self) -> ChatRequest:
         """The same as a chat; the instructions come first, as the system's message. Raises ValueError."""
         values: dict[str, Any] = {"messages": self._messages()}
+        if not values["messages"]:
+            raise ValueError("input has no message: reasoning alone is none")
         if self.tools:
             values["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
             values["parallel_tool_calls"] = self.parallel_tool_calls
