@@ -85,7 +85,8 @@ class EngineConfig(Section):
     """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
     quantization: str | QuantizationConfig | None = None
     """Weights are rounded when they are loaded: wint8 or fp8 (a scale for each output), wint4 (for 64 inputs), block_wise_fp8 (for 128 x 128), by one
-    of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are."""
+    of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are, and the name of their own format
+    (awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt) asks for nothing."""
     generation_config: str = "auto"
     """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
     top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""

@@ -231,6 +231,12 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         password = values.pop("scheduler_password", None)
         if "speculative_config" not in values and is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values["speculative_config"] = DEFAULT_SPECULATION
+        folder = Path(str(values.get("model", BUNDLED_MODEL))).expanduser()
+        if "quantization" in values and folder.is_dir():
+            option, line = model_checks.settle_quantization(values.pop("quantization"), folder)
+            values |= {} if line else {"quantization": option}
+            if line:
+                print(f"foretoken serve: note: {line}", file=sys.stderr)
         config, engine = split_keys(values)
         check_nodes(engine)
         model = check_model(engine.model, engine.max_model_len, engine.load_format)
