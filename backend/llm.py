@@ -15,6 +15,7 @@ from backend.core import Delta, SamplingParams, SpeculationStats, TokenLogprobs
 from backend.engine import Engine
 from backend.errors import RequestError
 from backend.intake import check_unicode
+from backend.model_sources import find_model
 from backend.open_requests import DeltaSink
 from backend.sampling_defaults import read_sampling_defaults
 
@@ -44,7 +45,10 @@ class Generation:
 
 
 class LLM:
-    """A model in this process. Keyword arguments beyond these are those of `EngineConfig`; unknown ones are errors."""
+    """A model in this process: a folder, a GGUF file, or a name on the hub.
+
+    Keyword arguments beyond these are those of `EngineConfig`; unknown ones are errors.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         **options: Any,
     ) -> None:
-        values = {"model": model, "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
+        values = {"model": str(find_model(model)), "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
         if speculative_config is not None:
             values["speculative_config"] = speculative_config
         self.engine = Engine(config := EngineConfig.from_dict(values))
