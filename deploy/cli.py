@@ -63,6 +63,13 @@ examples:
         "Shows that all works here: starts a real server on free ports, completes a prompt without and with speculation, stops the server.",
         "",
     ),
+    "inspect": (
+        "say what a model is, and whether it can be served",
+        "Prints family, parameters, how weights are stored, memory for a length and a batch, drafters that it brings, and how it is served; or why "
+        "it cannot be. Nothing is loaded.",
+        "examples:\n  foretoken inspect DIR\n  foretoken inspect FILE.gguf --max-model-len 8192 --batch 32 -tp 2\n"
+        "  foretoken inspect DRAFTER --target DIR\n",
+    ),
     "quantize": (
         "write a model with its weights in 8 or 4 bits",
         "Rounds the weights of a model or drafter as `serve --quantization` does when it loads one, and writes them in formats of "
@@ -110,6 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_arguments(pages["demo"])
     model_commands.add_quantize_arguments(pages["quantize"])
     model_commands.add_convert_arguments(pages["convert"])
+    model_commands.add_inspect_arguments(pages["inspect"])
     for name, run in (
         ("serve", launcher.serve),
         ("complete", cli.complete),
@@ -119,6 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("demo", demo.run),
         ("quantize", model_commands.quantize),
         ("convert", model_commands.convert),
+        ("inspect", model_commands.inspect),
     ):
         pages[name].set_defaults(run=run)
     return parser

@@ -39,10 +39,9 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
     check_new(out)
     file = GgufFile(path)
     model, shapes = _read_model(file), file.shapes
-    config = model.config | {"bos_token_id": None, "eos_token_id": None}
-    spec = ARCHITECTURES[config["architectures"][0]](Values(config, str(path)))
+    config, spec = model.config, _read_spec(file, model)
     tokenizer, settings, ends = _read_tokenizer(file, spec.vocab_size)
-    config |= {"bos_token_id": _token(file, "bos", spec.vocab_size), "eos_token_id": ends}
+    config = config | {"bos_token_id": _token(file, "bos", spec.vocab_size), "eos_token_id": ends}
     weights = _Weights(file, model, spec)
     wanted = weights.list()
     if unused := [name for name in shapes if name not in weights.used and not UNREAD.search(name)]:
@@ -60,6 +59,17 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
     _write(out / "generation_config.json", _generation(file, config))
     (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
     _write(out / "tokenizer_config.json", settings)
+
+
+def read_file(path: Path) -> tuple[GgufFile, dict[str, Any], DecoderSpec]:
+    """A file, what config.json would say of it, and what its model is made of. Raises ModelError, ConfigError."""
+    file = GgufFile(path)
+    model = _read_model(file)
+    return file, model.config, _read_spec(file, model)
+
+
+def _read_spec(file: GgufFile, model: GgufModel) -> DecoderSpec:
+    return ARCHITECTURES[model.config["architectures"][0]](Values(model.config, str(file.path)))
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
