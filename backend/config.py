@@ -51,7 +51,8 @@ class EngineConfig(Section):
     """Everything the engine is built from."""
 
     model: str = str(BUNDLED_MODEL)
-    """Folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json."""
+    """Folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json. `foretoken serve` and LLM(...) also take a GGUF file, which is
+    converted once, and a name on the hub (ORG/NAME), which is downloaded."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto: float32 on CPU, the checkpoint's on GPU."""
     device: str = "auto"

@@ -18,6 +18,7 @@ from backend.engine import Engine
 from backend.errors import RequestError
 from backend.intake import check_unicode
 from backend.model_checks import settle_quantization
+from backend.model_sources import find_model
 from backend.open_requests import DeltaSink
 from backend.sampling_defaults import read_sampling_defaults
 
@@ -49,7 +50,10 @@ class Generation:
 
 
 class LLM:
-    """A model in this process. Keyword arguments beyond these are those of `EngineConfig`; unknown ones are errors."""
+    """A model in this process: a folder, a GGUF file, or a name on the hub.
+
+    Keyword arguments beyond these are those of `EngineConfig`; unknown ones are errors.
+    """
 
     def __init__(
         self,
@@ -60,11 +64,11 @@ class LLM:
         tensor_parallel_size: int = 1,
         **options: Any,
     ) -> None:
-        values = {"model": model, "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
+        values = {"model": str(find_model(model)), "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
         if speculative_config is not None:
             values["speculative_config"] = speculative_config
-        if isinstance(values.get("quantization"), str) and Path(model).is_dir():
-            values["quantization"], line = settle_quantization(values["quantization"], model)
+        if isinstance(values.get("quantization"), str) and Path(values["model"]).is_dir():
+            values["quantization"], line = settle_quantization(values["quantization"], values["model"])
             if line:
                 logger.info(line)
         self.engine = Engine(config := EngineConfig.from_dict(values))
