@@ -8,15 +8,16 @@ from pathlib import Path
 from backend.errors import ModelError
 from backend.model_checks import check_config, check_drafter, check_fits_target, check_model, check_same_tokens, check_weights
 from backend.model_files import find_pickled, find_weights, read_config
-from backend.models.eagle_spec import EagleSpec, merge_config, read_eagle, read_eagle3
+from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_parallel, merge_config, read_eagle, read_eagle3, read_mask_token
 from backend.models.heads_spec import HEADS, HeadsSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.spec import WeightList
 from backend.models.values import Values
 
 
-def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights: bool = True) -> None:
-    """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up."""
+def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights: bool = True, is_parallel: bool | None = None) -> None:
+    """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up;
+    is_parallel: whether it has to draft in parallel; None: as it was made."""
     target = read_config(model)
     if method == "mtp":
         length = target["max_position_embeddings"]
@@ -27,6 +28,7 @@ def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights:
         check_model(folder, has_weights=has_weights)
         if has_weights:
             check_same_tokens(folder, model)
+        read_parallel(folder, is_parallel)
     else:
         sizes = {"hidden_size": target["hidden_size"], "vocab_size": target["vocab_size"], "num_layers": target["num_hidden_layers"]}
         # What is in an archive of tensors is known to torch alone.
@@ -34,16 +36,34 @@ def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights:
         names: Collection[str] = find_weights(folder) if is_readable else ()
         if method in ("eagle", "eagle3"):
             spec = read_eagle_spec(folder, names, is_multi_layer=method == "eagle3", **sizes)
+            choose_parallel(spec, names, is_parallel)
             weights = WeightList()
             spec.list_weights(weights, sizes["vocab_size"])
             if is_readable:
-                check_weights(folder, weights, f"num_hidden_layers is {len(spec.layers)}")
+                quantization = read_checkpoint_quantization(read_config(folder), folder)
+                check_weights(folder, weights, f"num_hidden_layers is {len(spec.layers)}", quantization)
             return
         heads = read_heads_spec(method, folder, names, model)
         weights = WeightList()
         heads.list_weights(weights)
         if is_readable:
             check_weights(folder, weights, f"{folder} holds heads")
+
+
+def read_parallel(directory: str | Path, wanted: bool | None) -> int | None:
+    """The mask token of a draft model that makes its drafts in parallel (PARD); None: it makes one after the other.
+
+    wanted: None: where the model was made for it. Raises ModelError where it is wanted of a model that was not, or the token is none of its.
+    """
+    config = read_config(directory)
+    values = Values(config, f"{directory}/config.json")
+    found = read_mask_token(values, values.integer("vocab_size", 2**22))
+    if wanted and found is None:
+        raise ModelError(
+            f"{values.where} names no mask token ({', '.join(MASK_KEYS)}): drafts are made in parallel by drafters that were trained for it; "
+            "leave parallel_drafting out"
+        )
+    return found if wanted or (wanted is None and any(values.has(key) for key in PARD_KEYS)) else None
 
 
 def read_heads_spec(method: str, directory: str | Path, names: Collection[str], target_directory: str | Path) -> HeadsSpec | SpeculatorSpec:

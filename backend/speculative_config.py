@@ -51,6 +51,7 @@ KEY_METHODS = {
     **dict.fromkeys(SUFFIX_KEYS, ("suffix",)),
     **dict.fromkeys(("model", "num_model_steps", "mtp_strategy", "draft_sampling", "quantization", "draft_tensor_parallel_size"), MODEL_METHODS),
     "placement": ("mtp",),
+    "parallel_drafting": ("draft_model", "eagle3"),
 }
 """The methods of keys that do nothing where none of theirs is loaded."""
 PLACEMENTS = ("auto", "in_process", "bls")
@@ -108,6 +109,8 @@ class SpeculativeConfig(Section):
     model's version folder."""
     num_model_steps: int | None = None
     """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
+    parallel_drafting: bool | None = None
+    """draft_model (PARD) and eagle3 (P-EAGLE): all drafts at once, from mask tokens. Default: where the drafter was made for it."""
     mtp_strategy: str = "default"
     """Model drafters: default, or with_ngram and with_suffix: lookups lengthen the model's drafts up to num_speculative_tokens."""
     placement: str = "auto"

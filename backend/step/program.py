@@ -18,6 +18,7 @@ from backend.models import ATTENTION, Model, Wanted
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.speculative_config import SpeculativeConfig
 from backend.step.bad_words import BadWords
+from backend.step.block import BlockForward
 from backend.step.distributions import Distributions
 from backend.step.options import Options
 from backend.step.scores import score_emitted, score_prompt, score_width
@@ -105,6 +106,8 @@ class Program:
     ) -> None:
         self._config, self._model, self._store, self._table, self._page_table = config, model, store, table, page_table
         self._drafter, self._max_model_len, self.dtype = drafter, max_model_len, dtype
+        block = drafter.block if drafter is not None else None
+        self._block = BlockForward(block, table, page_table, max_model_len, dtype) if block is not None else None
         planes = store.planes(ATTENTION)
         count = len(planes) // model.num_layers
         self._cache: list[tuple[torch.Tensor, ...]] = [tuple(planes[i : i + count]) for i in range(0, len(planes), count)]
@@ -232,7 +235,7 @@ class Program:
 
     def _plan_drafts(self, step: StepTensors) -> None:
         """Of the forwards that make one draft more for each request."""
-        if step.draft_lens is not None and self._drafter is not None and self._drafter.heads is not None:
+        if step.draft_lens is not None and self._drafter is not None and self._drafter.heads is not None and self._block is None:
             ones = torch.arange(step.shape.batch + 1, dtype=torch.int32, device=step.fields.device)
             step.draft_attention = self._attend(step, ones, step.draft_lens, (), (), self._drafter.heads, 1)
 
@@ -258,10 +261,14 @@ class Program:
         if self._tap is not None:
             kept = step.hidden if self._drafter is None else self._drafter.tap(step.hidden, entering)
             self._tap.index_copy_(0, tap_slots, kept)
+        if self._drafter is not None and self._drafter.keeper is not None:
+            own, drafter = step.sizes.page_stride, step.sizes.drafter_stride
+            self._drafter.keeper.keep(entering, positions, slots // own * drafter + slots % own)
 
     def _wants_few(self, shape: StepShape) -> bool:
         """Whether the states of most rows are of no use: those of prompts but for the last, unless a drafter or scores read them."""
-        return bool(shape.num_prompts) and self._tap is None and not shape.scored
+        is_read = self._drafter is not None and self._model.num_layers in self._drafter.tapped_layers
+        return bool(shape.num_prompts) and self._tap is None and not is_read and not shape.scored
 
     # -- decide -------------------------------------------------------------------------------------------------------
 
@@ -358,7 +365,10 @@ class Program:
         states = drafter.advance(_rows_of(known.packed, step.drafter_attention), known.last_rows)
         if not shape.num_model_drafts:
             return
-        if step.draft_attention is None:
+        if self._block is not None:
+            newest = known.packed[0][known.last_rows]
+            states = self._block.run(fields, newest, states, shape.num_model_drafts, sizes, is_alone)
+        elif step.draft_attention is None:
             self._plan_drafts(step)
         packed, lengths = step.draft_packed, step.draft_lens
         assert packed is not None and lengths is not None
