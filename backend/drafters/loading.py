@@ -9,7 +9,7 @@ from backend.config import BUNDLED_DRAFTER, EngineConfig
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
-from backend.speculative_config import HEAD_METHODS, SpeculativeConfig
+from backend.speculative_config import BLOCK_METHODS, HEAD_METHODS, SpeculativeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,17 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
         folder, quantization = _find_folder(config), speculative.rounding
         method, own = speculative.model_method, config.model
         drafter = HeadsDrafter(load_heads(method, folder, own, target, dtype, device, quantization, config.load_format))
+    elif speculative.model_method in BLOCK_METHODS:
+        from backend.drafters.block import BlockDrafter
+        from backend.models.dflash import Dflash
+
+        folder, is_spark = _find_folder(config), speculative.model_method == "dspark"
+        own_ranks = ranks if speculative.draft_tensor_parallel_size > 1 else None
+        block = Dflash(folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks, is_spark=is_spark)
+        if speculative.min_draft_confidence and block.spec.confidence is None:
+            least = speculative.min_draft_confidence
+            raise ConfigError(f"speculative_config.min_draft_confidence is {least}; the drafter in {folder} has no confidence head: leave it out")
+        drafter = BlockDrafter(block, steps)
     else:
         model = _load_recurrent(config, target, dtype, device, ranks)
         drafter = RecurrentDrafter(model, steps) if model.mask_token_id is None else ParallelDrafter(model)

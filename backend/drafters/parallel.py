@@ -28,7 +28,8 @@ class ParallelDrafter:
         """model: of one layer."""
         assert model.mask_token_id is not None
         self.mask_token_id, self._model, self._known = model.mask_token_id, model, RecurrentDrafter(model, 1)
-        self.heads: ops.Heads = model.heads
+        self.heads: ops.Heads | None = model.heads
+        self.block_heads = model.heads
         self.tap_width, self.tapped_layers = model.tap_width, model.tapped_layers
 
     @property
@@ -66,3 +67,6 @@ class ParallelDrafter:
 
     def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
         return states[0][:, step].contiguous()
+
+    def judge(self, states: list[torch.Tensor], step: int) -> torch.Tensor | None:
+        return None

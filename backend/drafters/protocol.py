@@ -73,7 +73,9 @@ class BlockPass(Protocol):
     """A row sees the rows before it; else all of its request's."""
 
     @property
-    def heads(self) -> ops.Heads: ...
+    def block_heads(self) -> ops.Heads:
+        """Of its attention."""
+        ...
 
     def count_rows(self, num_drafts: int) -> int:
         """N of a step that makes so many drafts; 0: no forward is needed."""
@@ -81,6 +83,10 @@ class BlockPass(Protocol):
 
     def compute(self, rows: DrafterRows | None, states: list[torch.Tensor], num_drafts: int) -> list[torch.Tensor]:
         """The states that all drafts are chosen from, of rows [B * N], request by request, and of what `advance` made; no rows: N is 0."""
+        ...
+
+    def judge(self, states: list[torch.Tensor], step: int) -> torch.Tensor | None:
+        """How likely draft number `step` is to stand where those before it do [B] float32; None: the drafter does not say."""
         ...
 
 

@@ -10,7 +10,7 @@ import torch
 from backend.drafters.protocol import BlockPass, DrafterRows
 from kernels import ops
 from kernels.request_state import RequestState
-from kernels.structs import DRAFTER_COUNT, END, INDEX, MODEL_LIMIT, NUM_PAGES, StepSizes
+from kernels.structs import DRAFTER_COUNT, INDEX, MODEL_LIMIT, NUM_PAGES, StepSizes
 
 
 class BlockForward:
@@ -46,6 +46,14 @@ class BlockForward:
         # Nothing is kept of these rows, so they need no slots for states.
         return block.compute(DrafterRows(token_ids, positions, slots, slots, slots, plan), states, num_drafts)
 
+    def end(self, states: list[torch.Tensor], step: int, least: float, is_ended: torch.Tensor | None) -> torch.Tensor | None:
+        """Which requests take no drafts from number `step` on [B] int32: those of before (is_ended), and where it is less likely than `least`."""
+        chances = self._block.judge(states, step)
+        if chances is None:
+            return is_ended
+        is_low = (chances < least).int()
+        return is_low if is_ended is None else torch.maximum(is_ended, is_low)
+
     def _place(
         self, fields: torch.Tensor, count: int, sizes: StepSizes, is_skipped: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,8 +63,7 @@ class BlockForward:
         """
         indices = fields[INDEX].long()
         known = self._table.num_tokens[indices].long()
-        limits = torch.minimum(fields[MODEL_LIMIT].long(), fields[END] - known - 1)
-        is_wanted = (indices != sizes.dummy_index) & (fields[DRAFTER_COUNT] != 0) & (limits > 0)
+        is_wanted = (indices != sizes.dummy_index) & (fields[DRAFTER_COUNT] != 0) & (fields[MODEL_LIMIT] > 0)
         if is_skipped is not None:
             is_wanted &= is_skipped == 0
         begins = torch.where(is_wanted, known - 1 + self._block.first, 0)
@@ -92,7 +99,7 @@ class BlockForward:
                 max_query_len=width,
                 max_seq_len=self._max_model_len,
                 page_size=sizes.page_size,
-                heads=block.heads,
+                heads=block.block_heads,
                 dtype=self._dtype,
             )
             if device.type == "cuda":

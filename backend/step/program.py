@@ -138,7 +138,9 @@ class Program:
     @property
     def all_heads(self) -> list[ops.Heads]:
         """Of the target and of the model drafter, where that has attention."""
-        return [self._model.heads] + ([self._drafter.heads] if self._drafter is not None and self._drafter.heads is not None else [])
+        drafter = self._drafter
+        own = None if drafter is None else drafter.heads if drafter.block is None else drafter.block.block_heads
+        return [self._model.heads] + ([own] if own is not None else [])
 
     @property
     def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
@@ -372,9 +374,12 @@ class Program:
             self._plan_drafts(step)
         packed, lengths = step.draft_packed, step.draft_lens
         assert packed is not None and lengths is not None
+        is_ended, least = is_alone, self._config.min_draft_confidence
         for number in range(shape.num_model_drafts):
+            if self._block is not None and least:
+                is_ended = self._block.end(states, number, least, is_ended)
             chosen = self._choose_draft(step, drafter.logits(states, number), number)
-            ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_alone)
+            ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_ended)
             if number + 1 < shape.num_model_drafts:
                 if step.draft_attention is not None:
                     step.draft_attention.refresh()
