@@ -148,6 +148,7 @@ class Engine:
             page_size=config.page_size,
             max_drafter_tokens=worker.max_num_batched_tokens + 1,
             has_step_drafter=has_step_drafter,
+            has_state_keeper=worker.drafter is not None and worker.drafter.keeper is not None,
             is_layout_exact=worker.graphs is None,
             max_masked_drafts=config.max_masked_drafts,
             cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,

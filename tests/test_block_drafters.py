@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve, watched
-from tests.families import Case, edited, make_model, random_tokens
+from tests.families import Case, assert_close, edited, make_model, random_tokens
+from tests.test_hand_overs import Direct, check_idle
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY, FEW, NUM_LAYERS, RANK, EPS = 32, 4, 2, 64, 40, 302, 64, 8, 6, 1e-5
 TARGET = Case("llama", config={"num_hidden_layers": NUM_LAYERS, "head_dim": SIZE, "hidden_size": HIDDEN, "vocab_size": VOCABULARY})
@@ -60,9 +61,16 @@ class Kind:
 
 
 DFLASH = Kind("DFlash", config={"block_size": 5, "dflash_config": {"mask_token_id": 301, "target_layer_ids": [0, 3, 6]}}, mask=301, num_skipped=1)
+DSPARK = Kind("DSpark", "dspark", SPARK | {"confidence_head_with_markov": True, "architectures": ["Qwen3DSparkModel"]}, is_whole=True)
 KINDS = [
     DFLASH,
-    Kind("causal", config={"dflash_config": DFLASH.config["dflash_config"] | {"block_size": 16, "causal": True}}, mask=301, num_skipped=1, is_causal=True),
+    Kind(
+        "causal",
+        config={"dflash_config": DFLASH.config["dflash_config"] | {"block_size": 16, "causal": True}},
+        mask=301,
+        num_skipped=1,
+        is_causal=True,
+    ),
     Kind(
         "DFlash of DeepSeek",
         config={"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 9, "target_layer_ids": [-1, 7], "markov_rank": 0},
@@ -78,13 +86,20 @@ KINDS = [
         is_whole=True,
         has_map=True,
     ),
-    Kind("DSpark", "dspark", SPARK | {"confidence_head_with_markov": True, "architectures": ["Qwen3DSparkModel"]}, is_whole=True),
+    DSPARK,
     Kind("gated", "dspark", SPARK | {"markov_head_type": "gated", "logit_scale": 0.5}),
     Kind("with a state", "dspark", SPARK | {"markov_head_type": "rnn"}, is_whole=True),
     Kind(
         "DSpark of speculators",
         "dspark",
-        {**SPARK, "target_layer_ids": None, "aux_hidden_state_layer_ids": [1, 4, 7], "draft_vocab_size": FEW, "sample_from_anchor": False, "block_size": 5},
+        {
+            **SPARK,
+            "target_layer_ids": None,
+            "aux_hidden_state_layer_ids": [1, 4, 7],
+            "draft_vocab_size": FEW,
+            "sample_from_anchor": False,
+            "block_size": 5,
+        },
         is_speculators=True,
         num_skipped=1,
         is_whole=True,
@@ -245,3 +260,141 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
     own, folder = drafter
     check_drafter_folder(own.kind.method, folder, target[1])
     check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
+
+
+@pytest.mark.parametrize("drafter", [KINDS[0], KINDS[6], KINDS[7]], ids=str, indirect=True)
+def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
+
+
+@pytest.mark.parametrize("drafter", [KINDS[2]], ids=str, indirect=True)
+def test_chunks_and_cached_prefixes_leave_no_gap(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    """Drafts after a prompt in chunks, and after one whose beginning a request without drafts has computed. It looks at the last layer's output."""
+    own, folder = drafter
+    options = {"max_batch_size": 8, "max_num_batched_tokens": 16}
+    llm = serve(target[1], options, method=own.kind.method, model=str(folder), accept_policy="reject_all")
+    params, prompts = SamplingParams(max_tokens=1 + NUM_DRAFTS, temperature=0.0, ignore_eos=True), [random_tokens(37), random_tokens(45, 1)]
+    seen = watched(llm)
+    llm.generate([{"prompt_token_ids": prompts[1][:30]}], params, speculative={"method": "none"}, use_tqdm=False)
+    assert not seen
+    for prompt in prompts:
+        seen.clear()
+        (result,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        expected = own.draft([*prompt, result.outputs[0].token_ids[0]], NUM_DRAFTS)
+        for own_logits, other in zip(seen, expected):
+            assert_close(own_logits[0], other)
+    assert llm.engine.scheduler.num_cached_tokens >= 24
+
+
+@pytest.mark.parametrize("drafter", [KINDS[4]], ids=str, indirect=True)
+def test_drafts_end_where_the_confidence_head_says(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    own, folder = drafter
+    prompt = random_tokens(37)
+    params = SamplingParams(max_tokens=2 + NUM_DRAFTS, temperature=0.0, ignore_eos=True)
+
+    def count_drafts(least: float) -> tuple[int, list[int]]:
+        llm = serve(target[1], method="dspark", model=str(folder), min_draft_confidence=least, accept_policy="reject_all")
+        (result,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        assert result.outputs[0].stats.steps == params.max_tokens
+        return result.outputs[0].stats.drafted, result.outputs[0].token_ids
+
+    everything, answer = count_drafts(0.0)
+    chances = []
+    for known in range(1, params.max_tokens):
+        tokens = [*prompt, *answer[:known]]
+        drafts, row = [tokens[-1], *(int(scores.argmax()) for scores in own.draft(tokens, NUM_DRAFTS))], []
+        for token, hidden in zip(drafts, own.states(tokens)):
+            seen = torch.cat([hidden, own.weights["markov_head.markov_w1.weight"][token]])
+            row.append(torch.sigmoid(own.weights["confidence_head.proj.weight"][0] @ seen + own.weights["confidence_head.proj.bias"][0]).item())
+        chances.append(row[: params.max_tokens - known - 1])
+    assert everything == sum(map(len, chances))
+    least = sorted(chance for row in chances for chance in row)[everything // 3] + 1e-6
+    kept = [next((i for i, chance in enumerate(row) if chance < least), len(row)) for row in chances]
+    assert 0 < sum(kept) < everything
+    assert count_drafts(least) == (sum(kept), answer)
+
+
+# -- what is no drafter of this target --------------------------------------------------------------------------------------------
+
+REFUSED = [
+    (0, {"hidden_size": 48}, "hidden_size is 48; the target's is 32"),
+    (0, {"vocab_size": 400}, "vocab_size is 400; the target's is 302"),
+    (0, {"block_size": 1}, "block_size is 1; it must be an integer from 2 to 1024"),
+    (0, {"dflash_config": {"mask_token_id": 302, "target_layer_ids": [0, 3, 6]}}, "mask_token_id is 302; it must be an integer from 0 to 301"),
+    (0, {"dflash_config": {"target_layer_ids": [0, 3, 6]}}, "config.json has no 'mask_token_id'"),
+    (0, {"dflash_config": {"mask_token_id": 1}}, "config.json has no 'aux_hidden_state_layer_ids', nor 'target_layer_ids' in dflash_config"),
+    (
+        0,
+        {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 8]}},
+        r"target_layer_ids is \[0, 8\]; it must be a list of layers of the target",
+    ),
+    (0, {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True}}, "use_swa is True; it must be left out"),
+    (0, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] is 'sliding_attention'; it must be 'full_attention'"),
+    (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),
+    (0, {"num_hidden_layers": 3}, r"weight layers\.2\..* is missing"),
+    (3, {"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; it must be 'dflash' with this method"),
+    (4, {"markov_rank": 0}, "confidence_head_with_markov is True; it must be false where markov_rank is 0"),
+    (4, {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported; known: vanilla, gated, rnn"),
+    (4, {"markov_head_type": "gated"}, r"weight markov_head\.gate_proj\.(weight.*|bias) is missing"),
+    (6, {"sample_from_anchor": False}, "sample_from_anchor is False; it must be true where markov_head_type is rnn"),
+]
+
+
+@pytest.mark.parametrize(("number", "values", "message"), REFUSED, ids=[f"{KINDS[i]}: {' '.join(values)}" for i, values, _ in REFUSED])
+def test_what_is_refused_before_the_launch_and_at_load(
+    number: int, values: dict[str, Any], message: str, target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    kind = KINDS[number]
+    save_drafter(kind, make_weights(kind), tmp_path / "made")
+    own = edited(tmp_path / "made", tmp_path / "drafter", **values)
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder(kind.method, own, target[1])
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method=kind.method, model=str(own))
+
+
+def test_what_a_drafter_cannot_do(target: tuple[Any, Path], tmp_path: Path) -> None:
+    save_drafter(DFLASH, make_weights(DFLASH), tmp_path / "drafter")
+    folder = str(tmp_path / "drafter")
+    with pytest.raises(ConfigError, match=r"num_model_steps is 5; the drafter in .* makes 4 drafts a step at most"):
+        serve(target[1], method="dflash", model=folder, num_speculative_tokens=5)
+    with pytest.raises(ConfigError, match="min_draft_confidence has no effect with method dflash: it is a key of dspark"):
+        serve(target[1], method="dflash", model=folder, min_draft_confidence=0.5)
+    kind = Kind("without", "dspark", SPARK | {"enable_confidence_head": False})
+    save_drafter(kind, make_weights(kind), tmp_path / "spark")
+    with pytest.raises(ConfigError, match=r"min_draft_confidence is 0.5; the drafter in .* has no confidence head: leave it out"):
+        serve(target[1], method="dspark", model=str(tmp_path / "spark"), min_draft_confidence=0.5)
+    with pytest.raises(ConfigError, match="min_draft_confidence must be from 0 to 1, got 2"):
+        serve(target[1], method="dspark", model=folder, min_draft_confidence=2)
+
+
+@pytest.mark.parametrize("scheme", ["wint8", "fp8"])
+def test_layers_in_few_bits(scheme: str, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """Drafts change a little, tokens do not."""
+    kind = KINDS[4]
+    save_drafter(kind, make_weights(kind), tmp_path / "drafter")
+    prompt, params = [{"prompt_token_ids": random_tokens(30)}], SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    answers, logits = [], []
+    for quantization in (None, scheme):
+        llm = serve(target[1], method=kind.method, model=str(tmp_path / "drafter"), quantization=quantization)
+        logits.append(watched(llm))
+        answers.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
+    difference = ((logits[0][0] - logits[1][0]).abs().max() / logits[0][0].abs().max()).item()
+    assert 0 < difference < 0.2
+
+
+def test_prompts_that_another_engine_computes(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """What it keeps of the target's states comes with the pages: drafts, and how many stand, are one engine's."""
+    save_drafter(DSPARK, make_weights(DSPARK), tmp_path / "drafter")
+    engines = [serve(target[1], method="dspark", model=str(tmp_path / "drafter")) for _ in range(3)]
+    link = Direct(engines[0].engine, engines[1].engine)
+    prompts = [{"prompt_token_ids": random_tokens(length, length)} for length in (40, 9)]
+    for strategy in ("target_match", "rejection"):
+        params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
+        choice = {"method": "dspark", "verify_strategy": strategy}
+        found = [[r.outputs[0] for r in llm.generate(prompts, params, speculative=choice, use_tqdm=False)] for llm in (engines[0], engines[2])]
+        assert [out.token_ids for out in found[0]] == [out.token_ids for out in found[1]]
+        assert [(out.stats.drafted, out.stats.accepted) for out in found[0]] == [(out.stats.drafted, out.stats.accepted) for out in found[1]]
+    assert engines[0].engine.hand_overs.num_fetched == 4
+    check_idle(link)
