@@ -48,9 +48,10 @@ class Planner:
         max_masked_drafts: int = MAX_DRAFTS,
         max_model_drafts: int = MAX_DRAFTS,
     ) -> None:
-        """has_state_keeper: the step's drafter keeps what it needs of a token when the target computes it; max_drafter_tokens: that the model drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so
-        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once;
-        max_masked_drafts: of a request with a grammar; max_model_drafts: that the step's model drafter can make in a step."""
+        """has_state_keeper: the step's drafter keeps what it needs of a token when the target computes that; max_drafter_tokens: that the model
+        drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so that the drafter may catch up beside
+        drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once; max_masked_drafts: of a request with a
+        grammar; max_model_drafts: that the step's model drafter can make in a step."""
         self._config, self._drafters = config, drafters
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width = -(-max_model_len // page_size)

@@ -13,7 +13,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
-from backend.step.program import StepShape
+from backend.step.tensors import StepShape
 from tests.servers import ServerPool, serve
 from training.heldout import read_heldout
 

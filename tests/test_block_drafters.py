@@ -60,7 +60,8 @@ class Kind:
         return self.name
 
 
-DFLASH = Kind("DFlash", config={"block_size": 5, "dflash_config": {"mask_token_id": 301, "target_layer_ids": [0, 3, 6]}}, mask=301, num_skipped=1)
+LISTED = {"mask_token_id": 301, "target_layer_ids": [0, 3, 6]}
+DFLASH = Kind("DFlash", config={"block_size": 5, "dflash_config": LISTED}, mask=301, num_skipped=1)
 DSPARK = Kind("DSpark", "dspark", SPARK | {"confidence_head_with_markov": True, "architectures": ["Qwen3DSparkModel"]}, is_whole=True)
 KINDS = [
     DFLASH,
