@@ -286,6 +286,7 @@ class TestFieldsThatChangeNothing:
         chat = {**body, "messages": [{"role": "user", "content": "x"}], "modalities": ["text"], "echo": False, "chat_template_kwargs": {}}
         del chat["prompt"]
         assert ask(address, "/v1/chat/completions", chat)[0] == 200
+        assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "n": None})[0] == 200
 
     @pytest.mark.parametrize(
         ("values", "rule"),
