@@ -16,7 +16,7 @@ import torch
 from backend.config import EngineConfig
 from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
 from backend.devices import on_stream, pick_device
-from backend.drafters import Drafters
+from backend.drafters import Drafters, count_tokens_after_step
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.group import Group
@@ -131,7 +131,7 @@ class Engine:
         self.scheduler = Scheduler(
             num_pages=worker.store.num_pages,
             page_size=config.page_size,
-            num_tokens_after_step=(speculative.num_model_steps or 1) if has_step_drafter else 0,
+            num_tokens_after_step=count_tokens_after_step(speculative, worker.drafter),
             max_batch_size=config.max_batch_size,
             max_num_batched_tokens=worker.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
@@ -148,6 +148,7 @@ class Engine:
             page_size=config.page_size,
             max_drafter_tokens=worker.max_num_batched_tokens + 1,
             has_step_drafter=has_step_drafter,
+            has_state_keeper=worker.drafter is not None and worker.drafter.keeper is not None,
             is_layout_exact=worker.graphs is None,
             max_masked_drafts=config.max_masked_drafts,
             cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,

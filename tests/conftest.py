@@ -16,7 +16,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
-from backend.step.program import StepShape
+from backend.step.tensors import StepShape
 from deploy.demo import running_gateway
 from tests.servers import ServerPool, serve
 from training.heldout import read_heldout

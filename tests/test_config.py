@@ -337,6 +337,8 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "model": (["", 5, True, ["x"]], "a path"),
     "num_model_steps": (COUNTS, "from 1 to 16"),
     "mtp_strategy": (["ngram", "with_mtp", "", None, 5], "default, with_ngram, with_suffix"),
+    "parallel_drafting": (["true", "", 0, 1, "auto"], "bool"),
+    "min_draft_confidence": ([-0.1, 1.1, "0.5", True, None], "from 0 to 1"),
     "placement": (["triton", "", None, 5], "auto, in_process, bls"),
     "draft_sampling": (["random", "", None, 5], "shared_noise, greedy"),
     "quantization": (["int8", "wint2", "", 8], "wint8, wint4, fp8, block_wise_fp8"),
@@ -364,6 +366,8 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "model": [None, "/models/drafter"],
     "num_model_steps": [1, 16],
     "mtp_strategy": ["default", "with_ngram", "with_suffix"],
+    "parallel_drafting": [None, True, False],
+    "min_draft_confidence": [0.0, 0.5, 1],
     "placement": ["auto", "in_process", "bls"],
     "draft_sampling": ["shared_noise", "greedy"],
     "quantization": [None, "wint8", "wint4", "fp8"],
@@ -401,7 +405,8 @@ def test_bad_speculative_values_are_refused(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("key", "value"), cases(GOOD_SPECULATIVE))
 def test_good_speculative_values_are_taken(key: str, value: Any) -> None:
-    others: dict[str, Any] = {"method": "mtp"}
+    owner = {"parallel_drafting": "eagle3", "min_draft_confidence": "dspark"}.get(key)
+    others: dict[str, Any] = {"method": "mtp"} if owner is None else {"method": owner, "model": "drafter"}
     if key.startswith("suffix"):
         others["request_methods"] = ["suffix"]
     if key == "simulated_acceptance_rate":
