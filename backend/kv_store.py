@@ -61,7 +61,9 @@ class KvStore:
     the number of its tokens that fit from one page's begin to the next one's.
     """
 
-    def __init__(self, specs: Sequence[CacheSpec], page_size: int, num_pages: int, device: torch.device, identity: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self, specs: Sequence[CacheSpec], page_size: int, num_pages: int, device: torch.device, identity: Mapping[str, object] | None = None
+    ) -> None:
         """identity: what else has to be equal for two stores to exchange pages: model, drafter, the rank's share."""
         if len({spec.name for spec in specs}) != len(specs):
             raise KvStoreError(f"cache specs have a name twice: {', '.join(spec.name for spec in specs)}")

@@ -80,9 +80,7 @@ def describe_self(config: EngineConfig, rank: int) -> Hello:
     return Hello(rank, json.loads(json.dumps(values)))
 
 
-def start_rank(
-    config: EngineConfig, rank: int, meeting_place: tuple[str, int], ring: str | None, *, reports: bool = False
-) -> subprocess.Popen[str]:
+def start_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int], ring: str | None, *, reports: bool = False) -> subprocess.Popen[str]:
     """A process of this host. ring: where plans come, on rank 0's own host; reports: it says on its output how it fares."""
     values = {**dataclasses.asdict(config), "device": device_of_rank(config, rank)}
     host, port = meeting_place

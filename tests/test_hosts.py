@@ -6,13 +6,12 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +23,11 @@ from backend.errors import ModelError
 from backend.following import FollowingHost
 from backend.group import Group
 from client import Client, GenerateError, HttpClient
-from deploy.demo import FORETOKEN, free_ports, stop_server
+from deploy.demo import FORETOKEN, free_ports
 from deploy.supervision.processes import read_state
 from tests.conftest import code_prompts, greedy
 from tests.network import OtherHost, other_host
-from tests.servers import serve
+from tests.servers import RunningServer, serve
 from tests.supervised import LONG, Stream, Supervised, assert_told, wait_for
 
 READY_SECONDS = 180.0
@@ -38,11 +37,10 @@ PROMPTS = code_prompts(3, (200, 600), seed=81)
 @dataclass
 class Hosts:
     first: Supervised
-    other: OtherHost
-    second: subprocess.Popen[bytes]
-    grpc: str
-    """Of the second host's server."""
+    second: RunningServer
     status: str
+    """The second one's address for /health."""
+    other: OtherHost
 
     def health(self) -> int:
         """What the second host's server says of itself; 0: nothing."""
@@ -69,7 +67,7 @@ class Hosts:
             with contextlib.suppress(OSError):
                 if folder.name.isdigit() and b"backend.follower" in (folder / "cmdline").read_bytes():
                     found.append(int(folder.name))
-        own = [pid for pid in found if self.second.pid in ancestors(pid)]
+        own = [pid for pid in found if self.second.process.pid in ancestors(pid)]
         assert len(own) == 1, f"{len(own)} ranks"
         return own[0]
 
@@ -82,30 +80,28 @@ def ancestors(pid: int) -> list[int]:
     return found
 
 
-def serve_second(other: OtherHost, folder: Path, *options: str) -> tuple[subprocess.Popen[bytes], str, str]:
-    """-> process, gRPC address, status address."""
-    http, grpc, metrics, status = free_ports(4)
-    command = [*other.prefix, *FORETOKEN, "serve", f"--host={other.address}", f"--repository={folder / 'second'}", *options]
-    command += [f"--{name}-port={port}" for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("status", status))]
-    with (folder / "second.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    return process, f"{other.address}:{grpc}", f"{other.address}:{status}"
-
-
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     folder = tmp_path_factory.mktemp("hosts")
-    with other_host() as other:
-        (port, status) = free_ports(2)
-        common = (f"--master={other.own}:{port}", "--tensor-parallel-size=2", "--nnodes=2", "--num-threads=1", "--drain-seconds=2", "--max-restarts=9")
-        second, grpc, second_status = serve_second(other, folder, "--node-rank=1", *common)
-        try:
-            with serve(folder / "log", "--node-rank=0", f"--status-port={status}", *common) as server:
-                own = Hosts(Supervised(server, status), other, second, grpc, second_status)
-                own.await_ready()
-                yield own
-        finally:
-            stop_server(second)
+    with other_host() as other, ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        port, *status = free_ports(3)
+        common = (
+            f"--master={other.own}:{port}",
+            "--tensor-parallel-size=2",
+            "--nnodes=2",
+            "--num-threads=1",
+            "--drain-seconds=2",
+            "--max-restarts=9",
+        )
+        starts = [
+            threads.submit(own.enter_context, serve(folder / str(rank) / "log", *options, *common, program=(*prefix, *FORETOKEN), host=host))
+            for rank, own, prefix, host in ((0, first, (), "127.0.0.1"), (1, second, other.prefix, other.address))
+            for options in [(f"--node-rank={rank}", f"--status-port={status[rank]}")]
+        ]
+        wait(starts)
+        own = Hosts(Supervised(starts[0].result(), status[0]), starts[1].result(), f"{other.address}:{status[1]}", other)
+        own.await_ready()
+        yield own
 
 
 def test_answers_are_those_of_one_rank(hosts: Hosts, llm_plain: LLM) -> None:
@@ -115,7 +111,10 @@ def test_answers_are_those_of_one_rank(hosts: Hosts, llm_plain: LLM) -> None:
 
 
 def test_the_second_host_sends_clients_to_the_first(hosts: Hosts) -> None:
-    with Client(hosts.grpc) as client, pytest.raises(GenerateError, match=f"send requests to the server there \\({re.escape(hosts.other.own)}:") as caught:
+    with (
+        Client(hosts.second.grpc) as client,
+        pytest.raises(GenerateError, match=f"send requests to the server there \\({re.escape(hosts.other.own)}:") as caught,
+    ):
         client.generate("x = ", max_tokens=2)
     assert caught.value.code == "UNAVAILABLE"
 
@@ -159,7 +158,9 @@ def test_hosts_that_do_not_fit() -> None:
 
     def follow() -> None:
         try:
-            FollowingHost(EngineConfig.from_dict({"max_batch_size": 8, "parallel_config": {"tensor_parallel_size": 4, "node_rank": 1, **place}}))
+            FollowingHost(
+                EngineConfig.from_dict({"max_batch_size": 8, "parallel_config": {**place, "tensor_parallel_size": 4, "nnodes": 4, "node_rank": 1}})
+            )
         except ModelError as error:
             errors.append(str(error))
 

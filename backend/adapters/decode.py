@@ -15,7 +15,6 @@ import gc
 import itertools
 import logging
 import math
-import os
 import queue
 import threading
 import time

@@ -13,8 +13,8 @@ from backend.engine import Engine
 
 FLOAT_BYTES = 4
 SWITCH_SECONDS = 0.0005
-"""For which a thread keeps Python's lock while others want it. A prompt passes through a dozen threads of its two nodes, beside the engine's and the
-sender's, which compute all the time: with Python's own 5 ms they wait for a tenth of a second in all (70 to 325 ms measured for ten threads, 0.4 to 44)."""
+"""For which a thread keeps Python's lock while others want it. A prompt passes through a dozen threads of two nodes, beside others that compute
+all the time: with Python's own 5 ms they wait for a tenth of a second in all (ten threads, measured: 70 to 325 ms; so 0.4 to 44)."""
 
 
 class Disaggregation:
