@@ -49,7 +49,7 @@ class _InFlight:
     read: Callable[[], Results]
     """Waits for it."""
     number: int
-    """Steps with it, where there are other ranks."""
+    """Steps with it."""
 
 
 class Engine:
@@ -95,6 +95,8 @@ class Engine:
         self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open, self._book_tokens)
         self._thread: threading.Thread | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self.num_launched = self.num_finished = 0
+        """Steps."""
         self._is_short = False
         # What loading made is seen through now; else the first full collection comes between steps and takes 100 ms.
         gc.collect()
@@ -313,8 +315,8 @@ class Engine:
                 self._group.send_probs(index, probs)
         if self._group is not None:
             self._group.send(step.plan, self._device)
-        number = self._group.num_launched if self._group is not None else 0
-        self._in_flight.append(_InFlight(step, self.worker.launch(step.plan), number))
+        self.num_launched += 1
+        self._in_flight.append(_InFlight(step, self.worker.launch(step.plan), self.num_launched))
         self.scheduler.launch(step.entries)
         while len(self._in_flight) > self._num_ahead:
             self._finish()
@@ -331,6 +333,7 @@ class Engine:
         """Reads the oldest step under way, and books it. Requests that ended meanwhile are left out."""
         oldest = self._in_flight.popleft()
         step, results = oldest.step, oldest.read()
+        self.num_finished = oldest.number
         if self._group is not None:
             self._group.verdicts.add(results.rows)
             if any(entry.request.is_prefill_only for entry in step.entries):

@@ -428,6 +428,16 @@ def test_a_mixed_node_computes_its_own_prompts_and_others(cluster: Cluster, llm_
     assert mixed.generate(prompts, greedy(6)) == expected
 
 
+def test_reads_wait_for_steps_that_were_under_way(cluster: Cluster, llm_all: LLM) -> None:
+    """They may write to the pages for a request that had them before."""
+    there, here = cluster.make("prefill"), cluster.make("decode")
+    transfer = here.nodes.transfer
+    read = transfer.read(there.nodes.transfer.address, [0], [0], after=here.llm.engine.num_finished + 1)
+    assert not transfer.is_done(read)
+    here.generate([{"prompt_token_ids": list(range(10, 30))}], greedy(2))
+    wait_for(lambda: transfer.is_done(read), "the read")
+
+
 def test_ranks_read_their_own_parts(cluster: Cluster, llm_all: LLM, caplog) -> None:
     """Two ranks on each node: tokens are those of one, with what drafts were drawn from on both; a node of one rank is told apart."""
     two = {"parallel_config": {"tensor_parallel_size": 2}, "max_num_batched_tokens": 256, "max_batch_size": 16}

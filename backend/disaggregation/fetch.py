@@ -71,6 +71,8 @@ class _Fetch:
     """time.monotonic()"""
     tokens: int
     """To be computed elsewhere."""
+    after: int
+    """Steps that were launched when its pages were given out."""
     node_id: str = ""
     address: NodeAddress | None = None
     num_asked: int = 0
@@ -124,6 +126,7 @@ class PageFetcher:
             self._engine.scheduler.pool.lease(page_ids),
             time.monotonic(),
             len(request.prompt_token_ids) - num_cached_pages * self._engine.config.page_size,
+            self._engine.num_launched,
         )
         self._jobs[request.request_id] = fetch.job_id
         self._events.put(lambda: self._send(fetch))
@@ -252,7 +255,7 @@ class PageFetcher:
         assert fetch.address is not None
         begun = time.monotonic()
         try:
-            handle = self._transfer.read(fetch.address, local, remote, to_scratch=to_scratch)
+            handle = self._transfer.read(fetch.address, local, remote, after=fetch.after, to_scratch=to_scratch)
         except TransferError as error:
             self._fail_transfer(fetch, fetch.address, error)
             return

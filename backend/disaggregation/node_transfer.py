@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 
 from backend.disaggregation.rank_pages import SERVE_SECONDS
 from backend.disaggregation.transfer import PageAddress, PageTransfer
+from backend.engine import Engine
 from backend.errors import ConfigError, EngineError, TransferError
-from backend.group import Group
-from backend.kv_store import KvStore
 from backend.parallel.lines import Order
 
 OPEN_SECONDS = 60.0
@@ -28,8 +27,11 @@ NodeAddress = tuple[PageAddress, ...]
 class NodeRead:
     """One read by all ranks. It is over when each one's is."""
 
-    own: Any
+    begin_own: Callable[[], Any] | None
+    """Begins rank 0's part: steps that may write to its pages have to end first."""
+    own: Any = None
     """Rank 0's handle, until its part is done."""
+    after: int = 0
     missing: set[int] = field(default_factory=set)
     """Other ranks that read."""
     errors: list[str] = field(default_factory=list)
@@ -38,10 +40,11 @@ class NodeRead:
 class NodeTransfer:
     """Offers the pages of a node, and reads others'. Safe from any thread."""
 
-    def __init__(self, name: str, store: KvStore, group: Group | None, num_scratch_bytes: int = 0) -> None:
-        """group: of the other ranks. Raises ConfigError."""
-        self._own = PageTransfer(name, store, num_scratch_bytes)
-        self._group, self._others = group, range(1, group.size if group is not None else 1)
+    def __init__(self, name: str, engine: Engine, num_scratch_bytes: int = 0) -> None:
+        """Raises ConfigError."""
+        self._own = PageTransfer(name, engine.worker.store, num_scratch_bytes)
+        self._engine, self._group = engine, engine.group
+        self._others = range(1, self._group.size if self._group is not None else 1)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._reads: dict[int, NodeRead] = {}
@@ -91,21 +94,22 @@ class NodeTransfer:
                 if not read.missing:
                     del self._reads[order["read"]]
 
-    def read(self, address: NodeAddress, pages: Sequence[int], remote_pages: Sequence[int], *, to_scratch: bool = False) -> NodeRead:
+    def read(self, address: NodeAddress, pages: Sequence[int], remote_pages: Sequence[int], *, after: int = 0, to_scratch: bool = False) -> NodeRead:
         """Begins to read remote pages into this node's, or into rank 0's scratch memory -> what `is_done` takes. Raises TransferError.
 
-        Ranks begin when they are through with the steps that were launched by now: those may write to what the pages were before.
+        after: steps that a rank ends first. Those under way when the pages were given out may write to them still, for who had them before.
         """
         if len(address) != 1 + len(self._others):
             raise TransferError(f"pages of {len(address)} ranks cannot be read: this node has {1 + len(self._others)}")
-        read = NodeRead(self._own.read(address[0], pages, remote_pages, to_scratch=to_scratch))
+        read = NodeRead(lambda: self._own.read(address[0], pages, remote_pages, to_scratch=to_scratch), after=after)
+        self._begin_own(read)
         if self._group is None or to_scratch:
             return read
         read.missing = set(self._others)
         number = next(self._numbers)
         with self._lock:
             self._reads[number] = read
-        order = {"do": "read", "number": number, "after": self._group.num_launched, "pages": list(pages), "remote_pages": list(remote_pages)}
+        order = {"do": "read", "number": number, "after": after, "pages": list(pages), "remote_pages": list(remote_pages)}
         for rank in self._others:
             try:
                 self._group.switchboard.order(rank, order | {"address": address[rank].as_dict()})
@@ -115,11 +119,12 @@ class NodeTransfer:
 
     def is_done(self, read: NodeRead) -> bool:
         """Whether a read is over. Raises TransferError when it failed: nothing is written any more, on no rank."""
-        if read.own is not None:
+        if read.begin_own is not None or read.own is not None:
             try:
-                if not self._own.is_done(read.own):
+                if not self._begin_own(read) or not self._own.is_done(read.own):
                     return False
             except TransferError as error:
+                read.begin_own = None
                 read.errors.append(str(error))
             read.own = None
         with self._lock:
@@ -131,6 +136,13 @@ class NodeTransfer:
         if read.errors:
             raise TransferError("; ".join(read.errors))
         return True
+
+    def _begin_own(self, read: NodeRead) -> bool:
+        """False: not yet."""
+        if read.begin_own is not None and self._engine.num_finished >= read.after:
+            begin, read.begin_own = read.begin_own, None
+            read.own = begin()
+        return read.begin_own is None
 
     def serve(self, now: float) -> None:
         """Lets others' reads get on where the network wants this side for that (TCP). To be called again and again while there may be some."""

@@ -29,7 +29,7 @@ class Disaggregation:
         speculative, is_decode = engine.config.speculative_config, config.role == "decode"
         # What drafts were drawn from, of one request at a time.
         num_drafts = (speculative.num_model_steps or 1) if engine.worker.drafter is not None and is_decode else 0
-        self.transfer = NodeTransfer(self.node.node_id, engine.worker.store, engine.group, num_drafts * engine.worker.model.vocab_size * FLOAT_BYTES)
+        self.transfer = NodeTransfer(self.node.node_id, engine, num_drafts * engine.worker.model.vocab_size * FLOAT_BYTES)
         self.fetcher = PageFetcher(engine, self.node, self.transfer) if is_decode else None
         self.prefill = PrefillService(engine, self.node, self.transfer) if not is_decode else None
         self._address = [own.as_dict() for own in self.transfer.address]
