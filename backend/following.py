@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from backend.config import EngineConfig
-from backend.errors import EngineError, ModelError
+from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.lines import HANG_SECONDS
 from backend.rank_processes import MEET_SECONDS, start_rank
 
@@ -30,6 +30,8 @@ class FollowingHost:
     def __init__(self, config: EngineConfig) -> None:
         """Waits until its ranks have met the others, and have loaded their parts. Raises ConfigError, ModelError."""
         parallel = config.parallel_config
+        if not parallel.node_rank:
+            raise ConfigError("parallel_config.node_rank 0: the first host's server loads the standalone repository")
         self.master = "{}:{}".format(*parallel.meeting_place)
         self.failure = ""
         self._has_changed = threading.Condition()

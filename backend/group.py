@@ -73,6 +73,8 @@ class Group:
     def __init__(self, config: EngineConfig) -> None:
         """Starts those of this host, and meets all. Raises ConfigError, ModelError."""
         parallel = config.parallel_config
+        if parallel.node_rank:
+            raise ConfigError(f"parallel_config.node_rank {parallel.node_rank}: this host's ranks follow: start `foretoken serve` here")
         self.size, self._num_local = parallel.tensor_parallel_size, parallel.host_size
         self._ring = PlanRing(self._num_local - 1) if self._num_local > 1 else None
         self._is_closed = False
@@ -86,10 +88,13 @@ class Group:
         """Ranks of this host."""
         self._losing = threading.Lock()
         host, port = parallel.meeting_place
+        board: Switchboard | None = None
         try:
-            self.switchboard = Switchboard(host, self.size, self._note_lost)
+            self.switchboard = board = Switchboard(host, self.size, self._note_lost)
             self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS))
         except (OSError, RuntimeError) as error:
+            if board is not None:
+                board.close()
             self._close_ring()
             raise ConfigError(f"parallel_config.master {host}:{port}: this host cannot listen there: {str(error).splitlines()[0]}") from None
         try:
@@ -146,6 +151,9 @@ class Group:
         self.switchboard.watch()
 
     def _note_lost(self) -> None:
+        if self._is_closed:
+            return
+        self.on_lost()
         with self._losing:
             for rank, why in self.switchboard.lost.items():
                 child = self._children.get(rank)
@@ -153,7 +161,6 @@ class Group:
                     child.kill()
             if self.ranks is not None:
                 self.ranks.abort()
-        self.on_lost()
 
     @property
     def has_lost(self) -> bool:

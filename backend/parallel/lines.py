@@ -165,8 +165,8 @@ class Switchboard:
                 raise ConnectionError("it has no connection")
             line.send(content)
         except ConnectionError as error:
-            self.lose(rank, f"{error}")
-            raise EngineError(f"rank {rank} of {self._size} is gone: {self.lost[rank]}") from None
+            self.lose(rank, str(error))
+            raise EngineError(f"rank {rank} of {self._size} is gone: {self.lost.get(rank, error)}") from None
 
     def lose(self, rank: int, why: str) -> None:
         """A rank is gone: nobody waits for it any more."""
@@ -229,6 +229,9 @@ class Switchboard:
                     self.on_reply(rank, order)
         except ConnectionError as error:
             self.lose(rank, str(error))
+        except Exception as error:
+            logger.exception("rank %d", rank)
+            self.lose(rank, f"{type(error).__name__}: {error}")
 
     def _beat(self) -> None:
         last = time.monotonic()
