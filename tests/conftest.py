@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from backend.config import BUNDLED_MODEL
 from backend.step.program import StepShape
 from tests.servers import ServerPool, serve
 from training.heldout import read_heldout
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,6 +52,17 @@ def root() -> Path:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     with ServerPool(tmp_path_factory.mktemp("servers")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # The system's, or the one that `playwright install chromium` fetched.
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 def code_prompts(count: int, lengths: tuple[int, int] = (60, 900), seed: int = 0) -> list[str]:

@@ -286,6 +286,7 @@ class TestFieldsThatChangeNothing:
         chat = {**body, "messages": [{"role": "user", "content": "x"}], "modalities": ["text"], "echo": False, "chat_template_kwargs": {}}
         del chat["prompt"]
         assert ask(address, "/v1/chat/completions", chat)[0] == 200
+        assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "n": None})[0] == 200
 
     @pytest.mark.parametrize(
         ("values", "rule"),
@@ -392,6 +393,7 @@ class TestOtherRoutes:
         (listed,) = api.models.list()
         model = api.models.retrieve("foretoken")
         assert listed == model and (model.id, model.object, model.max_model_len, model.has_chat_template) == ("foretoken", "model", 2048, True)
+        assert model.is_bundled
         assert model.method == "mtp" and {"mtp", "ngram", "none"} <= set(model.methods) and model.sampling_defaults == {}
         with pytest.raises(openai.NotFoundError):
             api.models.retrieve("gpt")
@@ -680,6 +682,11 @@ class TestKeysAndOrigins:
         assert ask(guarded, "/v1/completions", b"x" * 10_000)[0] == 401, "before the body is looked at"
         for path in ("/health", "/metrics", "/", "/page/page.js"):
             assert ask(guarded, path)[0] == 200
+
+    def test_the_page_is_of_one_version_and_needs_nothing_from_elsewhere(self, guarded):
+        for path in ("/", "/page/page.js", "/page/page.css"):
+            headers = ask(guarded, path)[1]
+            assert headers["cache-control"] == "no-cache" and headers["content-security-policy"].startswith("default-src 'self';")
 
     def test_body_limit(self, guarded):
         assert ask(guarded, "/v1/completions", {"prompt": "x" * 2000}, {"authorization": "Bearer first-key"})[0] == 413
