@@ -428,6 +428,22 @@ def test_a_mixed_node_computes_its_own_prompts_and_others(cluster: Cluster, llm_
     assert mixed.generate(prompts, greedy(6)) == expected
 
 
+def test_completions_of_a_prompt_fetch_it_once(cluster: Cluster, llm_all: LLM) -> None:
+    """The others find its pages in the cache, also when the one that fetches is ended."""
+    there, here = cluster.make("prefill"), cluster.make("decode")
+    cluster.see(here, there)
+    prompts, params = prompts_of(llm_all, 2, seed=50), dataclasses.replace(SAMPLED, n=4)
+    assert here.generate(prompts, params) == expect(llm_all, prompts, params)
+    assert here.num_fetched == 2 and not here.fallbacks
+    there.take_no_jobs()
+    answer = here.submit(prompts_of(llm_all, 1, seed=51)[0], params)
+    wait_for(lambda: here.llm.engine.scheduler.num_fetching == 1, "the first completion's prompt")
+    here.llm.engine.cancel(answer.request_id)
+    answer.wait()
+    assert answer.reasons == ["cancelled"] * 4
+    here.check_idle()
+
+
 def test_reads_wait_for_steps_that_were_under_way(cluster: Cluster, llm_all: LLM) -> None:
     """They may write to the pages for a request that had them before."""
     there, here = cluster.make("prefill"), cluster.make("decode")
