@@ -11,12 +11,10 @@ server crashed (segmentation fault in TRITONBACKEND_ResponseFactoryIsCancelled, 
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import logging
 import math
-import os
 import queue
 import threading
 import time
@@ -34,14 +32,12 @@ from backend.adapters.request_io import Answer, CancelCall, DescribeCall, Genera
 from backend.adapters.stub import (
     check_interpreter,
     describe_error,
+    drain_file,
     end_with_server,
     error_code,
     log_to_server,
-    model_folder,
-    read_parameters,
-    resolve_model,
+    read_engine_config,
 )
-from backend.config import EngineConfig
 from backend.core import Delta, FinishReason, SpeculationStats
 from backend.disaggregation.service import Disaggregation
 from backend.engine import Engine
@@ -51,16 +47,9 @@ from backend.sampling_defaults import read_sampling_defaults
 logger = logging.getLogger(__name__)
 
 DRAFTER_MODEL = "mtp_drafter"
-DRAFTER_FOLDER = "../../mtp_drafter/1"
-"""Relative to the version folder."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
-DRAIN_FILE = "drain-{pid}"
-"""In the version folder; pid: of the server, this process's parent, so that another server's end is not taken for its own. Whoever stops the
-server writes it: the seconds for which open requests may go on. New ones are refused; when none is open the engine ends, what it keeps is saved,
-and the file is removed. A file, since the server itself refuses nobody until it stops, does not wait for streams, and may never come to
-`finalize`: a stream that its client left at a bad moment holds the model (see finalize)."""
 WATCH_SECONDS = 0.1
 JOIN_SECONDS = 10.0
 LEAST_SECONDS = 1e-6
@@ -109,16 +98,8 @@ class TritonPythonModel:
         check_interpreter()
         end_with_server()
         log_to_server()
-        values = read_parameters(args)
-        values["model"] = resolve_model(values, args)
-        if args["model_instance_kind"] == "GPU" and "device" not in values:
-            values["device"] = f"cuda:{args['model_instance_device_id']}"
-        config = EngineConfig.from_dict(values, f"{args['model_name']}: ")
-        speculative = config.speculative_config
-        service = BlsDraftService(DRAFTER_MODEL) if speculative.placement == "bls" else None
-        if speculative.model_method:
-            drafter = str((model_folder(args) / (speculative.model or DRAFTER_FOLDER)).resolve())
-            config = dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
+        config = read_engine_config(args)
+        service = BlsDraftService(DRAFTER_MODEL) if config.speculative_config.placement == "bls" else None
         self._engine = Engine(config, draft_service=service)
         self._nodes = Disaggregation(self._engine) if config.disaggregation.is_on else None
         self._limits = InputLimits(self._engine.scheduler.max_model_len)
@@ -133,7 +114,7 @@ class TritonPythonModel:
         self._is_stopping = threading.Event()
         self._is_refusing = False
         self._intake = IntakeWorkers(self._submit, config.max_batch_size + config.max_waiting)
-        self._drain_file = model_folder(args) / DRAIN_FILE.format(pid=os.getppid())
+        self._drain_file = drain_file(args)
         self._drain_end: float | None = None
         self._publisher = MetricsPublisher(self._engine, args["model_name"], self._nodes)
         self._publisher.publish()
