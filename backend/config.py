@@ -25,6 +25,7 @@ BUNDLED_MODEL = REPOSITORY / "decode" / "1"
 BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
 MAX_BATCH_SIZE = 256
 MAX_RANKS = 64
+RANKS = ("processes", "instances")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,9 +42,13 @@ class ParallelConfig(Section):
     """Ranks that one model is split over, each a process; on GPUs each with its own. 1 to 64."""
     expert_parallel: bool = False
     """Mixtures of experts: each rank holds whole experts, as many as the others; else a part of every expert."""
+    ranks: str = "processes"
+    """What the ranks of a server are: processes that the decode model's one instance starts, or the instances of its instance group, each of which
+    answers the requests that the server gives it."""
 
     def __post_init__(self) -> None:
         require(1 <= self.tensor_parallel_size <= MAX_RANKS, "tensor_parallel_size", self.tensor_parallel_size, f"from 1 to {MAX_RANKS}")
+        require(self.ranks in RANKS, "ranks", self.ranks, " or ".join(RANKS))
 
 
 @dataclass(frozen=True, kw_only=True)

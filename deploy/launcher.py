@@ -253,7 +253,8 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         remove_regions(target)
         parameters = model_parameters(values, engine, model)
         source = REPOSITORY if engine.disaggregation.role == "mixed" else REPOSITORIES / engine.disaggregation.role
-        render_repository(target, parameters, engine.device, source)
+        parallel = engine.parallel_config
+        render_repository(target, parameters, engine.device, source, parallel.tensor_parallel_size if parallel.ranks == "instances" else 1)
         key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
         if lock is not None:
