@@ -54,9 +54,7 @@ def render_instances(device: str, count: int) -> str:
     return f"instance_group [ {', '.join(f'{{ count: 1 kind: KIND_GPU gpus: [ {first + i} ] }}' for i in range(count))} ]"
 
 
-def render_repository(
-    target: Path, parameters: dict[str, dict[str, Any]], device: str, source_folder: Path = REPOSITORY, num_ranks: int = 1
-) -> None:
+def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str, source_folder: Path = REPOSITORY, num_ranks: int = 1) -> None:
     """Writes a repository like a checked-in one: its models without parameters, and those named here with theirs.
 
     Weights are referenced, not copied. num_ranks: instances of the model that decodes. Raises LaunchError when the folder holds anything that was

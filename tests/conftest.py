@@ -15,6 +15,7 @@ from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.step.program import StepShape
 from tests.servers import ServerPool, serve
+from tests.triton_stand_in import adapter  # noqa: F401 -- a fixture
 from training.heldout import read_heldout
 
 ROOT = Path(__file__).parent.parent

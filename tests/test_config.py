@@ -138,7 +138,7 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
         (
             "parallel_config",
-            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}],
+            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}],
             [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}],
         ),
     ],
@@ -455,6 +455,24 @@ def test_unknown_speculative_keys_name_the_nearest(key: str, nearest: str | None
         EngineConfig.from_dict({"speculative_config": {"method": "mtp", key: 1}})
     assert f"speculative_config: unknown key {key!r}" in str(caught.value)
     assert nearest is None or f'did you mean "{nearest}"?' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"nnodes": 3}, "nnodes must be a divisor of tensor_parallel_size (4): as many ranks on each host, got 3"),
+        ({"nnodes": 2, "node_rank": 2}, "node_rank must be from 0 to 1 (nnodes is 2), got 2"),
+        ({"nnodes": 2}, "master must be HOST:PORT of the first host where nnodes is 2, got None"),
+        ({"nnodes": 2, "master": "host"}, "master must be HOST:PORT"),
+        ({"nnodes": 2, "master": "host:0"}, "master must be HOST:PORT"),
+    ],
+)
+def test_ranks_on_several_hosts(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        EngineConfig.from_dict({"parallel_config": {"tensor_parallel_size": 4, **values}})
+    good = {"tensor_parallel_size": 4, "nnodes": 2, "node_rank": 1, "master": "[::1]:29500"}
+    config = EngineConfig.from_dict({"parallel_config": good}).parallel_config
+    assert (config.host_size, config.first_rank, config.meeting_place) == (2, 2, ("::1", 29500))
 
 
 def test_a_drafters_tensor_parallelism_is_one_or_the_targets() -> None:

@@ -7,12 +7,11 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 from backend.config import BUNDLED_MODEL
 from backend.errors import CapacityError
-from tests.triton_stand_in import InferenceRequest, InferenceResponse, Sender, adapter  # noqa: F401
+from tests.triton_stand_in import InferenceRequest, Sender
 
 LONG = "é" * 131_000
 

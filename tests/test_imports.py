@@ -237,10 +237,11 @@ LEVELS = (
     ("pages", "prefixes", "text", "pacing", "parallel", "quantization", "kv_store", "devices", "heap", "models", "model_checks", "drafter_checks"),
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),
-    ("planned", "planner", "group"),
-    ("hand_overs",),
-    ("engine", "follower"),
+    ("planned", "planner", "rank_processes"),
+    ("hand_overs", "group", "following"),
+    ("engine",),
     ("disaggregation",),
+    ("follower",),
     ("llm", "adapters"),
 )
 """Each part of backend imports parts of its own level and of those before it."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-
+import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from backend.config import BUNDLED_MODEL
 from backend.errors import ConfigError, ModelError
 from backend.parallel.claims import claim_rank, meeting_folder
-from tests.triton_stand_in import InferenceRequest, adapter  # noqa: F401
+from tests.triton_stand_in import InferenceRequest
 
 
 class Pair:
@@ -29,9 +30,9 @@ class Pair:
         self.relay = relay.RequestRelay(folder / "relay")
         self.relay.greet(1, {"port": 7})
 
-        def run(spec: dict[str, Any], note_ready: Any) -> None:
+        def run(spec: dict[str, Any], report: Any, end: Any) -> None:
             self.spec = spec
-            note_ready()
+            report({"ready": True})
             self.ending.wait(60)
 
         self.model = adapter.TritonPythonModel()
@@ -50,13 +51,13 @@ class Pair:
 
 
 @pytest.fixture
-def pair(adapter, tmp_path):  # noqa: F811
+def pair(adapter, tmp_path):
     made = Pair(adapter, tmp_path)
     yield made
     made.close()
 
 
-def test_messages_are_what_was_packed(adapter):  # noqa: F811
+def test_messages_are_what_was_packed(adapter):
     relay = importlib.import_module("backend.adapters.relay")
     arrays = [
         ("ids", np.arange(6, dtype=np.int32).reshape(2, 3)),
@@ -102,7 +103,8 @@ def test_rank_0_that_ends_leaves_nobody_waiting(pair):
     held, late = (InferenceRequest(name, text_input="def f(", max_tokens=1900, ignore_eos=True) for name in ("held", "late"))
     pair.instance.execute([held])
     for line in pair.relay._lines:
-        line.connection.close()
+        with socket.socket(fileno=os.dup(line.connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
     assert "[UNAVAILABLE] request 'held': rank 0 has ended" in str(held.sender.finish()[-1].error())
     pair.instance.execute([late])
     assert "[UNAVAILABLE] request 'late': rank 0 has ended" in late.sender.message()
@@ -117,14 +119,14 @@ def test_an_instance_that_is_ended_tells_rank_0(pair):
     assert not thread.is_alive()
 
 
-def test_a_rank_that_rank_0_does_not_come_to(adapter, tmp_path):  # noqa: F811
+def test_a_rank_that_rank_0_does_not_come_to(adapter, tmp_path):
     instance = importlib.import_module("backend.adapters.rank_instance")
     with pytest.raises(ModelError, match="rank 1: rank 0 did not come to"):
-        instance.RankInstance(1, tmp_path / "relay", lambda spec, note_ready: None, 0.2)
+        instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: None, 0.2)
     relay = importlib.import_module("backend.adapters.relay").RequestRelay(tmp_path / "relay")
     threading.Timer(0.3, relay.close, ["no GPU"]).start()
     with pytest.raises(ModelError, match="rank 1: rank 0 has ended: no GPU"):
-        instance.RankInstance(1, tmp_path / "relay", lambda spec, note_ready: None, 30.0)
+        instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: None, 30.0)
 
 
 class TestClaims:

@@ -30,8 +30,8 @@ MAX_LOOKS = 64
 """Requests whose cancellation is looked at each time, in turn; each look is a round trip to the server."""
 JOIN_SECONDS = 15.0
 
-RunRank = Callable[[dict[str, Any], Callable[[], None]], None]
-"""Runs a rank by what rank 0 said of it, to the end; calls the second argument when it is ready."""
+RunRank = Callable[[dict[str, Any], Callable[[dict[str, Any]], None], Callable[[str], None]], None]
+"""`backend.follower.run_rank`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +55,7 @@ class RankInstance:
         self._lock, self._send_lock = threading.Lock(), threading.Lock()
         self._is_stopping, self._is_ready = threading.Event(), threading.Event()
         self._failure: Exception | None = None
+        self._lost = ""
         self._turn = 0
         end = time.monotonic() + meet_seconds
         self._connection = self._connect(socket, end)
@@ -92,11 +93,18 @@ class RankInstance:
         return head["spec"]
 
     def _be_rank(self, spec: dict[str, Any]) -> None:
+        def note(report: dict[str, Any]) -> None:
+            if report.get("ready"):
+                self._is_ready.set()
+
         try:
-            self._run(spec, self._is_ready.set)
+            self._run(spec, note, self._note_lost)
         except Exception as error:
             self._failure = error
             logger.exception("rank %d has ended", self._rank)
+
+    def _note_lost(self, why: str) -> None:
+        self._lost = why
 
     # -- the server's thread ------------------------------------------------------------------------------------------
 
@@ -144,6 +152,8 @@ class RankInstance:
 
     def _read(self) -> str:
         """What has come -> why nothing will any more."""
+        if self._lost:
+            return f"rank 0 has ended: {self._lost}"
         try:
             begin = time.monotonic()
             while time.monotonic() < begin + LOOK_SECONDS and self._connection.poll(LOOK_SECONDS):

@@ -127,7 +127,7 @@ class RequestRelay:
         self._on_leave: Callable[[], None] = lambda: None
         self._can_take = threading.Event()
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock, self._leaving = threading.Lock(), threading.Lock()
         self._lines: list[_Line] = []
         self._greeting: dict[int, bytes] = {}
         self._has_greeting = threading.Condition(self._lock)
@@ -140,7 +140,8 @@ class RequestRelay:
             self._has_greeting.notify_all()
 
     def start(self, take: Callable[[RelayedRequest], None], on_leave: Callable[[], None]) -> None:
-        """Requests are given to `take`, on threads of the relay; `on_leave` is called when another rank's instance is being ended."""
+        """Requests are given to `take`, on threads of the relay; `on_leave` is called for each other rank's instance
+        that is being ended, one after the other."""
         self._take, self._on_leave = take, on_leave
         self._can_take.set()
 
@@ -187,7 +188,8 @@ class RequestRelay:
             while not self._is_closed:
                 head, arrays = unpack(line.connection.recv_bytes())
                 if head["kind"] == "leaving":
-                    self._on_leave()
+                    with self._leaving:
+                        self._on_leave()
                 elif head["kind"] == "cancelled":
                     if (sender := senders.get(head["number"])) is not None:
                         sender.is_gone = True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from backend.disaggregation.fetch import PageFetcher
 from backend.disaggregation.node import Node, NodeInfo, RedisState
+from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.prefill import PrefillService
 from backend.disaggregation.records import VERSION, Message
-from backend.disaggregation.transfer import PageTransfer
 from backend.engine import Engine
 
 FLOAT_BYTES = 4
@@ -23,10 +23,10 @@ class Disaggregation:
         speculative, is_decode = engine.config.speculative_config, config.role == "decode"
         # What drafts were drawn from, of one request at a time.
         num_drafts = (speculative.num_model_steps or 1) if engine.worker.drafter is not None and is_decode else 0
-        self.transfer = PageTransfer(self.node.node_id, engine.worker.store, num_drafts * engine.worker.model.vocab_size * FLOAT_BYTES)
+        self.transfer = NodeTransfer(self.node.node_id, engine.worker.store, engine.group, num_drafts * engine.worker.model.vocab_size * FLOAT_BYTES)
         self.fetcher = PageFetcher(engine, self.node, self.transfer) if is_decode else None
         self.prefill = PrefillService(engine, self.node, self.transfer) if not is_decode else None
-        self._address = self.transfer.address.as_dict()
+        self._address = [own.as_dict() for own in self.transfer.address]
 
     def _describe(self, node_id: str) -> NodeInfo:
         engine = self._engine
