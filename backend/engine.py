@@ -281,8 +281,10 @@ class Engine:
         under way meanwhile. False when there was nothing to run."""
         if self._group is not None and self._has_lost_rank:
             self._group.check()
-        while self._inbox:
-            self._inbox.popleft()()
+        if self._inbox:
+            while self._inbox:
+                self._inbox.popleft()()
+            self.after_deltas()  # a first token that another node computed does not wait for this step
         if self._open.has_deadlines:
             self._open.end_late()
         started = time.perf_counter()

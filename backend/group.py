@@ -5,6 +5,7 @@ The other ranks schedule nothing: they run the plans that they are sent (backend
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import threading
@@ -173,10 +174,8 @@ class Group:
         for rank in range(1, self.size):
             child, why = self._children.get(rank), lost.get(rank)
             if child is not None and why is not None and child.poll() is None:
-                try:  # its connection is gone a little before it
+                with contextlib.suppress(subprocess.TimeoutExpired):  # its connection is gone a little before it
                     child.wait(EXPLAIN_SECONDS)
-                except subprocess.TimeoutExpired:
-                    pass
             has_ended = child is not None and child.poll() is not None
             if why is None and not has_ended:
                 continue

@@ -81,8 +81,8 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running requests whose prompts are computed, or on their way."""
-        return sum(r.is_decoding for r in self.running)
+        """Running requests whose prompts are computed, or on their way, and whose next token somebody waits for here."""
+        return sum(r.is_decoding and not r.is_prefill_only for r in self.running)
 
     @property
     def num_fetching(self) -> int:

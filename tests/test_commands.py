@@ -95,7 +95,8 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a prefill node": (
         NODE.format(port=818, quantization="", role="prefill", config="${prefill_file}"),
-        {"port": 8180, "metrics_port": 8181, "parallel_config": {"tensor_parallel_size": 4}, "disaggregation.role": "prefill", "disaggregation.scheduler_topic": "mtp"},
+        {"port": 8180, "metrics_port": 8181, "parallel_config.tensor_parallel_size": 4, "disaggregation.role": "prefill",
+         "disaggregation.scheduler_topic": "mtp"},
     ),
     "a decode node": (
         NODE.format(port=819, quantization="", role="decode", config="").replace("--config ", ""),

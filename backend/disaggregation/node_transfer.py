@@ -70,8 +70,8 @@ class NodeTransfer:
                 missing = sorted(set(self._others) - set(self._opened))
                 raise ConfigError(f"disaggregation.transfer_backend nixl: rank {missing} did not offer its pages within {OPEN_SECONDS:.0f} s")
         for rank in self._others:
-            if error := self._opened[rank].get("error"):
-                raise ConfigError(f"rank {rank}: {error}")
+            if why := self._opened[rank].get("error"):
+                raise ConfigError(f"rank {rank}: {why}")
         return [PageAddress.from_dict(self._opened[rank]["address"]) for rank in self._others]
 
     def _take_reply(self, rank: int, order: Order) -> None:
@@ -143,7 +143,9 @@ class NodeTransfer:
     def forget(self, address: NodeAddress) -> None:
         """The node is gone."""
         self._own.forget(address[0])
-        for rank in self._others if self._group is not None and len(address) > 1 else ():
+        if self._group is None or len(address) != 1 + len(self._others):
+            return
+        for rank in self._others:
             try:
                 self._group.switchboard.order(rank, {"do": "forget", "address": address[rank].as_dict()})
             except EngineError:

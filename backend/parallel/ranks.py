@@ -123,11 +123,11 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
             logger.warning("tensor_parallel_size %d: the GPUs cannot read each other's memory; all sums go through NCCL", size)
         return Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
     before = set(_open_sockets().values())
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address or LOOPBACK)]
     group = dist.ProcessGroupGloo(own, rank, size, gloo)
-    group.barrier().wait()
+    group.barrier().wait()  # type: ignore[attr-defined]
     return Ranks(rank, size, group, sockets=frozenset(_open_sockets().values()) - before)
 
 
