@@ -25,7 +25,7 @@ OPTIONS = {"method": "mtp", "num_speculative_tokens": 3}
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory) -> Iterator[Supervised]:
     own = ("--tensor-parallel-size=2", "--ranks=instances", f"--speculative-config={json.dumps(OPTIONS)}", "--num-threads=1")
-    with start(tmp_path_factory.mktemp("instances"), *own, "--hang-seconds=3", "--max-restarts=20") as running:
+    with start(tmp_path_factory.mktemp("instances"), *own, "--max-restarts=20") as running:
         yield running
 
 
