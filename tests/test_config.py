@@ -138,7 +138,8 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
         (
             "parallel_config",
-            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}, {"ranks": "threads"}],
+            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}]
+            + [{"ranks": "threads"}],
             [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}, {"ranks": "instances"}],
         ),
     ],
@@ -1044,7 +1045,9 @@ def test_the_instance_group_follows_the_device(tmp_path: Path, device: str, gpus
     assert group.kind == model_config.ModelInstanceGroup.KIND_CPU
 
 
-@pytest.mark.parametrize(("device", "groups"), [("cpu", [(3, [])]), ("cuda", [(1, [0]), (1, [1]), (1, [2])]), ("cuda:2", [(1, [2]), (1, [3]), (1, [4])])])
+@pytest.mark.parametrize(
+    ("device", "groups"), [("cpu", [(3, [])]), ("cuda", [(1, [0]), (1, [1]), (1, [2])]), ("cuda:2", [(1, [2]), (1, [3]), (1, [4])])]
+)
 def test_ranks_that_are_instances(tmp_path: Path, device: str, groups: list[tuple[int, list[int]]]) -> None:
     """On GPUs each has its own."""
     rendering.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, device, num_ranks=3)

@@ -32,7 +32,8 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 def pack(head: dict[str, Any], arrays: Arrays = []) -> bytes:  # noqa: B006 -- it is only read
     """One message."""
-    described, parts = [], []
+    described: list[list[Any]] = []
+    parts: list[bytes] = []
     for name, array in arrays:
         if array.dtype == object:
             items = [value.encode() if isinstance(value, str) else bytes(value) for value in array.reshape(-1)]
