@@ -286,7 +286,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
             check_shared_memory()
         remove_regions(target)
         parameters = model_parameters(values, engine, model)
-        render_repository(target, parameters, engine.device, find_source(engine))
+        render_repository(target, parameters, engine.device, find_source(engine), engine.parallel_config.num_instances)
         key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
         if lock is not None:

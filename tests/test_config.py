@@ -138,8 +138,9 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
         (
             "parallel_config",
-            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}],
-            [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}],
+            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}]
+            + [{"ranks": "threads"}],
+            [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}, {"ranks": "instances"}],
         ),
     ],
 )
@@ -1042,6 +1043,17 @@ def test_the_instance_group_follows_the_device(tmp_path: Path, device: str, gpus
         assert group.kind == (model_config.ModelInstanceGroup.KIND_CPU if gpus is None else model_config.ModelInstanceGroup.KIND_GPU)
     (group,) = read_pbtxt(tmp_path / "r" / "tokenizer" / "config.pbtxt").instance_group
     assert group.kind == model_config.ModelInstanceGroup.KIND_CPU
+
+
+@pytest.mark.parametrize(
+    ("device", "groups"), [("cpu", [(3, [])]), ("cuda", [(1, [0]), (1, [1]), (1, [2])]), ("cuda:2", [(1, [2]), (1, [3]), (1, [4])])]
+)
+def test_ranks_that_are_instances(tmp_path: Path, device: str, groups: list[tuple[int, list[int]]]) -> None:
+    """On GPUs each has its own."""
+    rendering.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, device, num_ranks=3)
+    found = read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt").instance_group
+    assert [(group.count, list(group.gpus)) for group in found] == groups
+    assert len(read_pbtxt(tmp_path / "r" / "mtp_drafter" / "config.pbtxt").instance_group) == 1
 
 
 def test_rendering_again_leaves_nothing_of_before(tmp_path: Path) -> None:
