@@ -10,7 +10,7 @@ from backend.model_checks import check_config, check_drafter, check_fits_target,
 from backend.model_files import find_pickled, find_weights, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
 from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_parallel, merge_config, read_eagle, read_eagle3, read_mask_token
-from backend.models.heads_spec import HEADS, HeadsSpec, Sizes, SpeculatorSpec
+from backend.models.heads_spec import HEADS, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.spec import WeightList
 from backend.models.values import Values
@@ -74,7 +74,9 @@ def read_parallel(directory: str | Path, wanted: bool | None) -> int | None:
     return found if wanted or (wanted is None and any(values.has(key) for key in PARD_KEYS)) else None
 
 
-def read_heads_spec(method: str, directory: str | Path, names: Collection[str], target_directory: str | Path) -> HeadsSpec | SpeculatorSpec:
+def read_heads_spec(
+    method: str, directory: str | Path, names: Collection[str], target_directory: str | Path
+) -> HeadsSpec | SpeculatorSpec | LstmSpec:
     """What drafting heads are made of, for the target in a folder. names: of their weights, where they are known. Raises ModelError."""
     target = Values(read_config(target_directory), f"{target_directory}/config.json")
     sizes = Sizes(target.integer("hidden_size", 2**17), target.integer("vocab_size", 2**22), target.integer("num_hidden_layers", 1024))
