@@ -14,11 +14,14 @@ from backend.models.heads_spec import HEADS, HeadsSpec, LstmSpec, Sizes, Specula
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.spec import WeightList
 from backend.models.values import Values
+from backend.shared_tokens import read_shared_tokens
 
 
-def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights: bool = True, is_parallel: bool | None = None) -> None:
+def check_drafter_folder(
+    method: str, folder: Path, model: Path, *, has_weights: bool = True, is_parallel: bool | None = None, has_other_tokens: bool = False
+) -> None:
     """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up;
-    is_parallel: whether it has to draft in parallel; None: as it was made."""
+    is_parallel: whether it has to draft in parallel; None: as it was made; has_other_tokens: its tokenizer is another one."""
     target = read_config(model)
     if method == "mtp":
         length = target["max_position_embeddings"]
@@ -27,6 +30,9 @@ def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights:
         check_drafter(folder, has_weights=has_weights)
     elif method == "draft_model":
         check_model(folder, has_weights=has_weights)
+        if has_other_tokens:
+            read_shared_tokens(folder, model)
+            return
         if has_weights:
             check_same_tokens(folder, model)
         read_parallel(folder, is_parallel)
