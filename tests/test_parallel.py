@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed_ends_every_open_request() -> None:
     engine.start()
     engine.submit(PROMPTS[0], SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True), sink, request_id="open")
     assert engine._group is not None
-    (child,) = engine._group._children
+    (child,) = engine._group._children.values()
     os.kill(child.pid, signal.SIGKILL)
     assert ended.wait(60)
     assert isinstance(deltas[-1].error, EngineError) and not engine.is_healthy

@@ -114,7 +114,7 @@ class Worker:
             specs.append(CacheSpec(HIDDEN, (width,), self.dtype))
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
         weights, drafter = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}", step_drafter_identity(config)
-        identity = f"{weights}, drafter {drafter}, rank {ranks.rank} of {ranks.size}"
+        identity = {"model": weights, "drafter": drafter, "tensor_parallel_size": ranks.size, "rank": ranks.rank}
         num_pages = ranks.least(self._count_pages(specs), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:
