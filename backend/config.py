@@ -25,6 +25,7 @@ BUNDLED_MODEL = REPOSITORY / "decode" / "1"
 BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
 MAX_BATCH_SIZE = 256
 MAX_RANKS = 64
+RANKS = ("processes", "instances")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,6 +42,9 @@ class ParallelConfig(Section):
     """Ranks that one model is split over, each a process; on GPUs each with its own. 1 to 64."""
     expert_parallel: bool = False
     """Mixtures of experts: each rank holds whole experts, as many as the others; else a part of every expert."""
+    ranks: str = "processes"
+    """What the ranks of a server are: processes that the decode model's one instance starts, or the instances of its instance group, each of which
+    answers the requests that the server gives it."""
     nnodes: int = 1
     """Hosts that the ranks are spread over, as many on each; each host runs a server of its own."""
     node_rank: int = 0
@@ -54,12 +58,19 @@ class ParallelConfig(Section):
         require(1 <= self.nnodes <= MAX_RANKS, "nnodes", self.nnodes, f"from 1 to {MAX_RANKS}")
         require(size % self.nnodes == 0, "nnodes", self.nnodes, f"a divisor of tensor_parallel_size ({size}): as many ranks on each host")
         require(0 <= self.node_rank < self.nnodes, "node_rank", self.node_rank, f"from 0 to {self.nnodes - 1} (nnodes is {self.nnodes})")
+        require(self.ranks in RANKS, "ranks", self.ranks, " or ".join(RANKS))
+        require(self.ranks == "processes" or self.nnodes == 1, "ranks", self.ranks, f"processes where nnodes is {self.nnodes}")
         if self.nnodes == 1:
             require(self.master is None, "master", self.master, "left out where nnodes is 1")
             return
         host, _, port = (self.master or "").rpartition(":")
         good = bool(host) and port.isdigit() and 1 <= int(port) <= 65535
         require(good, "master", self.master, f"HOST:PORT of the first host where nnodes is {self.nnodes}")
+
+    @property
+    def num_instances(self) -> int:
+        """Of the model that decodes."""
+        return self.tensor_parallel_size if self.ranks == "instances" else 1
 
     @property
     def host_size(self) -> int:
@@ -83,7 +94,8 @@ class EngineConfig(Section):
     """Everything the engine is built from."""
 
     model: str = str(BUNDLED_MODEL)
-    """Folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json."""
+    """Folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json. `foretoken serve` and LLM(...) also take a GGUF file, which is
+    converted once, and a name on the hub (ORG/NAME), which is downloaded."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto: float32 on CPU, the checkpoint's on GPU."""
     device: str = "auto"
@@ -117,7 +129,8 @@ class EngineConfig(Section):
     """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
     quantization: str | QuantizationConfig | None = None
     """Weights are rounded when they are loaded: wint8 or fp8 (a scale for each output), wint4 (for 64 inputs), block_wise_fp8 (for 128 x 128), by one
-    of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are."""
+    of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are, and the name of their own format
+    (awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt) asks for nothing."""
     generation_config: str = "auto"
     """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
     top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""

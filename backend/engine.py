@@ -16,10 +16,10 @@ import torch
 from backend.config import EngineConfig
 from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
 from backend.devices import on_stream, pick_device
-from backend.drafters import Drafters
+from backend.drafters import Drafters, count_tokens_after_step
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError, EngineError, ModelError, RequestError
-from backend.group import Group
+from backend.group import Greeting, Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
 from backend.metrics import Metrics
@@ -60,8 +60,9 @@ class Engine:
     group of them, so that whoever passes them on can do it once a step.
     """
 
-    def __init__(self, config: EngineConfig, draft_service: DraftService | None = None) -> None:
-        """draft_service: the drafter's model in another process, for placement bls. Raises ConfigError, ModelError."""
+    def __init__(self, config: EngineConfig, draft_service: DraftService | None = None, greet: Greeting | None = None) -> None:
+        """draft_service: the drafter's model in another process, for placement bls; greet: for ranks that are instances. Raises ConfigError,
+        ModelError."""
         self.config = config
         self._device = pick_device(config)
         self._inbox: deque[Callable[[], object]] = deque()
@@ -69,7 +70,9 @@ class Engine:
         self._is_stopping = False
         self._is_refusing = False
         self._failure: Exception | None = None
-        self._group = Group(config) if config.parallel_config.tensor_parallel_size > 1 else None
+        if config.parallel_config.num_instances > 1 and greet is None:
+            raise ConfigError("parallel_config.ranks: instances are a server's; offline, leave it out")
+        self._group = Group(config, greet) if config.parallel_config.tensor_parallel_size > 1 else None
         try:
             with on_stream(self._device):
                 self._load((self._group.ranks if self._group is not None else None) or Ranks(), draft_service)
@@ -137,7 +140,7 @@ class Engine:
         self.scheduler = Scheduler(
             num_pages=worker.store.num_pages,
             page_size=config.page_size,
-            num_tokens_after_step=(speculative.num_model_steps or 1) if has_step_drafter else 0,
+            num_tokens_after_step=count_tokens_after_step(speculative, worker.drafter),
             max_batch_size=config.max_batch_size,
             max_num_batched_tokens=worker.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
@@ -154,6 +157,7 @@ class Engine:
             page_size=config.page_size,
             max_drafter_tokens=worker.max_num_batched_tokens + 1,
             has_step_drafter=has_step_drafter,
+            has_state_keeper=worker.drafter is not None and worker.drafter.keeper is not None,
             is_layout_exact=worker.graphs is None,
             max_masked_drafts=config.max_masked_drafts,
             cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,

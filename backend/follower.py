@@ -36,17 +36,22 @@ LOST_STATUS = 3
 PARENT_SECONDS = 0.5
 
 
+Report = Callable[[dict[str, Any]], None]
+"""How a rank fares: `ready`, or `error`."""
+
+
 class Plans:
     """Where they come from: rank 0's memory, or a connection from another host."""
 
-    def __init__(self, ring: PlanRing | None, rank: int, plans: Line | None, orders: Line) -> None:
-        self._ring, self._rank, self._plans, self._orders = ring, rank, plans, orders
+    def __init__(self, ring: PlanRing | None, rank: int, plans: Line | None, orders: Line, check: Callable[[], None]) -> None:
+        """check: raises where rank 0 is gone; called while there is no plan."""
+        self._ring, self._rank, self._plans, self._orders, self._check = ring, rank, plans, orders, check
         self.num_done = 0
 
     def read(self) -> np.ndarray:
         """The next message. Raises RuntimeError when rank 0 is gone."""
         if self._ring is not None:
-            return self._ring.read(self._rank - 1, lambda: None)  # the thread of orders ends the process when rank 0 is gone
+            return self._ring.read(self._rank - 1, self._check)
         assert self._plans is not None
         try:
             content = self._plans.receive()
@@ -97,21 +102,33 @@ def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple
     return connect(host, port, rank, ORDERS), connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 has it too, and says when it is over
-    spec: dict[str, Any] = json.loads(sys.stdin.readline())
+def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -> None:
+    """One rank, by what `backend.rank_processes.describe_rank` says of it, until rank 0 says that it was the last plan.
+
+    end: told, by a thread of its own, why rank 0 is gone; where it comes back, the rank ends with RuntimeError.
+    """
     rank, host = spec["rank"], spec["host"]
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s %(message)s")
-    report = print_report if spec["reports"] else ignore_report
-    threading.Thread(target=end_with_parent, args=(spec["parent"], report), name="parent", daemon=True).start()
     config = EngineConfig.from_dict(spec["config"])
     size, is_far = config.parallel_config.tensor_parallel_size, config.parallel_config.nnodes > 1
     store = dist.TCPStore(host, spec["port"], size, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
+    lost: list[str] = []
+    ranks: Ranks | None = None
+
+    def lose(why: str) -> None:
+        lost.append(why)
+        end(why)
+        if ranks is not None:
+            ranks.abort()
+
+    def check() -> None:
+        if lost:
+            raise RuntimeError(f"rank 0 has ended: {lost[0]}")
+
     try:
         ring = PlanRing(config.parallel_config.host_size - 1, spec["ring"]) if spec["ring"] else None
         line, plan_line = meet(store, config, rank, host)
-        plans = Plans(ring, rank, plan_line, line)
-        orders = Orders(line, end_at_once(rank, report))
+        plans = Plans(ring, rank, plan_line, line, check)
+        orders = Orders(line, lose)
         orders.start()
         device = torch.device(config.device)
         if device.type == "cuda":
@@ -137,6 +154,16 @@ def main() -> None:
         with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
             store.set(f"error {rank}", f"{type(error).__name__}: {error}")
         raise
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 has it too, and says when it is over
+    spec: dict[str, Any] = json.loads(sys.stdin.readline())
+    rank = spec["rank"]
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s %(message)s")
+    report = print_report if spec["reports"] else ignore_report
+    threading.Thread(target=end_with_parent, args=(spec["parent"], report), name="parent", daemon=True).start()
+    run_rank(spec, report, end_at_once(rank, report))
 
 
 def print_report(report: dict[str, Any]) -> None:

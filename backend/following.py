@@ -14,7 +14,7 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.lines import HANG_SECONDS
-from backend.rank_processes import MEET_SECONDS, start_rank
+from backend.rank_processes import MEET_SECONDS, describe_rank, start_rank
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class FollowingHost:
         ranks = range(parallel.first_rank, parallel.first_rank + parallel.host_size)
         try:
             for rank in ranks:
-                self._children[rank] = start_rank(config, rank, parallel.meeting_place, None, reports=True)
+                self._children[rank] = start_rank(describe_rank(config, rank, parallel.meeting_place, None, reports=True))
                 threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True).start()
             with self._has_changed:
                 self._has_changed.wait_for(lambda: self.failure or len(self._ready) == len(ranks))

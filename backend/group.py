@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, Hello, describe_self, device_of_rank, end_ranks, start_rank
+from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, Hello, describe_rank, describe_self, device_of_rank, end_ranks, start_rank
 from backend.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ VERDICT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 """For the ranks to hear why they do not fit, and between two looks at who has ended while one is waited for."""
 PLAN, CAPTURE, STOP, PROBS = range(4)
 """What a message's first word says that it is."""
+
+
+Greeting = Callable[[int, dict[str, Any]], None]
+"""Tells a rank that runs already what it is to do (`describe_rank`)."""
 
 
 class Verdicts:
@@ -72,8 +77,8 @@ def check_verdicts(ranks: Ranks, verdicts: Verdicts, num_launched: int, device: 
 class Group:
     """The other ranks, as rank 0 sees them."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Starts those of this host, and meets all. Raises ConfigError, ModelError."""
+    def __init__(self, config: EngineConfig, greet: Greeting | None = None) -> None:
+        """Starts those of this host, or greets them where they run already, and meets all. Raises ConfigError, ModelError."""
         parallel = config.parallel_config
         if parallel.node_rank:
             raise ConfigError(f"parallel_config.node_rank {parallel.node_rank}: this host's ranks follow: start `foretoken serve` here")
@@ -101,7 +106,11 @@ class Group:
             raise ConfigError(f"parallel_config.master {host}:{port}: this host cannot listen there: {str(error).splitlines()[0]}") from None
         try:
             for rank in range(1, self._num_local):
-                self._children[rank] = start_rank(config, rank, (host, self._store.port), None if self._ring is None else self._ring.path)
+                spec = describe_rank(config, rank, (host, self._store.port), None if self._ring is None else self._ring.path)
+                if greet is None:
+                    self._children[rank] = start_rank(spec)
+                else:
+                    greet(rank, spec)
             self._store.set("lines", str(self.switchboard.port))
             self._meet(config)
             if self._ring is not None:

@@ -80,15 +80,19 @@ def describe_self(config: EngineConfig, rank: int) -> Hello:
     return Hello(rank, json.loads(json.dumps(values)))
 
 
-def start_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int], ring: str | None, *, reports: bool = False) -> subprocess.Popen[str]:
-    """A process of this host. ring: where plans come, on rank 0's own host; reports: it says on its output how it fares."""
+def describe_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int], ring: str | None, *, reports: bool = False) -> dict[str, Any]:
+    """What a rank of this host is told (`backend.follower.run_rank`). ring: where plans come, on rank 0's own host; reports: it says how it fares."""
     values = {**dataclasses.asdict(config), "device": device_of_rank(config, rank)}
     host, port = meeting_place
-    spec = {"config": values, "rank": rank, "host": host, "port": port, "ring": ring, "reports": reports, "parent": os.getpid()}
+    return {"config": values, "rank": rank, "host": host, "port": port, "ring": ring, "reports": reports, "parent": os.getpid()}
+
+
+def start_rank(spec: dict[str, Any]) -> subprocess.Popen[str]:
+    """A process of this host, by what `describe_rank` says; its reports come on its output."""
     root = str(Path(__file__).parents[1])
     # Within the server this process is its stub, which embeds the python3 on PATH.
     python = sys.executable if Path(sys.executable or "").name.startswith("python") else shutil.which("python3") or "python3"
-    output = subprocess.PIPE if reports else None
+    output = subprocess.PIPE if spec["reports"] else None
     child = subprocess.Popen([python, "-m", "backend.follower"], stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
     assert child.stdin is not None
     child.stdin.write(json.dumps(spec) + "\n")

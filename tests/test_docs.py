@@ -68,7 +68,7 @@ def test_commands_are_those_of_this_version(path, command):
         check_foretoken(words)
     elif program == "make":
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
-        assert set(words) <= set(targets)
+        assert {word for word in words if "=" not in word} <= set(targets)
     elif program == "locust":
         known = (ROOT / "deploy/load/locustfile.py").read_text()
         for word in words:

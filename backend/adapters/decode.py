@@ -26,8 +26,10 @@ import triton_python_backend_utils as pb_utils
 
 from backend.adapters.description import describe
 from backend.adapters.draft_io import BlsDraftService
+from backend.adapters.instance_ranks import claim_instance, follow
 from backend.adapters.intake_workers import LONG_CHARACTERS, IntakeWorkers
 from backend.adapters.metrics import MetricsPublisher
+from backend.adapters.relay import RequestRelay
 from backend.adapters.request_io import Answer, CancelCall, DescribeCall, GenerateCall, InputLimits, read_id, read_messages, read_request
 from backend.adapters.stub import (
     check_interpreter,
@@ -38,6 +40,7 @@ from backend.adapters.stub import (
     log_to_server,
     read_engine_config,
 )
+from backend.config import EngineConfig
 from backend.core import Delta, FinishReason, SpeculationStats
 from backend.disaggregation.service import Disaggregation
 from backend.engine import Engine
@@ -99,8 +102,23 @@ class TritonPythonModel:
         end_with_server()
         log_to_server()
         config = read_engine_config(args)
+        self._claim = claim_instance(args, config)
+        self._follower = follow(self._claim) if self._claim is not None and self._claim.rank else None
+        if self._follower is not None:
+            return
+        self._relay = RequestRelay(self._claim.socket) if self._claim is not None else None
+        try:
+            self._load(args, config)
+        except Exception as error:
+            if self._relay is not None:
+                self._relay.close(describe_error(error))
+            raise
+        if self._relay is not None:
+            self._relay.start(self._take, self._shut_down)
+
+    def _load(self, args: dict[str, str], config: EngineConfig) -> None:
         service = BlsDraftService(DRAFTER_MODEL) if config.speculative_config.placement == "bls" else None
-        self._engine = Engine(config, draft_service=service)
+        self._engine = Engine(config, draft_service=service, greet=self._relay.greet if self._relay is not None else None)
         self._nodes = Disaggregation(self._engine) if config.disaggregation.is_on else None
         self._limits = InputLimits(self._engine.scheduler.max_model_len)
         self._sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
@@ -136,6 +154,9 @@ class TritonPythonModel:
             self._made = []
 
     def execute(self, requests: list[Any]) -> None:
+        if self._follower is not None:
+            self._follower.execute(requests)
+            return
         for request in requests:
             self._take(request)
 
@@ -405,7 +426,14 @@ class TritonPythonModel:
         Not called while the server's gRPC front end holds a request whose stream was cancelled just as its answer ended (release 24.10:
         the front end then waits for an answer that it has had).
         """
-        self._shut_down()
-        self._watcher.join(JOIN_SECONDS)
-        self._outbox.put(None)
-        self._sender.join(JOIN_SECONDS)
+        if self._follower is not None:
+            self._follower.finalize()
+        else:
+            self._shut_down()
+            self._watcher.join(JOIN_SECONDS)
+            self._outbox.put(None)
+            self._sender.join(JOIN_SECONDS)
+            if self._relay is not None:
+                self._relay.close("the server was shut down")
+        if self._claim is not None:
+            self._claim.give_back()

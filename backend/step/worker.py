@@ -27,7 +27,8 @@ from backend.step.distributions import MAX_ROWS
 from backend.step.graphs import Graphs
 from backend.step.options import Options
 from backend.step.plan import StepPlan
-from backend.step.program import REPORT_HEAD, Program, StepShape, StepTensors
+from backend.step.program import Program
+from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
 from kernels import ops
 from kernels.request_table import RequestTable
 from kernels.structs import COUNT, NUM_FIELDS, RESULT_HEAD

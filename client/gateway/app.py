@@ -25,7 +25,8 @@ from client.gateway.fleet import Fleet, is_fleet, split_addresses
 from client.gateway.forms import show
 from client.gateway.metrics import CONTENT_TYPE, Metrics
 from client.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from client.gateway.responses import ResponsesAnswer, ResponsesRequest
+from client.gateway.response_answer import ResponsesAnswer
+from client.gateway.responses import ResponsesRequest
 from client.gateway.upstream import Servers, Upstream
 from client.loopback import open_url
 from client.messages import DEFAULT_GRPC_URL, GenerateError
