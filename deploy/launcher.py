@@ -242,8 +242,8 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
             values["speculative_config"] = DEFAULT_SPECULATION
         config, engine = split_keys(values)
         check_nodes(engine)
-        source = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
-        model = check_model(engine.model, engine.max_model_len, engine.load_format, source)
+        come_by = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
+        model = check_model(engine.model, engine.max_model_len, engine.load_format, come_by)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
