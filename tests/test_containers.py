@@ -10,18 +10,24 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
+from backend.config import ParallelConfig
+from client.gateway.aliases import FAMILIES
 from deploy.check_dockerfile import copy_context, parse_dockerfile, read_dockerignore
 from deploy.cli import make_parser
+from deploy.options import read_command
 from tests.conftest import ROOT
 
 COMPOSE = sorted((ROOT / "deploy").glob("compose*.yaml"))
-OVERLAYS = ("gpu", "disaggregated")
+OVERLAYS = ("gpu", "disaggregated", "inference-gateway")
 MANIFESTS = sorted(p for p in (ROOT / "deploy/k8s/base").glob("*.yaml") if p.name != "kustomization.yaml")
 OVERLAID = sorted(p for p in (ROOT / "deploy/k8s/disaggregated").glob("*.yaml") if p.name != "kustomization.yaml")
+RANKS = sorted(p for p in (ROOT / "deploy/k8s/two-hosts").glob("*.yaml") if p.name != "kustomization.yaml")
 STAGES = parse_dockerfile((ROOT / "Dockerfile").read_text())
 TOOLS = Path(sys.executable).parent
 
@@ -155,6 +161,43 @@ class TestCompose:
         assert source["url"] == "http://prometheus:9090" and "prometheus" in services
 
 
+NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
+PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+
+
+def strict(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {**required, **optional}, "required": list(required), "additionalProperties": False}
+
+
+POOL = strict(
+    {
+        "selector": strict({"matchLabels": {"type": "object", "additionalProperties": {"type": "string"}, "minProperties": 1}}),
+        "targetPorts": {"type": "array", "items": strict({"number": PORT}), "minItems": 1, "maxItems": 8},
+        "endpointPickerRef": strict(
+            {"name": NAME, "port": strict({"number": PORT})}, group={"type": "string"}, kind=NAME, failureMode={"enum": ["FailOpen", "FailClose"]}
+        ),
+    },
+    appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
+)
+"""The specification of an InferencePool, v1, as its definition has it; of an HTTPRoute, what is used."""
+ROUTE = strict(
+    {
+        "parentRefs": {"type": "array", "items": strict({"name": NAME})},
+        "rules": {
+            "type": "array",
+            "items": strict(
+                {
+                    "matches": {"type": "array", "items": strict({"path": strict({"type": {"enum": ["PathPrefix"]}, "value": {"type": "string"}})})},
+                    "backendRefs": {"type": "array", "items": strict({"group": {"type": "string"}, "kind": {"type": "string"}, "name": NAME})},
+                    "timeouts": strict({"request": {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}}),
+                }
+            ),
+        },
+    }
+)
+CUSTOM = {("inference.networking.k8s.io/v1", "InferencePool"): POOL, ("gateway.networking.k8s.io/v1", "HTTPRoute"): ROUTE}
+
+
 def read_documents(path: Path) -> list[dict]:
     return list(yaml.safe_load_all(path.read_text()))
 
@@ -164,7 +207,9 @@ class TestKubernetes:
     def objects(self):
         return {(d["kind"], d["metadata"]["name"]): d for path in MANIFESTS for d in read_documents(path)}
 
-    @pytest.mark.parametrize("path", [*MANIFESTS, *OVERLAID], ids=lambda p: f"{p.parent.name}/{p.name}")
+    @pytest.mark.parametrize(
+        "path", [*MANIFESTS, *OVERLAID, *RANKS, ROOT / "deploy/k8s/inference-gateway/endpoint-picker.yaml"], ids=lambda p: f"{p.parent.name}/{p.name}"
+    )
     def test_schema(self, path):
         run(str(TOOLS / "kubernetes-validate"), "--strict", str(path))
 
@@ -212,10 +257,67 @@ class TestKubernetes:
         assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
         check_command(spec["containers"][0]["args"])
 
-    def test_the_autoscaler_and_its_adapter_name_one_metric(self, objects):
-        metric = objects["HorizontalPodAutoscaler", "foretoken"]["spec"]["metrics"][0]["pods"]["metric"]["name"]
-        (rule,) = yaml.safe_load((ROOT / "deploy/k8s/prometheus-adapter.yaml").read_text())["rules"]["custom"]
-        assert rule["seriesQuery"].startswith(metric) and rule["name"]["as"] == metric == "foretoken_requests_waiting"
+    def test_what_an_inference_gateway_needs(self, objects):
+        """The pool is of these pods and their gateways' port; the picker is there, may read what it watches, and finds its metrics."""
+        folder = ROOT / "deploy/k8s/inference-gateway"
+        own = {
+            (d["kind"], d["metadata"]["name"]): d for name in ("inference-pool", "endpoint-picker") for d in read_documents(folder / f"{name}.yaml")
+        }
+        for document in own.values():
+            if (schema := CUSTOM.get((document["apiVersion"], document["kind"]))) is not None:
+                jsonschema.validate(document["spec"], schema)
+                assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
+        pool, template = own["InferencePool", "foretoken"]["spec"], objects["Deployment", "foretoken"]["spec"]["template"]
+        assert pool["selector"]["matchLabels"] == template["metadata"]["labels"]
+        gateway = template["spec"]["containers"][1]
+        assert pool["targetPorts"] == [{"number": p["containerPort"]} for p in gateway["ports"] if p["name"] == "openai"]
+        name = pool["endpointPickerRef"]["name"]
+        (port,) = own["Service", name]["spec"]["ports"]
+        assert port["port"] == pool["endpointPickerRef"]["port"]["number"]
+        (backend,) = own["HTTPRoute", "foretoken"]["spec"]["rules"][0]["backendRefs"]
+        assert (backend["kind"], backend["name"]) in own
+        picker = own["Deployment", name]["spec"]["template"]
+        assert own["Service", name]["spec"]["selector"] == picker["metadata"]["labels"] != pool["selector"]["matchLabels"]
+        (container,) = picker["spec"]["containers"]
+        assert port["targetPort"] in {p["name"] for p in container["ports"]} and picker["spec"]["serviceAccountName"] == name
+        told = dict(argument.removeprefix("--").split("=", 1) for argument in container["args"])
+        assert told["pool-name"] == own["InferencePool", "foretoken"]["metadata"]["name"]
+        config = yaml.safe_load(own["ConfigMap", name]["data"][told["config-file"].removeprefix("/config/")])
+        kinds = {plugin["type"] for plugin in config["plugins"]}
+        assert config["kind"] == "EndpointPickerConfig" and {p["pluginRef"] for p in config["schedulingProfiles"][0]["plugins"]} == kinds
+        assert {"num_requests_waiting", "num_requests_running"} <= set(FAMILIES.values()), "the model server protocol's names, in vLLM's words"
+
+    def test_autoscalers_and_their_adapter_name_the_same_metrics(self, objects):
+        scalers = [d for d in (*objects.values(), *(d for path in OVERLAID for d in read_documents(path))) if d["kind"] == "HorizontalPodAutoscaler"]
+        metrics = {d["metadata"]["name"]: d["spec"]["metrics"][0]["pods"]["metric"]["name"] for d in scalers}
+        assert metrics == {"foretoken": "foretoken_requests_waiting", "foretoken-prefill": "foretoken_pd_prefill_tokens"}
+        assert all(d["spec"]["scaleTargetRef"]["name"] == d["metadata"]["name"] for d in scalers)
+        rules = yaml.safe_load((ROOT / "deploy/k8s/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+        assert [rule["name"]["as"] for rule in rules] == list(metrics.values())
+        assert all(rule["seriesQuery"].startswith(rule["name"]["as"] + "{") for rule in rules)
+        explained = (ROOT / "docs/metrics.md").read_text()
+        assert all(f"`{metric}`" in explained for metric in metrics.values())
+
+    def test_two_hosts_find_each_other(self, objects):
+        """By the headless service's names, before they are ready; clients come to the first one."""
+        assert sorted(yaml.safe_load((RANKS[0].parent / "kustomization.yaml").read_text())["resources"]) == [p.name for p in RANKS]
+        own = {(d["kind"], d["metadata"]["name"]): d["spec"] for path in RANKS for d in read_documents(path)}
+        pods, headless, clients = own["StatefulSet", "foretoken-ranks"], own["Service", "foretoken-ranks"], own["Service", "foretoken-ranks-grpc"]
+        spec, base = pods["template"]["spec"], objects["Deployment", "foretoken"]["spec"]["template"]["spec"]
+        (container,), decode = spec["containers"], base["containers"][0]
+        for rank in range(pods["replicas"]):
+            args = read_command(make_parser().parse_args([a.replace("$(NODE_RANK)", str(rank)) for a in container["args"]]))
+            config = ParallelConfig.from_dict(args.values["parallel_config"])
+            assert (config.nnodes, config.node_rank) == (pods["replicas"], rank)
+        host, port = config.meeting_place
+        assert host == f"foretoken-ranks-0.{pods['serviceName']}" and pods["serviceName"] == "foretoken-ranks"
+        assert {"name": "master", "containerPort": port} in container["ports"] and headless["ports"][0]["port"] == port
+        assert headless["clusterIP"] == "None" and headless["publishNotReadyAddresses"] and pods["podManagementPolicy"] == "Parallel"
+        assert headless["selector"] == pods["selector"]["matchLabels"] == pods["template"]["metadata"]["labels"]
+        assert clients["selector"] == {"statefulset.kubernetes.io/pod-name": "foretoken-ranks-0"}
+        for key in ("startupProbe", "livenessProbe", "readinessProbe", "securityContext", "resources", "volumeMounts"):
+            assert container[key] == decode[key], key
+        assert spec["volumes"] == base["volumes"] and spec["securityContext"] == base["securityContext"]
 
     def test_prefill_nodes_are_as_decode_nodes(self, objects):
         """But for their role, and for the gateway and what is published."""
@@ -248,6 +350,8 @@ class TestKubernetes:
                 assert operation["op"] == "add" or last in place
                 if last == "args":
                     check_command(operation["value"])
+                elif parents[-1] == "args":
+                    check_command([*place, operation["value"]])
 
 
 def test_a_dockerfile_is_read_as_docker_reads_it():

@@ -126,6 +126,18 @@ def test_every_input_and_output_is_explained():
     assert [n for n in PARAMETERS if f"`{n}`" not in text] == []
 
 
+def test_the_tree_names_every_part():
+    """Folders of code, and the engine's modules."""
+    tree = (ROOT / "README.md").read_text().partition("\n## The tree\n")[2].partition("\n## ")[0]
+    folders = [p.parent for top in ("backend", "kernels", "client", "deploy") for p in (ROOT / top).glob("*/__init__.py")]
+    modules = [p for top in ("backend", "client", "deploy") for p in (ROOT / top).glob("[!_]*.py")]
+    assert [name_of(p) for p in folders if f"{p.name}/" not in tree] + [name_of(p) for p in modules if p.name not in tree] == []
+
+
+def test_commands_run_from_the_venv():
+    assert [(p.name, line) for p in DOCUMENTS for line in re.findall(r"^    (?:foretoken|locust|python|pip) .*", p.read_text(), re.M)] == []
+
+
 def test_every_alert_has_advice():
     alerts = set(re.findall(r"alert: (\w+)", (ROOT / "deploy/prometheus/alerts.yml").read_text()))
     assert set(re.findall(r"`(Foretoken\w+)`", (ROOT / "docs/operations.md").read_text())) == alerts
