@@ -149,7 +149,8 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
         raise ModelError(f"{folder} has no *.safetensors")
-    check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting)
+    has_other = config.draft_vocabulary == "shared"
+    check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting, has_other_tokens=has_other)
     model_checks.check_rounding(read_config(folder), folder, config.rounding)
     return folder
 
