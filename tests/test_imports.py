@@ -253,6 +253,7 @@ LEVELS = (
         "drafter_checks",
         "model_sources",
         "sentencepiece_file",
+        "shared_tokens",
     ),
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),
