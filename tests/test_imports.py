@@ -236,7 +236,7 @@ LEVELS = (
         "metrics",
         "sampling_defaults",
     ),
-    ("vocabularies",),
+    ("vocabularies", "shared_tokens"),
     (
         "pages",
         "prefixes",
