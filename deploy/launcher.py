@@ -267,8 +267,8 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
                 print(f"foretoken serve: note: {line}", file=sys.stderr)
         config, engine = split_keys(values)
         check_nodes(engine)
-        origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
-        model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
+        come_by = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
+        model = check_model(engine.model, engine.max_model_len, engine.load_format, come_by)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written

