@@ -237,7 +237,7 @@ LEVELS = (
         "metrics",
         "sampling_defaults",
     ),
-    ("vocabularies",),
+    ("vocabularies", "shared_tokens"),
     (
         "pages",
         "prefixes",
