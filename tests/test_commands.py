@@ -102,8 +102,8 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         NODE.format(port=819, quantization="", role="decode", config="").replace("--config ", ""),
         {"port": 8190, "disaggregation.role": "decode", "disaggregation.scheduler_ttl": 9000},
     ),
-    "SGLang's two hosts": (
-        "python -m sglang.launch_server --model-path ${MODEL_TAG} --tp 2 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:29500",
+    "two hosts, the first by the name of SGLang": (
+        "vllm serve ${MODEL_TAG} --tp 2 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:29500",
         {"parallel_config": {"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 0, "master": "10.0.0.1:29500"}},
     ),
     "PaddleNLP's predictor": (

@@ -451,7 +451,12 @@ def test_reads_wait_for_steps_that_were_under_way(cluster: Cluster, llm_all: LLM
     read = transfer.read(there.nodes.transfer.address, [0], [0], after=here.llm.engine.num_finished + 1)
     assert not transfer.is_done(read)
     here.generate([{"prompt_token_ids": list(range(10, 30))}], greedy(2))
-    wait_for(lambda: transfer.is_done(read), "the read")
+
+    def is_read() -> bool:
+        there.nodes.transfer.serve(time.monotonic())
+        return transfer.is_done(read)
+
+    wait_for(is_read, "the read")
 
 
 def test_ranks_read_their_own_parts(cluster: Cluster, llm_all: LLM, caplog) -> None:
