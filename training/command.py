@@ -48,6 +48,7 @@ RANGES = {
     "answer_tokens": (1, 10**6),
     "draft_vocab_size": (1, 2**22),
     "report_prompts": (0, 10**4),
+    "report_tokens": (2, 10**6),
 }
 
 
@@ -81,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:N or cpu (default: cuda where there is one)")
     add("--processes", type=int, default=1, metavar="N", help="share each step between so many GPUs, or processes of a CPU (default 1)")
     add("--report-prompts", type=int, default=16, metavar="N", help="held-out prompts of the report at the end; 0: none (default 16)")
+    add("--report-tokens", type=int, default=256, metavar="N", help="longest answer to each (default 256, or what --context leaves)")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -219,19 +221,22 @@ def run_command(args: argparse.Namespace) -> dict[str, Any] | None:
     if log := (run.out / "log.jsonl").read_text().splitlines():
         result["last"] = json.loads(log[-1])
     if prompts:
-        longest = args.context - args.context // PROMPT_SHARE
+        longest = min(args.context - args.context // PROMPT_SHARE, args.report_tokens)
         engine = {"dtype": run.dtype, "device": "cpu" if args.device == "cpu" else "auto", "max_batch_size": 8}
-        result["report"] = measure(run.model, run.out, run.kind, run.drafts, prompts, min(longest, 256), **engine)
+        result["report"] = measure(run.model, run.out, run.kind, run.drafts, prompts, longest, **engine)
     (run.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="foretoken train", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def make_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="foretoken train", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw)
     add_arguments(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
     try:
         result = run_command(args)
     except (ValueError, ModelError, ConfigError, RequestError) as error:
