@@ -166,7 +166,7 @@ def test_deploy_imports_configuration_at_most() -> None:
     )
     bad = [i for i in of_project(imports_of("deploy")) if not i.is_in(*allowed)]
     bad = [i for i in bad if not (i.is_in("client") and i.file in ("deploy/cli.py", "deploy/demo.py", "deploy/load/locustfile.py"))]
-    bad = [i for i in bad if (i.file, i.module) != ("deploy/cli.py", "training.train_mtp")]  # `foretoken train-mtp` is that program
+    bad = [i for i in bad if (i.file, i.module) != ("deploy/cli.py", "training.command")]  # `foretoken train` is that program
     bad = [i for i in bad if (i.file, i.module) != ("deploy/cli.py", "backend.models.writing")]  # `foretoken quantize`, the same
     bad = [i for i in bad if i.module != "training.heldout"]  # where load tests take their prompts from: names of files
     none_of(bad, "the launcher starts without torch and without the engine")

@@ -15,8 +15,6 @@ from training.drafters.drafter import Drafter, Options
 from training.drafters.layers import DecoderLayers, matrix, shift
 from training.target import States, Target
 
-NORMS = {"input_norm": "midlayer.input_layernorm", "hidden_norm": "midlayer.hidden_norm", "norm": "norm"}
-
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:
     """The authors' choice: what enters layers 2, n / 2 and n - 3. Raises ModelError where there are too few."""
@@ -26,7 +24,7 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3(Drafter):
-    """Saved under SpecForge's names, which vLLM, SGLang and the authors' code read."""
+    """Saved under SpecForge's names, which vLLM, SGLang and the authors' code read; with other taps than the usual ones as a speculators' folder."""
 
     method, default_drafts = "eagle3", 5
     accepted_options = frozenset({"inner", "taps", "draft_ids"})
@@ -40,7 +38,7 @@ class Eagle3(Drafter):
         self.values: dict[str, Any] = values | {"intermediate_size": options.inner or values["intermediate_size"]}
         self.fc = matrix(1, hidden, len(self.layers) * hidden)
         self.decoder = DecoderLayers(self.values, 1, in_features=2 * hidden)
-        for name in NORMS:
+        for name in ("input_norm", "hidden_norm", "norm"):
             setattr(self, name, nn.Parameter(torch.ones(hidden)))
         head = target.head.detach().float()
         self.draft_ids = options.draft_ids
@@ -71,8 +69,9 @@ class Eagle3(Drafter):
         return [self.head]
 
     def named(self) -> dict[str, torch.Tensor]:
-        table = {"fc.weight": self.fc[0], "lm_head.weight": self.head} | self.decoder.named(0, "midlayer")
-        table |= {f"{name}.weight": getattr(self, attribute) for attribute, name in NORMS.items()}
+        layer = "midlayer" if self.options.taps is None else "layers.0"
+        table = {"fc.weight": self.fc[0], "lm_head.weight": self.head, "norm.weight": self.norm} | self.decoder.named(0, layer)
+        table |= {f"{layer}.input_layernorm.weight": self.input_norm, f"{layer}.hidden_norm.weight": self.hidden_norm}
         if self.draft_ids is not None:
             drafted = torch.zeros(self.values["vocab_size"], dtype=torch.bool, device=self.draft_ids.device)
             drafted[self.draft_ids] = True
@@ -82,12 +81,19 @@ class Eagle3(Drafter):
 
     def config(self, target: Target) -> dict[str, Any]:
         own: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
-        own |= self.values | {"draft_vocab_size": len(self.head), "tie_word_embeddings": False, "attention_bias": False}
-        if self.options.taps is not None and self.layers != usual_taps_or_none(target.num_layers):
-            # Such lists name the layers whose output it is, but for the usual choice, which is known either way.
-            own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.layers], "use_aux_hidden_state": True}
-        return own
-
-
-def usual_taps_or_none(num_layers: int) -> tuple[int, ...] | None:
-    return usual_taps(num_layers) if num_layers >= 4 else None
+        layer = own | self.values | {"tie_word_embeddings": False, "attention_bias": False}
+        if self.options.taps is None:
+            return layer | {"draft_vocab_size": len(self.head)}
+        # Programs count other layers in different ways, but for those in speculators' folders: what enters them.
+        verifier = {"name_or_path": str(target.directory), "architectures": target.config.get("architectures", [])}
+        proposal = {"proposal_type": "greedy", "speculative_tokens": self.options.drafts}
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal], "verifier": verifier},
+            "transformer_layer_config": layer,
+            "draft_vocab_size": len(self.head),
+            "target_hidden_size": target.hidden_size,
+            "norm_before_residual": False,
+            "eagle_aux_hidden_state_layer_ids": list(self.layers),
+        }
