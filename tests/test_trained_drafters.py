@@ -4,12 +4,10 @@ disagree on a tap or a norm, nothing but the acceptance says so."""
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -85,17 +83,16 @@ def test_the_server_drafts_what_training_would(name: str, tmp_path: Path) -> Non
 
 # -- trained until they are accepted --------------------------------------------------------------------------------------------
 
-WORDS, MODES, LENGTH = 24, 4, 32
+WORDS, LENGTH, TARGET_STEPS = 6, 32, 160
 
 
 def make_text(count: int, seed: int) -> torch.Tensor:
-    """Sequences [count, LENGTH] that say at their beginning by which of some permutations they go on: a word alone does not tell."""
-    tables = torch.stack([torch.randperm(WORDS, generator=torch.Generator().manual_seed(mode)) for mode in range(MODES)])
-    numbers = torch.Generator().manual_seed(seed)
-    mode = torch.randint(MODES, (count,), generator=numbers)
-    rows = [mode + WORDS, torch.randint(WORDS, (count,), generator=numbers)]
+    """Sequences [count, LENGTH] in which the last two words say the next one, and the last one alone says nothing: a drafter that sees a token
+    and the state before it needs both."""
+    tables = torch.stack([torch.randperm(WORDS, generator=torch.Generator().manual_seed(word)) for word in range(WORDS)])
+    rows = list(torch.randint(WORDS, (2, count), generator=torch.Generator().manual_seed(seed)))
     while len(rows) < LENGTH:
-        rows.append(tables[mode, rows[-1]])
+        rows.append(tables[rows[-1], rows[-2]])
     return torch.stack(rows, dim=1)
 
 
@@ -105,19 +102,19 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("learned")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=WORDS + MODES, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, **sizes)
+    config = LlamaConfig(vocab_size=WORDS, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, **sizes)
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for step in range(240):
+    for step in range(TARGET_STEPS):
         ids = make_text(16, seed=step)
         loss = model(ids, labels=ids).loss
         loss.backward()
         for group in optimizer.param_groups:
-            group["lr"] = 5e-3 * (1 - step / 240)
+            group["lr"] = 5e-3 * (1 - step / TARGET_STEPS)
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(WORDS + MODES)}
+    words = {f"w{i}": i for i in range(WORDS)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     make_text(96, seed=1000).numpy().astype("<u2").tofile(folder / "text.u16")
     return folder, folder / "text.u16"
@@ -132,7 +129,7 @@ def keep_precision() -> Iterator[None]:
 
 
 def measure(folder: Path, drafter: Path, method: str, shift: int = 0) -> float:
-    """Accepted drafts a step of three; shift: positions that the tap is wrong by."""
+    """Accepted drafts a step of three; shift: rows that the tap is wrong by."""
     llm = serve(folder, method=method, model=str(drafter), num_speculative_tokens=3, num_model_steps=3)
     own = llm.engine.worker.drafter
     assert own is not None
@@ -143,25 +140,27 @@ def measure(folder: Path, drafter: Path, method: str, shift: int = 0) -> float:
 
 
 def accepted(llm: LLM) -> float:
-    """By prompts that the drafter has not seen, one at a time."""
+    """By prompts that the drafter has not seen."""
     prompts = [{"prompt_token_ids": row[:8].tolist()} for row in make_text(6, seed=2000)]
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-    stats = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].stats for prompt in prompts]
+    stats = [result.outputs[0].stats for result in llm.generate(prompts, params, use_tqdm=False)]
     llm.close()
     return sum(s.accepted for s in stats) / sum(s.steps for s in stats)
 
 
 EXTRA = {"eagle3": ["--taps", "1,2,3"]}
+STEPS = {"medusa": 200, "hydra": 120, "mlp_speculator": 100}
+"""Short ones: no attention, and no layers to learn."""
 
 
 @pytest.mark.parametrize("method", list(KINDS))
 def test_a_trained_drafter_is_accepted_and_a_shifted_tap_is_not(method: str, learned: tuple[Path, Path], tmp_path: Path) -> None:
     folder, text = learned
     found = {}
-    for name, steps in (("untrained", 1), ("trained", 120)):
+    for name, steps in (("untrained", 1), ("trained", STEPS.get(method, 50))):
         out = tmp_path / name
-        options = ["--steps", str(steps), "--batch-size", "16", "--context", str(LENGTH), "--drafts", "3", "--device", "cpu", "--report-prompts", "0"]
-        options += ["--lr", "0.01", *EXTRA.get(method, [])]
+        options = ["--steps", str(steps), "--batch-size", "8", "--context", str(LENGTH), "--drafts", "3", "--device", "cpu", "--report-prompts", "0"]
+        options += ["--lr", "0.02", *EXTRA.get(method, [])]
         assert command.main([method, "--model", str(folder), "--data", str(text), "--out", str(out), *options]) == 0
         found[name] = measure(folder, out, method)
     found["a position on"] = measure(folder, tmp_path / "trained", method, shift=1)
@@ -171,5 +170,5 @@ def test_a_trained_drafter_is_accepted_and_a_shifted_tap_is_not(method: str, lea
         (tmp_path / "trained" / "config.json").write_text(json.dumps(config))
         found["a layer on"] = measure(folder, tmp_path / "trained", method)
     best = found.pop("trained")
-    assert best > 2, (best, found)
+    assert best > 0.8, (best, found)
     assert max(found.values()) < 0.6 * best, (best, found)
