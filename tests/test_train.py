@@ -71,13 +71,16 @@ def written(out: Path) -> list[bytes]:
 # -- the whole run --------------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_goes_down_and_the_end_is_a_report(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_goes_down_and_the_end_is_a_report(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    assert main(flags(folder, text, out, steps=100, report_prompts=2, report_tokens=8)) == 0
+    monkeypatch.setattr(trainer, "LOG_EVERY", 10)
+    assert main(flags(folder, text, out, steps=30, report_prompts=2, report_tokens=8)) == 0
     rows = read_log(out)
-    assert [row["step"] for row in rows] == [50, 100] and rows[1]["loss"] < 0.9 * rows[0]["loss"] and len(rows[0]["agreement"]) == 3
+    assert [row["step"] for row in rows] == [10, 20, 30] and rows[2]["loss"] < 0.9 * rows[0]["loss"] and len(rows[0]["agreement"]) == 3
     result, captured = json.loads((out / "result.json").read_text()), capsys.readouterr()
-    assert json.loads(captured.out) == result and result["steps"] == 100 and result["last"] == rows[-1]
+    assert json.loads(captured.out) == result and result["steps"] == 30 and result["last"] == rows[-1]
     report = result["report"]
     assert len(report["acceptance"]) == 3 and report["accepted_length"] >= 1 and set(report["tokens_per_second"]) == {"none", "mtp"}
     assert "acceptance by position" in captured.err
@@ -127,9 +130,7 @@ def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tm
     refused(flags(folder, text, tmp_path / "d", states=text.parent), capsys, f"--states {text.parent} is no folder of states, and not empty")
 
 
-def test_a_full_disk_is_said(
-    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("training.states.shutil.disk_usage", lambda _: usage)
     refused(flags(folder, text, tmp_path / "a", states=tmp_path / "states"), capsys, "GiB of the disk are free")

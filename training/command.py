@@ -56,9 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=sorted(KINDS), metavar="KIND", help=", ".join(KINDS))
     add = parser.add_argument_group("what it is trained on").add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="the target: a folder in Hugging Face layout, of any family that is served")
-    add("--data", type=Path, nargs="+", required=True, metavar="PATH", help='text files, folders of them, *.jsonl ("text" or "messages"), *.u16, *.u32')
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help='text files, folders of them, *.jsonl ("text" or "messages"), *.u16, *.u32',
+    )
     add("--heldout", type=Path, nargs="+", metavar="PATH", help="the same kinds of file, for the report (default: the last fiftieth of the data)")
-    add("--answers", type=int, metavar="N", help="train on N answers that the model itself writes to the data as prompts (default: the data as it is)")
+    add(
+        "--answers", type=int, metavar="N", help="train on N answers that the model itself writes to the data as prompts (default: the data as it is)"
+    )
     add("--answer-tokens", type=int, metavar="N", help="longest answer (default: three quarters of --context)")
     add("--temperature", type=float, default=0.0, metavar="T", help="of these answers (default 0)")
     add("--states", type=Path, metavar="CACHE", help="keep the model's states in this folder, and read them there again (default: compute them)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -242,13 +244,11 @@ def _told(run: Run) -> Iterator[None]:
     """A full disk is no traceback."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        # torch.save says so in words of its own.
-        is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "file write failed" in str(error)
-        if not is_full and not isinstance(error, OSError):
-            raise
+    except (OSError, SafetensorError) as error:
+        # safetensors has no errno.
+        is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         last = "--resume goes on from the checkpoint there" if run.checkpoint.is_file() else "no checkpoint was written yet"
-        reason = "No space left on device" if is_full else error.strerror if isinstance(error, OSError) else error
+        reason = "No space left on device" if is_full else error
         raise ValueError(f"--out {run.out}: {reason}; {last}") from None
 
 
@@ -263,7 +263,9 @@ def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], g
     part = run.checkpoint.with_suffix(".tmp")
     with _told(run):
         try:
-            torch.save(state | {"step": step, "run": json.dumps(run.identity())}, part)
+            buffer = io.BytesIO()  # torch's own writer tells a full disk in no words that can be known
+            torch.save(state | {"step": step, "run": json.dumps(run.identity())}, buffer)
+            part.write_bytes(buffer.getbuffer())
             part.replace(run.checkpoint)
         except BaseException:
             part.unlink(missing_ok=True)
