@@ -6,9 +6,11 @@ demo:
 	@.venv/bin/foretoken demo
 
 # Server and gateway: when either ends, for whatever reason, so does the other, and make says that it failed.
+# MODEL=smollm2: a small chat model, which is installed into .venv first; or a folder, a GGUF file, a name on the hub.
 serve:
 	@deploy/setup.sh serve
-	@exec .venv/bin/foretoken serve --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
+	@model=$$(.venv/bin/python -m deploy.sample_models $(MODEL)) && \
+	exec .venv/bin/foretoken serve $${model:+"$$model" --speculative-config '{"method":"ngram","num_speculative_tokens":5}'} --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
 
 test:
 	@deploy/setup.sh test

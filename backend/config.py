@@ -51,7 +51,8 @@ class EngineConfig(Section):
     """Everything the engine is built from."""
 
     model: str = str(BUNDLED_MODEL)
-    """Folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json."""
+    """Folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json. `foretoken serve` and LLM(...) also take a GGUF file, which is
+    converted once, and a name on the hub (ORG/NAME), which is downloaded."""
     dtype: str = "auto"
     """float32, bfloat16, float16, or auto: float32 on CPU, the checkpoint's on GPU."""
     device: str = "auto"
@@ -85,7 +86,8 @@ class EngineConfig(Section):
     """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
     quantization: str | QuantizationConfig | None = None
     """Weights are rounded when they are loaded: wint8 or fp8 (a scale for each output), wint4 (for 64 inputs), block_wise_fp8 (for 128 x 128), by one
-    of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are."""
+    of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are, and the name of their own format
+    (awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt) asks for nothing."""
     generation_config: str = "auto"
     """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
     top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""

@@ -117,17 +117,16 @@ class Intake:
         except RequestError as error:
             if asked is params.structured_outputs:
                 raise
-            raise RequestError(f"tools: their schemas cannot be enforced: {str(error).removeprefix('structured_outputs.grammar: ')}") from None
+            beside = "" if params.structured_outputs is None else " and structured_outputs"
+            raise RequestError(
+                f"tools{beside}: their schemas cannot be enforced: {str(error).removeprefix('structured_outputs.grammar: ')}"
+            ) from None
 
     def _form_of(self, params: SamplingParams, tools: Tools | None) -> StructuredOutputs | None:
-        """What the text has to be: as it is asked for, or calls of tools."""
-        if tools is None or tools.choice == "none":
+        """What the text has to be: as it is asked for, or calls of tools, or either."""
+        if tools is None:
             return params.structured_outputs
-        if params.structured_outputs is not None:
-            raise RequestError(
-                "structured_outputs (response_format) contradicts tools, whose calls have a form of their own: tool_choice has to be none"
-            )
-        return tools.form(find_format(self._tokenizer.chat_template), self._tokenizer.special_ids)
+        return tools.form(find_format(self._tokenizer.chat_template), self._tokenizer.special_ids, params.structured_outputs)
 
     def _read_prompt(self, prompt: Prompt, tools: Tools | None = None) -> list[int]:
         if isinstance(prompt, str):

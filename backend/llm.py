@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -15,8 +17,12 @@ from backend.core import Delta, SamplingParams, SpeculationStats, TokenLogprobs
 from backend.engine import Engine
 from backend.errors import RequestError
 from backend.intake import check_unicode
+from backend.model_checks import settle_quantization
+from backend.model_sources import find_model
 from backend.open_requests import DeltaSink
 from backend.sampling_defaults import read_sampling_defaults
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -44,7 +50,10 @@ class Generation:
 
 
 class LLM:
-    """A model in this process. Keyword arguments beyond these are those of `EngineConfig`; unknown ones are errors."""
+    """A model in this process: a folder, a GGUF file, or a name on the hub.
+
+    Keyword arguments beyond these are those of `EngineConfig`; unknown ones are errors.
+    """
 
     def __init__(
         self,
@@ -55,9 +64,13 @@ class LLM:
         tensor_parallel_size: int = 1,
         **options: Any,
     ) -> None:
-        values = {"model": model, "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
+        values = {"model": str(find_model(model)), "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
         if speculative_config is not None:
             values["speculative_config"] = speculative_config
+        if isinstance(values.get("quantization"), str) and Path(values["model"]).is_dir():
+            values["quantization"], line = settle_quantization(values["quantization"], values["model"])
+            if line:
+                logger.info(line)
         self.engine = Engine(config := EngineConfig.from_dict(values))
         self.sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
         """Of prompts that come without SamplingParams."""

@@ -20,7 +20,7 @@ from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CheckpointQuantization, Expected
 from backend.models.spec import DecoderSpec, Shapes, WeightList
 from backend.models.values import Values
-from backend.quantization_config import QuantizationConfig
+from backend.quantization_config import SCHEMES, STORED, QuantizationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +212,26 @@ def check_rounding(config: Mapping[str, Any], directory: str | Path, quantizatio
     found = read_checkpoint_quantization(config, directory)
     if found is not None and quantization is not None and (quantization.dense_quant_type or quantization.moe_quant_type):
         raise ModelError(f"{directory}: the weights are quantized already ({found.method}); leave quantization {quantization.names} out")
+
+
+def settle_quantization(value: Any, directory: str | Path) -> tuple[Any, str]:
+    """An option `quantization` that names the format a checkpoint has anyway asks for nothing -> the option that is left, and a line that says so.
+
+    Raises ModelError where the two contradict each other.
+    """
+    named = STORED.get(value.lower().replace("_tensors", "-tensors")) if isinstance(value, str) else None
+    if named is None:
+        return value, ""
+    found = read_checkpoint_quantization(read_config(directory), directory)
+    if found is None:
+        if named in SCHEMES:
+            return value, ""
+        raise ModelError(
+            f"quantization {value!r}: the weights in {directory} are plain: leave it out, or name what they are rounded to: {', '.join(SCHEMES)}"
+        )
+    if found.method.split()[0] != named:
+        raise ModelError(f"quantization {value!r} contradicts the checkpoint in {directory}, which is {found.method}: leave it out")
+    return None, f"quantization {value} has no effect, and none is needed: the checkpoint says itself that it is {found.method}"
 
 
 def check_weights(directory: Path, weights: WeightList, num_layers: str, quantization: CheckpointQuantization | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +49,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json, with generation_config.json's end-of-text ids over it when there is one."""
     directory = Path(directory)
+    if directory.is_file():
+        raise ModelError(f"{directory} is a file, and a model is a folder; of a GGUF file `foretoken convert` makes one")
     if not directory.is_dir():
         raise ModelError(f"model folder {directory} does not exist")
     config = read_json(directory / "config.json")
@@ -68,16 +71,22 @@ def fingerprint(directory: str | Path) -> str:
     directory = Path(directory)
     found = hashlib.blake2b(json.dumps(read_config(directory), sort_keys=True).encode(), digest_size=8)
     for path in sorted(path for path in directory.iterdir() if path.suffix == ".safetensors" or path.name in PICKLED_FILES):
-        size = check_regular(path)
-        found.update(f"{path.name} {size}".encode())
-        try:
-            with path.open("rb") as file:
-                for number in range(SAMPLES):
-                    file.seek(number * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-                    found.update(file.read(SAMPLE_BYTES))
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error}") from None
+        for piece in sample_bytes(path, SAMPLES, SAMPLE_BYTES):
+            found.update(piece)
     return found.hexdigest()
+
+
+def sample_bytes(path: Path, count: int, size: int) -> Iterator[bytes]:
+    """What tells a large file from others: name and length, and pieces spread over it. Raises ModelError."""
+    length = check_regular(path)
+    yield f"{path.name} {length}".encode()
+    try:
+        with path.open("rb") as file:
+            for number in range(count):
+                file.seek(number * max(0, length - size) // (count - 1))
+                yield file.read(size)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
 
 
 def open_weights(path: Path, framework: Literal["pt", "np"]) -> Any:

@@ -12,6 +12,11 @@ SCHEMES = ("wint8", "wint4", "fp8", "block_wise_fp8")
 ALIASES = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8_fp8": "fp8", "wfp8afp8": "fp8"}
 """What PaddleNLP and FastDeploy call them."""
 NESTED_ALIASES = {"a8w8_fp8_wint4": {"dense_quant_type": "fp8", "moe_quant_type": "wint4"}}
+STORED = {
+    "awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "compressed-tensors": "compressed-tensors", "fp8": "fp8",
+    "fbgemm_fp8": "fbgemm_fp8", "modelopt": "modelopt", "modelopt_fp4": "modelopt",
+}  # fmt: skip
+"""vLLM's names of formats of checkpoints, and what those say themselves (`quant_method`)."""
 MIXED = "mix_quant"
 """FastDeploy's name for a type of each part."""
 

@@ -90,10 +90,15 @@ class Tools:
             raise RequestError(f"tool_choice must be one of {', '.join(CHOICES)}, or name a function, got {choice!r:.80}")
         return cls(tuple(tools), str(choice or "auto"), is_parallel)
 
-    def form(self, format: ToolFormat, special: Mapping[str, int]) -> StructuredOutputs | None:
-        """What the answer has to be; None: any text. special: ids of the special tokens, by their text."""
+    def form(self, format: ToolFormat, special: Mapping[str, int], answer: StructuredOutputs | None = None) -> StructuredOutputs | None:
+        """What the answer has to be; None: any text. special: ids of the special tokens, by their text; answer: what it is where it calls nothing.
+
+        Raises RequestError for an answer that no rule beside calls can be made of.
+        """
         functions = [tool["function"] for tool in self.tools]
-        if self.choice == "none" or (self.choice == "auto" and self.is_parallel and not any(f.get("strict") for f in functions)):
+        if self.choice == "none":
+            return answer
+        if answer is None and (self.choice == "auto" and self.is_parallel and not any(f.get("strict") for f in functions)):
             return None
         if self.choice.startswith("="):
             functions = [f for f in functions if f["name"] == self.choice[1:]]
@@ -102,8 +107,16 @@ class Tools:
         separated = f"({write(format.separator)} call)*" if format.separator else "call*"
         tail = f"{separated if is_several else ''} {write(format.end)}"
         rules = [_write_calls("call", format, format.before, functions, write)]
-        if self.choice != "auto":
+        if self.choice != "auto":  # then no answer is without calls
             start = f"start: {write(format.begin)} call {tail}"
+        elif answer is not None:
+            if not format.lead and answer.form != "choice":
+                raise RequestError(
+                    "structured_outputs (response_format): JSON cannot stand beside tools that may be called, since this model's calls are JSON "
+                    "themselves: tool_choice has to be none, required or a function"
+                )
+            start = f"start: {write(format.begin)} call {tail} | answer"
+            rules.append(f"answer: {_write_answer(answer)}")
         elif not format.lead:  # then calls are the whole answer
             start = f"start: call {tail} | FREE\nFREE: /([^{{](.|\\n)*)?/"
         else:
@@ -133,6 +146,19 @@ def _write_calls(name: str, format: ToolFormat, before: str, functions: Sequence
     """A rule: a call of any of the functions."""
     calls = [f"{write(before + f['name'] + format.between)} %json {_write_schema(f)} {write(format.after)}" for f in functions]
     return f"{name}: {' | '.join(f'{name}_{i}' for i in range(len(calls)))}\n" + "\n".join(f"{name}_{i}: {c}" for i, c in enumerate(calls))
+
+
+def _write_answer(answer: StructuredOutputs) -> str:
+    if answer.form == "choice":
+        return " | ".join(json.dumps(text, ensure_ascii=False) for text in answer.choice)
+    if answer.form == "json_object":
+        return '%json {"type": "object"}'
+    if answer.form != "json" or not isinstance(answer.json, Mapping):
+        raise RequestError(
+            f"structured_outputs.{answer.form} cannot stand beside tools, of which an answer may call one or none: json (an object), json_object and "
+            "choice can; or tool_choice has to be none"
+        )
+    return "%json " + json.dumps({**answer.json, "x-guidance": {"coerce_one_of": True, "lenient": answer.is_lenient}})
 
 
 def _write_schema(function: Mapping[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """What rounding costs, on CPU: the bundled model's logits and perplexity by type, its drafter's acceptance, and the speed of products.
 
     python -m benchmarks.quantization [--files 8] [--prompts 24]
+    python -m benchmarks.quantization --model MODEL --text FILE FILE ...
 
 Held-out standard-library modules, float32 arithmetic. The drafter is rounded while the target is not, and the other way round.
+With --model, which a GGUF file may be too: logits and perplexity of that one, over the beginnings of texts; and of the same in bfloat16.
 """
 
 from __future__ import annotations
@@ -12,17 +14,20 @@ import math
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from backend import LLM, SamplingParams
-from backend.config import EngineConfig
+from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.model_sources import find_model
 from backend.parallel.ranks import Ranks
 from backend.quantization import make_linear, quantize
 from backend.quantization_config import SCHEMES
 from backend.step.worker import Worker
+from backend.text import Tokenizer
 from tests.steps import Row, Steps
 from training.heldout import read_heldout
 from training.tokenizer import load_tokenizer
@@ -41,9 +46,9 @@ def read_windows(num_files: int) -> list[list[int]]:
     return [tokenizer.encode(text).ids[:CONTEXT] for text in list(read_heldout().values())[:num_files]]
 
 
-def logits_of(types: Any, windows: list[list[int]]) -> list[torch.Tensor]:
+def logits_of(types: Any, windows: list[list[int]], model: str, dtype: str) -> list[torch.Tensor]:
     """At every token of each window."""
-    values = {"device": "cpu", "dtype": "float32", "quantization": types, "kv_cache_memory": "64MiB", "max_batch_size": 2}
+    values = {"model": model, "device": "cpu", "dtype": dtype, "quantization": types, "kv_cache_memory": "64MiB", "max_batch_size": 2}
     steps = Steps(Worker(EngineConfig.from_dict(values), Ranks()))
     found = []
     for window in windows:
@@ -53,13 +58,15 @@ def logits_of(types: Any, windows: list[list[int]]) -> list[torch.Tensor]:
     return found
 
 
-def compare_logits(num_files: int) -> None:
-    windows = read_windows(num_files)
+def compare_logits(windows: list[list[int]], model: str = str(BUNDLED_MODEL), dtypes: tuple[str, ...] = ("float32",)) -> None:
+    """dtypes: of the plain weights; those that are rounded compute in the first."""
     exact: list[torch.Tensor] = []
-    print(f"\n{sum(map(len, windows))} tokens of {num_files} files; logits against those of the plain weights")
+    print(f"\n{sum(map(len, windows))} tokens of {len(windows)} files; logits against those of the plain weights")
     print(f"{'target':20} {'perplexity':>10} {'relative':>9} {'KL, nats':>9} {'same token':>10}")
-    for name, types in TYPES.items():
-        found = logits_of(types, windows)
+    rows = [(name, types, dtypes[0]) for name, types in TYPES.items()]
+    rows[1:1] = [(dtype, None, dtype) for dtype in dtypes[1:]]
+    for name, types, dtype in rows:
+        found = [logits.float() for logits in logits_of(types, windows, model, dtype)]
         exact = exact or found
         losses, kl, same, error, size = [], [], [], 0.0, 0.0
         for window, own, plain in zip(windows, found, exact):
@@ -121,9 +128,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--model", help="another model than the bundled one: its logits alone")
+    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="with --model: texts that it has not seen")
     arguments = parser.parse_args()
+    if arguments.model:
+        folder = find_model(arguments.model)
+        tokenizer = Tokenizer(folder)
+        with torch.inference_mode():
+            windows = [tokenizer.encode(Path(path).read_text("utf-8"))[:CONTEXT] for path in arguments.text]
+            compare_logits(windows, str(folder), ("float32", "bfloat16"))
+        return
     with torch.inference_mode():
-        compare_logits(arguments.files)
+        compare_logits(read_windows(arguments.files))
         compare_speed()
     compare_acceptance(arguments.prompts)
 

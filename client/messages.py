@@ -93,6 +93,7 @@ class Chunk:
     logprobs: list[dict[str, Any]] | None = None
     """Of the last of token_ids: all, or with echo all but the prompt's first."""
     usage: dict[str, int] | None = None
+    """In a completion's first chunk, and whole in its last one."""
     speculation: dict[str, Any] | None = None
     index: int = 0
 

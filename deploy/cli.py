@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from pathlib import Path
 
 from backend.version import VERSION
 from deploy.other_options import ServeParser
@@ -64,6 +63,13 @@ examples:
         "Shows that all works here: starts a real server on free ports, completes a prompt without and with speculation, stops the server.",
         "",
     ),
+    "inspect": (
+        "say what a model is, and whether it can be served",
+        "Prints family, parameters, how weights are stored, memory for a length and a batch, drafters that it brings, and how it is served; or why "
+        "it cannot be. Nothing is loaded.",
+        "examples:\n  foretoken inspect DIR\n  foretoken inspect FILE.gguf --max-model-len 8192 --batch 32 -tp 2\n"
+        "  foretoken inspect DRAFTER --target DIR\n",
+    ),
     "quantize": (
         "write a model with its weights in 8 or 4 bits",
         "Rounds the weights of a model or drafter as `serve --quantization` does when it loads one, and writes them in formats of "
@@ -73,6 +79,12 @@ examples:
   foretoken quantize DIR OUT --quantization wint4
   foretoken quantize DIR OUT --quantization '{"dense_quant_type": "fp8", "moe_quant_type": "wint4"}'
 """,
+    ),
+    "convert": (
+        "make a model folder of a GGUF file",
+        "Writes the model of a GGUF file as a Hugging Face folder: weights, config.json, tokenizer. `serve --model FILE.gguf` does so by itself, "
+        "once, into the user's cache.",
+        "examples:\n  foretoken convert FILE.gguf OUT\n  foretoken convert FILE.gguf OUT --dtype bfloat16\n",
     ),
     "train": ("train a drafter for a model: mtp, eagle3, medusa, hydra, mlp_speculator", "", ""),
 }
@@ -94,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     from client import cli
     from client.bench import cli as bench
     from client.gateway import cli as gateway
-    from deploy import demo, launcher, options
+    from deploy import demo, launcher, model_commands, options
     from training.heldout import list_heldout
 
     options.add_arguments(pages["serve"])
@@ -103,9 +115,9 @@ def make_parser() -> argparse.ArgumentParser:
     gateway.add_arguments(pages["gateway"])
     bench.add_arguments(pages["bench"], list(list_heldout().values()))  # code that the bundled model has not seen
     demo.add_arguments(pages["demo"])
-    pages["quantize"].add_argument("model", metavar="DIR", help="folder of the model or drafter, not quantized yet")
-    pages["quantize"].add_argument("out", metavar="OUT", help="new folder")
-    pages["quantize"].add_argument("--quantization", metavar="TYPE", required=True, help="wint8, wint4, fp8, block_wise_fp8, or JSON of parts")
+    model_commands.add_quantize_arguments(pages["quantize"])
+    model_commands.add_convert_arguments(pages["convert"])
+    model_commands.add_inspect_arguments(pages["inspect"])
     for name, run in (
         ("serve", launcher.serve),
         ("complete", cli.complete),
@@ -113,25 +125,12 @@ def make_parser() -> argparse.ArgumentParser:
         ("gateway", gateway.run),
         ("bench", bench.run),
         ("demo", demo.run),
-        ("quantize", quantize),
+        ("quantize", model_commands.quantize),
+        ("convert", model_commands.convert),
+        ("inspect", model_commands.inspect),
     ):
         pages[name].set_defaults(run=run)
     return parser
-
-
-def quantize(args: argparse.Namespace) -> int:
-    """Returns the exit status."""
-    from backend.errors import ConfigError, ModelError
-    from backend.models.writing import write_quantized
-    from deploy.options import read_types
-
-    try:
-        write_quantized(Path(args.model), Path(args.out), read_types(args.quantization))
-    except (ConfigError, ModelError) as error:
-        print(f"foretoken quantize: {error}", file=sys.stderr)
-        return 2
-    print(f"written to {args.out}")
-    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

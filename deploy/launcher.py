@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSIT
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.model_files import check_regular, find_pickled, read_config
+from backend.model_sources import Source, find_model
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import SpeculativeConfig
@@ -54,23 +56,29 @@ SHARED_BYTES = 8 * 2**20
 the server makes the region larger can write beyond its own view of it and die: it should seldom grow."""
 
 
-def check_model(directory: str, max_model_len: int | None = None, load_format: str = "safetensors") -> Path:
-    """The model's folder, absolute. Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
-    folder = Path(directory).expanduser().resolve()
-    if not folder.exists():
-        raise ModelError(f"model folder {directory} does not exist: nothing is downloaded, so name a folder that holds the model")
-    config = read_config(folder)
+def check_model(name: str, max_model_len: int | None = None, load_format: str = "safetensors", source: Source | None = None) -> Path:
+    """The model's folder, absolute, which a GGUF file or a name on the hub is brought to first.
+
+    Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
+    folder = find_model(name, source)
     if not str(folder).isascii():
         raise ModelError(f"model folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
+    values = read_config(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'} is missing")
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors")
     model_checks.check_model(folder, has_weights=has_weights)
-    model_checks.check_max_model_len(max_model_len, config["max_position_embeddings"])
+    model_checks.check_max_model_len(max_model_len, values["max_position_embeddings"])
     model_checks.check_tokenizer(folder)
     return folder
+
+
+def convert_apart(path: Path, out: Path) -> None:
+    """`foretoken convert`, as a process of its own: this one stays without torch. Raises ModelError; what was wrong has been said."""
+    if subprocess.run([sys.executable, "-m", "deploy.cli", "convert", str(path), str(out)]).returncode:
+        raise ModelError(f"{path} could not be converted")
 
 
 def server_command(server: Server, config: ServeConfig, repository: Path, key: str) -> tuple[list[str], dict[str, str]]:
@@ -130,7 +138,8 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     method = config.model_method
     if not method:
         return None
-    found = model_checks.find_drafter_folder(config.model, model)
+    asked = str(find_model(config.model, Source(has_weights=load_format != "dummy", convert=convert_apart))) if config.model else None
+    found = model_checks.find_drafter_folder(asked, model)
     if found is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train)")
     folder = (found or BUNDLED_DRAFTER).expanduser().resolve()
@@ -231,9 +240,16 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         password = values.pop("scheduler_password", None)
         if "speculative_config" not in values and is_bundled(str(values.get("model", BUNDLED_MODEL))):
             values["speculative_config"] = DEFAULT_SPECULATION
+        folder = Path(str(values.get("model", BUNDLED_MODEL))).expanduser()
+        if "quantization" in values and folder.is_dir():
+            option, line = model_checks.settle_quantization(values.pop("quantization"), folder)
+            values |= {} if line else {"quantization": option}
+            if line:
+                print(f"foretoken serve: note: {line}", file=sys.stderr)
         config, engine = split_keys(values)
         check_nodes(engine)
-        model = check_model(engine.model, engine.max_model_len, engine.load_format)
+        source = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
+        model = check_model(engine.model, engine.max_model_len, engine.load_format, source)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written

@@ -35,6 +35,10 @@ GATEWAY_KEYS = ("served_model_name", "api_keys", "cors_origins", "vllm_metrics")
 class ServeConfig(Section):
     """The launcher's own keys; all others go to the engine."""
 
+    revision: str | None = None
+    """Of a model that is named by its name on the hub: branch, tag or commit."""
+    download_dir: str | None = None
+    """Where models are downloaded to; default: the hub's own cache."""
     http_port: int = 8000
     """Of Triton's HTTP interface."""
     grpc_port: int = 8001
@@ -142,7 +146,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without-gateway", action="store_true", help=argparse.SUPPRESS)  # the server beside the gateway that `--port` starts
 
     model = parser.add_argument_group("the model")
-    model.add_argument("--model", metavar="DIR", help="model folder in Hugging Face layout (default: the bundled model)")
+    model.add_argument(
+        "--model", metavar="MODEL", help="folder in Hugging Face layout, GGUF file, or ORG/NAME on the hub (default: the bundled model)"
+    )
+    model.add_argument("--revision", metavar="NAME", help="of a name on the hub: branch, tag or commit (default: its main branch)")
+    model.add_argument("--download-dir", metavar="DIR", help="where models are downloaded to (default: the hub's cache)")
     model.add_argument("--speculative-config", metavar="JSON", help='such as \'{"method": "ngram", "num_speculative_tokens": 5}\'')
     model.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     model.add_argument(

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import openai
 import pytest
 import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.step.program import StepShape
+from deploy.demo import running_gateway
 from tests.servers import ServerPool, serve
 from training.heldout import read_heldout
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,6 +54,31 @@ def root() -> Path:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     with ServerPool(tmp_path_factory.mktemp("servers")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # The system's, or the one that `playwright install chromium` fetched.
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def gateway(servers: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a gateway before the server that has no options, for tests that leave it as they found it."""
+    with running_gateway(tmp_path_factory.mktemp("gateway") / "log", servers.get().grpc) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="session")
+def api(gateway: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of it."""
+    with openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 def code_prompts(count: int, lengths: tuple[int, int] = (60, 900), seed: int = 0) -> list[str]:

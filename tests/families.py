@@ -43,7 +43,7 @@ class Case:
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **values}}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0} | values}
 
 
 def make_model(case: Case, folder: Path) -> Any:

@@ -156,7 +156,6 @@ REFUSALS: dict[str, tuple[str, str]] = {
         FASTDEPLOY + """--speculative-config '{"model": "${path_to_mtp_model}", "num_speculative_tokens": 2}'""",
         "speculative_config.method must be given with other keys (model, num_speculative_tokens)",
     ),
-    "a model of the hub": ("vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct", "model folder meta-llama/Meta-Llama-3.1-8B-Instruct does not exist"),
     "names without the interface": ("vllm serve ${MODEL_TAG} --served-model-name dsv3", "served_model_name is an option of OpenAI's interface"),
     "a key on the command line": ("vllm serve ${MODEL_TAG} --port 8000 --api-key abc", "--api-keys FILE"),
     "data parallelism": ("vllm serve ${MODEL_TAG} -dp 2", "`foretoken gateway --upstream A,B`"),

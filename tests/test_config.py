@@ -1452,6 +1452,31 @@ def test_dry_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(parameters_of(read_pbtxt(repository / "decode" / "config.pbtxt"))["speculative_config"]) == speculative, "named or not"
 
 
+@pytest.mark.parametrize(("role", "name"), [("mixed", "decode"), ("prefill", "prefill"), ("decode", "decode")])
+def test_checked_in_repositories_have_the_launchers_defaults(state: Path, role: str, name: str) -> None:
+    """Every key: the folders are the same too. The standalone one asks its own mtp_drafter."""
+    assert main(["serve", "--dry-run", *(() if role == "mixed" else ("--role", role))]) == 0
+
+    def config_of(folder: Path, **others: Any) -> EngineConfig:
+        found = {key: read_value(text) for key, text in parameters_of(read_pbtxt(folder / name / "config.pbtxt")).items()}
+        speculative = {**found.pop("speculative_config"), **others}
+        paths = {"model": found.pop("model", "."), "drafter": speculative.pop("model", "../../mtp_drafter/1")}
+        assert [(folder / name / "1" / path).resolve() for path in paths.values()] == [BUNDLED_MODEL.resolve(), BUNDLED_DRAFTER.resolve()]
+        return EngineConfig.from_dict({**found, "speculative_config": speculative})
+
+    def read_value(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    checked_in = rendering.REPOSITORIES / ("standalone" if role == "mixed" else role)
+    rendered = config_of(state / "repository-8000", **({"placement": "bls"} if role == "mixed" else {}))
+    assert config_of(checked_in) == rendered
+    drafter = parameters_of(read_pbtxt(checked_in / "mtp_drafter" / "config.pbtxt"))
+    assert int(drafter["num_model_steps"]) == rendered.speculative_config.num_model_steps
+
+
 def test_dry_run_with_a_drafter_of_its_own(state: Path) -> None:
     assert main(["serve", "--dry-run", "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 4, "placement": "bls"}']) == 0
     parameters = parameters_of(read_pbtxt(state / "repository-8000" / "mtp_drafter" / "config.pbtxt"))

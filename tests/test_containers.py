@@ -10,16 +10,19 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
+from client.gateway.aliases import FAMILIES
 from deploy.check_dockerfile import copy_context, parse_dockerfile, read_dockerignore
 from deploy.cli import make_parser
 from tests.conftest import ROOT
 
 COMPOSE = sorted((ROOT / "deploy").glob("compose*.yaml"))
-OVERLAYS = ("gpu", "disaggregated")
+OVERLAYS = ("gpu", "disaggregated", "inference-gateway")
 MANIFESTS = sorted(p for p in (ROOT / "deploy/k8s/base").glob("*.yaml") if p.name != "kustomization.yaml")
 OVERLAID = sorted(p for p in (ROOT / "deploy/k8s/disaggregated").glob("*.yaml") if p.name != "kustomization.yaml")
 STAGES = parse_dockerfile((ROOT / "Dockerfile").read_text())
@@ -155,6 +158,43 @@ class TestCompose:
         assert source["url"] == "http://prometheus:9090" and "prometheus" in services
 
 
+NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
+PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+
+
+def strict(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {**required, **optional}, "required": list(required), "additionalProperties": False}
+
+
+POOL = strict(
+    {
+        "selector": strict({"matchLabels": {"type": "object", "additionalProperties": {"type": "string"}, "minProperties": 1}}),
+        "targetPorts": {"type": "array", "items": strict({"number": PORT}), "minItems": 1, "maxItems": 8},
+        "endpointPickerRef": strict(
+            {"name": NAME, "port": strict({"number": PORT})}, group={"type": "string"}, kind=NAME, failureMode={"enum": ["FailOpen", "FailClose"]}
+        ),
+    },
+    appProtocol={"enum": ["http", "kubernetes.io/h2c"]},
+)
+"""The specification of an InferencePool, v1, as its definition has it; of an HTTPRoute, what is used."""
+ROUTE = strict(
+    {
+        "parentRefs": {"type": "array", "items": strict({"name": NAME})},
+        "rules": {
+            "type": "array",
+            "items": strict(
+                {
+                    "matches": {"type": "array", "items": strict({"path": strict({"type": {"enum": ["PathPrefix"]}, "value": {"type": "string"}})})},
+                    "backendRefs": {"type": "array", "items": strict({"group": {"type": "string"}, "kind": {"type": "string"}, "name": NAME})},
+                    "timeouts": strict({"request": {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}}),
+                }
+            ),
+        },
+    }
+)
+CUSTOM = {("inference.networking.k8s.io/v1", "InferencePool"): POOL, ("gateway.networking.k8s.io/v1", "HTTPRoute"): ROUTE}
+
+
 def read_documents(path: Path) -> list[dict]:
     return list(yaml.safe_load_all(path.read_text()))
 
@@ -164,7 +204,9 @@ class TestKubernetes:
     def objects(self):
         return {(d["kind"], d["metadata"]["name"]): d for path in MANIFESTS for d in read_documents(path)}
 
-    @pytest.mark.parametrize("path", [*MANIFESTS, *OVERLAID], ids=lambda p: f"{p.parent.name}/{p.name}")
+    @pytest.mark.parametrize(
+        "path", [*MANIFESTS, *OVERLAID, ROOT / "deploy/k8s/inference-gateway/endpoint-picker.yaml"], ids=lambda p: f"{p.parent.name}/{p.name}"
+    )
     def test_schema(self, path):
         run(str(TOOLS / "kubernetes-validate"), "--strict", str(path))
 
@@ -212,6 +254,36 @@ class TestKubernetes:
         assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
         check_command(spec["containers"][0]["args"])
 
+    def test_what_an_inference_gateway_needs(self, objects):
+        """The pool is of these pods and their gateways' port; the picker is there, may read what it watches, and finds its metrics."""
+        folder = ROOT / "deploy/k8s/inference-gateway"
+        own = {
+            (d["kind"], d["metadata"]["name"]): d for name in ("inference-pool", "endpoint-picker") for d in read_documents(folder / f"{name}.yaml")
+        }
+        for document in own.values():
+            if (schema := CUSTOM.get((document["apiVersion"], document["kind"]))) is not None:
+                jsonschema.validate(document["spec"], schema)
+                assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
+        pool, template = own["InferencePool", "foretoken"]["spec"], objects["Deployment", "foretoken"]["spec"]["template"]
+        assert pool["selector"]["matchLabels"] == template["metadata"]["labels"]
+        gateway = template["spec"]["containers"][1]
+        assert pool["targetPorts"] == [{"number": p["containerPort"]} for p in gateway["ports"] if p["name"] == "openai"]
+        name = pool["endpointPickerRef"]["name"]
+        (port,) = own["Service", name]["spec"]["ports"]
+        assert port["port"] == pool["endpointPickerRef"]["port"]["number"]
+        (backend,) = own["HTTPRoute", "foretoken"]["spec"]["rules"][0]["backendRefs"]
+        assert (backend["kind"], backend["name"]) in own
+        picker = own["Deployment", name]["spec"]["template"]
+        assert own["Service", name]["spec"]["selector"] == picker["metadata"]["labels"] != pool["selector"]["matchLabels"]
+        (container,) = picker["spec"]["containers"]
+        assert port["targetPort"] in {p["name"] for p in container["ports"]} and picker["spec"]["serviceAccountName"] == name
+        told = dict(argument.removeprefix("--").split("=", 1) for argument in container["args"])
+        assert told["pool-name"] == own["InferencePool", "foretoken"]["metadata"]["name"]
+        config = yaml.safe_load(own["ConfigMap", name]["data"][told["config-file"].removeprefix("/config/")])
+        kinds = {plugin["type"] for plugin in config["plugins"]}
+        assert config["kind"] == "EndpointPickerConfig" and {p["pluginRef"] for p in config["schedulingProfiles"][0]["plugins"]} == kinds
+        assert {"num_requests_waiting", "num_requests_running"} <= set(FAMILIES.values()), "the model server protocol's names, in vLLM's words"
+
     def test_the_autoscaler_and_its_adapter_name_one_metric(self, objects):
         metric = objects["HorizontalPodAutoscaler", "foretoken"]["spec"]["metrics"][0]["pods"]["metric"]["name"]
         (rule,) = yaml.safe_load((ROOT / "deploy/k8s/prometheus-adapter.yaml").read_text())["rules"]["custom"]
@@ -248,6 +320,8 @@ class TestKubernetes:
                 assert operation["op"] == "add" or last in place
                 if last == "args":
                     check_command(operation["value"])
+                elif parents[-1] == "args":
+                    check_command([*place, operation["value"]])
 
 
 def test_a_dockerfile_is_read_as_docker_reads_it():

@@ -234,6 +234,11 @@ class TestChat:
         assert whole.choices[0].finish_reason == expected.finish_reason and whole.usage.completion_tokens == 12
         *parts, last = converse(api, stream=True, stream_options={"include_usage": True})
         assert "".join(p.choices[0].delta.content for p in parts) == expected.text and last.usage == whole.usage
+        own = {"include_usage": True, "continuous_usage_stats": True}
+        *counted, last = converse(api, stream=True, stream_options=own)
+        counts = [p.usage.completion_tokens for p in counted]
+        assert counts == sorted(counts) and 0 < counts[0] < counts[-1] == 12 and last.usage == counted[-1].usage == whole.usage
+        assert {p.usage.prompt_tokens for p in counted} == {whole.usage.prompt_tokens}
         assert [p.choices[0].delta.role for p in parts] == ["assistant"] + [None] * (len(parts) - 1)
         assert {p.object for p in [*parts, last]} == {"chat.completion.chunk"}
         in_parts = converse(api, [{"type": "text", "text": "read "}, {"type": "text", "text": "a file"}], max_tokens=None, max_completion_tokens=5)
@@ -286,6 +291,7 @@ class TestFieldsThatChangeNothing:
         chat = {**body, "messages": [{"role": "user", "content": "x"}], "modalities": ["text"], "echo": False, "chat_template_kwargs": {}}
         del chat["prompt"]
         assert ask(address, "/v1/chat/completions", chat)[0] == 200
+        assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "n": None})[0] == 200
 
     @pytest.mark.parametrize(
         ("values", "rule"),
@@ -337,53 +343,6 @@ class TestLengthAndSampling:
         assert not hasattr(plain, "metrics") and not hasattr(complete(api, n=2), "metrics")
 
 
-class TestResponses:
-    def test_whole_and_streamed(self, api):
-        expected = converse(api, "read a file")
-        whole = api.responses.create(model="foretoken", input="read a file", max_output_tokens=12, temperature=0)
-        assert whole.output_text == expected.choices[0].message.content and whole.status == "incomplete"
-        assert whole.incomplete_details.reason == "max_output_tokens" and whole.id.startswith("resp_")
-        assert (whole.usage.input_tokens, whole.usage.output_tokens) == (expected.usage.prompt_tokens, 12)
-        with api.responses.stream(model="foretoken", input="read a file", max_output_tokens=12, temperature=0) as stream:
-            events = list(stream)
-        final = events[-1].response
-        kinds = [event.type for event in events]
-        assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
-        assert kinds[-4:] == ["response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete"]
-        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == final.output_text == whole.output_text
-        assert [e.sequence_number for e in events] == list(range(len(events))) and final.usage == whole.usage
-
-    def test_a_conversation_with_instructions(self, api):
-        items = [
-            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
-            {"role": "user", "content": "c"},
-        ]
-        found = api.responses.create(model="foretoken", input=items, instructions="Be brief.", max_output_tokens=8, temperature=0, store=False)
-        messages = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
-        wanted = api.chat.completions.create(
-            model="foretoken", messages=[{"role": r, "content": c} for r, c in messages], max_tokens=8, temperature=0
-        )
-        assert found.output_text == wanted.choices[0].message.content and found.usage.input_tokens == wanted.usage.prompt_tokens
-
-    @pytest.mark.parametrize(
-        ("body", "message"),
-        [
-            ({}, "input: Field required"),
-            ({"input": []}, "input: "),
-            ({"input": "x", "previous_response_id": "resp_1"}, "unsupported parameter 'previous_response_id'"),
-            ({"input": "x", "background": True}, "unsupported parameter 'background'"),
-            ({"input": "x", "max_output_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
-            ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input: "),
-            ({"input": "x", "model": "gpt"}, "the model 'gpt' does not exist"),
-        ],
-    )
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_what_is_wrong(self, address, body, message, stream):
-        status, _, raw = ask(address, "/v1/responses", {**body, "stream": stream})
-        assert status in (400, 404) and message in json.loads(raw)["error"]["message"]
-
-
 class TestOtherRoutes:
     def test_version(self, address):
         assert json.loads(ask(address, "/version")[2]) == {"version": VERSION}
@@ -392,6 +351,7 @@ class TestOtherRoutes:
         (listed,) = api.models.list()
         model = api.models.retrieve("foretoken")
         assert listed == model and (model.id, model.object, model.max_model_len, model.has_chat_template) == ("foretoken", "model", 2048, True)
+        assert model.is_bundled
         assert model.method == "mtp" and {"mtp", "ngram", "none"} <= set(model.methods) and model.sampling_defaults == {}
         with pytest.raises(openai.NotFoundError):
             api.models.retrieve("gpt")
@@ -680,6 +640,11 @@ class TestKeysAndOrigins:
         assert ask(guarded, "/v1/completions", b"x" * 10_000)[0] == 401, "before the body is looked at"
         for path in ("/health", "/metrics", "/", "/page/page.js"):
             assert ask(guarded, path)[0] == 200
+
+    def test_the_page_is_of_one_version_and_needs_nothing_from_elsewhere(self, guarded):
+        for path in ("/", "/page/page.js", "/page/page.css"):
+            headers = ask(guarded, path)[1]
+            assert headers["cache-control"] == "no-cache" and headers["content-security-policy"].startswith("default-src 'self';")
 
     def test_body_limit(self, guarded):
         assert ask(guarded, "/v1/completions", {"prompt": "x" * 2000}, {"authorization": "Bearer first-key"})[0] == 413

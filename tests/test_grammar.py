@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from backend import LLM, SamplingParams
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
-from backend.structured_outputs import StructuredOutputs
+from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
 from kernels.ops import mask_logits
 from tests.conftest import EVERY_METHOD, code_prompts
 from tests.test_methods import METHODS, PLAIN, Asked, ids_of, run
@@ -330,6 +330,18 @@ def test_what_cannot_be_followed_is_refused(grammars, name):
     with pytest.raises(RequestError, match=message) as caught:
         grammars.compile(StructuredOutputs(**asked))
     assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize("texts", [["a", "ab", "abc"], ['"', "\\", "\n", "${x}", "/a/", "\0"], [f"k{i}" for i in range(MAX_CHOICES)]], ids=len)
+def test_choices_are_followed(grammars, texts):
+    """Those that begin others, those that notations of grammars would take for something, and as many as there may be."""
+    asked = StructuredOutputs(choice=texts)
+    for text in texts[:3] + texts[-3:]:
+        own = grammars.compile(asked)
+        tokens = own.vocabulary.tokenizer.tokenize_str(text)
+        assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
+        fill_masks([(own, [])])
+        assert not own.inner.is_error() and not own.inner.try_consume_tokens(own.vocabulary.tokenizer.tokenize_str("?"))
 
 
 def test_keywords_that_cannot_be_enforced_may_be_left_out(grammars):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from client.gateway.aliases import FAMILIES, alias
 from tests.conftest import ROOT
 
@@ -11,6 +13,7 @@ TEXT = """\
 foretoken_requests_running{model="decode"} 3
 foretoken_kv_pages{model="decode"} 200
 foretoken_kv_pages_held{model="decode"} 50
+foretoken_kv_page_tokens{model="decode"} 16
 foretoken_prompt_tokens_total{model="decode"} 90
 foretoken_prompt_tokens_cached_total{model="decode"} 30
 foretoken_spec_decode_num_emitted_tokens_total{method="mtp",model="decode"} 10
@@ -26,12 +29,14 @@ nv_inference_count{model="decode"} 1
 
 
 def test_names_and_labels() -> None:
-    lines = alias(TEXT, ['a"b']).splitlines()
+    text = alias(TEXT, ['a"b'])
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     name = r'model_name="a\"b"'
     assert sorted(lines) == sorted(
         [
             f"vllm:num_requests_running{{{name}}} 3.0",
             f"vllm:kv_cache_usage_perc{{{name}}} 0.25",
+            f'vllm:cache_config_info{{block_size="16",{name},num_gpu_blocks="200"}} 1.0',
             f"vllm:prompt_tokens_total{{{name}}} 90.0",
             f"vllm:prefix_cache_queries_total{{{name}}} 90.0",
             f"vllm:prefix_cache_hits_total{{{name}}} 30.0",
@@ -42,6 +47,13 @@ def test_names_and_labels() -> None:
             f"vllm:e2e_request_latency_seconds_sum{{{name}}} 7.25",
             f"vllm:e2e_request_latency_seconds_count{{{name}}} 2.0",
         ]
+    )
+    kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert {name: kind for name, kind in kinds.items() if kind == "gauge"} == dict.fromkeys(
+        ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"), "gauge"
+    )
+    assert (
+        kinds["vllm:e2e_request_latency_seconds"] == "histogram" and kinds["vllm:generation_tokens"] == "counter" and "unknown" not in kinds.values()
     )
     assert alias("", ["x"]) == alias("nv_x 1\n", ["x"]) == "", "while the server does not answer"
 

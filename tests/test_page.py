@@ -1,20 +1,18 @@
-"""The gateway's page in a real headless Chromium, on a real server."""
+"""The gateway's page in a real headless Chromium, on a real server: completions. Chats are in test_page_chat.py, its looks in test_page_looks.py."""
 
 from __future__ import annotations
 
 import re
-import shutil
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from client import Client
 from client.gateway import answers
 from deploy.demo import running_gateway
+from tests.pages import WIDE, fill, open_page, value, wait_for_answers
 from tests.test_gateway import LOOPS, PROMPT, gateway_in_this_process
 from tests.test_server import wait_until
-
-WIDE, NARROW = {"width": 1280, "height": 1500}, {"width": 360, "height": 740}
 
 
 @pytest.fixture(scope="module")
@@ -28,36 +26,11 @@ def address(server, tmp_path_factory):
         yield address
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        # The system's, or the one that `playwright install chromium` fetched.
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture
-def page(browser, address, server):
+def page(chromium, address, server):
     server.wait_until_ready()
-    page = browser.new_page(viewport=WIDE)
-    problems = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" and "status of" not in message.text else None)
-    page.on("request", lambda request: None if request.url.startswith(address) else problems.append(f"asks for {request.url}"))
-    page.goto(address)
-    yield page
-    page.close()
-    assert not problems, "scripts fail, or the page needs something from elsewhere"
-
-
-def fill(page, prompt: str, max_tokens: int) -> None:
-    page.get_by_label("Prompt").fill(prompt)
-    page.get_by_label("Tokens", exact=True).fill(str(max_tokens))
-
-
-def value(page, pane: str, name: str) -> str:
-    return page.locator(f"#{pane} [data-value={name}]").inner_text()
+    with open_page(chromium, address) as page:
+        yield page
 
 
 def test_streaming_side_by_side(page, server):
@@ -69,12 +42,12 @@ def test_streaming_side_by_side(page, server):
     tokens = page.locator("#off .output .token")
     expect(tokens.nth(3)).to_be_visible()
     assert tokens.count() < 150, "tokens are shown as they come"
+    wait_for_answers(page)
     for pane in ("on", "off"):
-        expect(page.locator(f"#{pane}")).to_have_class(re.compile("done"), timeout=60_000)
         assert page.locator(f"#{pane} .output").text_content() == expected.text
     expect(page.locator("#verdict")).to_have_text(re.compile(r"same text, \d+\.\d\d times as fast"))
     count = len(expected.token_ids)
-    by_source = {s: page.locator(f"#on .output .{s}").count() for s in ("target", "mtp", "ngram", "suffix")}
+    by_source = {s: page.locator(f"#on .output .{s}").count() for s in ("target", "model", "ngram", "suffix")}
     assert sum(by_source.values()) == page.locator("#off .output .target").count() == count == int(value(page, "on", "tokens"))
     assert by_source["ngram"] > by_source["target"] > 0 == by_source["suffix"]
     assert float(value(page, "off", "perStep")) == 1
@@ -89,15 +62,10 @@ def test_streaming_side_by_side(page, server):
         assert float(value(page, "on", name)) > 0
 
 
-def test_sources_have_colours_of_their_own(page):
-    colours = [page.locator(f".legend .{s}").evaluate("e => getComputedStyle(e).backgroundColor") for s in ("target", "mtp", "ngram", "suffix")]
-    assert len(set(colours)) == 4
-
-
 @pytest.mark.parametrize("how", ["button", "key", "leaving"])
 def test_stopping_frees_the_server(page, server, how):
     fill(page, PROMPT, 1900)
-    page.get_by_label("Prompt").press("Control+Enter")
+    page.locator("#prompt").press("Control+Enter")
     expect(page.locator("#off .output .token").nth(5)).to_be_visible()
     if how == "button":
         page.get_by_role("button", name="Stop").click()
@@ -109,87 +77,105 @@ def test_stopping_frees_the_server(page, server, how):
     if how != "leaving":
         expect(page.locator("#verdict")).to_have_text("stopped")
         expect(page.get_by_role("button", name="Run")).to_be_enabled()
-        expect(page.locator("#on .error")).to_be_hidden()
+        expect(page.get_by_role("alert")).to_have_text("")
 
 
-def test_errors_are_shown(page):
+def test_each_error_is_shown_once(page):
     fill(page, "x", 99_999)
     page.get_by_role("button", name="Run").click()
-    for pane in ("on", "off"):
-        expect(page.locator(f"#{pane} [role=alert]")).to_have_text(re.compile("max_tokens is 99999; the context holds 2048 tokens"))
+    expect(page.get_by_role("alert")).to_have_text("max_tokens is 99999; the context holds 2048 tokens, the prompt's among them")
     fill(page, "x", 3)
-    page.locator("#drafts").evaluate("e => { e.max = 99; }")
-    page.locator("#drafts").fill("17")
+    page.get_by_label("Drafts").evaluate("e => { e.max = 99; }")
+    page.get_by_label("Drafts").fill("17")
     page.get_by_role("button", name="Run").click()
-    expect(page.locator("#on [role=alert]")).to_have_text(re.compile("num_speculative_tokens"))
-    expect(page.locator("#off")).to_have_class(re.compile("done"))
-    expect(page.locator("#off [role=alert]")).to_be_hidden()
+    expect(page.get_by_role("alert")).to_have_text(re.compile("^With speculation: .*num_speculative_tokens"))
+    wait_for_answers(page, "off")
+    expect(page.locator("#verdict")).to_have_text("")
+    page.get_by_label("Drafts").fill("")
+    page.get_by_role("button", name="Run").click()
+    wait_for_answers(page)
+    expect(page.get_by_role("alert")).to_have_text("")
+
+
+def test_what_cannot_be_sent_is_said_where_it_was_typed(page):
+    fill(page, "x", 3)
+    page.get_by_text("Sampling", exact=True).click()
+    page.get_by_label("Top p").fill("1.5")
+    page.get_by_text("Sampling", exact=True).click()
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_label("Top p")).to_be_visible()
+    assert page.locator(":invalid:not(form)").evaluate("e => e.name") == "top_p"
+    assert value(page, "on", "tokens") == "\u2013"
+
+
+def test_all_settings_are_sent(page):
+    page.get_by_text("Sampling", exact=True).click()
+    values = {"Max tokens": 3, "Temperature": 0.5, "Seed": 7, "Top p": 0.9, "Top k": 20, "Min p": 0.01}
+    values |= {"Repetition penalty": 1.1, "Presence penalty": 0.2, "Frequency penalty": 0.3}
+    for label, number in values.items():
+        page.get_by_label(label, exact=True).fill(str(number))
+    page.get_by_label("Stop strings").fill("\\n\\n\nend\\\\n")
+    page.locator("#method").select_option("ngram")
+    page.get_by_label("Drafts").fill("2")
+    with page.expect_request("**/v1/completions") as sent, page.expect_response("**/v1/completions") as answered:
+        page.get_by_role("button", name="Run").click()
+    body = sent.value.post_data_json
+    assert {name.lower().replace(" ", "_"): number for name, number in values.items()}.items() <= body.items()
+    assert body["stop"] == ["\n\n", "end\\n"] and body["speculative"] == {"method": "ngram", "num_speculative_tokens": 2}
+    assert answered.value.status == 200
+    wait_for_answers(page)
+    expect(page.locator("#on .run")).to_have_text(re.compile("^foretoken · max tokens 3 · temperature 0.5 .* · ngram"))
+
+
+def test_an_empty_seed_is_drawn_once_for_both(page):
+    fill(page, PROMPT, 24)
+    page.get_by_label("Temperature").fill("1")
+    seeds = []
+    page.on("request", lambda request: seeds.append(request.post_data_json["seed"]) if "completions" in request.url else None)
+    for _ in range(2):
+        page.get_by_role("button", name="Run").click()
+        wait_for_answers(page)
+        expect(page.locator("#verdict")).to_have_text(re.compile("^same text"))
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_without_the_comparison(page):
+    fill(page, LOOPS, 12)
+    page.get_by_label("Compare with plain decoding").uncheck()
+    requests = []
+    page.on("request", lambda request: requests.append(request.url) if "completions" in request.url else None)
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#verdict")).to_have_text(re.compile(r"^done: 12 tokens, \d\.\d\d a step"))
+    assert len(requests) == 1
+    expect(page.locator("#off")).to_be_hidden()
+    expect(page.get_by_role("heading", level=2)).to_have_text("Answer")
 
 
 def test_what_is_served_is_what_is_offered(page):
     expect(page.locator("#model")).to_have_text("Model foretoken, 2048 tokens of context.")
-    assert page.locator("#method option").all_inner_texts() == ["default", "mtp", "ngram"]
+    assert page.locator("#method option").all_inner_texts() == ["default (mtp)", "mtp", "ngram"]
+    assert page.locator(".legend .token").all_inner_texts() == ["target", "mtp", "ngram", "grammar"]
 
 
 def test_one_token_has_no_time_between_two(page):
     fill(page, LOOPS, 40)
     page.get_by_role("button", name="Run").click()
-    expect(page.locator("#off")).to_have_class(re.compile("done"))
-    assert float(value(page, "off", "perSecond")) > 0 and value(page, "off", "reason") == "the limit of tokens"
+    wait_for_answers(page)
+    assert float(value(page, "off", "perSecond")) > 0 and value(page, "off", "reason") == "max tokens"
     fill(page, "x", 1)
     page.get_by_role("button", name="Run").click()
     expect(page.locator("#verdict")).to_have_text("same text")
     assert "NaN" not in page.locator("main").inner_text() and value(page, "off", "perSecond") == "\u2013"
     assert page.locator("#off [data-chart=times] polyline").count() == 0, "the charts are the last run's"
+    assert page.locator("#off [data-chart=times]").get_attribute("aria-label") == "nothing yet"
+    assert page.locator("#off [data-chart=steps]").get_attribute("aria-label") == "1 to 1: 1"
 
 
 def test_the_answer_is_text_and_not_markup(page):
     fill(page, "x = '<img src=nowhere onerror=alert(1)>'\ny = '<img src=nowhere onerror=alert(1)>'\nz = '<img src=nowhere", 24)
     page.get_by_role("button", name="Run").click()
-    expect(page.locator("#off")).to_have_class(re.compile("done"))
+    wait_for_answers(page)
     assert page.locator(".output img").count() == 0 and ">" in page.locator("#off .output").text_content()
-
-
-def test_a_narrow_screen(page):
-    page.set_viewport_size(NARROW)
-    fill(page, PROMPT, 30)
-    page.get_by_role("button", name="Run").click()
-    for pane in ("on", "off"):
-        expect(page.locator(f"#{pane}")).to_have_class(re.compile("done"))
-    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"], "nothing sticks out"
-    first, second = (page.locator(f"#{pane}").bounding_box() for pane in ("on", "off"))
-    assert second["y"] >= first["y"] + first["height"] and first["width"] > 300, "one below the other"
-
-
-def test_by_keyboard_alone(page):
-    page.get_by_label("Prompt").focus()
-    reached = []
-    for _ in range(12):
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
-        page.keyboard.press("Tab")
-    assert reached[:8] == ["prompt", "max-tokens", "temperature", "seed", "method", "drafts", "key", "run"]
-    assert reached.count("output") == 2, "answers can be scrolled"
-    page.get_by_role("button", name="Run").focus()
-    page.get_by_label("Tokens", exact=True).fill("4")
-    page.get_by_role("button", name="Run").press("Enter")
-    expect(page.locator("#on")).to_have_class(re.compile("done"))
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_light_and_dark(page, scheme):
-    """At least 4.5 to 1, as WCAG asks, for every colour that a token may have."""
-    page.emulate_media(color_scheme=scheme)
-    for source in ("target", "mtp", "ngram", "suffix"):
-        ink, back = page.locator(f".legend .{source}").evaluate("e => [getComputedStyle(e).color, getComputedStyle(e).backgroundColor]")
-        light, dark = sorted((luminance(c) for c in (ink, back)), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5
-
-
-def luminance(colour: str) -> float:
-    """WCAG's relative luminance of rgb(...)."""
-    parts = [int(v) / 255 for v in re.findall(r"\d+", colour)[:3]]
-    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 # Chromium may drop the bodies of responses before it is asked for them, so the page keeps a copy of each.
@@ -208,12 +194,12 @@ KEEP_BODIES = """
 """
 
 
-def test_panes_wait_for_their_turn(browser, servers, monkeypatch):
+def test_panes_wait_for_their_turn(chromium, servers, monkeypatch):
     """Behind another client's request, then one behind the other. The comments that keep their connections do not show."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.1)
     server = servers.get("--max-batch-size=1")
     with gateway_in_this_process(server.grpc) as address, Client(server.grpc) as client:
-        page = browser.new_page(viewport=WIDE)
+        page = chromium.new_page(viewport=WIDE)
         page.add_init_script(KEEP_BODIES)
         page.goto(address)
         fill(page, PROMPT, 60)
@@ -230,15 +216,30 @@ def test_panes_wait_for_their_turn(browser, servers, monkeypatch):
         page.close()
 
 
-def test_a_key_is_asked_for_and_used(browser, server, tmp_path):
+def test_a_key_is_asked_for_and_used(chromium, server, tmp_path):
     (tmp_path / "keys").write_text("open-sesame\n")
-    with running_gateway(tmp_path / "log", server.grpc, f"--api-keys={tmp_path / 'keys'}") as (address, _):
-        page = browser.new_page(viewport=WIDE)
-        page.goto(address)
+    with (
+        running_gateway(tmp_path / "log", server.grpc, f"--api-keys={tmp_path / 'keys'}") as (address, _),
+        open_page(chromium, address, has_model=False) as page,
+    ):
         fill(page, PROMPT, 4)
         page.get_by_role("button", name="Run").click()
-        expect(page.locator("#on [role=alert]")).to_have_text(re.compile("a valid API key is needed"))
-        page.get_by_label("API key").fill("open-sesame")
+        expect(page.get_by_role("alert")).to_have_text("A valid API key is needed: enter it under Connection.")
+        expect(page.get_by_label("API key")).to_be_focused()
+        page.keyboard.type("open-sesame")
         page.get_by_role("button", name="Run").click()
-        expect(page.locator("#on")).to_have_class(re.compile("done"))
-        page.close()
+        wait_for_answers(page)
+        expect(page.locator("#model")).to_have_text(re.compile("Model foretoken"))
+        page.get_by_text("The same request as").click()
+        assert "open-sesame" not in page.locator("#snippet").inner_text(), "keys are not for pasting"
+        assert "$API_KEY" in page.locator("#snippet").inner_text()
+
+
+def test_a_gateway_that_is_gone(chromium, server, tmp_path):
+    with running_gateway(tmp_path / "log", server.grpc) as (address, process), open_page(chromium, address, may_lose=True) as page:
+        fill(page, PROMPT, 4)
+        process.terminate()
+        process.wait()
+        page.get_by_role("button", name="Run").click()
+        expect(page.get_by_role("alert")).to_have_text("The gateway cannot be reached.")
+        expect(page.get_by_role("button", name="Run")).to_be_enabled()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.errors import ModelError
+from backend.model_checks import settle_quantization
 from backend.models.mtp import Mtp
 from backend.quantization_config import QuantizationConfig
 from backend.step.worker import Worker
@@ -199,6 +200,21 @@ def test_scales_of_a_cache_are_passed_over(stored: Path, tmp_path: Path) -> None
     weights = load_file(tmp_path / "model" / "model.safetensors")
     save_file(weights | {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}, tmp_path / "model" / "model.safetensors")
     load(tmp_path / "model")
+
+
+def test_its_own_format_may_be_named(stored: Path) -> None:
+    """As vLLM's commands do."""
+    for name in ("gptq", "GPTQ_marlin"):
+        option, line = settle_quantization(name, stored)
+        assert option is None and line == f"quantization {name} has no effect, and none is needed: the checkpoint says itself that it is gptq"
+    with pytest.raises(ModelError, match=r"quantization 'awq' contradicts the checkpoint in .*, which is gptq: leave it out"):
+        settle_quantization("awq", stored)
+    with pytest.raises(ModelError, match=r"quantization 'fp8' contradicts the checkpoint in .*, which is gptq"):
+        settle_quantization("fp8", stored)
+    with pytest.raises(ModelError, match=r"quantization 'compressed_tensors': the weights in .* are plain: leave it out, or name what they are"):
+        settle_quantization("compressed_tensors", BUNDLED_MODEL)
+    for option in ("fp8", "wint8", None, {"dense_quant_type": "fp8"}):
+        assert settle_quantization(option, BUNDLED_MODEL) == (option, "")
 
 
 def test_it_is_not_rounded_again(stored: Path) -> None:

@@ -427,6 +427,11 @@ class TestBadInput:
         assert status == 400 and "[INVALID_ARG]" in answer and "the request's id is not valid UTF-8: byte 0xff at 0" in answer
         assert "Traceback" not in answer
 
+    def test_half_a_surrogate_pair_in_a_chat_for_the_tokenizer(self, server, bystander):
+        """JSON can write it, and no tokenizer reads it."""
+        status, answer = server.post("/v2/models/tokenizer/generate", {"messages": '[{"role": "user", "content": "\\ud800"}]'})
+        assert status == 400 and "[INVALID_ARG]" in answer and "the rendered chat is not valid Unicode" in answer
+
     @pytest.mark.parametrize("name", ["text_input", "stop"])
     def test_invalid_utf8(self, server, bystander, name):
         values = {"text_input": [b"x"], name: [b"ab\xff\xfe"]}

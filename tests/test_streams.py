@@ -43,7 +43,9 @@ INPUTS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     speculative = {"method": "mtp", "num_speculative_tokens": 2, "placement": "bls"}
-    with serve(tmp_path_factory.mktemp("streams") / "log", f"--speculative-config={json.dumps(speculative)}", "--drain-seconds=3", "--max-model-len=64") as running:
+    with serve(
+        tmp_path_factory.mktemp("streams") / "log", f"--speculative-config={json.dumps(speculative)}", "--drain-seconds=3", "--max-model-len=64"
+    ) as running:
         yield running
 
 

@@ -13,11 +13,11 @@ import pytest
 from backend.config import BUNDLED_MODEL
 from backend.errors import RequestError
 from backend.grammar import Grammars
+from backend.structured_outputs import StructuredOutputs
 from backend.text import TextStream, Tokenizer
 from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history
 from client import Client, GenerateError
 from client.gateway.tool_calls import AnswerParser
-from deploy.demo import running_gateway
 
 ARGUMENTS = '{"city": "a}]\\" <tool_call>", "days": 3}'
 PARAMETERS = {
@@ -79,6 +79,27 @@ def test_strict_arguments_are_kept_to_wherever_a_call_begins(grammars, format):
     assert not follows(grammars, tools, format, write(format, ["get_weather"], '{"city": 5, "days": 3}'))
     assert Tools.from_values([function("get_weather")]).form(format, {}) is None
     assert Tools.from_values([function("get_weather", strict=True)], "none").form(format, {}) is None
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
+def test_calls_or_an_answer_of_a_form(grammars, format):
+    """With auto one or the other; where something has to be called, calls alone."""
+    answers = {"json": PARAMETERS, "is_lenient": True}, {"json_object": True}, {"choice": ("yes", "no")}
+    for asked, text in zip(answers, ('{"city": "x", "days": 5}', '{"a": 1}', "no")):
+        for choice, is_open in (("auto", True), ("required", False), ("none", True)):
+            tools = Tools.from_values([function("put.it")], choice)
+            if choice == "auto" and not format.lead and "choice" not in asked:
+                with pytest.raises(RequestError, match="this model's calls are JSON themselves"):
+                    tools.form(format, {}, StructuredOutputs(**asked))
+                continue
+            own = tools.form(format, {}, StructuredOutputs(**asked))
+            assert own is not None
+            for whole, is_good in ((text, is_open), (write(format, ["put.it"]), choice != "none"), ("It is warm.", False)):
+                matcher = grammars.compile(own)
+                tokens = matcher.vocabulary.tokenizer.tokenize_str(whole)
+                found = matcher.inner.try_consume_tokens(tokens) == len(tokens) and matcher.inner.is_accepting()
+                # Llama's calls are JSON objects themselves.
+                assert found == is_good or (choice == "none" and not format.lead and "json_object" in asked), (choice, whole)
 
 
 def test_special_tokens_are_written_by_their_ids():
@@ -213,15 +234,6 @@ def server(servers):
     return servers.get()
 
 
-@pytest.fixture(scope="module")
-def api(server, tmp_path_factory):
-    with (
-        running_gateway(tmp_path_factory.mktemp("gateway") / "log", server.grpc) as (address, _),
-        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        yield client
-
-
 def converse(api: openai.OpenAI, **parameters: Any) -> Any:
     return api.chat.completions.create(**{"model": "default", "messages": ASK, "max_tokens": 120, "temperature": 0, **parameters})
 
@@ -298,5 +310,12 @@ def test_no_calls(api):
     odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(openai.BadRequestError, match=r"tools: their schemas cannot be enforced: .*uniqueItems"):
         converse(api, tools=[odd])
-    with pytest.raises(openai.BadRequestError, match="contradicts tools"):
-        converse(api, tools=TOOLS, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match=r"structured_outputs.regex cannot stand beside tools"):
+        converse(api, tools=TOOLS, extra_body={"guided_regex": "a"})
+    own = {
+        "type": "json_schema",
+        "json_schema": {"name": "box", "strict": True, "schema": {**Box.model_json_schema(), "additionalProperties": False}},
+    }
+    either = converse(api, tools=TOOLS, response_format=own, temperature=1, seed=1).choices[0]
+    assert bool(either.message.tool_calls) != bool(either.message.content and Box.model_validate_json(either.message.content))
+    assert converse(api, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, response_format=own).choices[0].finish_reason == "tool_calls"

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.model_checks import check_drafter, check_model
-from backend.models import writing
+from backend.models import shards
 from backend.models.mtp import Mtp
 from backend.quantization_config import read_quantization
 from deploy.cli import main
@@ -42,7 +42,7 @@ CASES = [
 @pytest.mark.parametrize(("case", "types"), CASES, ids=lambda value: str(value).replace("_quant_type", ""))
 def test_the_same_model_is_loaded_again(case: Case, types: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, from several files too."""
-    monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 60_000)
+    monkeypatch.setattr(shards, "MAX_SHARD_BYTES", 60_000)
     make_model(case, tmp_path / "model")
     text = types if isinstance(types, str) else json.dumps(types)
     assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", text]) == 0

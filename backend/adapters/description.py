@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+from backend.config import BUNDLED_MODEL
 from backend.engine import Engine
 from backend.version import VERSION
 
@@ -21,6 +23,7 @@ def describe(engine: Engine, sampling_defaults: dict[str, Any]) -> str:
             "methods": list(speculative.loaded_methods),
             "num_speculative_tokens": speculative.num_speculative_tokens,
             "has_chat_template": engine.tokenizer.has_chat_template,
+            "is_bundled": Path(engine.config.model).resolve() == BUNDLED_MODEL.resolve(),
             "sampling_defaults": sampling_defaults,
             "num_running": len(engine.scheduler.running),
             "num_waiting": engine.scheduler.num_waiting,

@@ -112,6 +112,7 @@ class MetricsPublisher:
         self._gauge("requests_waiting", "Requests waiting for room", scheduler.num_waiting)
         self._gauge("kv_pages_held", "KV pages held by requests", scheduler.pool.num_held)
         self._gauge("kv_pages", "KV pages in all", scheduler.pool.num_pages)
+        self._gauge("kv_page_tokens", "Tokens that a KV page holds", scheduler.pool.page_size)
         hit_rate = scheduler.num_cached_tokens / max(1, scheduler.num_prompt_tokens)
         self._gauge("prefix_cache_hit_rate", "Share of prompt tokens that the prefix cache gave", hit_rate)
 

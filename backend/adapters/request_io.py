@@ -240,6 +240,7 @@ class Answer:
         sources = [s for d in deltas for s in (*("prompt" for _ in d.prompt_token_ids or ()), *d.sources)]
         counts = [len(d.token_ids) + len(d.prompt_token_ids or ()) for d in deltas]
         is_final = all(d.finish_reason for d in deltas)
+        is_first = len(deltas) == 1 and 0 < len(deltas[0].token_ids) == deltas[0].num_output_tokens
         usage = statistics = logprobs = ""
         if any(d.logprobs is not None for d in deltas):
             parts: list[Any] = [
@@ -247,7 +248,7 @@ class Answer:
                 for d in deltas
             ]
             logprobs = json.dumps(parts[0] if len(parts) == 1 else parts)
-        if is_final:
+        if is_final or is_first:
             usage = json.dumps(
                 {
                     "prompt_tokens": deltas[0].num_prompt_tokens,
@@ -255,6 +256,7 @@ class Answer:
                     "completion_tokens": sum(d.num_output_tokens for d in deltas),
                 }
             )
+        if is_final:
             parts_stats = [d.stats.as_dict() for d in deltas if d.stats is not None]
             statistics = json.dumps(parts_stats[0] if len(parts_stats) == 1 else parts_stats)
         reasons: list[str] = [d.finish_reason or "" for d in deltas]

@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages
 from backend.adapters.stub import check_interpreter, describe_error, end_with_server, error_code, log_to_server, read_parameters, resolve_model
 from backend.errors import ConfigError, ModelError, RequestError
-from backend.intake import MAX_CHARACTERS_PER_TOKEN
+from backend.intake import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from backend.model_files import read_json
 from backend.text import Tokenizer
 
@@ -93,6 +93,7 @@ class TritonPythonModel:
     def _encode_chat(self, text: str) -> list[Any]:
         """As the decode model does it: the template writes the special tokens itself."""
         prompt = self._tokenizer.render_chat(read_messages(text), self._max_characters)
+        check_unicode(prompt, "the rendered chat")
         return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(prompt, add_special_tokens=False), dtype=np.int32))]
 
     def _decode(self, values: np.ndarray) -> list[Any]:

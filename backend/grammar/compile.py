@@ -117,7 +117,8 @@ def _write_grammar(asked: StructuredOutputs) -> str:
         assert asked.regex is not None
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.form == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(asked.choice)))
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(asked.choice))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # one lexeme: as rules, some thousands are too much for a step
     if asked.form == "grammar":
         assert asked.grammar is not None
         return grammar_from("grammar", asked.grammar)

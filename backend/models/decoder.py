@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tqdm import tqdm
 
 from backend.kv_store import CacheSpec
 from backend.models.decoder_layer import DecoderLayer
@@ -69,7 +70,7 @@ class Decoder:
 
     def _build_layers(self, spec: DecoderSpec, weights: Weights, context_len: int) -> None:
         places: dict[tuple, int] = {}
-        for layer in spec.layers:
+        for layer in tqdm(spec.layers, desc="Loading the model", unit="layer", disable=None):  # on terminals alone
             self.layers.append(DecoderLayer(layer, weights, context_len))
             key = layer.attention.turning
             if key not in places:

@@ -72,6 +72,10 @@ class Values:
             raise self.refuse(key, "an object")
         return Values(value, f"{self.where}: {key}")
 
+    def without(self, *keys: str) -> Values:
+        """The same but for these."""
+        return Values({key: value for key, value in self._values.items() if key not in keys}, self.where)
+
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 

@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model
-from backend.model_files import INDEX_FILE, WEIGHTS_FILE, find_weights, open_weights, read_config
+from backend.model_files import INDEX_FILE, find_weights, open_weights, read_config
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.quantized_config import CLASS, read_checkpoint_quantization
+from backend.models.shards import ShardWriter, check_new
 from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.quantization.schemes import BLOCK, GROUP, quantize
 from backend.quantization.stored import Quantized
 from backend.quantization_config import QuantizationConfig
 
-MAX_SHARD_BYTES = 4 * 2**30
 MAX_FILE_BYTES = 2**28
 """Other files of the folder are copied up to this size: tokenizers, templates."""
 FORMATS = {"wint8": "int-quantized", "wint4": "pack-quantized", "fp8": "float-quantized", "block_wise_fp8": "float-quantized"}
@@ -35,8 +34,7 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
     config = read_config(directory)
     if (found := read_checkpoint_quantization(config, directory)) is not None:
         raise ModelError(f"{directory}: the weights are quantized already ({found.method})")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already, and no empty folder")
+    check_new(out)
     schemes = _find_schemes(config, directory, quantization)
     if not schemes:
         raise ConfigError(f"quantization {quantization.names} rounds no weight of {directory}")
@@ -78,42 +76,19 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
 
 
 def _write_weights(files: dict[str, Path], out: Path, schemes: dict[str, str]) -> None:
-    """Shard by shard: no more than one is in memory."""
-    shard: dict[str, torch.Tensor] = {}
-    shards: list[list[str]] = []
-
-    def flush() -> None:
-        shards.append(list(shard))
-        save_file(shard, out / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shard.clear()
-
     by_file: dict[Path, list[str]] = {}
     for name, path in files.items():
         by_file.setdefault(path, []).append(name)
-    num_bytes = total = 0
-    for path, names in by_file.items():
-        handle = open_weights(path, "pt")
-        for name in names:
-            tensor, scheme = handle.get_tensor(name), schemes.get(name.removesuffix(".weight"))
-            made = {name: tensor}
-            if scheme is not None and name.endswith(".weight"):
-                made = {f"{name.removesuffix('.weight')}.{part}": own for part, own in _tensors_of(quantize(tensor, scheme), scheme).items()}
-            size = sum(own.nbytes for own in made.values())
-            if shard and num_bytes + size > MAX_SHARD_BYTES:
-                flush()
-                num_bytes = 0
-            shard |= {part: own.contiguous() for part, own in made.items()}
-            num_bytes, total = num_bytes + size, total + size
-    flush()
-    if len(shards) == 1:
-        (out / "shard-1.safetensors").rename(out / WEIGHTS_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        (out / f"shard-{number}.safetensors").rename(out / file)
-        weight_map |= dict.fromkeys(names, file)
-    (out / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2), "utf-8")
+    with ShardWriter(out) as writer:
+        for path, names in by_file.items():
+            handle = open_weights(path, "pt")
+            for name in names:
+                tensor, scheme = handle.get_tensor(name), schemes.get(name.removesuffix(".weight"))
+                if scheme is None or not name.endswith(".weight"):
+                    writer.add({name: tensor})
+                else:
+                    parts = _tensors_of(quantize(tensor, scheme), scheme)
+                    writer.add({f"{name.removesuffix('.weight')}.{part}": own for part, own in parts.items()})
 
 
 def _tensors_of(stored: Quantized, scheme: str) -> dict[str, torch.Tensor]:

@@ -25,11 +25,15 @@ FAMILIES = {
     "request_output_tokens": "request_generation_tokens",
 }
 """vLLM's by ours, both without their prefix; a histogram's series follow its name."""
+_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info")
 _SERIES = re.compile(r"^foretoken_(\w+?)(_bucket|_sum|_count)?(?:\{(.*)\})? (\S+)$", re.M)
 
 
 def alias(text: str, model_names: Iterable[str]) -> str:
-    """The same series once more, as `vllm:NAME{model_name=...}`; what differs by method alone is summed, as one server has one there."""
+    """The same series once more, as `vllm:NAME{model_name=...}`; what differs by method alone is summed, as one server has one there.
+
+    With their types: what reads gauges takes a series without a type for none.
+    """
     model = next(iter(model_names)).replace("\\", "\\\\").replace('"', '\\"')
     sums: dict[tuple[str, str], float] = {}
     pages: dict[str, float] = {}
@@ -51,4 +55,14 @@ def alias(text: str, model_names: Iterable[str]) -> str:
     sums["prefix_cache_queries_total", own] = queries
     if pages.get("kv_pages"):
         sums["kv_cache_usage_perc", own] = pages.get("kv_pages_held", 0.0) / pages["kv_pages"]
-    return "".join(f"vllm:{name}{{{labels}}} {value!r}\n" for (name, labels), value in sorted(sums.items()))
+        size, count = (int(pages.get(name, 0)) for name in ("kv_page_tokens", "kv_pages"))
+        sums["cache_config_info", f'block_size="{size}",{own},num_gpu_blocks="{count}"'] = 1.0
+    lines, last = [], ""
+    for (name, labels), value in sorted(sums.items()):
+        family = re.sub("_(bucket|sum|count)$", "", name)
+        if family != last:
+            kind = "gauge" if name in _GAUGES else "counter" if name.endswith("_total") else "histogram"
+            lines.append(f"# TYPE vllm:{family} {kind}\n")
+            last = family
+        lines.append(f"vllm:{name}{{{labels}}} {value!r}\n")
+    return "".join(lines)

@@ -105,7 +105,8 @@ class Answer(Response):
         self._request_id = request_id
         self._head = {"id": self._form.id_prefix + request_id, "object": self._form.object, "created": int(time.time()), "model": model}
         self._started = time.perf_counter()
-        self._usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        self._usages: dict[int, dict[str, int]] = {}
+        """Of each choice, so far."""
         self._is_single = request.n == 1 and len(self._prompts) == 1
         self._speculation: dict[str, Any] | None = None
 
@@ -127,21 +128,33 @@ class Answer(Response):
                     if chunk.token_ids and choice not in first:
                         first[choice] = now = time.perf_counter()
                         self._metrics.time_to_first_token.observe(now - self._started)
+                    self._count(choice, chunk)
                     if chunk.finish_reason is not None:
                         self._end(chunk, first.get(choice))
                     yield choice, chunk
             except GenerateError as error:
                 raise from_server(error) from None
 
+    def _count(self, choice: int, chunk: Chunk) -> None:
+        """A choice's first chunk and its last one carry its usage; those between them, tokens."""
+        own = self._usages.setdefault(choice, dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens"), 0))
+        if chunk.usage is not None:
+            own.update(chunk.usage)
+        else:
+            own["completion_tokens"] += sum(source != "prompt" for source in chunk.sources)
+
+    @property
+    def _usage(self) -> dict[str, int]:
+        """Of the whole request, so far. A prompt's n completions share it."""
+        firsts = [own for choice, own in self._usages.items() if choice % self._request.n == 0]
+        total = {name: sum(own[name] for own in firsts) for name in ("prompt_tokens", "cached_tokens")}
+        return {**total, "completion_tokens": sum(own["completion_tokens"] for own in self._usages.values())}
+
     def _end(self, chunk: Chunk, first: float | None) -> None:
         """Books a choice's last chunk. Raises ApiError for an end that OpenAI's interface has no word for."""
         self._speculation = chunk.speculation
         usage = chunk.usage or {}
         count = usage.get("completion_tokens", 0)
-        self._usage["completion_tokens"] += count
-        if chunk.index == 0:  # a prompt's n completions share it
-            self._usage["prompt_tokens"] += usage.get("prompt_tokens", 0)
-            self._usage["cached_tokens"] += usage.get("cached_tokens", 0)
         if first is not None and count > 1:
             self._metrics.time_per_output_token.observe((time.perf_counter() - first) / (count - 1))
         self._metrics.count_tokens(usage if chunk.index == 0 else {"completion_tokens": count})
@@ -193,7 +206,8 @@ class Answer(Response):
         return {**self._head, "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
 
     def _part_event(self, part: dict[str, Any]) -> bytes:
-        usage = {"usage": None} if self._request.stream_options.include_usage else {}
+        options = self._request.stream_options
+        usage = {"usage": self._usage_body()} if options.continuous_usage_stats else {"usage": None} if options.include_usage else {}
         return _event({**self._head, "object": self._form.chunk_object, **usage, "choices": [part]})
 
     def _last_events(self) -> bytes:

@@ -25,7 +25,8 @@ from client.gateway.fleet import Fleet, is_fleet, split_addresses
 from client.gateway.forms import show
 from client.gateway.metrics import CONTENT_TYPE, Metrics
 from client.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from client.gateway.responses import ResponsesAnswer, ResponsesRequest
+from client.gateway.response_answer import ResponsesAnswer
+from client.gateway.responses import ResponsesRequest
 from client.gateway.upstream import Servers, Upstream
 from client.loopback import open_url
 from client.messages import DEFAULT_GRPC_URL, GenerateError
@@ -34,9 +35,13 @@ PAGE = Path(__file__).parent / "page"
 ANY_MODEL = "default"
 """What PaddleNLP's and FastDeploy's examples call the model."""
 DESCRIBE_SECONDS = 2.0
-DESCRIBED = ("max_model_len", "method", "methods", "num_speculative_tokens", "has_chat_template", "sampling_defaults")
+DESCRIBED = ("max_model_len", "method", "methods", "num_speculative_tokens", "has_chat_template", "is_bundled", "sampling_defaults")
 """Of a model, in the list of models."""
-PAGE_HEADERS = {"content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'", "x-content-type-options": "nosniff"}
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # a browser asks whether it has the newest: parts of two versions do not work together
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,15 @@ class Settings:
     @property
     def model_names(self) -> tuple[str, ...]:
         return (self.served_model_name,) if isinstance(self.served_model_name, str) else self.served_model_name
+
+
+class PageFiles(StaticFiles):
+    """The page's scripts and styles."""
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(PAGE_HEADERS)
+        return response
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -174,7 +188,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def page() -> Response:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
-    app.mount("/page", StaticFiles(directory=PAGE))
+    app.mount("/page", PageFiles(directory=PAGE))
     return app
 
 

@@ -56,8 +56,7 @@ RENAMED = {"include_stop_str_in_output": "include_stop"}
 def drop_no_ops(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """A body without them. own: the fields of the request."""
     found = {RENAMED.get(key, key) if RENAMED.get(key) not in values else key: value for key, value in values.items()}
-    count = found.get("n", 1)
-    if found.get("best_of") == count and not isinstance(found.get("best_of"), bool):
+    if "best_of" in found and found["best_of"] == (found.get("n") or 1) and not isinstance(found["best_of"], bool):
         del found["best_of"]
     return {key: value for key, value in found.items() if key in own or key not in NO_OPS or not NO_OPS[key][0](value)}
 

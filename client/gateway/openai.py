@@ -47,7 +47,7 @@ class Prediction(Strict):
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """Accepted: usage comes with the last part, with which it is known."""
+    """Usage so far in every part."""
     include_obfuscation: bool = False
     """Accepted; there is none."""
 

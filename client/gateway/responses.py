@@ -1,55 +1,124 @@
-"""OpenAI's /v1/responses: text in, text out, whole or as its events. Nothing is stored, so there is nothing to go on from."""
+"""Requests to OpenAI's /v1/responses, as chats. Nothing is stored, so there is nothing to go on from: the whole conversation comes with each."""
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from client.gateway.answers import Answer
-from client.gateway.metrics import Metrics
 from client.gateway.no_ops import ANY, one_of
-from client.gateway.openai import ChatRequest, Int32, Message, Strict, Text
-from client.gateway.upstream import Servers
+from client.gateway.openai import ChatRequest, Int32, Strict, Text
+from client.gateway.structured import JsonSchema, ObjectFormat, SchemaFormat, TextFormat
 
 _NO_OPS = {
-    "background": one_of(False), "include": one_of([]), "max_tool_calls": ANY, "parallel_tool_calls": ANY, "prompt_cache_key": ANY,
+    "background": one_of(False), "include": one_of([], ["reasoning.encrypted_content"]), "max_tool_calls": ANY, "prompt_cache_key": ANY,
     "prompt_cache_retention": ANY, "safety_identifier": ANY, "service_tier": one_of("auto", "default"), "store": ANY,
-    "stream_options": ANY, "text": one_of({}, {"format": {"type": "text"}}), "tool_choice": one_of("auto", "none"), "tools": one_of([]),
-    "top_logprobs": one_of(0), "truncation": one_of("disabled"), "user": ANY, "reasoning": one_of({}),
+    "stream_options": one_of({}, {"include_obfuscation": False}, {"include_obfuscation": True}), "top_logprobs": one_of(0),
+    "truncation": one_of("disabled"), "user": ANY, "reasoning": one_of({}),
 }  # fmt: skip
-"""What asks for nothing, by name; other values are errors that name it."""
+"""What asks for nothing, by name; other values are errors that name it. What was thought is in the answer as it is, encrypted nowhere."""
 
 
 class ContentPart(Strict):
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
 
-class InputItem(Strict):
+Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
+def join(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class MessageItem(Strict):
     """A message of a conversation, a former answer's among them."""
 
     type: Literal["message"] = "message"
     role: Text
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+    content: Content
     id: str | None = None
     status: str | None = None
     phase: str | None = None
 
 
+class CallItem(Strict):
+    """A call that a former answer made."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class OutputItem(Strict):
+    """What a call brought."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningItem(Strict):
+    """What was thought before a former answer."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[ContentPart] = []
+    content: list[ContentPart] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+Item = Annotated[MessageItem | CallItem | OutputItem | ReasoningItem, Field(discriminator="type")]
+
+
+class FunctionTool(Strict):
+    """With `strict` what of the schema cannot be enforced is an error; left out it means false."""
+
+    type: Literal["function"]
+    name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: Text
+
+
+class NamedSchema(JsonSchema):
+    """As /v1/chat/completions has it, but in one object."""
+
+    type: Literal["json_schema"]
+
+
+class TextConfig(Strict):
+    format: Annotated[TextFormat | ObjectFormat | NamedSchema, Field(discriminator="type")] = TextFormat(type="text")
+    verbosity: Literal["medium"] | None = None
+
+
 class ResponsesRequest(Strict):
     """POST /v1/responses."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     model: str | None = None
     max_output_tokens: Int32 | None = None
     temperature: float | None = None
     top_p: float | None = None
+    text: TextConfig = TextConfig()
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
     stream: bool = False
     metadata: dict[str, Any] | None = None
     speculative: dict[str, Any] | None = None
@@ -59,138 +128,74 @@ class ResponsesRequest(Strict):
     def _drop_no_ops(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {k: v for k, v in values.items() if k in cls.model_fields or k not in _NO_OPS or not _NO_OPS[k](v)}
+        found = {k: v for k, v in values.items() if k in cls.model_fields or k not in _NO_OPS or not _NO_OPS[k](v)}
+        if isinstance(items := found.get("input"), list):  # messages may leave out that they are
+            found["input"] = [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
+        return found
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ResponsesRequest:
+        for key in ("metadata", "text", "tools"):
+            try:
+                orjson.dumps(getattr(self, key), default=lambda value: value.model_dump())
+            except TypeError as error:  # half a surrogate pair, an integer beyond 64 bits, depth
+                raise ValueError(f"{key} cannot be given back with the answer: {error}") from None
+        self.as_chat()
+        return self
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat; the instructions come first, as the system's message."""
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        """The same as a chat; the instructions come first, as the system's message. Raises ValueError."""
+        values: dict[str, Any] = {"messages": self._messages()}
+        if not values["messages"]:
+            raise ValueError("input has no message: reasoning alone is none")
+        if self.tools:
+            values["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
+            values["parallel_tool_calls"] = self.parallel_tool_calls
+        choice = self.tool_choice
+        if self.tools or choice not in ("none", "auto"):
+            values["tool_choice"] = choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+        own = self.text.format
+        if isinstance(own, NamedSchema):
+            values["response_format"] = SchemaFormat.model_construct(type="json_schema", json_schema=own)
+        elif isinstance(own, ObjectFormat):
+            values["response_format"] = own
+        try:
+            return ChatRequest(
+                max_completion_tokens=self.max_output_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                stream=self.stream,
+                speculative=self.speculative,
+                **values,
+            )
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """What an answer consists of, thoughts, text and calls, is one message of the assistant's."""
+        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            for item in self.input:
-                text = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
-                messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
-        return ChatRequest(
-            messages=[Message(**m) for m in messages],
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            stream=self.stream,
-            speculative=self.speculative,
-        )
-
-
-class ResponsesAnswer(Answer):
-    """One message of one text, as a response."""
-
-    _closing = b""
-
-    def __init__(self, upstream: Servers, metrics: Metrics, model: str, request_id: str, request: ResponsesRequest) -> None:
-        super().__init__(upstream, metrics, model, request_id, request.as_chat())
-        self._asked = request
-        self._message_id = f"msg_{request_id}"
-        self._text = ""
-        self._number = 0
-        self._is_open = False
-        self._finish_reason: str | None = None
-
-    # -- objects ------------------------------------------------------------------------------------------------------
-
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
-
-    def _message(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [self._part()]
-        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _response(self, status: str) -> dict[str, Any]:
-        asked, is_over = self._asked, status != "in_progress"
-        usage = self._usage
-        body: dict[str, Any] = {
-            "id": f"resp_{self._request_id}",
-            "object": "response",
-            "created_at": self._head["created"],
-            "status": status,
-            "model": self._head["model"],
-            "output": [self._message(status)] if is_over and status != "failed" else [],
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "parallel_tool_calls": False,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
-            "top_p": asked.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
-        if is_over and status != "failed":
-            body["completed_at"] = int(time.time())
-            body["usage"] = {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": usage["cached_tokens"]},
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["prompt_tokens"] + usage["completion_tokens"],
-            }
-            body |= self._metrics_body()
-        return body
-
-    @property
-    def _status(self) -> str:
-        return "incomplete" if self._finish_reason == "length" else "completed"
-
-    # -- what Answer asks for -----------------------------------------------------------------------------------------
-
-    def _whole_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        self._text = choices[0]["message"]["content"] or ""
-        self._finish_reason = choices[0]["finish_reason"]
-        return self._response(self._status)
-
-    def _event(self, kind: str, **values: Any) -> bytes:
-        data = orjson.dumps({"type": kind, "sequence_number": self._number, **values})
-        self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": 0, "content_index": 0}
-
-    def _first_events(self) -> bytes:
-        self._is_open = True
-        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return b"".join(
-            [
-                self._event("response.created", response=self._response("in_progress")),
-                self._event("response.in_progress", response=self._response("in_progress")),
-                self._event("response.output_item.added", output_index=0, item=self._message("in_progress")),
-                self._event("response.content_part.added", **self._place(), part=empty),
-            ]
-        )
-
-    def _part_event(self, part: dict[str, Any]) -> bytes:
-        text = part["delta"].get("content") or ""
-        self._text += text
-        self._finish_reason = part["finish_reason"] or self._finish_reason
-        data = b"" if self._is_open else self._first_events()
-        return data + self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[]) if text else data
-
-    def _last_events(self) -> bytes:
-        data = b"" if self._is_open else self._first_events()
-        status = self._status
-        return data + b"".join(
-            [
-                self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
-                self._event("response.content_part.done", **self._place(), part=self._part()),
-                self._event("response.output_item.done", output_index=0, item=self._message(status)),
-                self._event(f"response.{status}", response=self._response(status)),
-            ]
-        )
-
-    def _error_event(self, code: str | None, message: str, body: dict[str, Any]) -> bytes:
-        failed = {**self._response("failed"), "error": {"code": "server_error", "message": message}}
-        return self._event("response.failed", response=failed)
+            return [*messages, {"role": "user", "content": self.input}]
+        answer: dict[str, Any] = {}
+        for item in [*self.input, None]:
+            if isinstance(item, ReasoningItem):
+                if thought := join(item.content or item.summary):
+                    answer["reasoning_content"] = answer.get("reasoning_content", "") + thought
+                continue
+            if isinstance(item, CallItem):
+                call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+                answer.setdefault("tool_calls", []).append(call)
+                continue
+            if isinstance(item, MessageItem) and item.role == "assistant" and not answer.keys() & {"content", "tool_calls"}:
+                answer["content"] = join(item.content)
+                continue
+            if answer.keys() & {"content", "tool_calls"}:
+                messages.append({"role": "assistant", "content": None, **answer})
+            answer = {}
+            if isinstance(item, OutputItem):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": join(item.output)})
+            elif isinstance(item, MessageItem) and item.role == "assistant":
+                answer["content"] = join(item.content)
+            elif item is not None:
+                messages.append({"role": "system" if item.role == "developer" else item.role, "content": join(item.content)})
+        return messages

@@ -26,6 +26,8 @@ class TextFormat(Strict):
 
 class ObjectFormat(Strict):
     type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """Of llama.cpp's and Together's interface, which instructor's mode JSON_SCHEMA asks in."""
 
 
 class SchemaFormat(Strict):
@@ -63,7 +65,8 @@ class StructuredRequest(Strict):
     def form(self) -> dict[str, Any] | None:
         """decode's `structured_outputs`."""
         if isinstance(self.response_format, ObjectFormat):
-            return {"json_object": True}
+            schema = self.response_format.schema_
+            return {"json_object": True} if schema is None else {"json": schema, "is_lenient": True}
         if isinstance(self.response_format, SchemaFormat):
             own = self.response_format.json_schema
             return {"json": own.schema_, "is_lenient": not own.strict}

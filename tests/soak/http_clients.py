@@ -15,6 +15,7 @@ from client.messages import Chunk, collect, read_event
 from tests.soak import nonsense
 from tests.soak.book import ANSWER_SECONDS, Exchange, Hung, Lost, WrongAnswer
 from tests.soak.questions import Outcome, Question
+from tests.soak.wire import JSON_INPUTS
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 LONG = {"max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
@@ -67,7 +68,7 @@ class HttpClients:
         values = question.values(rng)
         verb = rng.choice(("generate_stream", "generate_stream", "generate"))
         values |= {"stream": verb == "generate_stream"}
-        body = {k: json.dumps(v) if k in ("speculative", "logit_bias") else v for k, v in values.items()}
+        body = {k: json.dumps(v) if k in JSON_INPUTS else v for k, v in values.items()}
         exchange.note((verb, body))
         chunks: list[Chunk] = []
         with self._post(self._http, f"/v2/models/decode/{verb}", json.dumps(body).encode(), exchange) as response:

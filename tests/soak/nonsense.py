@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tests.soak.wire import Tensor, pack
+from tests.soak.wire import JSON_INPUTS, Tensor, pack
 
 VOCABULARY = 4096
 CONTEXT = 2048
@@ -50,6 +50,36 @@ BAD_VALUES: dict[str, Callable[[random.Random], Values]] = {
     "speculative method": lambda r: {"speculative": {"method": r.choice(("best", 3, [], {"a": 1}, "m" * 5000))}},
     "speculative count": lambda r: {"speculative": {"num_speculative_tokens": r.choice((-1, 17, 2.5, True, "3", None, 10**30))}},
     "speculative strategy": lambda r: {"speculative": {"verify_strategy": r.choice(("", "target", 1, None))}},
+    "forms": lambda r: {
+        "structured_outputs": r.choice(
+            (
+                {},
+                [],
+                {"regex": "("},
+                {"regex": "a" * r.randint(100_000, 300_000)},
+                {"json": {"type": "thing"}},
+                {"json": {"$ref": "#/nowhere"}},
+                {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "regex": "a"},
+                {"choice": []},
+                {"choice": [3]},
+                {"grammar": "start: nothing"},
+                {"grammar": "start: start"},
+                {"json": "{" * 100},
+                {"Json": {}},
+                {"json": {"enum": []}},
+                _deep(4000),
+            )
+        )
+    },
+    "a prediction": lambda r: {
+        "speculative": {"prediction": r.choice((5, [1, -1], [VOCABULARY], [True], "a" * 200_000, [1] * 5000, {"a": 1}, HALF))}
+    },
+    "tools": lambda r: {
+        "text_input": None,
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": r.choice(({"a": 1}, "x", [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}], [1], _deep(2000))),
+    },
+    "a choice without tools": lambda r: {"tool_choice": r.choice(("required", {"type": "function"}))},
     "empty prompt": lambda r: {"text_input": ""},
     "half a pair in the prompt": lambda r: {"text_input": f"def {HALF}"},
     "long prompt": lambda r: {"text_input": r.choice(("é", "a b ", "\n")) * r.randint(CONTEXT * 8, CONTEXT * 70)},
@@ -122,7 +152,7 @@ def break_tensors(rng: random.Random) -> tuple[str, str, list[Tensor], str]:
 def to_json(values: Values, rng: random.Random) -> bytes:
     """Inputs as a body of Triton's generate extension or of the gateway, with some things that only JSON can say."""
     values = dict(values)
-    for name in ("logit_bias", "speculative", "messages"):
+    for name in JSON_INPUTS:
         if name in values and not isinstance(values[name], str):
             values[name] = json.dumps(values[name])
     if rng.random() < 0.3:
@@ -135,7 +165,7 @@ def to_openai(values: Values, rng: random.Random) -> tuple[str, bytes, bool]:
     """Path, body, and whether something was changed beyond the values."""
     names = {"text_input": "prompt", "input_ids": "prompt"}
     body: dict[str, Any] = {names.get(k, k): v for k, v in values.items()}
-    for name in ("logit_bias", "speculative", "messages"):
+    for name in JSON_INPUTS:
         if isinstance(body.get(name), str):
             with contextlib.suppress(ValueError, RecursionError):
                 body[name] = json.loads(body[name])

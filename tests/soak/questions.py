@@ -13,7 +13,13 @@ from training.heldout import read_heldout
 METHODS = ("none", "naive", "ngram", "mtp", "suffix")
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
 MAX_DRAFTS = 16
-NUM_QUESTIONS = 40
+NUM_QUESTIONS = 52
+FORM = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}, "is_open": {"type": "boolean"}},
+    "required": ["name", "size", "is_open"],
+    "additionalProperties": False,
+}
 _WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.0, "ignore_eos": True},
@@ -25,6 +31,9 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_p": 0.9, "n": 2},
     {"temperature": 0.7, "top_k": 20, "presence_penalty": 0.4},
     {"temperature": 1.2, "min_p": 0.05, "stop_token_ids": [13, 14]},
+    {"temperature": 0.0, "structured_outputs": {"regex": "[a-z_]{1,12} = [0-9]{1,6}(\\n[a-z_]{1,12} = [0-9]{1,6}){0,3}"}},
+    {"temperature": 0.9, "structured_outputs": {"json": FORM}},
+    {"temperature": 0.6, "structured_outputs": {"choice": ["return None", "return self", "raise ValueError"]}},
 )
 """How to sample. Those that are not greedy get a seed."""
 
@@ -44,7 +53,7 @@ class Question:
     def values(self, rng: random.Random) -> dict[str, Any]:
         """decode's inputs for it: each time another way to ask for the same."""
         prompt = {"text_input": self.prompt} if rng.random() < 0.7 else {"input_ids": self.token_ids}
-        return {**prompt, **self.way, **choose_speculation(rng, self.way["temperature"] == 0)}
+        return {**prompt, **self.way, **choose_speculation(rng, self.way["temperature"] == 0, self.answers[0][0])}
 
     def check(self, completions: dict[int, Outcome]) -> None:
         """Raises WrongAnswer."""
@@ -55,8 +64,8 @@ class Question:
         self.check({c.index: (c.text, tuple(c.token_ids), c.finish_reason) for c in completions})
 
 
-def choose_speculation(rng: random.Random, is_greedy: bool) -> dict[str, Any]:
-    """None of the choices changes an answer."""
+def choose_speculation(rng: random.Random, is_greedy: bool, answer: str) -> dict[str, Any]:
+    """None of the choices changes an answer: not even one that is predicted."""
     if rng.random() < 0.3:
         return {}
     choice: dict[str, Any] = {"method": rng.choice(METHODS)}
@@ -66,6 +75,8 @@ def choose_speculation(rng: random.Random, is_greedy: bool) -> dict[str, Any]:
         choice["verify_strategy"] = rng.choice(("target_match", "greedy")) if is_greedy else "target_match"
     if choice["method"] == "mtp" and rng.random() < 0.7:
         choice["mtp_strategy"] = rng.choice(MTP_STRATEGIES)
+    if choice["method"] in ("ngram", "suffix", "mtp") and choice.get("num_speculative_tokens") != 0 and rng.random() < 0.3:
+        choice["prediction"] = answer[rng.randrange(len(answer) + 1) :] + rng.choice(("", "self.", answer))
     return {"speculative": choice}
 
 

@@ -18,7 +18,7 @@ from client.loopback import without_proxy
 from client.messages import _NUMPY, _TYPES, CHANNEL_OPTIONS, Chunk, read_result
 from tests.soak.book import ANSWER_SECONDS, Hung, Lost
 
-JSON_INPUTS = ("logit_bias", "speculative", "messages")
+JSON_INPUTS = ("logit_bias", "speculative", "structured_outputs", "tools", "tool_choice", "messages")
 
 
 @dataclass

@@ -1,13 +1,15 @@
-// The page: one prompt, with speculation and without, side by side on the same seed.
+// The page: a prompt or a chat, with speculation and without, side by side on the same seed.
 
-import { drawBars, drawLine } from "./charts.js";
-import { Steps } from "./steps.js";
-import { stream } from "./stream.js";
+import { Answer } from "./answer.js";
+import { askHealth, askModel, explain } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { copyText } from "./copy.js";
+import { Pane } from "./pane.js";
+import { checkSettings, describe, offer, readSettings } from "./settings.js";
+import { asCurl, asPython } from "./snippets.js";
+import { Legend } from "./sources.js";
 
-const SHOWN_STEPS = 60;
-const VALUES = ["tokens", "perStep", "perSecond", "perToken", "first", "accepted", "reason"];
-const REASONS = { length: "the limit of tokens", stop: "the model's own end" };
-const SOURCES = new Set(["target", "mtp", "ngram", "suffix"]);
+const HEALTH_MS = 10_000;
 const EXAMPLE = `class Circle:
     """A circle of a radius."""
 
@@ -24,173 +26,258 @@ class Rectangle:
     """A rectangle of a width and a height."""
 
     def __init__(self, x, y, width, height):`;
+const EXAMPLE_TOKENS = 160;
+const EXAMPLE_SCHEMA = `{
+  "type": "object",
+  "properties": {
+    "colour": {"enum": ["red", "green", "blue"]},
+    "is_large": {"type": "boolean"}
+  },
+  "required": ["colour", "is_large"],
+  "additionalProperties": false
+}`;
 
 const at = (id) => document.getElementById(id);
-const form = at("form"), run = at("run"), stop = at("stop"), verdict = at("verdict");
+const main = document.querySelector("main"), form = at("form"), prompt = at("prompt"), verdict = at("verdict");
+const isPhone = matchMedia("(max-width: 44rem)");
+const legend = new Legend(at("sources"));
+const panes = { on: new Pane(at("on"), at("pane"), legend), off: new Pane(at("off"), at("pane"), legend) };
+const conversation = new Conversation(panes.on.output, copy);
+let model = {};
+let mode = "completion";
+let isChosen = false; // the mode, by who uses the page
 let hangUp = null; // an AbortController while something runs
+const typed = { chat: { text: "", tokens: "" }, completion: { text: EXAMPLE, tokens: EXAMPLE_TOKENS } };
 
-class Pane {
-  constructor(id) {
-    this.root = at(id);
-    this.root.append(at("pane").content.cloneNode(true));
-    this.output = this.root.querySelector(".output");
-    this.error = this.root.querySelector(".error");
-  }
+// -- what is sent --------------------------------------------------------------------------------------------------------------
 
-  set(name, text) {
-    this.root.querySelector(`[data-value=${name}]`).textContent = text;
-  }
+function makeRequest(text) {
+  const settings = { ...(model.id && { model: model.id }), ...readSettings(mode) };
+  if (mode === "completion") return { path: "/v1/completions", body: { ...settings, prompt: text } };
+  const call = conversation.openCall;
+  const next = call ? { role: "tool", tool_call_id: call.id, content: text } : { role: "user", content: text };
+  const messages = [...conversation.messages(at("system").value), ...(text ? [next] : [])];
+  return { path: "/v1/chat/completions", body: { ...settings, messages } };
+}
 
-  chart(name) {
-    return this.root.querySelector(`[data-chart=${name}]`);
-  }
+function showSnippet() {
+  if (!at("code").open) return;
+  const write = at("language").value === "curl" ? asCurl : asPython;
+  at("snippet").textContent = write(makeRequest(prompt.value), location.origin, Boolean(at("key").value));
+}
 
-  // Streams one completion; resolves to {text, perToken}, or to null when it failed or was stopped.
-  async run(body, key, signal) {
-    this.output.replaceChildren();
-    this.error.hidden = true;
-    this.root.classList.remove("done");
-    for (const name of VALUES) this.set(name, "–");
-    for (const name of ["steps", "positions", "times"]) this.chart(name).replaceChildren();
-    this.steps = new Steps(performance.now());
-    let text = "", statistics = null, reason = null;
-    try {
-      for await (const { choices } of stream(body, key, signal)) {
-        const [choice] = choices;
-        text += choice.text;
-        statistics = choice.speculation ?? statistics;
-        reason = choice.finish_reason ?? reason;
-        this.steps.add(choice.token_sources, performance.now());
-        this.append(choice.tokens, choice.token_sources);
-        this.draw();
-      }
-    } catch (error) {
-      if (signal.aborted) {
-        this.set("accepted", "stopped");
-      } else {
-        this.error.textContent = error.message;
-        this.error.hidden = false;
-      }
-      return null;
-    }
-    this.render();
-    this.set("accepted", statistics ? `${statistics.accepted} of ${statistics.drafted}` : "–");
-    this.set("reason", REASONS[reason] ?? reason ?? "–");
-    this.root.classList.add("done");
-    return { text, perToken: this.steps.perToken };
-  }
+// -- a run -----------------------------------------------------------------------------------------------------------------------
 
-  append(tokens, sources) {
-    const isAtEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 40;
-    tokens.forEach((token, i) => {
-      const span = document.createElement("span");
-      span.className = `token ${SOURCES.has(sources[i]) ? sources[i] : "target"}`;
-      span.title = sources[i];
-      span.textContent = token;
-      this.output.append(span);
-    });
-    if (isAtEnd) this.output.scrollTop = this.output.scrollHeight;
-  }
+// Both answers to one request. Resolves to their outcomes, with the answers themselves.
+async function answerBoth(request) {
+  const seed = request.body.seed ?? crypto.getRandomValues(new Uint32Array(1))[0] >>> 1; // both draw from the same
+  const body = { ...request.body, seed, return_tokens: true };
+  const { messages, prompt: _, return_tokens: __, ...settings } = body;
+  const plain = { num_speculative_tokens: 0 };
+  panes.on.reset(describe(settings));
+  panes.off.reset(at("compare").checked ? describe({ ...settings, speculative: plain }) : "");
+  panes.off.output.replaceChildren();
+  if (mode === "completion") panes.on.output.replaceChildren();
+  const answers = { on: messages ? conversation.open() : new Answer(panes.on.output), off: new Answer(panes.off.output) };
+  panes.on.output.scrollTop = panes.on.output.scrollHeight;
+  const { signal } = hangUp, key = at("key").value;
+  const runs = [panes.on.run(answers.on, { ...request, body }, key, signal)];
+  if (at("compare").checked) runs.push(panes.off.run(answers.off, { ...request, body: { ...body, speculative: plain } }, key, signal));
+  const [on, off] = await Promise.all(runs);
+  return { on: { ...on, answer: answers.on }, off: off && { ...off, answer: answers.off } };
+}
 
-  // At most once a frame, however fast the tokens come.
-  draw() {
-    this.frame ??= requestAnimationFrame(() => this.render());
-  }
+function setRunning(isRunning) {
+  at("run").disabled = isRunning;
+  at("stop").disabled = !isRunning;
+  showTurn();
+}
 
-  render() {
-    cancelAnimationFrame(this.frame);
-    this.frame = null;
-    const { steps } = this;
-    this.set("tokens", steps.numTokens);
-    this.set("perStep", steps.perStep.toFixed(2));
-    if (steps.times.length) {
-      this.set("perToken", steps.perToken.toFixed(1));
-      this.set("perSecond", (1000 / steps.perToken).toFixed(0));
-    }
-    if (steps.numTokens) this.set("first", (steps.first - steps.started).toFixed(0));
-    const lengths = steps.lengths.slice(-SHOWN_STEPS);
-    drawBars(this.chart("steps"), lengths, { kind: (length) => (length === 1 ? "target" : "") });
-    const shares = Array.from(steps.accepted, (count) => (count ?? 0) / Math.max(1, steps.numSteps));
-    drawBars(this.chart("positions"), shares, { max: 1, label: "100%", names: shares.map((_, i) => i + 1) });
-    const from = Math.max(0, steps.times.length - SHOWN_STEPS);
-    drawLine(this.chart("times"), steps.times.slice(from).map((_, i) => steps.recent(from + i + 1)));
+// What may be done next in the chat.
+function showTurn() {
+  const call = mode === "chat" ? conversation.openCall : undefined;
+  at("prompt-label").textContent = mode === "completion" ? "Prompt" : call ? `Result of ${call.function.name}` : "Message";
+  at("retry").disabled = Boolean(hangUp) || !conversation.canRetry;
+  at("clear").disabled = Boolean(hangUp) || conversation.isEmpty;
+  for (const choice of form.elements.mode) choice.disabled = Boolean(hangUp) || (choice.value === "chat" && !model.has_chat_template);
+  showSnippet();
+}
+
+async function run(request) {
+  hangUp = new AbortController();
+  at("error").textContent = "";
+  verdict.textContent = at("compare").checked ? "both run at once, in one batch" : "it runs";
+  setRunning(true);
+  if (isPhone.matches) at("answers").scrollIntoView();
+  const outcome = await answerBoth(request);
+  verdict.textContent = hangUp.signal.aborted ? "stopped" : judge(outcome);
+  showErrors(outcome);
+  hangUp = null;
+  return outcome.on;
+}
+
+function judge({ on, off }) {
+  if (on.error || off?.error) return "";
+  if (!off) return `done: ${panes.on.summary}`;
+  const same = on.answer.whole === off.answer.whole ? "same text" : "texts differ";
+  const ratio = off.perToken / on.perToken; // of one token there is no time between two
+  return Number.isFinite(ratio) ? `${same}, ${ratio.toFixed(2)} times as fast` : same;
+}
+
+// Each thing that went wrong once, though it went wrong for both.
+function showErrors({ on, off }) {
+  const errors = [on.error && `With speculation: ${explain(on.error)}`, off?.error && `Plain decoding: ${explain(off.error)}`].filter(Boolean);
+  const isShared = !off || (on.error && off.error && explain(on.error) === explain(off.error));
+  at("error").textContent = isShared && on.error ? explain(on.error) : errors.join(" ");
+  if ([on, off].some((outcome) => outcome?.error?.status === 401)) {
+    at("connection").open = true;
+    at("key").focus();
   }
 }
 
-const panes = { on: new Pane("on"), off: new Pane("off") };
+async function complete() {
+  await run(makeRequest(prompt.value));
+  setRunning(false);
+}
 
-function readForm() {
-  const speculative = {};
-  if (at("method").value) speculative.method = at("method").value;
-  if (at("drafts").value) speculative.num_speculative_tokens = Number(at("drafts").value);
-  const shared = {
-    prompt: at("prompt").value,
-    max_tokens: Number(at("max-tokens").value),
-    temperature: Number(at("temperature").value),
-    seed: Number(at("seed").value),
-    return_tokens: true,
-  };
-  return { on: Object.keys(speculative).length ? { ...shared, speculative } : shared, off: { ...shared, speculative: { num_speculative_tokens: 0 } } };
+// A turn. What got no answer goes back to where it was typed, so that the conversation is always one of questions and answers.
+async function say() {
+  const text = prompt.value;
+  conversation.say(text);
+  prompt.value = "";
+  if (conversation.openCall) return showTurn(); // of several calls each has its result
+  if (!(await turn())) {
+    conversation.take();
+    prompt.value ||= text;
+  }
+  setRunning(false);
+  if (!isPhone.matches) prompt.focus(); // there the answer would be scrolled away
+}
+
+async function retry() {
+  const last = conversation.take();
+  if (!(await turn())) conversation.putBack(last);
+  setRunning(false);
+}
+
+async function turn() {
+  const { answer, error } = await run(makeRequest(""));
+  const isKept = error === undefined || (error === null && !answer.isEmpty);
+  if (isKept) conversation.keep(answer, panes.on.summary + (error === null ? ", stopped" : ""));
+  else answer.root.remove();
+  return isKept;
 }
 
 async function start(event) {
   event?.preventDefault();
-  if (hangUp || !form.reportValidity()) return;
-  hangUp = new AbortController();
-  run.disabled = true;
-  stop.disabled = false;
-  verdict.textContent = "both run at once, in one batch";
-  const bodies = readForm(), key = at("key").value;
-  const [on, off] = await Promise.all([panes.on.run(bodies.on, key, hangUp.signal), panes.off.run(bodies.off, key, hangUp.signal)]);
-  verdict.textContent = hangUp.signal.aborted ? "stopped" : "";
-  if (on && off) {
-    const same = on.text === off.text ? "same text" : "texts differ";
-    const ratio = off.perToken / on.perToken; // of one token there is no time between two
-    verdict.textContent = Number.isFinite(ratio) ? `${same}, ${ratio.toFixed(2)} times as fast` : same;
-  }
-  hangUp = null;
-  run.disabled = false;
-  stop.disabled = true;
+  if (hangUp || !checkSettings(mode)) return;
+  await (mode === "chat" ? say() : complete());
 }
 
-// What is served: its name, and the methods that requests may choose.
-async function showModel(key) {
-  try {
-    const headers = key ? { authorization: `Bearer ${key}` } : {};
-    const response = await fetch("/v1/models", { headers });
-    const [model] = response.ok ? (await response.json()).data : [];
-    if (!model) return;
-    at("model").textContent = model.max_model_len ? `Model ${model.id}, ${model.max_model_len} tokens of context.` : `Model ${model.id}.`;
-    if (!model.methods) return;
-    const chosen = at("method").value;
-    const drafting = model.methods.filter((method) => method !== "none" && method !== "naive");
-    at("method").replaceChildren(new Option("default", ""), ...drafting.map((method) => new Option(method, method)));
-    at("method").value = drafting.includes(chosen) ? chosen : "";
-  } catch {
-    // The line below says that the gateway is not there.
+// -- what is shown ---------------------------------------------------------------------------------------------------------------
+
+// Where answers stand in the page is where they are read: on phones, and in chats, before what is typed.
+function arrange() {
+  const isFirst = mode === "chat" || isPhone.matches;
+  const answers = at("answers");
+  if (isFirst !== (main.firstElementChild === answers)) main[isFirst ? "prepend" : "append"](answers);
+}
+
+function setMode(next) {
+  if (next !== mode) {
+    typed[mode] = { text: prompt.value, tokens: form.elements.max_tokens.value };
+    mode = next;
+    prompt.value = typed[mode].text;
+    form.elements.max_tokens.value = typed[mode].tokens;
+    for (const pane of Object.values(panes)) {
+      pane.reset("");
+      pane.output.replaceChildren();
+    }
+    if (mode === "chat") conversation.turns.forEach((kept) => panes.on.output.append(kept.shown));
+    verdict.textContent = at("error").textContent = "";
   }
+  main.dataset.mode = form.elements.mode.value = mode;
+  const isChat = mode === "chat";
+  at("on-title").textContent = isChat ? "Conversation" : at("compare").checked ? "With speculation" : "Answer";
+  at("run").firstElementChild.textContent = isChat ? "Send" : "Run";
+  at("run").querySelector("kbd").textContent = isChat ? "↵" : "Ctrl ↵";
+  prompt.rows = isChat ? 3 : 9;
+  at("off").hidden = !at("compare").checked;
+  arrange();
+  showTurn();
+}
+
+// What is served: its name, whether it converses, and the methods that requests may choose.
+async function showModel() {
+  const found = await askModel(at("key").value);
+  if (!found) return;
+  model = found;
+  at("model").textContent = model.max_model_len ? `Model ${model.id}, ${model.max_model_len} tokens of context.` : `Model ${model.id}.`;
+  if (model.methods) legend.replace(["target", ...offer(model), "grammar"]);
+  const note = model.is_bundled ? "This is the bundled model: it completes code and does not converse." : "";
+  at("mode-note").textContent = model.has_chat_template === false ? "This model has no chat template, so there is no chat." : note;
+  if (!isChosen && !hangUp) setMode(model.has_chat_template && !model.is_bundled ? "chat" : "completion");
+  else if (!hangUp) setMode(mode);
 }
 
 async function showHealth() {
-  const shown = at("health");
-  try {
-    const response = await fetch("/health");
-    shown.textContent = response.ok ? "The server is ready." : `The server is not there: ${(await response.json()).error}`;
-    shown.className = response.ok ? "good" : "bad";
-  } catch {
-    shown.textContent = "The gateway is not there.";
-    shown.className = "bad";
-  }
+  const { isGood, text } = await askHealth();
+  const wasGood = at("health").className === "good";
+  at("health").textContent = text;
+  at("health").className = isGood ? "good" : "bad";
+  if (isGood && !wasGood) showModel(); // it may be another one
 }
 
-at("prompt").value = EXAMPLE;
+async function copy(button, text) {
+  verdict.textContent = (await copyText(text)) ? "copied" : "this browser lets no page copy here: select the text";
+  button.focus();
+}
+
+prompt.value = EXAMPLE;
+at("schema").value = EXAMPLE_SCHEMA;
+form.elements.max_tokens.value = EXAMPLE_TOKENS;
+for (const details of document.querySelectorAll(".more")) details.open = !isPhone.matches;
 form.addEventListener("submit", start);
-stop.addEventListener("click", () => hangUp?.abort());
+form.addEventListener("input", () => {
+  readSettings(mode);
+  showSnippet();
+});
+for (const choice of form.elements.mode) {
+  choice.addEventListener("change", () => {
+    isChosen = true;
+    setMode(choice.value);
+  });
+}
+at("compare").addEventListener("change", () => setMode(mode));
+at("stop").addEventListener("click", () => hangUp?.abort());
+at("retry").addEventListener("click", () => checkRetry());
+at("clear").addEventListener("click", () => {
+  conversation.clear();
+  panes.on.reset("");
+  panes.off.reset("");
+  panes.off.output.replaceChildren();
+  verdict.textContent = at("error").textContent = "";
+  showTurn();
+  prompt.focus();
+});
+at("copy-code").addEventListener("click", () => copy(at("copy-code"), at("snippet").textContent));
+for (const pane of Object.values(panes)) pane.copy.addEventListener("click", () => copy(pane.copy, pane.answer.whole));
+at("code").addEventListener("toggle", showSnippet);
+at("key").addEventListener("change", showModel);
+isPhone.addEventListener("change", arrange);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") hangUp?.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) start(event);
+  if (event.key !== "Enter" || event.isComposing) return;
+  const isSent = event.ctrlKey || event.metaKey || (mode === "chat" && event.target === prompt && !event.shiftKey);
+  if (isSent) start(event);
 });
-at("key").addEventListener("change", () => showModel(at("key").value));
-showModel("");
+setMode(mode);
 showHealth();
-setInterval(showHealth, 10_000);
+setInterval(showHealth, HEALTH_MS);
+
+function checkRetry() {
+  prompt.required = false; // nothing has to be typed
+  const isGood = checkSettings(mode);
+  prompt.required = true;
+  if (!hangUp && isGood) retry();
+}

@@ -1,0 +1,134 @@
+"""Where a model comes from: a folder, a GGUF file that is converted once, or a name on the Hugging Face hub. No torch before a conversion.
+
+A path that exists is never taken for a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend.errors import ConfigError, ModelError
+from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, sample_bytes
+
+GGUF_SUFFIX = ".gguf"
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+"""A repository's on the hub."""
+FILES = ("*.json", "*.jinja", "tokenizer.model")
+"""Of a repository, what a model is served from, beside its weights."""
+FORMAT = 1
+"""Of converted folders: another number, and files are converted anew."""
+BRANCHES = ("main", "master")
+
+Convert = Callable[[Path, Path], None]
+"""Writes the folder of a GGUF file."""
+
+
+def cache_directory() -> Path:
+    """What can be made again at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+
+
+def convert_here(path: Path, out: Path) -> None:
+    """In this process."""
+    from backend.models.gguf_folder import write_folder
+
+    write_folder(path, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """How names on the hub and GGUF files are brought here."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a name; None: its main branch."""
+    download_dir: str | None = None
+    """Of the hub's cache; None: where its package keeps it."""
+    has_weights: bool = True
+    """False where they are made up."""
+    convert: Convert = convert_here
+
+
+def find_model(model: str | Path, source: Source | None = None) -> Path:
+    """The folder of a model, absolute: itself, or the one that a GGUF file or a hub's name became.
+
+    Raises ModelError for what is not there or not readable, ConfigError for a package that is needed and missing.
+    """
+    source = source or Source()
+    path = Path(model).expanduser()
+    is_path = path.exists() or str(model).startswith(("/", "./", "../", "~"))
+    if is_path and source.revision not in (None, *BRANCHES):
+        raise ConfigError(f"revision {source.revision!r:.80} is of a name on the hub; {model} is a path")
+    if path.is_dir():
+        return path.resolve()
+    if path.suffix == GGUF_SUFFIX and (is_path or not NAME.fullmatch(str(model))):
+        check_regular(path)
+        return find_converted(path.resolve(), source.convert)
+    if path.exists():
+        raise ModelError(f"{model} is no model folder: name a folder with config.json, a GGUF file ({GGUF_SUFFIX}), or a name on the hub (ORG/NAME)")
+    if is_path or not NAME.fullmatch(str(model)):
+        raise ModelError(f"model folder {model} does not exist, nor is it a name on the hub (ORG/NAME)")
+    return download(str(model), source)
+
+
+def download(name: str, source: Source) -> Path:
+    """A repository's files, those that are not in the hub's cache yet. Raises ModelError, and ConfigError without `huggingface_hub`."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"{name} is no folder here; to download it by its name on the hub: pip install 'foretoken-triton[hub]'; or download it into a folder"
+        ) from None
+
+    def fetch(*patterns: str) -> Path:
+        return Path(snapshot_download(name, revision=source.revision, cache_dir=source.download_dir, allow_patterns=[*FILES, *patterns]))
+
+    try:
+        if not source.has_weights:
+            return fetch().resolve()
+        folder = fetch("*.safetensors")
+        return (folder if any(folder.glob("*.safetensors")) else fetch(*PICKLED_FILES)).resolve()
+    except Exception as error:  # of the package, of its HTTP library, of the disk: many kinds
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        where = f" at revision {source.revision}" if source.revision else ""
+        raise ModelError(
+            f"{name} is no folder here, and could not be downloaded{where}: {lines[0]:.300}; without a network, name a folder that has it"
+        ) from None
+
+
+def find_converted(path: Path, convert: Convert = convert_here) -> Path:
+    """The folder that a GGUF file was converted to, converted now if it was not yet. Raises what `convert` raises."""
+    digest = hashlib.blake2b(f"{FORMAT} {path.name}".encode(), digest_size=8)
+    for piece in sample_bytes(path, SAMPLES, SAMPLE_BYTES):
+        digest.update(piece)
+    models = cache_directory() / "models"
+    folder = models / f"{path.stem}-{digest.hexdigest()}"
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{models} cannot be made, where converted models are kept: {error.strerror}; set XDG_CACHE_HOME") from None
+    with _locked(folder.with_suffix(folder.suffix + ".lock")):
+        if not folder.is_dir():
+            begun = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(begun, ignore_errors=True)  # of a conversion that was ended
+            try:
+                convert(path, begun)
+                begun.rename(folder)
+            finally:
+                shutil.rmtree(begun, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Two servers that start at once convert a file once."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,123 @@
+"""Reads GGUF files, of one part or split, with the package `gguf`: metadata, and tensors as plain numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from backend.errors import ConfigError, ModelError
+from backend.model_files import check_regular
+
+if TYPE_CHECKING:
+    import gguf
+
+SUFFIX = ".gguf"
+SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+MAX_FLOAT16 = 65504.0
+
+
+def import_gguf() -> Any:
+    """The package. Raises ConfigError where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError("GGUF files are read by the package gguf, which is not installed: pip install 'foretoken-triton[gguf]'") from None
+    return gguf
+
+
+class GgufFile:
+    """A file's values by key, and its tensors by name. Tensors are read when asked for; the file is mapped, not loaded."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError for what is no GGUF file, truncated, or lacks a part; ConfigError without the package."""
+        self._gguf = import_gguf()
+        self.path = path
+        self.values: Mapping[str, Any] = {}
+        self._tensors: dict[str, tuple[Path, gguf.ReaderTensor]] = {}
+        for number, part in enumerate(self._find_parts(path)):
+            reader = self._open(part)
+            if number == 0:
+                self.values = {key: self._read_value(part, key, field) for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+            for tensor in reader.tensors:
+                if tensor.name in self._tensors:
+                    raise ModelError(f"{part}: tensor {tensor.name} is in {self._tensors[tensor.name][0]} too")
+                self._tensors[tensor.name] = part, tensor
+
+    @staticmethod
+    def _find_parts(path: Path) -> list[Path]:
+        check_regular(path)
+        found = SPLIT.search(path.name)
+        if found is None:
+            return [path]
+        count = int(found[2])
+        parts = [path.with_name(f"{path.name[: found.start()]}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
+        if missing := [part.name for part in parts if not part.is_file()]:
+            raise ModelError(f"{path} is one of {count} parts; missing beside it: {', '.join(missing[:5])}")
+        return parts
+
+    def _open(self, path: Path) -> gguf.GGUFReader:
+        check_regular(path)
+        try:
+            return self._gguf.GGUFReader(path)
+        except Exception as error:  # a damaged file makes the package raise many kinds
+            reason = str(error) or type(error).__name__
+            raise ModelError(f"{path} cannot be read as a GGUF file (truncated download?): {reason:.200}") from None
+
+    @staticmethod
+    def _read_value(path: Path, key: str, field: gguf.ReaderField) -> Any:
+        try:
+            value = field.contents()
+            return shortest(value) if field.types[-1].name == "FLOAT32" else value
+        except (ValueError, IndexError, TypeError) as error:
+            raise ModelError(f"{path}: {key} cannot be read: {error}") from None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, the slowest dimension first."""
+        return {name: _shape(tensor) for name, (_, tensor) in self._tensors.items()}
+
+    def kind(self, name: str) -> str:
+        """How a tensor's numbers are stored: F32, F16, BF16, Q4_K and so on."""
+        return self._tensors[name][1].tensor_type.name
+
+    def read(self, name: str, shape: tuple[int, ...], index: int | None = None) -> torch.Tensor:
+        """A tensor's numbers in float32, or of a stack of tensors one. Raises ModelError unless it is there, known and of `shape`.
+
+        A dimension of 1 may be left out.
+        """
+        if name not in self._tensors:
+            raise ModelError(f"{self.path}: tensor {name} is missing")
+        path, tensor = self._tensors[name]
+        found = _shape(tensor) if index is None else _shape(tensor)[1:]
+        if [n for n in found if n != 1] != [n for n in shape if n != 1] or (index is not None and index >= _shape(tensor)[0]):
+            number = "" if index is None else f", of which number {index} is asked for"
+            raise ModelError(f"{path}: tensor {name} has shape {_shape(tensor)}{number}; the metadata make it {shape}")
+        try:
+            data = tensor.data if index is None else tensor.data[index]
+            numbers = self._gguf.quants.dequantize(data, tensor.tensor_type)
+        except NotImplementedError:
+            raise ModelError(f"{path}: tensor {name} is stored as {tensor.tensor_type.name}, which the package gguf does not expand") from None
+        return torch.from_numpy(numbers.copy()).reshape(shape)
+
+
+def shortest(value: Any) -> Any:
+    """Float32 numbers as who wrote them would: 1e-5, not 9.99999975e-06."""
+    return [shortest(own) for own in value] if isinstance(value, list) else float(str(np.float32(value)))
+
+
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(tensor.shape.tolist()))
+
+
+def stored_dtype(kind: str, numbers: torch.Tensor) -> torch.dtype:
+    """What a tensor is written in: as it is, or in the 16 bits that keep more of numbers that were in fewer."""
+    if kind == "BF16":
+        return torch.bfloat16
+    if kind in ("F32", "F64") or numbers.dim() < 2:
+        return torch.float32
+    return torch.float16 if bool(numbers.abs().max() <= MAX_FLOAT16) else torch.bfloat16

@@ -1,0 +1,237 @@
+"""Writes a Hugging Face folder of a GGUF file: `foretoken convert`, and what `--model FILE.gguf` does once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from backend.errors import ModelError
+from backend.models.families import ARCHITECTURES, DRAFTERS
+from backend.models.families.gguf import GGUF_ARCHITECTURES, GgufModel, Metadata
+from backend.models.gguf_file import GgufFile, shortest, stored_dtype
+from backend.models.shards import ShardWriter, check_new
+from backend.models.spec import DecoderSpec, Shapes, WeightList
+from backend.models.values import Values
+from backend.vocabularies import CONTROL, NORMAL, PRE_TOKENIZERS, Vocabulary, byte_level_tokenizer, sentencepiece_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+UNREAD = re.compile(r"^(rope_freqs|rope_factors_(short|long))\.weight$|\.attn_rot_embd\.weight$")
+"""Tables of rotary embeddings, which config.json says."""
+EXPERT = re.compile(r"(\.experts)\.(\d+)\.")
+ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|user|>", "<|observation|>")
+"""Tokens that end a turn in the families' templates: most files name one end alone."""
+MAX_TOKENS = 2**22
+
+
+def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
+    """The model of the GGUF file `path`, in the new folder `out`.
+
+    dtype: of its weights; auto: as they are in the file, and 16 bits for those in fewer. Raises ModelError for what is missing, damaged or not
+    supported, by the names of the file; ConfigError without the package `gguf`, or for a folder that is not empty.
+    """
+    check_new(out)
+    file = GgufFile(path)
+    model, shapes = _read_model(file), file.shapes
+    config, spec = model.config, _read_spec(file, model)
+    tokenizer, settings, ends = _read_tokenizer(file, spec.vocab_size)
+    config = config | {"bos_token_id": _token(file, "bos", spec.vocab_size), "eos_token_id": ends}
+    weights = _Weights(file, model, spec)
+    wanted = weights.list()
+    if unused := [name for name in shapes if name not in weights.used and not UNREAD.search(name)]:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise ModelError(f"{path}: tensor {', '.join(unused[:5])}{more} would not be used: the metadata are those of another model")
+    out.mkdir(parents=True, exist_ok=True)
+    kinds: list[str] = []
+    with ShardWriter(out) as writer:
+        for name, shape in tqdm(wanted.items(), desc=f"Converting {path.name}", unit="tensor"):
+            numbers, kind = weights.read(name, shape)
+            own = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
+            kinds += [kind] * (len(shape) == 2)
+            writer.add({name: numbers.to(own)})
+    _write(out / "config.json", {"dtype": _model_dtype(kinds) if dtype == "auto" else dtype} | config)
+    _write(out / "generation_config.json", _generation(file, config))
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
+    _write(out / "tokenizer_config.json", settings)
+
+
+def read_file(path: Path) -> tuple[GgufFile, dict[str, Any], DecoderSpec]:
+    """A file, what config.json would say of it, and what its model is made of. Raises ModelError, ConfigError."""
+    file = GgufFile(path)
+    model = _read_model(file)
+    return file, model.config, _read_spec(file, model)
+
+
+def _read_spec(file: GgufFile, model: GgufModel) -> DecoderSpec:
+    return ARCHITECTURES[model.config["architectures"][0]](Values(model.config, str(file.path)))
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _model_dtype(kinds: list[str]) -> str:
+    """What a model of weights in these forms computes in on a GPU."""
+    same = set(kinds)
+    return "float32" if same == {"F32"} else "float16" if same <= {"F16", "F32"} else "bfloat16"
+
+
+# -- metadata -----------------------------------------------------------------------------------------------------------------------
+
+
+def _read_model(file: GgufFile) -> GgufModel:
+    name = file.values.get("general.architecture")
+    if name not in GGUF_ARCHITECTURES:
+        raise ModelError(f"{file.path}: general.architecture {name!r:.40} is not supported; known: {', '.join(GGUF_ARCHITECTURES)}")
+    own = {key.removeprefix(f"{name}."): value for key, value in file.values.items() if key.startswith(f"{name}.")}
+    shapes, factors = file.shapes, {}
+    for part in FACTORS:
+        if (tensor := f"{part}.weight") in shapes:
+            factors[part] = tuple(shortest(file.read(tensor, shapes[tensor]).flatten().tolist()))
+    return GGUF_ARCHITECTURES[name](Metadata(Values(own, f"{file.path}: {name}"), shapes, factors))
+
+
+def _token(file: GgufFile, kind: str, vocab_size: int) -> int | None:
+    """The id of bos, eos and so on. Raises ModelError for one that there is no such token for."""
+    key = f"tokenizer.ggml.{kind}_token_id"
+    value = file.values.get(key)
+    if value is not None and (not isinstance(value, int) or not 0 <= value < vocab_size):
+        raise ModelError(f"{file.path}: {key} is {value!r:.40}; it must be from 0 to {vocab_size - 1}")
+    return value
+
+
+def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What generation_config.json says; a file may recommend how to sample."""
+    names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+    own = {name: value for key, name in names.items() if isinstance(value := file.values.get(f"general.sampling.{key}"), int | float)}
+    return {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"], **({"do_sample": True} if own else {}), **own}
+
+
+# -- tokenizer ----------------------------------------------------------------------------------------------------------------------
+
+
+def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    """tokenizer.json, tokenizer_config.json, and the tokens that end a text. Raises ModelError."""
+    tokens = _list(file, "tokens", str)
+    if tokens is None:
+        raise ModelError(f"{file.path} has no tokenizer.ggml.tokens: a model is served with its tokenizer")
+    if len(tokens) > vocab_size:
+        raise ModelError(f"{file.path}: tokenizer.ggml.tokens has {len(tokens)} tokens; the embedding has {vocab_size}")
+    kinds = _list(file, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
+    vocabulary = Vocabulary(tokens, kinds, str(file.path))
+    names = {
+        f"{kind}_token": _token(file, own, len(tokens)) for kind, own in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    kind, pre = file.values.get("tokenizer.ggml.model"), file.values.get("tokenizer.ggml.pre", "gpt-2")
+    has_bos = kind == "llama" or (pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].has_bos)
+    before, after = (
+        names[name] if file.values.get(f"tokenizer.ggml.add_{name}", default) else None
+        for name, default in (("bos_token", has_bos), ("eos_token", False))
+    )
+    if kind == "gpt2":
+        merges = _list(file, "merges", str)
+        if merges is None:
+            raise ModelError(f"{file.path} has no tokenizer.ggml.merges")
+        tokenizer = byte_level_tokenizer(vocabulary, merges, pre, before=before, after=after)
+    elif kind == "llama":
+        scores = _list(file, "scores", float, len(tokens))
+        if scores is None:
+            raise ModelError(f"{file.path} has no tokenizer.ggml.scores")
+        has_prefix = file.values.get("tokenizer.ggml.add_space_prefix", True)
+        tokenizer = sentencepiece_tokenizer(vocabulary, scores, has_space_prefix=bool(has_prefix), before=before, after=after)
+    else:
+        raise ModelError(f"{file.path}: tokenizer.ggml.model {kind!r:.40} is not supported; known: gpt2, llama")
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: tokens[number] for name, number in names.items() if number is not None},
+        "clean_up_tokenization_spaces": False,
+        "chat_template": file.values.get("tokenizer.chat_template"),
+    }
+    ends = [_token(file, own, len(tokens)) for own in ("eos", "eot", "eom")]
+    ends += [number for number, (token, own) in enumerate(zip(tokens, kinds)) if own == CONTROL and token in ENDS]
+    return tokenizer, settings, list(dict.fromkeys(number for number in ends if number is not None))
+
+
+def _list(file: GgufFile, key: str, kind: type, length: int | None = None) -> list[Any] | None:
+    """A list of the tokenizer's. Raises ModelError for one of other things, or of another length."""
+    key = f"tokenizer.ggml.{key}"
+    found = file.values.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) > MAX_TOKENS or not all(isinstance(own, kind) for own in found):
+        raise ModelError(f"{file.path}: {key} is {found!r:.80}; it must be a list of {kind.__name__}, no more than {MAX_TOKENS}")
+    if length is not None and len(found) != length:
+        raise ModelError(f"{file.path}: {key} has {len(found)} entries; there are {length} tokens")
+    return found
+
+
+# -- weights ------------------------------------------------------------------------------------------------------------------------
+
+
+class _Weights:
+    """Hugging Face's weights of a file's tensors."""
+
+    def __init__(self, file: GgufFile, model: GgufModel, spec: DecoderSpec) -> None:
+        self._file, self._model, self._spec = file, model, spec
+        gguf = file._gguf
+        arch = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[file.values["general.architecture"]]
+        self._names = gguf.get_tensor_name_map(arch, len(spec.layers) + model.config.get("num_nextn_predict_layers", 0))
+        self._held = file.shapes
+        self.used: set[str] = set()
+
+    def list(self) -> Shapes:
+        """All that the folder will have. Raises ModelError for what the file has no tensor for."""
+        weights, config = WeightList(), self._model.config
+        self._spec.list_weights(weights)
+        architecture = config["architectures"][0]
+        if config.get("num_nextn_predict_layers"):
+            weights.add_known(DRAFTERS[architecture](Values(config, str(self._file.path))))
+        optional = {name: shape for group in weights.optional for name, shape in group.items()}
+        found = weights.required | {name: shape for name, shape in optional.items() if self._has(name)}
+        for name in found:
+            self.used.update(self._sources(name))
+        if missing := [f"{source} ({name})" for name in found for source in self._sources(name) if source not in self._held]:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise ModelError(f"{self._file.path}: tensor {', '.join(missing[:5])}{more} is missing")
+        return found
+
+    def _tensor(self, name: str) -> str:
+        """What llama.cpp calls a weight, or a stack of experts'; "" where it has no name for it."""
+        name = EXPERT.sub(r"\1.", name).replace("e_score_correction_bias", "e_score_correction.bias")
+        return self._names.get_name(name, (".weight", ".bias")) or ""
+
+    def _sources(self, name: str) -> tuple[str, ...]:
+        """The tensors that a weight is made of."""
+        tensor = self._tensor(name)
+        if tensor.endswith(".attn_kv_b.weight") and tensor not in self._held:
+            return tensor.replace("attn_kv_b", "attn_k_b"), tensor.replace("attn_kv_b", "attn_v_b")
+        return (tensor,)
+
+    def _has(self, name: str) -> bool:
+        return all(source in self._held for source in self._sources(name))
+
+    def read(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, str]:
+        """A weight in float32, and the form that it was stored in."""
+        sources, expert = self._sources(name), EXPERT.search(name)
+        if len(sources) == 2:
+            return self._join(sources, name), self._file.kind(sources[0])
+        numbers = self._file.read(sources[0], shape, int(expert[2]) if expert else None)
+        if self._model.norm_offset and "norm" in name.rsplit(".", 2)[-2]:
+            numbers -= self._model.norm_offset
+        if self._model.is_permuted and (found := re.search(r"\.self_attn\.([qk])_proj\.(weight|bias)$", name)):
+            heads = self._model.config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+            numbers = numbers.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(shape)
+        return numbers, self._file.kind(sources[0])
+
+    def _join(self, sources: tuple[str, ...], name: str) -> torch.Tensor:
+        """Keys and values of a latent's heads: keys are stored for queries that are multiplied with them, the other way round."""
+        config = self._model.config
+        heads, rank, key, value = (config[own] for own in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+        keys, values = self._file.read(sources[0], (heads, rank, key)), self._file.read(sources[1], (heads, value, rank))
+        return torch.cat([keys.transpose(1, 2), values], dim=1).reshape(heads * (key + value), rank)

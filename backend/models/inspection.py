@@ -1,0 +1,236 @@
+"""What a model folder or GGUF file is, before anything is loaded: `foretoken inspect`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backend.drafter_checks import check_drafter_folder
+from backend.errors import ConfigError, ModelError
+from backend.kv_store import CacheSpec
+from backend.model_checks import check_drafter, check_model, check_tokenizer, find_architecture
+from backend.model_files import find_weights, open_weights, read_config, read_json
+from backend.models.gguf_folder import read_file
+from backend.models.layers import ATTENTION
+from backend.models.loading import check_gpu
+from backend.models.moe_spec import MoeSpec
+from backend.models.mtp_spec import MtpSpec
+from backend.models.quantized_config import read_checkpoint_quantization
+from backend.models.spec import DecoderSpec, WeightList
+from backend.parallel.ranks import Ranks
+from backend.speculative_config import MODEL_METHODS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SIZES = (1, 2, 4, 8)
+"""Of groups of ranks that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What memory is asked for: sequences of so many tokens, on so many ranks."""
+
+    length: int | None = None
+    """None: the model's context, 8,192 at most."""
+    batch: int = 1
+    ranks: int = 1
+    dtype: str | None = None
+    """None: the checkpoint's."""
+
+
+def inspect(path: Path, load: Load, target: Path | None = None, *, has_weights: bool = True) -> dict[str, Any]:
+    """What is at a path, by headings. target: the model that a drafter is meant for. has_weights: false where they are not here.
+
+    Raises ModelError for what is neither a model that can be served nor a drafter, saying why.
+    """
+    if target is not None:
+        return {"folder": str(path), "drafter": _fits(path, target)}
+    if path.is_file():
+        file, config, spec = read_file(path)
+        kinds = Counter(
+            {kind: sum(math.prod(file.shapes[name]) for name in file.shapes if file.kind(name) == kind) for kind in map(file.kind, file.shapes)}
+        )
+        found = {"file": str(path), "stored": ", ".join(f"{count / sum(kinds.values()):.0%} {kind}" for kind, count in kinds.most_common())}
+        return found | _describe(spec, config, load, None) | {"served": f"foretoken serve --model {path} (converted once)"}
+    config = read_config(path)
+    if (drafter := _own_drafter(path, config, has_weights)) is not None:
+        return {"folder": str(path), **drafter}
+    spec = check_model(path, has_weights=has_weights)
+    check_tokenizer(path)
+    stored = _stored(path) if has_weights else None
+    found = {"folder": str(path), **({"stored": _list_stored(path, config, stored)} if stored else {})}
+    found |= _describe(spec, config, load, stored)
+    settings = path / "tokenizer_config.json"
+    has_template = (path / "chat_template.jinja").is_file() or bool(settings.is_file() and read_json(settings).get("chat_template"))
+    found["chat"] = "yes, by its template" if has_template else "no template: it completes texts"
+    found["drafters"] = _drafters(path, config, has_weights)
+    return found | {"served": f"foretoken serve --model {path}"}
+
+
+def _own_drafter(path: Path, config: Mapping[str, Any], has_weights: bool) -> dict[str, Any] | None:
+    """Of a folder that holds a drafter's modules alone."""
+    try:
+        find_architecture(config, path)
+        return None
+    except ModelError as error:
+        try:
+            spec = check_drafter(path, has_weights=has_weights)
+        except ModelError:
+            raise error from None  # of the two, that it is no model known here
+    names = f"{len(spec.layers)} modules of multi-token prediction" if len(spec.layers) > 1 else "a module of multi-token prediction"
+    fits = f"targets of hidden_size {spec.hidden_size} and vocab_size {spec.vocab_size}; --target MODEL says whether a model is one"
+    return {"drafter": names, "parameters": _count(spec), "fits": fits}
+
+
+def _fits(path: Path, target: Path) -> str:
+    """The methods that a folder is a drafter of, for a target; else why not. Raises ModelError for a target that cannot be served."""
+    check_model(target)
+    reasons, fitting = {}, []
+    for method in MODEL_METHODS:
+        try:
+            check_drafter_folder(method, path, target)
+            fitting.append(method)
+        except (ModelError, ConfigError) as error:
+            reasons[method] = str(error)
+    if fitting:
+        return f"fits {target} as {', '.join(fitting)}"
+    raise ModelError(f"{path} is no drafter for {target}:\n" + "\n".join(f"  {method}: {reason}" for method, reason in reasons.items()))
+
+
+def _drafters(path: Path, config: Mapping[str, Any], has_weights: bool) -> str:
+    found = "ngram, suffix"
+    if config.get("num_nextn_predict_layers"):
+        try:
+            spec = check_drafter(path, has_weights=has_weights)
+            return f"{found}, mtp ({len(spec.layers)} own, {_count(spec)})"
+        except ModelError as error:
+            return f"{found}; its own modules cannot be used: {error}"
+    return found
+
+
+# -- sizes --------------------------------------------------------------------------------------------------------------------------
+
+
+def _shapes(spec: DecoderSpec | MtpSpec) -> dict[str, tuple[int, ...]]:
+    weights = WeightList()
+    spec.list_weights(weights)
+    return weights.required
+
+
+def _count(spec: DecoderSpec | MtpSpec) -> str:
+    """Parameters, in words; of a mixture also those that one token runs through."""
+    total = sum(math.prod(shape) for shape in _shapes(spec).values())
+    layers = spec.layers if isinstance(spec, DecoderSpec) else [module.decoder for module in spec.layers]
+    idle = 0
+    for layer in layers:
+        if isinstance(layer.mlp, MoeSpec):
+            router = layer.mlp.router
+            idle += (router.num_experts - router.num_chosen) * 3 * layer.mlp.hidden_size * layer.mlp.inner
+    return f"{_millions(total)}" + (f", {_millions(total - idle)} for a token" if idle else "")
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def _stored(path: Path) -> dict[str, tuple[str, int]]:
+    """Of each tensor its dtype, and its numbers."""
+    files, found = find_weights(path), {}
+    for file in sorted(set(files.values())):
+        with open_weights(file, "np") as handle:
+            for name in handle.keys():  # noqa: SIM118 - no dictionary
+                entry = handle.get_slice(name)
+                found[name] = entry.get_dtype(), math.prod(entry.get_shape())
+    return found
+
+
+def _list_stored(path: Path, config: Mapping[str, Any], stored: Mapping[str, tuple[str, int]]) -> str:
+    kinds: Counter[str] = Counter()
+    for kind, count in stored.values():
+        kinds[kind] += count
+    quantization = read_checkpoint_quantization(config, path)
+    files = len(set(find_weights(path).values()))
+    text = ", ".join(f"{count / sum(kinds.values()):.0%} {kind}" for kind, count in kinds.most_common())
+    return text + f" in {files} file{'s' if files > 1 else ''}" + (f", quantized ({quantization.method})" if quantization else "")
+
+
+BYTES = {"F64": 8, "F32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "I16": 2}
+
+
+def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: Mapping[str, tuple[str, int]] | None) -> dict[str, Any]:
+    """What holds of a folder and a file. stored: a folder's tensors. Raises ConfigError for a load that cannot be."""
+    name = load.dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = DTYPES.get(name.removeprefix("torch."), torch.bfloat16)
+    length = load.length or min(spec.max_model_len, 8192)
+    if length > spec.max_model_len:
+        raise ConfigError(f"max_model_len {length} is beyond the model's own limit {spec.max_model_len}")
+    ranks = Ranks(0, load.ranks)
+    _check_split(spec, ranks)
+    layer, num_kv = spec.layers[0].attention, spec.layers[0].attention.heads[1]
+    part = ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
+    cache = CacheSpec(ATTENTION, layer.token_shape(part.stop - part.start), dtype, layer.num_planes * len(spec.layers))
+    token = cache.token_bytes * cache.num_planes
+    weights = _weight_bytes(spec, dtype, load.ranks, stored)
+    each = " on each rank" if load.ranks > 1 else ""
+    kinds = sorted({type(own.mlp).__name__ == "MoeSpec" for own in spec.layers})
+    shape = f"{len(spec.layers)} layers of {spec.hidden_size}, heads {spec.layers[0].attention.heads[0]} / {num_kv}"
+    try:
+        check_gpu(spec, dtype)
+        gpu = "CPU and GPU"
+    except ModelError as error:
+        gpu = f"CPU; not on a GPU: {error}"
+    return {
+        "architecture": f"{config['architectures'][0]}: {shape}" + (", experts" if kinds[-1] else "") + f", vocabulary {spec.vocab_size}",
+        "context": f"{spec.max_model_len} tokens",
+        "parameters": _count(spec),
+        "memory": f"in {str(dtype).removeprefix('torch.')}{each}: weights {_size(weights)}, a token {_size(token)}, "
+        f"{load.batch} x {length} tokens {_size(token * length * load.batch)}, together {_size(weights + token * length * load.batch)}",
+        "runs on": gpu,
+        "ranks": ", ".join(str(size) for size in SIZES if _splits(spec, size)),
+    }
+
+
+def _weight_bytes(spec: DecoderSpec, dtype: torch.dtype, ranks: int, stored: Mapping[str, tuple[str, int]] | None) -> float:
+    """Of a rank: embedding and norms are whole on each, all else is split. Weights in few bits stay in those."""
+    total = whole = 0.0
+    shapes = _shapes(spec)
+    extra = {} if stored is None else {name: own for name, own in stored.items() if name not in shapes}
+    few = {name.rpartition(".")[0] for name in extra}  # projections that are stored as several tensors
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        if stored is not None and (name not in stored or stored[name][0] not in ("F64", "F32", "F16", "BF16")):
+            own = name.removesuffix(".weight")
+            parts = [stored[other] for other in stored if other.rpartition(".")[0] == own] if own in few or name in stored else []
+            size = sum(BYTES.get(kind, 1) * count for kind, count in parts) or size
+        total += size
+        whole += size if len(shape) == 1 or name == f"{spec.embedding}.weight" else 0
+    return whole + (total - whole) / ranks
+
+
+def _check_split(spec: DecoderSpec, ranks: Ranks) -> None:
+    """Raises ConfigError, as loading would."""
+    ranks.part(spec.vocab_size, "vocab_size")
+    for layer in spec.layers:
+        ranks.part(layer.attention.heads[0], "num_attention_heads")
+        ranks.part(layer.attention.heads[1], "num_key_value_heads", can_repeat=True)
+        if isinstance(layer.mlp, MoeSpec):
+            ranks.part(layer.mlp.inner, layer.mlp.inner_key)
+        else:
+            ranks.part(layer.mlp.down.in_features, "intermediate_size")
+
+
+def _splits(spec: DecoderSpec, size: int) -> bool:
+    try:
+        _check_split(spec, Ranks(0, size))
+        return True
+    except ConfigError:
+        return False

@@ -1,0 +1,68 @@
+"""Writes weights to a new model folder, in files of a few gigabytes: no more than one of them is in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from backend.errors import ConfigError
+from backend.model_files import INDEX_FILE, WEIGHTS_FILE
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MAX_SHARD_BYTES = 4 * 2**30
+
+
+def check_new(out: Path) -> None:
+    """Raises ConfigError for a folder that has something in it."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already, and no empty folder")
+
+
+class ShardWriter:
+    """Use as a context manager: the last file and the index are written at its end."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._shard: dict[str, torch.Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._num_bytes = self._total = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._finish()
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Tensors that go into the same file."""
+        size = sum(own.nbytes for own in tensors.values())
+        if self._shard and self._num_bytes + size > MAX_SHARD_BYTES:
+            self._flush()
+        self._shard |= {name: own.contiguous() for name, own in tensors.items()}
+        self._num_bytes, self._total = self._num_bytes + size, self._total + size
+
+    def _flush(self) -> None:
+        self._shards.append(list(self._shard))
+        save_file(self._shard, self._out / f"shard-{len(self._shards)}.safetensors", metadata={"format": "pt"})
+        self._shard.clear()
+        self._num_bytes = 0
+
+    def _finish(self) -> None:
+        self._flush()
+        if len(self._shards) == 1:
+            (self._out / "shard-1.safetensors").rename(self._out / WEIGHTS_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards, 1):
+            file = f"model-{number:05}-of-{len(self._shards):05}.safetensors"
+            (self._out / f"shard-{number}.safetensors").rename(self._out / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self._out / INDEX_FILE).write_text(json.dumps(index, indent=2), "utf-8")

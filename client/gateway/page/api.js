@@ -1,0 +1,77 @@
+// The gateway: one streamed answer, what is served, whether it is there.
+
+class Refusal extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+const authorize = (key) => (key ? { authorization: `Bearer ${key}` } : {});
+
+// Yields the parsed events of an answer; throws an Error with the server's words. `signal` hangs up, which cancels the request on the server.
+export async function* stream({ path, body }, key, signal) {
+  const headers = { "content-type": "application/json", ...authorize(key) };
+  const response = await fetch(path, { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
+  if (!response.ok) throw new Refusal(response.status, await readError(response));
+  let held = "";
+  for await (const text of readText(response.body)) {
+    const events = (held + text).split("\n\n");
+    held = events.pop();
+    for (const event of events) {
+      if (!event.startsWith("data: ")) continue;
+      if (event === "data: [DONE]") return;
+      const data = JSON.parse(event.slice(6));
+      if (data.error) throw new Error(data.error.message);
+      yield data;
+    }
+  }
+  throw new Error("the gateway closed the connection before the answer's end");
+}
+
+async function* readText(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield value;
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+async function readError(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the gateway answered ${response.status} ${response.statusText}`;
+  }
+}
+
+// An error in words for who sits before the page: request ids are for logs.
+export function explain(error) {
+  if (error.status === 401) return "A valid API key is needed: enter it under Connection.";
+  if (error instanceof TypeError) return "The gateway cannot be reached.";
+  return error.message.replace(/^request '[^']*': /, "");
+}
+
+// What /v1/models says of the model; null while nobody says anything.
+export async function askModel(key) {
+  try {
+    const response = await fetch("/v1/models", { headers: authorize(key) });
+    return response.ok ? (await response.json()).data[0] : null;
+  } catch {
+    return null;
+  }
+}
+
+export async function askHealth() {
+  try {
+    const response = await fetch("/health");
+    return response.ok ? { isGood: true, text: "The server is ready." } : { text: `The server is not there: ${(await response.json()).error}` };
+  } catch {
+    return { text: "The gateway is not there." };
+  }
+}

@@ -1,0 +1,116 @@
+"""What an answer of /v1/responses consists of: its items, and the events that write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Event = Callable[..., bytes]
+"""(kind, **values) -> one server-sent event."""
+
+
+class OutputItem:
+    """One item, which grows."""
+
+    def __init__(self, kind: str, item_id: str, place: int, name: str = "", call_id: str = "") -> None:
+        """kind: message, reasoning or function_call; place: in the output; name, call_id: of a call."""
+        self.kind, self._id, self._place, self._name, self._call_id = kind, item_id, place, name, call_id
+        self.text = ""
+
+    def body(self, status: str) -> dict[str, Any]:
+        """As it is now; without its text while it is in progress."""
+        head = {"id": self._id, "type": self.kind, "status": status}
+        is_whole = status != "in_progress"
+        if self.kind == "function_call":
+            return {**head, "call_id": self._call_id, "name": self._name, "arguments": self.text}
+        if self.kind == "reasoning":
+            return {**head, "summary": [], "content": [self._part()] if is_whole else []}
+        return {**head, "role": "assistant", "content": [self._part()] if is_whole else []}
+
+    def _part(self) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    # -- its events ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self._id, "output_index": self._place, **({} if self.kind == "function_call" else {"content_index": 0})}
+
+    @property
+    def _more(self) -> dict[str, Any]:
+        return {"logprobs": []} if self.kind == "message" else {}
+
+    def open(self, event: Event) -> bytes:
+        data = event("response.output_item.added", output_index=self._place, item=self.body("in_progress"))
+        return data if self.kind == "function_call" else data + event("response.content_part.added", **self._where, part=self._part())
+
+    def add(self, event: Event, text: str) -> bytes:
+        self.text += text
+        return event(f"response.{_STREAMS[self.kind]}.delta", **self._where, delta=text, **self._more) if text else b""
+
+    def close(self, event: Event, status: str) -> bytes:
+        done = f"response.{_STREAMS[self.kind]}.done"
+        if self.kind == "function_call":
+            data = event(done, **self._where, name=self._name, arguments=self.text)
+        else:
+            data = event(done, **self._where, text=self.text, **self._more)
+            data += event("response.content_part.done", **self._where, part=self._part())
+        return data + event("response.output_item.done", output_index=self._place, item=self.body(status))
+
+
+_STREAMS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+
+
+class Output:
+    """All items of one answer: what was thought, what is said, and calls, in the order in which they begin."""
+
+    def __init__(self, request_id: str, event: Event) -> None:
+        self._request_id, self._event = request_id, event
+        self.items: list[OutputItem] = []
+        self._is_open = False
+        self._call = -1
+        self._blank = ""
+        """White space that may be the beginning of what is said, or stand before a call."""
+
+    def add(self, message: dict[str, Any]) -> bytes:
+        """A chat's message, or a piece of it -> the events that tell of it."""
+        data = b""
+        if thought := message.get("reasoning_content"):
+            data += self._go_to("reasoning") + self.items[-1].add(self._event, thought)
+        if text := self._blank + (message.get("content") or ""):
+            is_held = text.isspace() and not (self._is_open and self.items[-1].kind == "message")
+            self._blank = text if is_held else ""
+            data += b"" if is_held else self._go_to("message") + self.items[-1].add(self._event, text)
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            if (index := call.get("index", number)) != self._call:
+                self._call, self._blank = index, ""
+                data += self._open("function_call", call["function"]["name"], call["id"])
+            data += self.items[-1].add(self._event, call["function"]["arguments"])
+        return data
+
+    def end(self, status: str) -> bytes:
+        """status: of the last item. An answer has one at least."""
+        data = b"" if self.items else self._open("message") + self.items[-1].add(self._event, self._blank)
+        return data + self._close(status)
+
+    def bodies(self, status: str) -> list[dict[str, Any]]:
+        return [item.body("completed" if item is not self.items[-1] else status) for item in self.items]
+
+    def _go_to(self, kind: str) -> bytes:
+        return b"" if self._is_open and self.items[-1].kind == kind else self._open(kind)
+
+    def _open(self, kind: str, name: str = "", call_id: str = "") -> bytes:
+        data = self._close("completed")
+        place = len(self.items)
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        self.items.append(OutputItem(kind, f"{prefix}_{self._request_id}" + (f"_{place}" if place else ""), place, name, call_id))
+        self._is_open = True
+        return data + self.items[-1].open(self._event)
+
+    def _close(self, status: str) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        return self.items[-1].close(self._event, status)

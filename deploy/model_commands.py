@@ -1,0 +1,85 @@
+"""`foretoken inspect`, and `foretoken quantize` and `foretoken convert`: model folders of others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from backend.config import DTYPES
+from backend.errors import ConfigError, ModelError
+
+
+def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", help="folder of the model or drafter, not quantized yet")
+    parser.add_argument("out", metavar="OUT", help="new folder")
+    parser.add_argument("--quantization", metavar="TYPE", required=True, help="wint8, wint4, fp8, block_wise_fp8, or JSON of parts")
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE.gguf", help="the model's file; of a split one any part, the others beside it")
+    parser.add_argument("out", metavar="OUT", help="new folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default auto: as in the file, in 16 bits what has fewer)")
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of a model or drafter, GGUF file, or name on the hub (its weights are not downloaded)")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of each sequence (default: the model's context, 8192 at most)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="ranks (default 1)")
+    parser.add_argument("--dtype", choices=DTYPES[1:], help="of weights and cache (default: the checkpoint's)")
+    parser.add_argument("--target", metavar="MODEL", help="a model's folder: whether the first is a drafter for it, and of which method")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Returns the exit status: 0 for what can be served."""
+    from backend.model_sources import GGUF_SUFFIX, Source, find_model
+    from backend.models.inspection import Load, inspect
+
+    try:
+        for key in ("max_model_len", "batch", "tensor_parallel_size"):
+            if (value := getattr(args, key)) is not None and value < 1:
+                raise ConfigError(f"{key} must be 1 or more, got {value}")
+        path = Path(args.model).expanduser()
+        is_here = path.exists()
+        if not (path.is_file() and path.suffix == GGUF_SUFFIX):
+            path = find_model(args.model, Source(has_weights=False))
+        target = find_model(args.target) if args.target else None
+        found = inspect(path, Load(args.max_model_len, args.batch, args.tensor_parallel_size, args.dtype), target, has_weights=is_here)
+    except (ConfigError, ModelError) as error:
+        print(f"foretoken inspect: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    for heading, text in found.items():
+        print(f"{heading:13} {text}")
+    return 0
+
+
+def quantize(args: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    from backend.models.writing import write_quantized
+    from deploy.options import read_types
+
+    return _write("quantize", args.out, lambda: write_quantized(Path(args.model), Path(args.out), read_types(args.quantization)))
+
+
+def convert(args: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    from backend.models.gguf_folder import write_folder
+
+    return _write("convert", args.out, lambda: write_folder(Path(args.file).expanduser(), Path(args.out).expanduser(), args.dtype))
+
+
+def _write(name: str, out: str, write: Callable[[], None]) -> int:
+    try:
+        write()
+    except (ConfigError, ModelError) as error:
+        print(f"foretoken {name}: {error}", file=sys.stderr)
+        return 2
+    print(f"written to {out}")
+    return 0

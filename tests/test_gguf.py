@@ -1,0 +1,293 @@
+"""GGUF files as model folders: every family's file gives back the folder that it was made of; and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from backend import LLM
+from backend.core import SamplingParams
+from backend.errors import ConfigError, ModelError
+from backend.model_checks import check_model
+from backend.model_files import read_config
+from backend.model_sources import Source, find_model
+from backend.models.gguf_folder import write_folder
+from backend.text import Tokenizer
+from deploy.cli import main
+from tests.families import Case, make_model, rope
+from tests.gguf_files import TOKENS, add_tokenizer, write_gguf
+from tests.test_families import GEMMA, GLM, LONGROPE, YARN
+from tests.test_latents import DEEPSEEK, EXPERTS, SIZES
+from tests.test_mixtures import ERNIE, QWEN2
+from tests.test_mixtures import GLM as GLM_EXPERTS
+from tests.test_own_drafters import OWN, make_checkpoint
+
+Kind = gguf.GGMLQuantizationType
+LLAMA3 = rope("llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+CASES = [
+    Case("llama", "biases, tied", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    Case("llama", "llama3 rope, heads of 32", LLAMA3 | {"head_dim": 32}),
+    Case("llama", "linear rope, one KV head of 80, one layer", rope("linear", factor=4.0) | {"num_key_value_heads": 1, "head_dim": 80}
+         | {"num_hidden_layers": 1}),
+    Case("mixtral", config={"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}),
+    Case("qwen2", config=YARN),
+    Case("qwen3", config={"head_dim": 32}),
+    Case("qwen2_moe", config=QWEN2),
+    Case("qwen3_moe", config={"head_dim": 32, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}),
+    Case("olmoe", config={"num_experts": 5, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
+    Case("gemma2", config=GEMMA | {"query_pre_attn_scalar": 16}),
+    Case("gemma3_text", config=GEMMA | {"query_pre_attn_scalar": 16, "num_hidden_layers": 7}),
+    Case("phi3", "part of each head turns", rope("default", partial_rotary_factor=0.75) | {"sliding_window": 15}),
+    Case("phi3", "longrope", {**LONGROPE, "original_max_position_embeddings": 32}),
+    Case("ernie4_5", config={"head_dim": 16}),
+    Case("ernie4_5_moe", config=ERNIE),
+    Case("glm4", config=GLM),
+    Case("glm4_moe", config=GLM_EXPERTS | {"use_qk_norm": True, "n_group": 3, "topk_group": 2, "head_dim": 16}),
+    Case("deepseek_v2", "yarn", SIZES | EXPERTS
+         | rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.7, original_max_position_embeddings=32)),
+    Case("deepseek_v3", config=DEEPSEEK),
+]  # fmt: skip
+
+
+def expected_family(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text())["model_type"]
+
+
+def same_model(converted: Path, folder: Path) -> None:
+    """The same parts, and the same weights bit by bit."""
+    # `num_local_experts` is what newer files call num_experts.
+    own, expected = (repr(dataclasses.replace(check_model(path), where="", eos_token_ids=frozenset())) for path in (converted, folder))
+    assert own.replace("num_local_experts", "num_experts") == expected.replace("num_local_experts", "num_experts")
+    weights, before = load_file(converted / "model.safetensors"), load_file(folder / "model.safetensors")
+    for name in weights:
+        is_offset = "gemma" in expected_family(folder) and name.endswith("norm.weight")  # one is added, and taken away again
+        torch.testing.assert_close(weights[name], before[name].reshape(weights[name].shape), rtol=0, atol=1e-7 if is_offset else 0)
+    assert {name for name in before if name not in weights} <= {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_family(case: Case, tmp_path: Path) -> None:
+    make_model(case, tmp_path / "model")
+    write_folder(write_gguf(tmp_path / "model", tmp_path / "model.gguf"), tmp_path / "out")
+    same_model(tmp_path / "out", tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of untied weights, of sizes that blocks of 32 fit in."""
+    found = tmp_path_factory.mktemp("model")
+    make_model(Case("llama", config={"intermediate_size": 64}), found)
+    return found
+
+
+def convert(folder: Path, tmp_path: Path, **options: Any) -> Path:
+    write_folder(write_gguf(folder, tmp_path / "model.gguf", **options), tmp_path / "out")
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "dtype", "error"),
+    [
+        (Kind.F16, torch.float16, "float16", 1e-3),
+        (Kind.BF16, torch.bfloat16, "bfloat16", 1e-2),
+        (Kind.Q8_0, torch.float16, "bfloat16", 1e-2),
+        (Kind.Q4_1, torch.float16, "bfloat16", 0.1),
+    ],
+    ids=lambda value: value.name if isinstance(value, Kind) else "",
+)
+def test_forms_of_weights(kind: Kind, stored: torch.dtype, dtype: str, error: float, folder: Path, tmp_path: Path) -> None:
+    out = convert(folder, tmp_path, kind=kind)
+    weights, before = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert weights[name].dtype == stored and weights["model.norm.weight"].dtype == torch.float32 and read_config(out)["dtype"] == dtype
+    assert (weights[name].float() - before[name]).abs().max() < error * before[name].abs().max()
+
+
+def test_a_dtype_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    write_gguf(folder, tmp_path / "model.gguf", Kind.Q8_0)
+    assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert {own.dtype for own in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_parts_of_a_split_file(folder: Path, tmp_path: Path) -> None:
+    write_gguf(folder, tmp_path / "model.gguf", split_tensors=7)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) > 2
+    write_folder(parts[1], tmp_path / "out")
+    same_model(tmp_path / "out", folder)
+    parts[0].unlink()
+    with pytest.raises(ModelError, match=f"one of {len(parts)} parts; missing beside it: {parts[0].name}"):
+        write_folder(parts[1], tmp_path / "again")
+
+
+def test_modules_that_predict_more_tokens_come_along(tmp_path: Path) -> None:
+    make_checkpoint(next(own for own in OWN if own.case.family == "glm4_moe"), tmp_path / "model")
+    write_folder(write_gguf(tmp_path / "model", tmp_path / "model.gguf"), tmp_path / "out")
+    same_model(tmp_path / "out", tmp_path / "model")
+    assert read_config(tmp_path / "out")["num_nextn_predict_layers"] == 1
+
+
+def test_served_as_transformers_computes_it(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file's name, converted once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_gguf(folder, tmp_path / "model.gguf", Kind.Q4_1)
+    prompt = [4, 7, 8, 9, 5, 6]
+    llm = LLM(str(path), dtype="float32", kv_cache_memory="4MiB")
+    (output,) = llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    converted = find_model(path, Source(convert=lambda *_: pytest.fail("converted twice")))
+    model = transformers.AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval()
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+
+
+# -- tokenizers -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_byte_level_vocabulary(folder: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(
+        out := convert(folder, tmp_path, tokenizer=lambda writer: (add_tokenizer(writer), writer.add_chat_template("{{ messages }}")))
+    )
+    assert tokenizer.encode("abc ab<s>a") == [9, 8, 1, 4] and tokenizer.decode([9, 8]) == "abc ab"
+    assert tokenizer.chat_template == "{{ messages }}" and tokenizer.special_ids == {"<unk>": 0, "<s>": 1, "</s>": 2}
+    assert read_config(out)["eos_token_id"] == [2]
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs("abc ab").input_ids == [9, 8] and theirs.eos_token == "</s>" and theirs.bos_token == "<s>"
+
+
+PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), *[(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]]
+PIECES += [("▁a", -1.0, 1), ("ab", -2.0, 1), ("▁ab", -3.0, 1), ("▁", -4.0, 1), ("a", -5.0, 1), ("b", -6.0, 1), ("<|end|>", 0.0, 4)]
+
+
+def add_pieces(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece for piece, _, _ in PIECES])
+    writer.add_token_scores([score for _, score, _ in PIECES])
+    writer.add_token_types([kind for _, _, kind in PIECES])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_a_vocabulary_with_scores(has_prefix: bool, folder: Path, tmp_path: Path) -> None:
+    """Merges by score; bytes for what has no piece; the first token is put before."""
+    tokenizer = Tokenizer(convert(folder, tmp_path, tokenizer=lambda writer: (add_pieces(writer), writer.add_add_space_prefix(has_prefix))))
+    ids = {piece: number for number, (piece, _, _) in enumerate(PIECES)}
+    first = ["▁ab"] if has_prefix else ["ab"]  # `▁a` comes before `ab`, and `▁ab` after both
+    expected = [ids[piece] for piece in ["<s>", *first, "▁a", "<0xC3>", "<0xBC>", "<|end|>"]]
+    assert tokenizer.encode("ab aü<|end|>") == expected
+    assert tokenizer.decode(expected) == "ab aü<|end|>"
+
+
+# -- files that are wrong -------------------------------------------------------------------------------------------------------
+
+
+def refused(path: Path, out: Path, *parts: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        write_folder(path, out)
+    assert all(part in str(caught.value) for part in (str(path), *parts)), str(caught.value)
+    assert not out.exists()
+
+
+def test_tensors_that_are_missing_or_left_over(folder: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "model.gguf", tmp_path / "out"
+    refused(
+        write_gguf(folder, path, leave_out="blk.1.ffn_up.weight"), out, "tensor blk.1.ffn_up.weight (model.layers.1.mlp.up_proj.weight) is missing"
+    )
+    refused(write_gguf(folder, path, leave_out="token_embd.weight"), out, "tensor token_embd.weight is missing")
+    more = {"blk.1.ssm_a": np.zeros(4, np.float32)}
+    refused(write_gguf(folder, path, edit=more), out, "tensor blk.1.ssm_a would not be used")
+
+
+def test_shapes_that_are_others(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(folder, tmp_path / "model.gguf", edit={"blk.0.attn_v.weight": np.zeros((64, 8), np.float32)})
+    with pytest.raises(ModelError, match=r"tensor blk.0.attn_v.weight has shape \(64, 8\); the metadata make it \(32, 64\)"):
+        write_folder(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", [0, 3, 24, 700, -1000])
+def test_truncated_files(size: int, folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:size])
+    refused(path, tmp_path / "out", "cannot be read as a GGUF file")
+
+
+@pytest.mark.parametrize("tokenizer", [None, lambda writer: writer.add_tokenizer_model("bert")])
+def test_no_tokenizer(tokenizer: Any, folder: Path, tmp_path: Path) -> None:
+    refused(write_gguf(folder, tmp_path / "model.gguf", tokenizer=tokenizer), tmp_path / "out", "has no tokenizer.ggml.tokens")
+
+
+def with_tokens(**changed: Any) -> Callable[[gguf.GGUFWriter], None]:
+    def add(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer)
+        for key, value in changed.items():
+            own = f"tokenizer.ggml.{key}"
+            writer.kv_data[0].pop(own, None)
+            if value is not None:
+                writer.add_key_value(own, value, gguf.GGUFValueType.get_type(value))
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported; known: gpt2, llama"),
+        ({"pre": "viking"}, "the pre-tokenizer 'viking' is not known; known: llama3"),
+        ({"merges": None}, "has no tokenizer.ggml.merges"),
+        ({"merges": ["a z"]}, "merge 0 ('a z') is not of two tokens that make one"),
+        ({"tokens": [*TOKENS[:-1], "a"]}, "token 9 is 'a', and so is token 4"),
+        ({"tokens": ["a", "b"] * 200}, "tokenizer.ggml.tokens has 400 tokens; the embedding has 301"),
+        ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries; there are 10 tokens"),
+        ({"eos_token_id": 77}, "tokenizer.ggml.eos_token_id is 77; it must be from 0 to 9"),
+    ],
+    ids=str,
+)
+def test_tokenizers_that_are_wrong(changed: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    refused(write_gguf(folder, tmp_path / "model.gguf", tokenizer=with_tokens(**changed)), tmp_path / "out", message)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "mamba", "general.architecture 'mamba' is not supported; known: llama, qwen2"),
+        ("llama.block_count", 0, "llama: block_count is 0; it must be an integer from 1"),
+        ("llama.attention.head_count_kv", [2, 4], "attention.head_count_kv is [2, 4]; it must be the same for all layers"),
+        ("llama.rope.scaling.type", "su", "rope.scaling.type is 'su'; it must be none, linear, yarn or longrope"),
+        ("llama.rope.dimension_count", 8, "rope.dimension_count is 8; it must be the size of a head (16)"),
+        ("llama.attention.layer_norm_rms_epsilon", None, "llama has no 'attention.layer_norm_rms_epsilon'"),
+    ],
+    ids=str,
+)
+def test_metadata_that_no_model_has(key: str, value: Any, message: str, folder: Path, tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        add_tokenizer(writer)
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+
+    refused(write_gguf(folder, tmp_path / "model.gguf", tokenizer=edit), tmp_path / "out", message)
+
+
+def test_what_is_asked_for_wrongly(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    with pytest.raises(ConfigError, match="is there already, and no empty folder"):
+        write_folder(path, folder)
+    assert main(["convert", str(tmp_path / "none.gguf"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"foretoken convert: {tmp_path / 'none.gguf'} is missing\n"
+    with pytest.raises(ModelError, match="is a file, and a model is a folder; of a GGUF file `foretoken convert` makes one"):
+        check_model(path)
+
+
+def test_what_a_file_recommends(folder: Path, tmp_path: Path) -> None:
+    out = convert(folder, tmp_path, tokenizer=lambda writer: (add_tokenizer(writer), writer.add_float32("general.sampling.temp", 0.5)))
+    assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [2], "do_sample": True, "temperature": 0.5}

@@ -1,0 +1,105 @@
+"""`foretoken inspect`: what it says of a folder is what loading it finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
+from backend.models.inspection import _weight_bytes
+from backend.models.loading import check_model
+from deploy.cli import main
+from tests.families import Case, edited, make_model
+from tests.gguf_files import write_gguf
+from tests.steps import make_worker
+from tests.test_latents import DEEPSEEK
+from tests.test_mixtures import QWEN2
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main(["inspect", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main(["inspect", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", [Case("llama"), Case("qwen2_moe", config=QWEN2), Case("deepseek_v3", config=DEEPSEEK)], ids=str)
+def test_sizes_are_those_of_loading(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(case, folder := tmp_path / "model")
+    count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    found = inspect(capsys, folder, "--dtype", "float32", "--batch", 3)
+    assert found["parameters"].startswith(f"{count / 1e6:.1f} million") and ("for a token" in found["parameters"]) == (case.family != "llama")
+    worker = make_worker(folder, kv_cache_memory="1MiB")
+    token = sum(spec.token_bytes * spec.num_planes for spec in worker.store.specs.values())
+    assert f"a token {token / 1024:.1f} KiB, 3 x 128 tokens {3 * 128 * token / 1024:.1f} KiB" in found["memory"]
+    spec = check_model(folder)
+    assert _weight_bytes(spec, worker.dtype, 1, None) == 4 * count
+    assert 2 * _weight_bytes(spec, worker.dtype, 2, None) > 4 * count  # the embedding is whole on both
+
+
+def test_one_line_for_each_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(BUNDLED_MODEL), "-tp", "2"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if not line.startswith("runs on"))
+    assert lines["architecture"].startswith("LlamaForCausalLM: 20 layers of 192, heads 4 / 2")
+    assert lines["stored"] == "100% BF16 in 1 file" and "on each rank" in lines["memory"] and lines["served"].startswith("foretoken serve --model /")
+
+
+def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert inspect(capsys, BUNDLED_DRAFTER)["fits"].startswith("targets of hidden_size 192 and vocab_size 4096")
+    assert inspect(capsys, BUNDLED_DRAFTER, "--target", BUNDLED_MODEL)["drafter"].endswith("as mtp")
+    assert inspect(capsys, BUNDLED_MODEL, "--target", BUNDLED_MODEL)["drafter"].endswith("as draft_model")
+    make_model(Case("llama"), tmp_path / "model")
+    said = refused(capsys, BUNDLED_DRAFTER, "--target", tmp_path / "model")
+    assert "is no drafter for" in said and "mtp: " in said and "hidden_size is 192; the target's is 64" in said
+
+
+def test_weights_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Case("llama"), tmp_path / "model")
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", "wint8"]) == 0
+    capsys.readouterr()
+    found = inspect(capsys, tmp_path / "out")
+    assert "quantized (compressed-tensors" in found["stored"] and "I8" in found["stored"]
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert (
+        f"weights {sum(tensor.nbytes for tensor in weights.values()) / 1024:.1f} KiB"
+        in inspect(capsys, tmp_path / "out", "--dtype", "float32")["memory"]
+    )
+
+
+def test_a_file_that_is_not_converted_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Case("qwen2"), tmp_path / "model")
+    path = write_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    found, folder = inspect(capsys, path), inspect(capsys, tmp_path / "model")
+    assert found["stored"] == "100% F32" and found["served"] == f"foretoken serve --model {path} (converted once)"
+    assert [found[key] for key in ("architecture", "parameters", "context")] == [folder[key] for key in ("architecture", "parameters", "context")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-model-len", "129"], "max_model_len 129 is beyond the model's own limit 128"),
+        (["-tp", "3"], "tensor_parallel_size 3: vocab_size is 301, which does not divide by it"),
+        (["--batch", "0"], "batch must be 1 or more, got 0"),
+    ],
+    ids=str,
+)
+def test_loads_that_cannot_be(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Case("llama"), tmp_path / "model")
+    assert f"foretoken inspect: {message}" in refused(capsys, tmp_path / "model", *words)
+
+
+def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Case("llama"), tmp_path / "model")
+    other = edited(tmp_path / "model", tmp_path / "other", architectures=["MambaForCausalLM"])
+    assert "architectures ['MambaForCausalLM'] are not supported; known: " in refused(capsys, other)
+    assert "does not exist, nor is it a name on the hub" in refused(capsys, tmp_path / "none")
+    odd = edited(tmp_path / "model", tmp_path / "odd", head_dim=24)
+    (odd / "model.safetensors").unlink()
+    assert "has neither model.safetensors nor" in refused(capsys, odd)

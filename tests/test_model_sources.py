@@ -1,0 +1,109 @@
+"""Where a model comes from: folders, GGUF files, names on the hub (from a real cache of it, without a network)."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from backend.config import BUNDLED_MODEL
+from backend.errors import ConfigError, ModelError
+from backend.model_sources import Source, find_model
+from deploy import launcher
+from deploy.cli import main
+
+COMMIT = "a" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    """A cache that has the bundled model by the name org/model, at its main branch and as v1."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    repository = tmp_path / "cache" / "models--org--model"
+    shutil.copytree(BUNDLED_MODEL, repository / "snapshots" / COMMIT, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (repository / "refs").mkdir()
+    for name in ("main", "v1"):
+        (repository / "refs" / name).write_text(COMMIT)
+    return Source(download_dir=str(tmp_path / "cache"))
+
+
+def test_a_name_on_the_hub(hub: Source) -> None:
+    snapshot = Path(str(hub.download_dir)).resolve() / "models--org--model/snapshots" / COMMIT
+    for revision in (None, "v1", COMMIT):
+        assert find_model("org/model", Source(revision, hub.download_dir)) == snapshot
+    assert launcher.check_model("org/model", source=hub) == snapshot
+
+
+def test_a_folder_is_never_taken_for_a_name(hub: Source, tmp_path: Path) -> None:
+    (tmp_path / "org/model").mkdir(parents=True)
+    assert find_model("org/model", hub) == tmp_path / "org/model"
+    with pytest.raises(ConfigError, match="revision 'v1' is of a name on the hub; org/model is a path"):
+        find_model("org/model", Source("v1", hub.download_dir))
+    assert find_model("org/model", Source("main", hub.download_dir)) == tmp_path / "org/model"
+
+
+@pytest.mark.parametrize(("name", "revision", "where"), [("org/none", None, ""), ("org/model", "v2", " at revision v2")])
+def test_what_cannot_be_downloaded(name: str, revision: str | None, where: str, hub: Source) -> None:
+    with pytest.raises(ModelError, match=f"{name} is no folder here, and could not be downloaded{where}: .+; without a network, name a folder"):
+        find_model(name, Source(revision, hub.download_dir))
+
+
+def test_without_the_package(hub: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"org/model is no folder here; .* pip install 'foretoken-triton\[hub\]'"):
+        find_model("org/model", hub)
+
+
+@pytest.mark.parametrize("name", ["./org/model", "/org/model", "model", "a/b/c", "", "org/mo del", "~/org/model"])
+def test_paths_that_are_not_there(name: str, hub: Source, tmp_path: Path) -> None:
+    if name == "":  # the folder that one is in
+        assert find_model(name) == tmp_path
+        return
+    with pytest.raises(ModelError, match="does not exist, nor is it a name on the hub"):
+        find_model(name, hub)
+
+
+def test_files_of_other_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"model.bin is no model folder: name a folder with config.json, a GGUF file \(.gguf\), or a name"):
+        find_model(path)
+    with pytest.raises(ModelError, match=r"none.gguf is missing"):
+        find_model(tmp_path / "none.gguf")
+
+
+def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the user's cache; anew when it has changed; one that fails leaves nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (path := tmp_path / "model.gguf").write_bytes(b"one")
+    calls = []
+
+    def convert(source: Path, out: Path) -> None:
+        calls.append(source)
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        if path.read_bytes() == b"bad":
+            raise ModelError("no")
+
+    found = [find_model(path, Source(convert=convert)) for _ in range(2)]
+    assert found[0] == found[1] and found[0].parent == tmp_path / "cache/foretoken/models" and calls == [path]
+    path.write_bytes(b"two")
+    assert find_model(path, Source(convert=convert)) != found[0] and len(calls) == 2
+    path.write_bytes(b"bad")
+    with pytest.raises(ModelError, match=r"^no$"):
+        find_model(path, Source(convert=convert))
+    assert len([own for own in found[0].parent.iterdir() if own.is_dir()]) == 2
+
+
+def test_a_conversion_that_fails_ends_the_launch(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (path := tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert main(["serve", str(path), "--dry-run"]) == 2
+    said = capfd.readouterr().err
+    assert f"foretoken convert: {path} cannot be read as a GGUF file" in said and f"foretoken serve: {path} could not be converted" in said

@@ -1,0 +1,137 @@
+"""OpenAI's /v1/responses on a real server, through its own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from client.gateway.response_items import Output
+
+PARAMETERS = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"], "additionalProperties": False}
+JSON = {"content-type": "application/json"}
+TOOLS: Any = [{"type": "function", "name": name, "strict": True, "parameters": PARAMETERS} for name in ("get_weather", "get_time")]
+
+
+def test_whole_and_streamed(api):
+    messages: Any = [{"role": "user", "content": "read a file"}]
+    expected = api.chat.completions.create(model="foretoken", messages=messages, max_tokens=12, temperature=0)
+    whole = api.responses.create(model="foretoken", input="read a file", max_output_tokens=12, temperature=0)
+    assert whole.output_text == expected.choices[0].message.content and whole.status == "incomplete"
+    assert whole.incomplete_details.reason == "max_output_tokens" and whole.id.startswith("resp_")
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (expected.usage.prompt_tokens, 12)
+    with api.responses.stream(model="foretoken", input="read a file", max_output_tokens=12, temperature=0) as stream:
+        events = list(stream)
+    final = events[-1].response
+    kinds = [event.type for event in events]
+    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
+    assert kinds[-4:] == ["response.output_text.done", "response.content_part.done", "response.output_item.done", "response.incomplete"]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == final.output_text == whole.output_text
+    assert [e.sequence_number for e in events] == list(range(len(events))) and final.usage == whole.usage
+
+
+def test_a_conversation_with_instructions(api):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+        {"role": "user", "content": "c"},
+    ]
+    found = api.responses.create(model="foretoken", input=items, instructions="Be brief.", max_output_tokens=8, temperature=0, store=False)
+    messages = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    wanted = api.chat.completions.create(model="foretoken", messages=[{"role": r, "content": c} for r, c in messages], max_tokens=8, temperature=0)
+    assert found.output_text == wanted.choices[0].message.content and found.usage.input_tokens == wanted.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "input: Field required"),
+        ({"input": []}, "input: "),
+        ({"input": "x", "previous_response_id": "resp_1"}, "unsupported parameter 'previous_response_id'"),
+        ({"input": "x", "background": True}, "unsupported parameter 'background'"),
+        ({"input": "x", "max_output_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input: "),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools: "),
+        ({"input": "x", "tool_choice": "required"}, "there are no tools"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice must name one of the tools"),
+        ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "function.name must be 1 to 64 letters"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text: "),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments is not valid JSON"),
+        ({"input": [{"type": "computer_call"}]}, "input: "),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message"),
+        ({"input": "x", "metadata": {"a": 10**30}}, "metadata cannot be given back with the answer: Integer exceeds 64-bit range"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"maximum": 10**30}}]}, "tools cannot be given back"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {"title": "\ud800"}}}}, "text cannot be given back"),
+        ({"input": "x", "model": "gpt"}, "the model 'gpt' does not exist"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong(api, body, message, stream):
+    with pytest.raises(openai.APIStatusError) as caught:
+        api.post("/responses", cast_to=object, content=json.dumps({**body, "stream": stream}).encode(), options={"headers": JSON})
+    assert caught.value.status_code in (400, 404) and message in caught.value.message
+
+
+class Box(pydantic.BaseModel):
+    colour: Literal["red", "green", "blue"]
+    is_large: bool
+
+
+def test_answers_of_a_form(api):
+    own: Any = {"model": "default", "input": "Which colour?", "temperature": 0, "max_output_tokens": 80}
+    found = api.responses.parse(**own, text_format=Box)
+    assert isinstance(found.output_parsed, Box) and found.text.format.type == "json_schema"
+    assert api.responses.create(**own, text={"format": {"type": "json_object"}, "verbosity": "medium"}).output_text.startswith("{")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_time"}], ids=["required", "named"])
+def test_calls_and_what_they_brought(api, choice):
+    own: Any = {"model": "default", "tools": TOOLS, "temperature": 0, "max_output_tokens": 100, "parallel_tool_calls": False}
+    whole = api.responses.create(**own, input="Rain?", tool_choice=choice)
+    (call,) = whole.output
+    assert (call.type, call.status, whole.status) == ("function_call", "completed", "completed")
+    assert call.name == "get_time" if choice != "required" else call.name in ("get_weather", "get_time")
+    with api.responses.stream(**own, input="Rain?", tool_choice=choice) as stream:
+        events = list(stream)
+        (streamed,) = stream.get_final_response().output
+    assert (streamed.name, streamed.arguments) == (call.name, call.arguments) and streamed.parsed_arguments["unit"] in ("C", "F")
+    kinds = [e.type for e in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-3:] == ["response.function_call_arguments.done", "response.output_item.done", "response.completed"]
+    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == call.arguments
+    history = [{"role": "user", "content": "Rain?"}, call.model_dump(exclude_none=True)]
+    history += [{"type": "function_call_output", "call_id": call.call_id, "output": "20"}]
+    after = api.responses.create(**{**own, "input": history, "max_output_tokens": 8})
+    function = {"name": call.name, "arguments": call.arguments}
+    messages: Any = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+    ]
+    tools: Any = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in TOOLS]
+    messages += [{"role": "tool", "tool_call_id": "1", "content": "20"}]
+    chat = api.chat.completions.create(model="default", messages=messages, tools=tools, temperature=0, max_tokens=8)
+    assert after.usage.input_tokens == chat.usage.prompt_tokens and after.output_text == chat.choices[0].message.content
+
+
+def test_items_in_their_order():
+    """Thoughts, text and two calls, which come in pieces: the same items as those of the whole message."""
+    calls = [{"index": i, "id": f"c{i}", "function": {"name": "f", "arguments": '{"a"'}} for i in range(2)]
+    rest = {"index": 1, "function": {"arguments": ": 1}"}}
+    pieces = [{"content": "\n"}, {"reasoning_content": "so"}, {"reasoning_content": "!"}, {"content": "\n"}, {"content": "yes"}]
+    pieces += [{"content": " "}, {"tool_calls": [calls[0]]}, {"tool_calls": [calls[1]]}, {"tool_calls": [rest]}]
+    events: list[dict[str, Any]] = []
+    output = Output("r", lambda kind, **values: events.append({"kind": kind, **values}) or b"")
+    for piece in pieces:
+        output.add(piece)
+    output.end("incomplete")
+    bodies = output.bodies("incomplete")
+    assert [(b["type"], b["status"]) for b in bodies] == [(k, "completed") for k in ("reasoning", "message", "function_call")] + [
+        ("function_call", "incomplete")
+    ]
+    assert [b["content"][0]["text"] for b in bodies[:2]] == ["so!", "\n\nyes "] and [b["arguments"] for b in bodies[2:]] == ['{"a"', '{"a": 1}']
+    done = [e["item"] for e in events if e["kind"] == "response.output_item.done"]
+    assert json.dumps(done) == json.dumps(bodies) and [e["output_index"] for e in events if e["kind"].endswith("item.added")] == [0, 1, 2, 3]
