@@ -126,6 +126,7 @@ def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tm
     assert torch.equal(offline.ids, online.ids)
     for own, other in ((offline.hidden, online.hidden), *((offline.entering[n], online.entering[n]) for n in (1, 2))):
         torch.testing.assert_close(own, other, rtol=0, atol=1e-5)
+    capsys.readouterr()
     refused(flags(folder, text, tmp_path / "c", states=cache, context=16), capsys, f"--states {cache} holds states of another context")
     refused(flags(folder, text, tmp_path / "d", states=text.parent), capsys, f"--states {text.parent} is no folder of states, and not empty")
 
