@@ -193,6 +193,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *parts: st
         ("mtp", {"device": "gpu"}, "--device gpu"),
         ("mtp", {"taps": "1,2"}, "--taps is no option of mtp"),
         ("mtp", {"answer_tokens": 5}, "--answers says how many: it is missing"),
+        ("mtp", {"temperature": 0.5}, "--temperature says how answers are made"),
+        ("mtp", {"heldout": "x.txt"}, "--heldout is for the report, and --report-prompts 0 makes none"),
         ("medusa", {"inner": 8}, "--inner is no option of medusa"),
         ("eagle3", {"layers": 2}, "--layers is no option of eagle3"),
         ("eagle3", {"taps": "2,1"}, "--taps must go up, each layer once, got 2,1"),
@@ -245,7 +247,7 @@ def test_data_that_is_not_there_or_too_little(folder: Path, text: Path, tmp_path
         refused(flags(folder, tmp_path / name, tmp_path / "out"), capsys, f"--data {tmp_path / name}: no *.py")
     (tmp_path / "a.txt").write_text("x")
     refused(flags(folder, tmp_path / "a.txt", tmp_path / "out"), capsys, "--data holds 2 tokens; one sequence takes 32 (--context)")
-    refused(flags(folder, text, tmp_path / "out", heldout=tmp_path / "a.txt"), capsys, "--heldout holds 2 tokens")
+    refused(flags(folder, text, tmp_path / "out", heldout=tmp_path / "a.txt", report_prompts=1), capsys, "--heldout holds 2 tokens")
     np.arange(2, 42, dtype="<u2").tofile(tmp_path / "a.u16")
     refused(flags(folder, tmp_path / "a.u16", tmp_path / "out", report_prompts=1), capsys, "--data holds 40 tokens", "name a --heldout file")
     assert not list((tmp_path / "out").iterdir())

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--answers", type=int, metavar="N", help="train on N answers that the model itself writes to the data as prompts (default: the data as it is)"
     )
     add("--answer-tokens", type=int, metavar="N", help="longest answer (default: three quarters of --context)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="of these answers (default 0)")
+    add("--temperature", type=float, metavar="T", help="of these answers (default 0)")
     add("--states", type=Path, metavar="CACHE", help="keep the model's states in this folder, and read them there again (default: compute them)")
     add = parser.add_argument_group("what is made").add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="where the drafter and its checkpoints go")
@@ -111,13 +111,15 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--drafts must be at least --layers ({args.layers}), got {args.drafts}: a layer that takes no step learns nothing")
     if not 0 < args.lr < 1:
         raise ValueError(f"--lr must be between 0 and 1, got {args.lr}")
-    if not 0 <= args.temperature <= 10:
+    if args.temperature is not None and not 0 <= args.temperature <= 10:
         raise ValueError(f"--temperature must be from 0 to 10, got {args.temperature}")
     if args.context <= args.drafts + 1:
         raise ValueError(f"--context {args.context} is too short for {args.drafts} drafts")
-    for key in ("answer_tokens",):
+    for key in ("answer_tokens", "temperature"):
         if getattr(args, key) is not None and args.answers is None:
             raise ValueError(f"--{key.replace('_', '-')} says how answers are made; --answers says how many: it is missing")
+    if args.heldout and not args.report_prompts:
+        raise ValueError("--heldout is for the report, and --report-prompts 0 makes none: leave one of them out")
     if args.batch_size % args.processes:
         raise ValueError(f"--batch-size {args.batch_size} is no multiple of --processes {args.processes}")
     args.taps = _read_taps(args.taps)
@@ -213,7 +215,7 @@ def _distil(args: argparse.Namespace, documents: list[np.ndarray]) -> list[np.nd
     if longest + most > limit:
         raise ValueError(f"prompts of {longest} tokens and --answer-tokens {most} are more than the model's own limit {limit}")
     device = "cpu" if args.device == "cpu" else "auto"
-    answers = write_answers(args.model, prompts, most, args.temperature, args.seed, dtype=args.dtype, device=device)
+    answers = write_answers(args.model, prompts, most, args.temperature or 0.0, args.seed, dtype=args.dtype, device=device)
     np.concatenate(answers).astype("<u4").tofile(path)
     return answers
 
@@ -230,6 +232,8 @@ def run_command(args: argparse.Namespace) -> dict[str, Any] | None:
     if log := (run.out / "log.jsonl").read_text().splitlines():
         result["last"] = json.loads(log[-1])
     if prompts:
+        if args.device.startswith("cuda"):
+            torch.cuda.empty_cache()  # the engine takes the memory that is free
         longest = min(args.context - args.context // PROMPT_SHARE, args.report_tokens)
         engine = {"dtype": run.dtype, "device": "cpu" if args.device == "cpu" else "auto", "max_batch_size": 8}
         result["report"] = measure(run.model, run.out, run.kind, run.drafts, prompts, longest, **engine)

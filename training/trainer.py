@@ -133,13 +133,13 @@ def _join(rank: int, run: Run, ids: torch.Tensor, meeting: str) -> None:
 
 
 class _Stop:
-    """SIGINT asks the loop to save and end; a second one ends at once."""
+    """SIGINT asks the loop to save and end; a second one ends a process that is alone (of several each gets the terminal's and the first one's)."""
 
-    def __init__(self) -> None:
-        self.is_asked = False
+    def __init__(self, run: Run) -> None:
+        self.is_asked, self._is_alone = False, run.processes == 1
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
+        if self.is_asked and self._is_alone:
             raise KeyboardInterrupt
         self.is_asked = True
 
@@ -198,9 +198,9 @@ def _train(rank: int, run: Run, ids: torch.Tensor) -> bool:
         module = torch.compile(module)  # type: ignore[assignment]
     share = run.batch_size // run.processes
     own = slice(rank * share, (rank + 1) * share)
-    stop, started = _Stop(), time.time()
+    stop, started = _Stop(run), time.time()
     bar = tqdm(range(first, run.steps), initial=first, total=run.steps, desc=f"train {run.kind}", unit="step", mininterval=2.0, disable=not is_first)
-    with _handling(stop), _open_log(run, is_first) as log:
+    with _handling(stop), _open_log(run, first, is_first=is_first) as log:
         for step in bar:
             starts = torch.randint(source.num_starts, (run.batch_size,), generator=generator)
             states = source.read(starts[own])
@@ -253,8 +253,13 @@ def _told(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def _open_log(run: Run, is_first: bool) -> Iterator[Any]:
-    with open(run.out / "log.jsonl" if is_first else os.devnull, "a" if run.resume else "w") as log:
+def _open_log(run: Run, done: int, *, is_first: bool) -> Iterator[Any]:
+    """log.jsonl up to the step that is gone on from; of processes that are not the first, nothing."""
+    path = run.out / "log.jsonl"
+    kept = path.read_text().splitlines(keepends=True) if done and is_first and path.is_file() else []
+    with open(path if is_first else os.devnull, "w") as log:
+        log.writelines(line for line in kept if json.loads(line)["step"] <= done)
+        log.flush()
         yield log
 
 

@@ -37,8 +37,6 @@ class Drafter(nn.Module):
     method: ClassVar[str]
     """As in `speculative_config`."""
     default_drafts: ClassVar[int]
-    max_layers: ClassVar[int] = 1
-    """Of `Options.layers`."""
     default_loss: ClassVar[str] = "target"
     sharpen: ClassVar[float] = 0.0
     """Weight of the target's likeliest token beside its whole distribution."""

@@ -23,7 +23,7 @@ class Medusa(Drafter):
     """Medusa-1 (Cai et al. 2024): head j says what comes j + 2 tokens after a state, whatever lies between: residual blocks that begin as
     nothing, and a copy of the target's head; cross-entropy of the text, 0.8 of the weight for each further head. Saved under vLLM's names."""
 
-    method, default_drafts, max_layers, default_loss = "medusa", 4, 8, "text"
+    method, default_drafts, default_loss = "medusa", 4, "text"
     accepted_options = frozenset({"layers"})
 
     def __init__(self, target: Target, options: Options) -> None:
@@ -57,7 +57,7 @@ class Hydra(Drafter):
     """Hydra (Ankner et al. 2024), arch `mlp`: Medusa's heads that also see the embeddings of the drafts before theirs. Trained on the target's
     distribution, as Hydra++ is. Saved under the authors' names."""
 
-    method, default_drafts, max_layers = "hydra", 4, 8
+    method, default_drafts = "hydra", 4
     accepted_options = frozenset({"layers"})
 
     def __init__(self, target: Target, options: Options) -> None:

@@ -20,7 +20,7 @@ NORMS = {"enorm": "enorm", "hnorm": "hnorm", "input_norm": "input_layernorm", "n
 
 
 class Mtp(Drafter):
-    method, default_drafts, max_layers, sharpen = "mtp", 3, 8, 0.3
+    method, default_drafts, sharpen = "mtp", 3, 0.3
     accepted_options = frozenset({"layers", "inner"})
 
     def __init__(self, target: Target, options: Options) -> None:
