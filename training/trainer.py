@@ -258,7 +258,7 @@ def _open_log(run: Run, done: int, *, is_first: bool) -> Iterator[Any]:
     path = run.out / "log.jsonl"
     kept = path.read_text().splitlines(keepends=True) if done and is_first and path.is_file() else []
     with open(path if is_first else os.devnull, "w") as log:
-        log.writelines(line for line in kept if json.loads(line)["step"] <= done)
+        log.writelines(line for line in kept if line.endswith("\n") and json.loads(line)["step"] <= done)
         log.flush()
         yield log
 
