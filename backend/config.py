@@ -25,6 +25,7 @@ BUNDLED_MODEL = REPOSITORY / "decode" / "1"
 BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
 MAX_BATCH_SIZE = 256
 MAX_RANKS = 64
+RANKS = ("processes", "instances")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,9 +42,51 @@ class ParallelConfig(Section):
     """Ranks that one model is split over, each a process; on GPUs each with its own. 1 to 64."""
     expert_parallel: bool = False
     """Mixtures of experts: each rank holds whole experts, as many as the others; else a part of every expert."""
+    ranks: str = "processes"
+    """What the ranks of a server are: processes that the decode model's one instance starts, or the instances of its instance group, each of which
+    answers the requests that the server gives it."""
+    nnodes: int = 1
+    """Hosts that the ranks are spread over, as many on each; each host runs a server of its own."""
+    node_rank: int = 0
+    """Which of them this one is. The first, 0, answers clients; the others compute with it."""
+    master: str | None = None
+    """HOST:PORT where the first host meets the others, by an address that all of them reach. With nnodes above 1."""
 
     def __post_init__(self) -> None:
-        require(1 <= self.tensor_parallel_size <= MAX_RANKS, "tensor_parallel_size", self.tensor_parallel_size, f"from 1 to {MAX_RANKS}")
+        size = self.tensor_parallel_size
+        require(1 <= size <= MAX_RANKS, "tensor_parallel_size", size, f"from 1 to {MAX_RANKS}")
+        require(1 <= self.nnodes <= MAX_RANKS, "nnodes", self.nnodes, f"from 1 to {MAX_RANKS}")
+        require(size % self.nnodes == 0, "nnodes", self.nnodes, f"a divisor of tensor_parallel_size ({size}): as many ranks on each host")
+        require(0 <= self.node_rank < self.nnodes, "node_rank", self.node_rank, f"from 0 to {self.nnodes - 1} (nnodes is {self.nnodes})")
+        require(self.ranks in RANKS, "ranks", self.ranks, " or ".join(RANKS))
+        require(self.ranks == "processes" or self.nnodes == 1, "ranks", self.ranks, f"processes where nnodes is {self.nnodes}")
+        if self.nnodes == 1:
+            require(self.master is None, "master", self.master, "left out where nnodes is 1")
+            return
+        host, _, port = (self.master or "").rpartition(":")
+        good = bool(host) and port.isdigit() and 1 <= int(port) <= 65535
+        require(good, "master", self.master, f"HOST:PORT of the first host where nnodes is {self.nnodes}")
+
+    @property
+    def num_instances(self) -> int:
+        """Of the model that decodes."""
+        return self.tensor_parallel_size if self.ranks == "instances" else 1
+
+    @property
+    def host_size(self) -> int:
+        """Ranks on each host."""
+        return self.tensor_parallel_size // self.nnodes
+
+    @property
+    def first_rank(self) -> int:
+        """Of this host."""
+        return self.node_rank * self.host_size
+
+    @property
+    def meeting_place(self) -> tuple[str, int]:
+        """Host and port of `master`; without one, this host and any port."""
+        host, _, port = (self.master or "127.0.0.1:0").rpartition(":")
+        return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +171,8 @@ class EngineConfig(Section):
         require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
         good = target == 1 or self.speculative_config.placement != "bls"
         require(good, "speculative_config.placement", "bls", f"in_process where tensor_parallel_size is {target}")
-        require(target == 1 or not self.disaggregation.is_on, "tensor_parallel_size", target, "1 where disaggregation.scheduler_name is redis")
+        nnodes = self.parallel_config.nnodes
+        require(nnodes == 1 or not self.disaggregation.is_on, "nnodes", nnodes, "1 where disaggregation.scheduler_name is redis")
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
 

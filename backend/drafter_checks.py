@@ -8,15 +8,17 @@ from pathlib import Path
 from backend.errors import ModelError
 from backend.model_checks import check_config, check_drafter, check_fits_target, check_model, check_same_tokens, check_weights
 from backend.model_files import find_pickled, find_weights, read_config
-from backend.models.eagle_spec import EagleSpec, merge_config, read_eagle, read_eagle3
+from backend.models.dflash_spec import DflashSpec, read_dflash
+from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_parallel, merge_config, read_eagle, read_eagle3, read_mask_token
 from backend.models.heads_spec import HEADS, HeadsSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.spec import WeightList
 from backend.models.values import Values
 
 
-def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights: bool = True) -> None:
-    """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up."""
+def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights: bool = True, is_parallel: bool | None = None) -> None:
+    """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up;
+    is_parallel: whether it has to draft in parallel; None: as it was made."""
     target = read_config(model)
     if method == "mtp":
         length = target["max_position_embeddings"]
@@ -27,6 +29,7 @@ def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights:
         check_model(folder, has_weights=has_weights)
         if has_weights:
             check_same_tokens(folder, model)
+        read_parallel(folder, is_parallel)
     else:
         sizes = {"hidden_size": target["hidden_size"], "vocab_size": target["vocab_size"], "num_layers": target["num_hidden_layers"]}
         # What is in an archive of tensors is known to torch alone.
@@ -34,16 +37,41 @@ def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights:
         names: Collection[str] = find_weights(folder) if is_readable else ()
         if method in ("eagle", "eagle3"):
             spec = read_eagle_spec(folder, names, is_multi_layer=method == "eagle3", **sizes)
+            choose_parallel(spec, names, is_parallel)
             weights = WeightList()
             spec.list_weights(weights, sizes["vocab_size"])
             if is_readable:
-                check_weights(folder, weights, f"num_hidden_layers is {len(spec.layers)}")
+                quantization = read_checkpoint_quantization(read_config(folder), folder)
+                check_weights(folder, weights, f"num_hidden_layers is {len(spec.layers)}", quantization)
+            return
+        weights = WeightList()
+        if method in ("dflash", "dspark"):
+            block = read_dflash_spec(folder, names, is_spark=method == "dspark", **sizes)
+            block.list_weights(weights)
+            if is_readable:
+                quantization = read_checkpoint_quantization(read_config(folder), folder)
+                check_weights(folder, weights, f"num_hidden_layers is {len(block.layers)}", quantization)
             return
         heads = read_heads_spec(method, folder, names, model)
-        weights = WeightList()
         heads.list_weights(weights)
         if is_readable:
             check_weights(folder, weights, f"{folder} holds heads")
+
+
+def read_parallel(directory: str | Path, wanted: bool | None) -> int | None:
+    """The mask token of a draft model that makes its drafts in parallel (PARD); None: it makes one after the other.
+
+    wanted: None: where the model was made for it. Raises ModelError where it is wanted of a model that was not, or the token is none of its.
+    """
+    config = read_config(directory)
+    values = Values(config, f"{directory}/config.json")
+    found = read_mask_token(values, values.integer("vocab_size", 2**22))
+    if wanted and found is None:
+        raise ModelError(
+            f"{values.where} names no mask token ({', '.join(MASK_KEYS)}): drafts are made in parallel by drafters that were trained for it; "
+            "leave parallel_drafting out"
+        )
+    return found if wanted or (wanted is None and any(values.has(key) for key in PARD_KEYS)) else None
 
 
 def read_heads_spec(method: str, directory: str | Path, names: Collection[str], target_directory: str | Path) -> HeadsSpec | SpeculatorSpec:
@@ -60,12 +88,29 @@ def read_eagle_spec(
     directory: str | Path, names: Collection[str], *, is_multi_layer: bool, hidden_size: int, vocab_size: int, num_layers: int
 ) -> EagleSpec:
     """What an EAGLE drafter is made of, for a target of these sizes. names: of its weights, where they are known. Raises ModelError."""
-    where = f"{directory}/config.json"
-    values = check_config(merge_config(read_config(directory), where), directory)
+    values = _read_values(directory)
     spec = (read_eagle3 if is_multi_layer else read_eagle)(values, names, num_layers)
-    own_vocab = values.integer("vocab_size", 2**22)
-    key = "target_hidden_size" if values.has("target_hidden_size") else "hidden_size"
-    for name, own, other in ((key, spec.target_hidden_size, hidden_size), ("vocab_size", own_vocab, vocab_size)):
-        if own != other:
-            raise ModelError(f"{where}: {name} is {own}; the target's is {other}")
+    _check_sizes(values, spec.target_hidden_size, hidden_size, vocab_size)
     return spec
+
+
+def read_dflash_spec(
+    directory: str | Path, names: Collection[str], *, is_spark: bool, hidden_size: int, vocab_size: int, num_layers: int
+) -> DflashSpec:
+    """What a DFlash or DSpark drafter is made of, likewise. Raises ModelError."""
+    values = _read_values(directory)
+    spec = read_dflash(values, names, num_layers, is_spark=is_spark)
+    _check_sizes(values, spec.target_hidden_size, hidden_size, vocab_size)
+    return spec
+
+
+def _read_values(directory: str | Path) -> Values:
+    return check_config(merge_config(read_config(directory), f"{directory}/config.json"), directory)
+
+
+def _check_sizes(values: Values, target_hidden_size: int, hidden_size: int, vocab_size: int) -> None:
+    """What the drafter says of its target, and what the target's sizes are."""
+    key = "target_hidden_size" if values.has("target_hidden_size") else "hidden_size"
+    for name, own, other in ((key, target_hidden_size, hidden_size), ("vocab_size", values.integer("vocab_size", 2**22), vocab_size)):
+        if own != other:
+            raise ModelError(f"{values.where}: {name} is {own}; the target's is {other}")

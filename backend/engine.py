@@ -16,10 +16,10 @@ import torch
 from backend.config import EngineConfig
 from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
 from backend.devices import on_stream, pick_device
-from backend.drafters import Drafters
+from backend.drafters import Drafters, count_tokens_after_step
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError, EngineError, ModelError, RequestError
-from backend.group import Group
+from backend.group import Greeting, Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
 from backend.metrics import Metrics
@@ -48,6 +48,8 @@ class _InFlight:
     step: PlannedStep
     read: Callable[[], Results]
     """Waits for it."""
+    number: int
+    """Steps with it."""
 
 
 class Engine:
@@ -58,14 +60,24 @@ class Engine:
     group of them, so that whoever passes them on can do it once a step.
     """
 
-    def __init__(self, config: EngineConfig, draft_service: DraftService | None = None) -> None:
-        """draft_service: the drafter's model in another process, for placement bls. Raises ConfigError, ModelError."""
+    def __init__(self, config: EngineConfig, draft_service: DraftService | None = None, greet: Greeting | None = None) -> None:
+        """draft_service: the drafter's model in another process, for placement bls; greet: for ranks that are instances. Raises ConfigError,
+        ModelError."""
         self.config = config
         self._device = pick_device(config)
-        self._group = Group(config) if config.parallel_config.tensor_parallel_size > 1 else None
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._is_refusing = False
+        self._failure: Exception | None = None
+        if config.parallel_config.num_instances > 1 and greet is None:
+            raise ConfigError("parallel_config.ranks: instances are a server's; offline, leave it out")
+        self._group = Group(config, greet) if config.parallel_config.tensor_parallel_size > 1 else None
         try:
             with on_stream(self._device):
                 self._load((self._group.ranks if self._group is not None else None) or Ranks(), draft_service)
+            if self._group is not None:
+                self._group.on_lost = self._note_lost_rank
         except Exception as error:
             why = error if isinstance(error, (ConfigError, ModelError)) else self._explain(error)
             self._close_group()
@@ -84,13 +96,10 @@ class Engine:
         self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
         self.scheduler.on_run = self._open.note_run
         self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open, self._book_tokens)
-        self._inbox: deque[Callable[[], object]] = deque()
-        self._wake = threading.Condition()
-        self._is_stopping = False
-        self._is_refusing = False
-        self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self.num_launched = self.num_finished = 0
+        """Steps."""
         self._is_short = False
         # What loading made is seen through now; else the first full collection comes between steps and takes 100 ms.
         gc.collect()
@@ -131,7 +140,7 @@ class Engine:
         self.scheduler = Scheduler(
             num_pages=worker.store.num_pages,
             page_size=config.page_size,
-            num_tokens_after_step=(speculative.num_model_steps or 1) if has_step_drafter else 0,
+            num_tokens_after_step=count_tokens_after_step(speculative, worker.drafter),
             max_batch_size=config.max_batch_size,
             max_num_batched_tokens=worker.max_num_batched_tokens,
             max_model_len=worker.max_model_len,
@@ -148,6 +157,7 @@ class Engine:
             page_size=config.page_size,
             max_drafter_tokens=worker.max_num_batched_tokens + 1,
             has_step_drafter=has_step_drafter,
+            has_state_keeper=worker.drafter is not None and worker.drafter.keeper is not None,
             is_layout_exact=worker.graphs is None,
             max_masked_drafts=config.max_masked_drafts,
             cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
@@ -159,6 +169,20 @@ class Engine:
         worker.warm_up()
 
     # -- any thread -------------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Group | None:
+        """The other ranks, where there are some."""
+        return self._group
+
+    def _note_lost_rank(self) -> None:
+        """The loop sees to it, also where no step waits for that rank."""
+        with self._wake:
+            self._wake.notify()
+
+    @property
+    def _has_lost_rank(self) -> bool:
+        return self._group is not None and self._group.has_lost
 
     @property
     def is_healthy(self) -> bool:
@@ -258,8 +282,12 @@ class Engine:
     def _step(self) -> bool:
         """Takes in what was submitted and cancelled, then launches one step and reads the one before it, or this one where nothing may be
         under way meanwhile. False when there was nothing to run."""
-        while self._inbox:
-            self._inbox.popleft()()
+        if self._group is not None and self._has_lost_rank:
+            self._group.check()
+        if self._inbox:
+            while self._inbox:
+                self._inbox.popleft()()
+            self.after_deltas()  # a first token that another node computed does not wait for this step
         if self._open.has_deadlines:
             self._open.end_late()
         started = time.perf_counter()
@@ -287,9 +315,12 @@ class Engine:
         step = self.planner.plan(batch, self._draft_limit)
         for index, probs in step.host_probs:
             self.worker.put_draft_probs(index, probs)
+            if self._group is not None:
+                self._group.send_probs(index, probs)
         if self._group is not None:
             self._group.send(step.plan, self._device)
-        self._in_flight.append(_InFlight(step, self.worker.launch(step.plan)))
+        self.num_launched += 1
+        self._in_flight.append(_InFlight(step, self.worker.launch(step.plan), self.num_launched))
         self.scheduler.launch(step.entries)
         while len(self._in_flight) > self._num_ahead:
             self._finish()
@@ -306,8 +337,11 @@ class Engine:
         """Reads the oldest step under way, and books it. Requests that ended meanwhile are left out."""
         oldest = self._in_flight.popleft()
         step, results = oldest.step, oldest.read()
+        self.num_finished = oldest.number
         if self._group is not None:
             self._group.verdicts.add(results.rows)
+            if any(entry.request.is_prefill_only for entry in step.entries):
+                self._group.await_done(oldest.number)  # other nodes read the pages of all ranks
         times = results.times
         draft_seconds = times.draft + step.host_seconds
         self.metrics.add_times(draft_seconds, times.forward, times.decide)
@@ -394,10 +428,12 @@ class Engine:
     def run(self) -> None:
         """Steps while there is work, sleeps while there is none. An error in a step ends every open request with it."""
         try:
+            if self._group is not None:
+                self._group.watch()
             while not self._is_stopping:
                 if not self.step() and not self._capture():
                     with self._wake:
-                        if not self._inbox and not self._is_stopping:
+                        if not self._inbox and not self._is_stopping and not self._has_lost_rank:
                             self._wake.wait(timeout=self._sleep())
         except Exception as error:
             logger.exception("the engine failed")
@@ -432,7 +468,10 @@ class Engine:
         with self._wake:
             self._failure = error
         while self._inbox:
-            self._inbox.popleft()()
+            try:
+                self._inbox.popleft()()
+            except Exception:  # the others want their answers all the same
+                logger.exception("after the engine's end")
         self.end_all(error)
         self.after_deltas()
 

@@ -8,72 +8,191 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from backend.config import EngineConfig
 from backend.devices import on_stream
-from backend.group import CAPTURE, EXCHANGE_SECONDS, MEET_SECONDS, PLAN, STOP, Verdicts, check_verdicts, describe_self
+from backend.disaggregation.rank_pages import RankPages
+from backend.group import CAPTURE, PLAN, PROBS, STOP, Verdicts, check_verdicts
+from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
+from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, describe_self
 from backend.step.plan import StepPlan
 from backend.step.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+LOST_STATUS = 3
+"""Exit status where rank 0 is gone."""
+PARENT_SECONDS = 0.5
 
-def follow(worker: Worker, ranks: Ranks, ring: PlanRing, parent: int) -> None:
+
+Report = Callable[[dict[str, Any]], None]
+"""How a rank fares: `ready`, or `error`."""
+
+
+class Plans:
+    """Where they come from: rank 0's memory, or a connection from another host."""
+
+    def __init__(self, ring: PlanRing | None, rank: int, plans: Line | None, orders: Line, check: Callable[[], None]) -> None:
+        """check: raises where rank 0 is gone; called while there is no plan."""
+        self._ring, self._rank, self._plans, self._orders, self._check = ring, rank, plans, orders, check
+        self.num_done = 0
+
+    def read(self) -> np.ndarray:
+        """The next message. Raises RuntimeError when rank 0 is gone."""
+        if self._ring is not None:
+            return self._ring.read(self._rank - 1, self._check)
+        assert self._plans is not None
+        try:
+            content = self._plans.receive()
+        except ConnectionError as error:
+            raise RuntimeError(f"rank 0 has ended: {error}") from None
+        assert content is not None
+        return np.frombuffer(content, dtype="<i4").astype(np.int32)
+
+    def note_done(self) -> None:
+        """One step more was computed."""
+        self.num_done += 1
+        if self._ring is not None:
+            self._ring.note_done(self._rank - 1, self.num_done)
+        else:
+            with contextlib.suppress(ConnectionError):
+                self._orders.send_order({"done": self.num_done})
+
+
+def follow(worker: Worker, ranks: Ranks, plans: Plans) -> None:
     """Runs plans until rank 0 says that it was the last."""
     verdicts, num_launched = Verdicts(), 0
-
-    def check() -> None:
-        if os.getppid() != parent:
-            raise RuntimeError("rank 0 has ended")
-
     while True:
-        words = ring.read(ranks.rank - 1, check)
+        words = plans.read()
         if words[0] == STOP:
             return
         if words[0] == CAPTURE:
             worker.capture_waiting()
-            continue
-        assert words[0] == PLAN, f"rank 0 sent a message of kind {words[0]}"
-        plan = StepPlan.from_array(words[1:])
-        check_verdicts(ranks, verdicts, num_launched, worker.device)
-        num_launched += 1
-        verdicts.add(worker.launch(plan)().rows)
+        elif words[0] == PROBS:
+            index, count, width = words[1:4].tolist()
+            worker.put_draft_probs(index, torch.from_numpy(words[4:].view(np.float32).reshape(count, width).copy()).to(worker.device))
+        else:
+            assert words[0] == PLAN, f"rank 0 sent a message of kind {words[0]}"
+            plan = StepPlan.from_array(words[1:])
+            check_verdicts(ranks, verdicts, num_launched, worker.device)
+            num_launched += 1
+            verdicts.add(worker.launch(plan)().rows)
+            plans.note_done()
+
+
+def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple[Line, Line | None]:
+    """Says what this rank is, and hears whether it fits. Raises RuntimeError with rank 0's words where it does not, or ConnectionError."""
+    store.append("hello", describe_self(config, rank).write())  # type: ignore[attr-defined]
+    port = int(store.get("lines"))
+    orders = connect(host, port, rank, ORDERS)
+    plans = connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
+    if verdict := store.get("verdict").decode():
+        raise RuntimeError(verdict)
+    return orders, plans
+
+
+def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -> None:
+    """One rank, by what `backend.rank_processes.describe_rank` says of it, until rank 0 says that it was the last plan.
+
+    end: told, by a thread of its own, why rank 0 is gone; where it comes back, the rank ends with RuntimeError.
+    """
+    rank, host = spec["rank"], spec["host"]
+    config = EngineConfig.from_dict(spec["config"])
+    size, is_far = config.parallel_config.tensor_parallel_size, config.parallel_config.nnodes > 1
+    store = dist.TCPStore(host, spec["port"], size, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
+    lost: list[str] = []
+    ranks: Ranks | None = None
+
+    def lose(why: str) -> None:
+        lost.append(why)
+        end(why)
+        if ranks is not None:
+            ranks.abort()
+
+    def check() -> None:
+        if lost:
+            raise RuntimeError(f"rank 0 has ended: {lost[0]}")
+
+    try:
+        ring = PlanRing(config.parallel_config.host_size - 1, spec["ring"]) if spec["ring"] else None
+        line, plan_line = meet(store, config, rank, host)
+        plans = Plans(ring, rank, plan_line, line, check)
+        orders = Orders(line, lose)
+        orders.start()
+        device = torch.device(config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with on_stream(device):
+            address = line.own_address if is_far else ""
+            ranks = make_ranks(rank, size, store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
+            worker = Worker(config, ranks)
+            pages = RankPages(worker.store, orders, lambda: plans.num_done)
+            worker.warm_up()
+            report({"ready": True})
+            try:
+                follow(worker, ranks, plans)
+            finally:
+                if ring is not None:
+                    ring.close()
+            orders.end()
+            pages.close()
+            worker.release()
+            ranks.close()
+    except Exception as error:
+        report({"error": f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
+            store.set(f"error {rank}", f"{type(error).__name__}: {error}")
+        raise
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 has it too, and says when it is over
     spec: dict[str, Any] = json.loads(sys.stdin.readline())
-    rank, size = spec["rank"], spec["size"]
+    rank = spec["rank"]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank} %(name)s %(message)s")
-    store = dist.TCPStore("127.0.0.1", spec["port"], size, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
-    try:
-        config = EngineConfig.from_dict(spec["config"])
-        ring = PlanRing(size - 1, spec["ring"])
-        store.set(f"hello {rank}", describe_self())
-        device = torch.device(config.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        with on_stream(device):
-            ranks = make_ranks(rank, size, store, device, timedelta(seconds=EXCHANGE_SECONDS))
-            worker = Worker(config, ranks)
-            worker.warm_up()
-            try:
-                follow(worker, ranks, ring, spec["parent"])
-            finally:
-                ring.close()
-            worker.release()
-            ranks.close()
-    except Exception as error:
-        with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
-            store.set(f"error {rank}", f"{type(error).__name__}: {error}")
-        raise
+    report = print_report if spec["reports"] else ignore_report
+    threading.Thread(target=end_with_parent, args=(spec["parent"], report), name="parent", daemon=True).start()
+    run_rank(spec, report, end_at_once(rank, report))
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """To the host's own process, where rank 0 is another host's."""
+    with contextlib.suppress(OSError):
+        print(json.dumps(report), flush=True)
+
+
+def ignore_report(report: dict[str, Any]) -> None:
+    pass
+
+
+def end_with_parent(parent: int, report: Callable[[dict[str, Any]], None]) -> None:
+    """Whatever this process waits for. While the parent lives, so does this one."""
+    while os.getppid() == parent:
+        report({})
+        time.sleep(PARENT_SECONDS)
+    os._exit(LOST_STATUS)
+
+
+def end_at_once(rank: int, report: Callable[[dict[str, Any]], None]) -> Callable[[str], None]:
+    """What is done when rank 0 is gone: an exchange that waits for it would go on waiting."""
+
+    def end(why: str) -> None:
+        logger.error("rank %d ends: %s", rank, why)
+        report({"error": why})
+        os._exit(LOST_STATUS)
+
+    return end
 
 
 if __name__ == "__main__":

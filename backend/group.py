@@ -1,24 +1,20 @@
-"""Rank 0's side of tensor parallelism on one host: starts the other ranks, sends them every plan, and knows when one is gone.
+"""Rank 0's side of tensor parallelism: starts the other ranks of its host, meets those of others, sends them every plan, and knows when one is gone.
 
 The other ranks schedule nothing: they run the plans that they are sent (backend/follower.py), in the order in which they come.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import contextlib
 import logging
-import os
-import shutil
 import subprocess
-import sys
+import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from importlib import metadata
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,39 +23,25 @@ import torch.distributed as dist
 from backend.config import EngineConfig
 from backend.devices import on_stream
 from backend.errors import ConfigError, EngineError, ModelError
+from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
+from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, Hello, describe_rank, describe_self, device_of_rank, end_ranks, start_rank
 from backend.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-MEET_SECONDS, EXCHANGE_SECONDS = 120.0, 30.0
-"""For the ranks to meet, and for a rank to take part in an exchange that others wait in."""
 CHECK_EVERY = 256
 """Steps between comparisons of what the ranks decided."""
-STOP_SECONDS = 10.0
 EXPLAIN_SECONDS = 1.0
 """That a rank whose exchange failed may take to end."""
-PLAN, CAPTURE, STOP = range(3)
+DONE_SECONDS = 0.0002
+PLAN, CAPTURE, STOP, PROBS = range(4)
 """What a message's first word says that it is."""
 
 
-def device_of_rank(config: EngineConfig, rank: int) -> str:
-    """On GPUs each rank has its own, from the one of rank 0 on."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    first = int(config.device.partition(":")[2] or 0)
-    if first + config.parallel_config.tensor_parallel_size > torch.cuda.device_count():
-        raise ConfigError(
-            f"tensor_parallel_size {config.parallel_config.tensor_parallel_size}: this machine has {torch.cuda.device_count()} GPUs, "
-            f"and rank 0 is on cuda:{first}"
-        )
-    return f"cuda:{first + rank}"
-
-
-def describe_self() -> str:
-    """What has to be equal on all ranks, beside the configuration."""
-    return f"torch {torch.__version__}, numpy {np.__version__}, tokenizers {metadata.version('tokenizers')}"
+Greeting = Callable[[int, dict[str, Any]], None]
+"""Tells a rank that runs already what it is to do (`describe_rank`)."""
 
 
 class Verdicts:
@@ -93,59 +75,122 @@ def check_verdicts(ranks: Ranks, verdicts: Verdicts, num_launched: int, device: 
 class Group:
     """The other ranks, as rank 0 sees them."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Starts them, and meets them. Raises ConfigError, ModelError."""
-        size = config.parallel_config.tensor_parallel_size
-        self._ring = PlanRing(size - 1)
+    def __init__(self, config: EngineConfig, greet: Greeting | None = None) -> None:
+        """Starts those of this host, or greets them where they run already, and meets all. Raises ConfigError, ModelError."""
+        parallel = config.parallel_config
+        if parallel.node_rank:
+            raise ConfigError(f"parallel_config.node_rank {parallel.node_rank}: this host's ranks follow: start `foretoken serve` here")
+        self.size, self._num_local = parallel.tensor_parallel_size, parallel.host_size
+        self._ring = PlanRing(self._num_local - 1) if self._num_local > 1 else None
         self._is_closed = False
-        self._store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS))
-        self._children: list[subprocess.Popen[str]] = []
-        self._num_launched = 0
+        self.num_launched = 0
+        """Steps."""
         self.verdicts = Verdicts()
         self.ranks: Ranks | None = None
+        self.on_lost: Callable[[], None] = lambda: None
+        """A rank is gone: `check` says which. Called by a thread of its own."""
+        self._children: dict[int, subprocess.Popen[str]] = {}
+        """Ranks of this host."""
+        self._losing = threading.Lock()
+        host, port = parallel.meeting_place
+        board: Switchboard | None = None
         try:
-            for rank in range(1, size):
-                self._children.append(self._start(config, rank, size))
-            self._meet(size)
-            self._ring.unlink()
+            self.switchboard = board = Switchboard(host, self.size, self._note_lost)
+            self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS))
+        except (OSError, RuntimeError) as error:
+            if board is not None:
+                board.close()
+            self._close_ring()
+            raise ConfigError(f"parallel_config.master {host}:{port}: this host cannot listen there: {str(error).splitlines()[0]}") from None
+        try:
+            for rank in range(1, self._num_local):
+                spec = describe_rank(config, rank, (host, self._store.port), None if self._ring is None else self._ring.path)
+                if greet is None:
+                    self._children[rank] = start_rank(spec)
+                else:
+                    greet(rank, spec)
+            self._store.set("lines", str(self.switchboard.port))
+            self._meet(config)
+            if self._ring is not None:
+                self._ring.unlink()
             device = torch.device(device_of_rank(config, 0))
             with on_stream(device):
-                self.ranks = make_ranks(0, size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS))
+                address = host if parallel.nnodes > 1 else ""
+                self.ranks = make_ranks(0, self.size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, config: EngineConfig, rank: int, size: int) -> subprocess.Popen[str]:
-        values = {**dataclasses.asdict(config), "device": device_of_rank(config, rank)}
-        spec = {"config": values, "rank": rank, "size": size, "port": self._store.port, "ring": self._ring.path, "parent": os.getpid()}
-        root = str(Path(__file__).parents[1])
-        # Within the server this process is its stub, which embeds the python3 on PATH.
-        python = sys.executable if Path(sys.executable or "").name.startswith("python") else shutil.which("python3") or "python3"
-        child = subprocess.Popen([python, "-m", "backend.follower"], stdin=subprocess.PIPE, text=True, cwd=root)
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(spec) + "\n")
-        child.stdin.flush()
-        return child
+    # -- meeting --------------------------------------------------------------------------------------------------------
 
-    def _meet(self, size: int) -> None:
-        """Waits until every rank has said what it is."""
-        end, own = time.monotonic() + MEET_SECONDS, describe_self()
-        for rank in range(1, size):
-            while not self._store.check([f"hello {rank}"]):
-                self.check()
-                if time.monotonic() > end:
-                    raise ModelError(f"rank {rank} of {size} did not come within {MEET_SECONDS:.0f} s")
-                time.sleep(0.01)
-            if (other := self._store.get(f"hello {rank}").decode()) != own:
-                raise ModelError(f"rank {rank} has {other}; rank 0 has {own}")
+    def _meet(self, config: EngineConfig) -> None:
+        """Waits until every rank has said what it is, and tells all of them whether they fit."""
+        try:
+            self._await_hellos(describe_self(config, 0))
+        except Exception as error:
+            self._store.set("verdict", str(error))
+            raise
+        self._store.set("verdict", "")
+
+    def _await_hellos(self, own: Hello) -> None:
+        end, missing, num_read = time.monotonic() + MEET_SECONDS, set(range(1, self.size)), 0
+        while missing:
+            self.check()
+            lines = self._store.get("hello").decode().splitlines() if self._store.check(["hello"]) else []
+            for line in lines[num_read:]:
+                other = Hello.read(line)
+                if why := own.differences(other):
+                    raise ModelError(f"rank {other.rank} does not fit rank 0: {why}")
+                missing.discard(other.rank)
+            num_read = len(lines)
+            if missing and time.monotonic() > end:
+                ranks = ", ".join(map(str, sorted(missing)))
+                raise ModelError(f"rank {ranks} of {self.size} did not come within {MEET_SECONDS:.0f} s")
+            time.sleep(0.01)
+        for rank in range(1, self.size):
+            for kind in (ORDERS,) if rank < self._num_local else (ORDERS, PLANS):
+                if not self.switchboard.wait_for(rank, kind, max(0.1, end - time.monotonic())):
+                    self.check()
+                    raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
+
+    # -- ranks that end ---------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """All is loaded: a rank that hangs from now on is taken for gone. Raises EngineError when one is."""
+        self.switchboard.watch()
+
+    def _note_lost(self) -> None:
+        if self._is_closed:
+            return
+        self.on_lost()
+        with self._losing:
+            for rank, why in self.switchboard.lost.items():
+                child = self._children.get(rank)
+                if child is not None and child.poll() is None and why.startswith(SILENT):
+                    child.kill()
+            if self.ranks is not None:
+                self.ranks.abort()
+
+    @property
+    def has_lost(self) -> bool:
+        return bool(self.switchboard.lost)
 
     def check(self) -> None:
         """Raises EngineError when a rank is gone."""
-        for rank, child in enumerate(self._children, 1):
-            if child.poll() is not None:
-                known = self._store.check([f"error {rank}"])
-                why = self._store.get(f"error {rank}").decode() if known else f"exit status {child.returncode}"
-                raise EngineError(f"rank {rank} of {len(self._children) + 1} has ended: {why}")
+        lost = dict(self.switchboard.lost)
+        for rank in range(1, self.size):
+            child, why = self._children.get(rank), lost.get(rank)
+            if child is not None and why is not None and child.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # its connection is gone a little before it
+                    child.wait(EXPLAIN_SECONDS)
+            has_ended = child is not None and child.poll() is not None
+            if why is None and not has_ended:
+                continue
+            if self._store.check([f"error {rank}"]):
+                why = self._store.get(f"error {rank}").decode()
+            elif child is not None and has_ended and (why is None or not why.startswith(SILENT)):
+                why = f"exit status {child.returncode}"
+            raise EngineError(f"rank {rank} of {self.size} has ended: {why}")
 
     def explain(self, error: Exception) -> Exception:
         """The end of a rank, where that is why an exchange with it failed: in words of ours, not of the library's."""
@@ -158,39 +203,66 @@ class Group:
             time.sleep(0.05)
         return error
 
+    # -- the step's path --------------------------------------------------------------------------------------------------
+
     def send(self, plan: StepPlan, device: torch.device) -> None:
         """To every rank, which launches it, as the caller does next."""
         self._send(PLAN, plan.to_array())
         assert self.ranks is not None
-        check_verdicts(self.ranks, self.verdicts, self._num_launched, device)
-        self._num_launched += 1
+        check_verdicts(self.ranks, self.verdicts, self.num_launched, device)
+        self.num_launched += 1
 
     def send_capture(self) -> None:
         self._send(CAPTURE)
 
+    def send_probs(self, index: int, probs: torch.Tensor) -> None:
+        """What the leading drafts [k, V] that the next plan writes for a request were drawn from."""
+        own = probs.float().cpu().contiguous()
+        self._send(PROBS, np.concatenate([np.array([index, *own.shape], dtype=np.int32), own.numpy().view(np.int32).ravel()]))
+
     def _send(self, kind: int, words: np.ndarray | None = None) -> None:
         head = np.array([kind], dtype=np.int32)
-        self._ring.write(head if words is None else np.concatenate([head, words]), self.check)
+        message = head if words is None else np.concatenate([head, words])
+        if self._ring is not None:
+            self._ring.write(message, self.check)
+        for rank in range(self._num_local, self.size):
+            self.switchboard.send_words(rank, message)
+
+    def await_done(self, num_steps: int) -> None:
+        """Until every rank is through with so many steps: what they wrote is final. Raises EngineError when one is gone."""
+        while self._num_done < num_steps:
+            self.check()
+            time.sleep(DONE_SECONDS)
+
+    @property
+    def _num_done(self) -> int:
+        others = [self.switchboard.num_done.get(rank, 0) for rank in range(self._num_local, self.size)]
+        return min([*others, *([self._ring.num_done] if self._ring is not None else [])])
+
+    # -- the end ----------------------------------------------------------------------------------------------------------
 
     def close(self, release: Callable[[], None] = lambda: None) -> None:
         """Ends the other ranks. release: gives back what holds exchanges on this one."""
         if self._is_closed:
             return
         self._is_closed = True
+        self.on_lost = lambda: None
         try:
-            if self._children:
+            if self.ranks is not None:
                 self._send(STOP)
             release()
             if self.ranks is not None:
                 self.ranks.close()
         except Exception as error:
             logger.warning("the ranks are ended: %s", error)
-        end = time.monotonic() + STOP_SECONDS
-        for child in self._children:
-            try:
-                child.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-        self._children = []
-        self._ring.close()
+        if self.ranks is None:  # they wait for a verdict, or load: nobody reads plans yet
+            self.switchboard.close()
+        end_ranks(list(self._children.values()))
+        self._children = {}
+        self.switchboard.close()
+        self._close_ring()
+
+    def _close_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +61,10 @@ class KvStore:
     the number of its tokens that fit from one page's begin to the next one's.
     """
 
-    def __init__(self, specs: Sequence[CacheSpec], page_size: int, num_pages: int, device: torch.device, identity: str = "") -> None:
-        """identity: what else has to be equal for two stores to exchange pages: model, version, the rank's share."""
+    def __init__(
+        self, specs: Sequence[CacheSpec], page_size: int, num_pages: int, device: torch.device, identity: Mapping[str, object] | None = None
+    ) -> None:
+        """identity: what else has to be equal for two stores to exchange pages: model, drafter, the rank's share."""
         if len({spec.name for spec in specs}) != len(specs):
             raise KvStoreError(f"cache specs have a name twice: {', '.join(spec.name for spec in specs)}")
         self.specs = {spec.name: spec for spec in specs}
@@ -71,7 +73,7 @@ class KvStore:
         self.memory = _make_memory(num_pages + 1, self.page_bytes, device)
         """[P + 1, page_bytes] uint8"""
         specs_said = {spec.name: f"{spec.num_planes} x {list(spec.shape)} {spec.dtype}" for spec in specs}
-        self.layout: dict[str, object] = {"model": identity, "page_size": page_size, "page_bytes": self.page_bytes, **specs_said}
+        self.layout: dict[str, object] = {**(identity or {}), "page_size": page_size, "page_bytes": self.page_bytes, **specs_said}
         """What has to be equal for two stores to exchange pages, in words."""
         self.fingerprint = hashlib.blake2b(json.dumps(list(self.layout.items())).encode(), digest_size=16).hexdigest()
         """Of the layout. Only stores with equal ones may exchange pages."""

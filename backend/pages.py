@@ -101,8 +101,9 @@ class PagePool:
 class SeenPages:
     """How many leading tokens of each page a model drafter's memory is right for: what another request left there may be had again."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, num_pages: int, page_size: int, *, is_complete: bool = False) -> None:
+        """is_complete: the target's own steps fill the drafter's memory."""
+        self._page_size, self._is_complete = page_size, is_complete
         self._seen = [0] * num_pages
 
     def reset(self, page_ids: Sequence[int]) -> None:
@@ -121,6 +122,8 @@ class SeenPages:
 
     def count(self, page_ids: Sequence[int], limit: int) -> int:
         """Leading tokens of a request with these pages that the drafter has seen; at most `limit`."""
+        if self._is_complete:
+            return min(len(page_ids) * self._page_size, limit)
         seen = 0
         for page in page_ids:
             seen += self._seen[page]

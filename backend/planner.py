@@ -42,20 +42,22 @@ class Planner:
         page_size: int,
         max_drafter_tokens: int,
         has_step_drafter: bool,
+        has_state_keeper: bool = False,
         is_layout_exact: bool,
         cascade_heads: tuple[int, int] | None = None,
         max_masked_drafts: int = MAX_DRAFTS,
         max_model_drafts: int = MAX_DRAFTS,
     ) -> None:
-        """max_drafter_tokens: that the model drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so
-        that the drafter may catch up beside drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once;
-        max_masked_drafts: of a request with a grammar; max_model_drafts: that the step's model drafter can make in a step."""
+        """has_state_keeper: the step's drafter keeps what it needs of a token when the target computes that; max_drafter_tokens: that the model
+        drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so that the drafter may catch up beside
+        drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once; max_masked_drafts: of a request with a
+        grammar; max_model_drafts: that the step's model drafter can make in a step."""
         self._config, self._drafters = config, drafters
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width = -(-max_model_len // page_size)
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
         self._cascade_heads, self._max_masked_drafts, self._max_model_drafts = cascade_heads, max_masked_drafts, max_model_drafts
-        self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size)
+        self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size, is_complete=has_state_keeper)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
         self._known: dict[str, Known] = {}

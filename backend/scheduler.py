@@ -59,6 +59,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._fetching: dict[str, Request] = {}
+        self._parked: dict[str, list[Request]] = {}
+        """By group: completions whose prompt is being fetched for another one of them."""
         self._ready: list[Request] = []
         """Whose prompts another node has computed: with pages, and waiting for a place among the running."""
         self.min_fetched_tokens = 1
@@ -81,8 +83,8 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Running requests whose prompts are computed, or on their way."""
-        return sum(r.is_decoding for r in self.running)
+        """Running requests whose prompts are computed, or on their way, and whose next token somebody waits for here."""
+        return sum(r.is_decoding and not r.is_prefill_only for r in self.running)
 
     @property
     def num_fetching(self) -> int:
@@ -134,7 +136,8 @@ class Scheduler:
             self.running.remove(request)
         elif request.page_ids:
             self._release_pages(request)
-            self._fetching.pop(request.request_id, None)
+            if self._fetching.pop(request.request_id, None) is not None:
+                self._unpark(request)
             if request in self._ready:
                 self._ready.remove(request)
         # Any other one that waits holds nothing; its queue entry is dropped when it comes up.
@@ -238,6 +241,9 @@ class Scheduler:
             if self._requests.get(request.request_id) is not request:
                 heapq.heappop(self._waiting)  # it ended while it waited
                 continue
+            if request.is_remote and self._is_fetched_for_another(request):
+                self._parked.setdefault(request.group_id, []).append(heapq.heappop(self._waiting)[2])
+                continue
             if request.is_remote:
                 if len(self._fetching) >= self.max_batch_size or not self._start_fetch(request, batch):
                     break
@@ -281,6 +287,15 @@ class Scheduler:
         batch.fetches.append(request)
         return True
 
+    def _is_fetched_for_another(self, request: Request) -> bool:
+        """Completion of one prompt: this one finds the pages in the cache once they are here."""
+        return self.prefix_cache is not None and request.params.n > 1 and any(r.group_id == request.group_id for r in self._fetching.values())
+
+    def _unpark(self, request: Request) -> None:
+        """A prompt is not fetched any more."""
+        for other in self._parked.pop(request.group_id, []):
+            heapq.heappush(self._waiting, (other.priority, other.arrival, other))
+
     def _num_fetched_pages(self, request: Request) -> int:
         """Of the prompt, and of its first token for a drafter that has seen it at the step's end."""
         known = len(request.prompt_token_ids) + min(1, self._num_tokens_after_step)
@@ -289,6 +304,7 @@ class Scheduler:
     def end_fetch(self, request: Request) -> None:
         """Its pages are filled: it runs when there is a place. Should it lose them, they are computed here."""
         del self._fetching[request.request_id]
+        self._unpark(request)
         request.is_remote = False
         self._count_prompt(request)
         bisect.insort(self._ready, request, key=lambda r: (r.priority, r.arrival))
@@ -296,6 +312,7 @@ class Scheduler:
     def give_up_fetch(self, request: Request) -> None:
         """Its prompt is to be computed here."""
         del self._fetching[request.request_id]
+        self._unpark(request)
         self._release_pages(request)
         request.is_remote, request.num_computed_tokens = False, 0
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))

@@ -27,9 +27,10 @@ MAX_SUFFIX_LIMIT = 10**6
 """The trees count in 32 bits, and products that overflow them end all drafts without a word."""
 VERIFY_STRATEGIES = ("target_match", "greedy", "rejection", "topp")
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all", "simulated")
-MODEL_METHODS = ("mtp", "draft_model", "eagle", "eagle3", "medusa", "hydra", "mlp_speculator")
+MODEL_METHODS = ("mtp", "draft_model", "eagle", "eagle3", "dflash", "dspark", "medusa", "hydra", "mlp_speculator")
 """Those that draft with weights of their own: a server has one of them at most."""
 HEAD_METHODS = ("medusa", "hydra", "mlp_speculator")
+BLOCK_METHODS = ("dflash", "dspark")
 METHODS = ("none", "naive", "ngram", "suffix", *MODEL_METHODS)
 METHOD_ALIASES = {
     "ngram_match": "ngram",
@@ -51,6 +52,8 @@ KEY_METHODS = {
     **dict.fromkeys(SUFFIX_KEYS, ("suffix",)),
     **dict.fromkeys(("model", "num_model_steps", "mtp_strategy", "draft_sampling", "quantization", "draft_tensor_parallel_size"), MODEL_METHODS),
     "placement": ("mtp",),
+    "parallel_drafting": ("draft_model", "eagle3"),
+    "min_draft_confidence": ("dspark",),
 }
 """The methods of keys that do nothing where none of theirs is loaded."""
 PLACEMENTS = ("auto", "in_process", "bls")
@@ -80,7 +83,7 @@ class SpeculativeConfig(Section):
 
     method: str | None = None
     """none (plain decoding), naive (the speculative path without drafts), ngram, suffix, or a model drafter: mtp, draft_model, eagle, eagle3,
-    medusa, hydra or mlp_speculator. Needed where any other key is given."""
+    dflash, dspark, medusa, hydra or mlp_speculator. Needed where any other key is given."""
     num_speculative_tokens: int | None = None
     """Drafts a step at most, 1 to 16. Default: 1; model drafters: num_model_steps; suffix: suffix_decoding_max_tree_depth, within 16."""
     adaptive: bool = True
@@ -108,6 +111,10 @@ class SpeculativeConfig(Section):
     model's version folder."""
     num_model_steps: int | None = None
     """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
+    parallel_drafting: bool | None = None
+    """draft_model (PARD) and eagle3 (P-EAGLE): all drafts at once, from mask tokens. Default: where the drafter was made for it."""
+    min_draft_confidence: float = 0.0
+    """dspark: drafts end before the first one whose chance to stand the drafter's confidence head puts below this, 0 to 1."""
     mtp_strategy: str = "default"
     """Model drafters: default, or with_ngram and with_suffix: lookups lengthen the model's drafts up to num_speculative_tokens."""
     placement: str = "auto"
@@ -181,6 +188,7 @@ class SpeculativeConfig(Section):
             require(getattr(self, key) != "", key, "", "a path")
         require("" not in self.suffix_decoding_corpus, "suffix_decoding_corpus", "", "paths")
         self._check_model_methods()
+        require(0 <= self.min_draft_confidence <= 1, "min_draft_confidence", self.min_draft_confidence, "from 0 to 1")
         require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
         good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS
         require(good, "verify_window", self.verify_window, f"from 1 to {MAX_SPECULATIVE_TOKENS}")

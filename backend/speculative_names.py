@@ -24,6 +24,8 @@ ALIASES = {
     "speculative_num_steps": "num_speculative_tokens",
 }
 """Keys that mean the same."""
+PARALLEL = {"pard": "draft_model", "peagle": "eagle3", "p-eagle": "eagle3"}
+"""Methods that others have for parallel drafting (TensorRT-LLM, speculators)."""
 VERIFY_STRATEGIES = {0: "topp", 1: "greedy", 2: "target_match"}
 """FastDeploy's numbers."""
 NEEDLESS = {
@@ -41,7 +43,6 @@ NEEDLESS = {
 REFUSED = {
     "enf_gen_phase_tag": "answers are not held to phases of reasoning",
     "enable_draft_logprob": "log-probabilities are those of the target",
-    "parallel_drafting": "the drafter's config.json says how it drafts",
     "disable_by_batch_size": "adaptive true (the default) measures when drafts pay",
     "num_speculative_tokens_per_batch_size": "adaptive true (the default) measures when drafts pay",
     "speculative_eagle_topk": "drafts are chains, as with 1",
@@ -66,6 +67,14 @@ def read_other_names(values: object, where: str = "") -> Any:
         if found.get("method", found["speculate_method"]) != found["speculate_method"]:
             raise ConfigError(f"{where}method is given twice: {found['method']!r:.80}, and {found['speculate_method']!r:.80} as speculate_method")
         found["method"] = found.pop("speculate_method")
+    key = next((key for key in ("method", "speculative_algorithm") if key in found), "method")
+    if isinstance(method := found.get(key), str) and method.lower() in PARALLEL:
+        if found.get("parallel_drafting") is False:
+            own = PARALLEL[method.lower()]
+            raise ConfigError(f"{where}method {method!r:.80} drafts in parallel, and parallel_drafting is false: leave that out, or say method {own}")
+        found |= {"parallel_drafting": True, key: PARALLEL[method.lower()]}
+    elif found.get("parallel_drafting") is False and method not in PARALLEL.values():
+        del found["parallel_drafting"]  # as vLLM writes it for every method
     strategy = found.get("verify_strategy")
     if isinstance(strategy, int) and not isinstance(strategy, bool) and strategy in VERIFY_STRATEGIES:
         found["verify_strategy"] = VERIFY_STRATEGIES[strategy]

@@ -52,12 +52,13 @@ def running_server(
     *options: str,
     program: Sequence[str] = FORETOKEN,
     is_tied: bool = False,
+    host: str = "127.0.0.1",
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`foretoken serve` as a child process, ready to answer. Raises RuntimeError with the log's end when it does not start.
 
     is_tied: it ends when this process is killed, or the thread that starts it ends.
     """
-    command = [*program, "serve", "--host=127.0.0.1", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
+    command = [*program, "serve", f"--host={host}", f"--http-port={http_port}", f"--grpc-port={grpc_port}"]
     command += [f"--metrics-port={metrics_port}", "--status-port=0", *options]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
@@ -65,7 +66,7 @@ def running_server(
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=tie)
     try:
         deadline = time.monotonic() + START_SECONDS
-        while not _is_ready(http_port, metrics_port):
+        while not _is_ready(host, http_port, metrics_port):
             if process.poll() is not None or time.monotonic() > deadline:
                 ending = log.read_text("utf-8", "replace")[-3000:]
                 raise RuntimeError(f"the server did not start (exit status {process.poll()}); the end of {log}:\n{ending}")
@@ -75,13 +76,13 @@ def running_server(
         stop_server(process)
 
 
-def _is_ready(http_port: int, metrics_port: int) -> bool:
+def _is_ready(host: str, http_port: int, metrics_port: int) -> bool:
     """Whether the server has all its models. Over HTTP, in which a signal may come at any place, and which is served after gRPC is; metrics
     come last."""
     try:
         with (
-            open_url(f"http://127.0.0.1:{http_port}/v2/health/ready", 5) as ready,
-            open_url(f"http://127.0.0.1:{metrics_port}/metrics", 5) as metrics,
+            open_url(f"http://{host}:{http_port}/v2/health/ready", 5) as ready,
+            open_url(f"http://{host}:{metrics_port}/metrics", 5) as metrics,
         ):
             return ready.status == metrics.status == 200
     except OSError:

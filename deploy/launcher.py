@@ -149,7 +149,7 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
         raise ModelError(f"{folder} has no *.safetensors")
-    check_drafter_folder(method, folder, model, has_weights=has_weights)
+    check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting)
     model_checks.check_rounding(read_config(folder), folder, config.rounding)
     return folder
 
@@ -159,6 +159,8 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     decode = {k: v for k, v in values.items() if k not in SERVE_KEYS} | {"model": str(model)}
     is_prefill = engine.disaggregation.role == "prefill"
     parameters = {"prefill": decode} if is_prefill else {"decode": decode, "tokenizer": {"model": str(model)}}
+    if engine.parallel_config.node_rank:
+        parameters = {"decode": decode}
     config = engine.speculative_config
     drafter = check_drafter(config, model, engine.load_format)
     speculative = dict(values.get("speculative_config") or {})
@@ -183,6 +185,22 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     return parameters
 
 
+def find_source(engine: EngineConfig) -> Path:
+    """The checked-in repository that a server's own is rendered from."""
+    if engine.parallel_config.node_rank:
+        return REPOSITORIES / "follower"
+    return REPOSITORY if engine.disaggregation.role == "mixed" else REPOSITORIES / engine.disaggregation.role
+
+
+def why_no_clients(values: dict[str, Any]) -> str:
+    """Why a server with these keys answers none; empty: it does."""
+    if (values.get("disaggregation") or {}).get("role") == "prefill":
+        return "a prefill node answers no clients; they ask decode nodes"
+    if (values.get("parallel_config") or {}).get("node_rank"):
+        return "the first host (node_rank 0) answers clients"
+    return ""
+
+
 def serve(args: argparse.Namespace) -> int:
     """Checks, renders, and runs tritonserver under supervision, or becomes it; with a port, a gateway beside it. Returns the exit status."""
     command = Translation()
@@ -191,8 +209,8 @@ def serve(args: argparse.Namespace) -> int:
         config = ServeConfig.from_dict({key: value for key, value in command.values.items() if key in SERVE_KEYS})
     except ConfigError as error:
         return refuse(command.explain(error))
-    if config.port and (command.values.get("disaggregation") or {}).get("role") == "prefill":
-        command.notes.append(f"port {config.port} has no effect: a prefill node answers no clients; they ask decode nodes")
+    if config.port and (why := why_no_clients(command.values)):
+        command.notes.append(f"port {config.port} has no effect: {why}")
     elif config.port and not args.dry_run and not args.without_gateway:
         return serve_with_gateway(args, config, command.values)
     for note in [*command.notes, *explain_environment(os.environ)]:
@@ -248,8 +266,8 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
                 print(f"foretoken serve: note: {line}", file=sys.stderr)
         config, engine = split_keys(values)
         check_nodes(engine)
-        source = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
-        model = check_model(engine.model, engine.max_model_len, engine.load_format, source)
+        origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
+        model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
@@ -268,8 +286,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
             check_shared_memory()
         remove_regions(target)
         parameters = model_parameters(values, engine, model)
-        source = REPOSITORY if engine.disaggregation.role == "mixed" else REPOSITORIES / engine.disaggregation.role
-        render_repository(target, parameters, engine.device, source)
+        render_repository(target, parameters, engine.device, find_source(engine), engine.parallel_config.num_instances)
         key = write_key(target)
     except (ConfigError, ModelError, LaunchError) as error:
         if lock is not None:

@@ -23,7 +23,7 @@ DISAGGREGATION_FLAGS = (
     *(f"scheduler_{name}" for name in ("name", "host", "port", "db", "topic", "ttl", "password_file")),
 )
 """Keys of the section `disaggregation` that have flags."""
-PARALLEL_FLAGS = ("tensor_parallel_size", "expert_parallel")
+PARALLEL_FLAGS = ("tensor_parallel_size", "expert_parallel", "ranks", "nnodes", "node_rank", "master")
 """Of the section `parallel_config`."""
 COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "without_gateway")
 """What the command line holds beside keys."""
@@ -163,6 +163,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--expert-parallel", action=argparse.BooleanOptionalAction, default=None, help="each of them holds whole experts (default: a part of each)"
     )
+    model.add_argument(
+        "--ranks", metavar="KIND", help="what they are: processes of one instance (the default), or instances, each of which answers requests"
+    )
+    model.add_argument("--nnodes", type=int, metavar="N", help="hosts that these processes are spread over, each with a server (docs/ranks.md)")
+    model.add_argument("--node-rank", type=int, metavar="R", help="which of them this is; 0, the first, answers clients")
+    model.add_argument("--master", metavar="HOST:PORT", help="where the first host meets the others")
     model.add_argument("--load-format", metavar="NAME", help="safetensors (default), or dummy: random weights of config.json's shapes")
     model.add_argument("--generation-config", metavar="WHICH", help="auto: sampling defaults of the model's generation_config.json; none (vllm): not")
     model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")

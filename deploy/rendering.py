@@ -40,10 +40,25 @@ def check_repository(target: Path) -> None:
         raise LaunchError(f"--repository {target} holds something else; name an empty folder, or one that was rendered before")
 
 
-def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str, source_folder: Path = REPOSITORY) -> None:
+RANKED_MODELS = ("decode", "prefill")
+"""Whose instances are ranks where `parallel_config.ranks` says so."""
+ONE_INSTANCE = "instance_group [ { count: 1 kind: KIND_CPU } ]"
+"""Of the checked-in repositories."""
+
+
+def render_instances(device: str, count: int) -> str:
+    """config.pbtxt's `instance_group`: on GPUs each instance has its own, from the device's on."""
+    if not device.startswith("cuda"):
+        return f"instance_group [ {{ count: {count} kind: KIND_CPU }} ]"
+    first = int(device.partition(":")[2] or 0)
+    return f"instance_group [ {', '.join(f'{{ count: 1 kind: KIND_GPU gpus: [ {first + i} ] }}' for i in range(count))} ]"
+
+
+def render_repository(target: Path, parameters: dict[str, dict[str, Any]], device: str, source_folder: Path = REPOSITORY, num_ranks: int = 1) -> None:
     """Writes a repository like a checked-in one: its models without parameters, and those named here with theirs.
 
-    Weights are referenced, not copied. Raises LaunchError when the folder holds anything that was not rendered.
+    Weights are referenced, not copied. num_ranks: instances of the model that decodes. Raises LaunchError when the folder holds anything that was
+    not rendered.
     """
     check_repository(target)
     for source in REPOSITORIES.glob("*/*"):  # it may have been of another role
@@ -59,9 +74,8 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
         if mark:
             block_end = tail.index("\n]\n") + 3 if "\n]\n" in tail.split("input [")[0] else tail.index("\n") + 1
             text = head + render_parameters(parameters[source.name]) + tail[block_end:]
-            if source.name != "tokenizer" and device.startswith("cuda"):
-                number = device.partition(":")[2] or "0"
-                text = text.replace("kind: KIND_CPU", f"kind: KIND_GPU gpus: [ {number} ]")
+            if source.name != "tokenizer":
+                text = text.replace(ONE_INSTANCE, render_instances(device, num_ranks if source.name in RANKED_MODELS else 1))
             shutil.copy(source / "1" / "model.py", version)
         (target / source.name / "config.pbtxt").write_text(text)
 

@@ -16,9 +16,10 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
-from backend.step.program import StepShape
+from backend.step.tensors import StepShape
 from deploy.demo import running_gateway
 from tests.servers import ServerPool, serve
+from tests.triton_stand_in import adapter  # noqa: F401 -- a fixture
 from training.heldout import read_heldout
 
 if TYPE_CHECKING:

@@ -85,11 +85,13 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serve(log: Path, *options: str, ports: tuple[int, int, int] | None = None, program: Sequence[str] = FORETOKEN) -> Iterator[RunningServer]:
+def serve(
+    log: Path, *options: str, ports: tuple[int, int, int] | None = None, program: Sequence[str] = FORETOKEN, host: str = "127.0.0.1"
+) -> Iterator[RunningServer]:
     http, grpc, metrics = ports or free_ports(3)
     repository = log.parent / f"repository-{http}"
-    with running_server(http, grpc, metrics, log, f"--repository={repository}", *options, program=program) as process:
-        yield RunningServer(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}", log, process, repository)
+    with running_server(http, grpc, metrics, log, f"--repository={repository}", *options, program=program, host=host) as process:
+        yield RunningServer(f"{host}:{http}", f"{host}:{grpc}", f"{host}:{metrics}", log, process, repository)
 
 
 class ServerPool:

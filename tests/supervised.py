@@ -161,7 +161,7 @@ def assert_told(streams: list[Stream], since: float) -> None:
     for stream in streams:
         stream.thread.join(max(0.0, since + PROMISE_SECONDS + SLACK_SECONDS - time.monotonic()))
         assert stream.ended, "a client still waits"
-        assert re.match(r"request '[0-9a-f]{32}': ", str(stream.error)), stream.error
+        assert re.match(r"(in ensemble 'generate', )?request '[0-9a-f]{32}': ", str(stream.error)), stream.error
         assert stream.ended - since < PROMISE_SECONDS + SLACK_SECONDS
 
 

@@ -94,13 +94,17 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"speculative_config.method": "naive"},
     ),
     "a prefill node": (
-        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file}").replace("--tensor-parallel-size 4 ", "")
-        .replace("${prefill_file}", "${one_rank_prefill_file}"),
-        {"port": 8180, "metrics_port": 8181, "disaggregation.role": "prefill", "disaggregation.scheduler_topic": "mtp"},
+        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file}"),
+        {"port": 8180, "metrics_port": 8181, "parallel_config.tensor_parallel_size": 4, "disaggregation.role": "prefill",
+         "disaggregation.scheduler_topic": "mtp"},
     ),
     "a decode node": (
-        NODE.format(port=819, quantization="", role="decode", config="").replace("--config ", "").replace("--tensor-parallel-size 4 ", ""),
+        NODE.format(port=819, quantization="", role="decode", config="").replace("--config ", ""),
         {"port": 8190, "disaggregation.role": "decode", "disaggregation.scheduler_ttl": 9000},
+    ),
+    "SGLang's two hosts": (
+        "python -m sglang.launch_server --model-path ${MODEL_TAG} --tp 2 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:29500",
+        {"parallel_config": {"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 0, "master": "10.0.0.1:29500"}},
     ),
     "PaddleNLP's predictor": (
         PREDICTOR.format(launch="--gpus ${CUDA_VISIBLE_DEVICES}", quant=""),
@@ -134,9 +138,9 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "suffix_decoding_max_tree_depth has no effect with method mtp: it is a key of suffix",
     ),
     "a context beyond the model's": (FASTDEPLOY + "--max-model-len 32768", "max_model_len 32768 is beyond the model's own limit"),
-    "nodes of several ranks": (
-        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file}"),
-        "tensor_parallel_size must be 1 where disaggregation.scheduler_name is redis, got 4",
+    "nodes on several hosts": (
+        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file} --nnodes 2 --dist-init-addr 10.0.0.1:29500"),
+        "nnodes must be 1 where disaggregation.scheduler_name is redis, got 2",
     ),
     "two hosts": (
         PREDICTOR.format(launch='--ips "192.168.0.1,192.168.0.2" --gpus 0', quant=""),
@@ -164,7 +168,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 
 def words_of(command: str, folder: Path) -> list[str]:
     """A command's words after its program, with folders and values in the place of the shell's variables."""
-    for name, text in (("file", YAML), ("prefill_file", PREFILL_YAML), ("one_rank_prefill_file", PREFILL_YAML.replace("size: 4", "size: 1"))):
+    for name, text in (("file", YAML), ("prefill_file", PREFILL_YAML)):
         (folder / f"{name}.yaml").write_text(text)
         command = command.replace(f"${{{name}}}", str(folder / f"{name}.yaml"))
     for name in ("path_to_main_model", "MODEL_TAG"):

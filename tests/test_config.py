@@ -138,8 +138,9 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
         (
             "parallel_config",
-            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}],
-            [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}],
+            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}]
+            + [{"ranks": "threads"}],
+            [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}, {"ranks": "instances"}],
         ),
     ],
 )
@@ -337,6 +338,8 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "model": (["", 5, True, ["x"]], "a path"),
     "num_model_steps": (COUNTS, "from 1 to 16"),
     "mtp_strategy": (["ngram", "with_mtp", "", None, 5], "default, with_ngram, with_suffix"),
+    "parallel_drafting": (["true", "", 0, 1, "auto"], "bool"),
+    "min_draft_confidence": ([-0.1, 1.1, "0.5", True, None], "from 0 to 1"),
     "placement": (["triton", "", None, 5], "auto, in_process, bls"),
     "draft_sampling": (["random", "", None, 5], "shared_noise, greedy"),
     "quantization": (["int8", "wint2", "", 8], "wint8, wint4, fp8, block_wise_fp8"),
@@ -364,6 +367,8 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "model": [None, "/models/drafter"],
     "num_model_steps": [1, 16],
     "mtp_strategy": ["default", "with_ngram", "with_suffix"],
+    "parallel_drafting": [None, True, False],
+    "min_draft_confidence": [0.0, 0.5, 1],
     "placement": ["auto", "in_process", "bls"],
     "draft_sampling": ["shared_noise", "greedy"],
     "quantization": [None, "wint8", "wint4", "fp8"],
@@ -401,7 +406,8 @@ def test_bad_speculative_values_are_refused(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("key", "value"), cases(GOOD_SPECULATIVE))
 def test_good_speculative_values_are_taken(key: str, value: Any) -> None:
-    others: dict[str, Any] = {"method": "mtp"}
+    owner = {"parallel_drafting": "eagle3", "min_draft_confidence": "dspark"}.get(key)
+    others: dict[str, Any] = {"method": "mtp"} if owner is None else {"method": owner, "model": "drafter"}
     if key.startswith("suffix"):
         others["request_methods"] = ["suffix"]
     if key == "simulated_acceptance_rate":
@@ -455,6 +461,24 @@ def test_unknown_speculative_keys_name_the_nearest(key: str, nearest: str | None
         EngineConfig.from_dict({"speculative_config": {"method": "mtp", key: 1}})
     assert f"speculative_config: unknown key {key!r}" in str(caught.value)
     assert nearest is None or f'did you mean "{nearest}"?' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"nnodes": 3}, "nnodes must be a divisor of tensor_parallel_size (4): as many ranks on each host, got 3"),
+        ({"nnodes": 2, "node_rank": 2}, "node_rank must be from 0 to 1 (nnodes is 2), got 2"),
+        ({"nnodes": 2}, "master must be HOST:PORT of the first host where nnodes is 2, got None"),
+        ({"nnodes": 2, "master": "host"}, "master must be HOST:PORT"),
+        ({"nnodes": 2, "master": "host:0"}, "master must be HOST:PORT"),
+    ],
+)
+def test_ranks_on_several_hosts(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        EngineConfig.from_dict({"parallel_config": {"tensor_parallel_size": 4, **values}})
+    good = {"tensor_parallel_size": 4, "nnodes": 2, "node_rank": 1, "master": "[::1]:29500"}
+    config = EngineConfig.from_dict({"parallel_config": good}).parallel_config
+    assert (config.host_size, config.first_rank, config.meeting_place) == (2, 2, ("::1", 29500))
 
 
 def test_a_drafters_tensor_parallelism_is_one_or_the_targets() -> None:
@@ -1019,6 +1043,17 @@ def test_the_instance_group_follows_the_device(tmp_path: Path, device: str, gpus
         assert group.kind == (model_config.ModelInstanceGroup.KIND_CPU if gpus is None else model_config.ModelInstanceGroup.KIND_GPU)
     (group,) = read_pbtxt(tmp_path / "r" / "tokenizer" / "config.pbtxt").instance_group
     assert group.kind == model_config.ModelInstanceGroup.KIND_CPU
+
+
+@pytest.mark.parametrize(
+    ("device", "groups"), [("cpu", [(3, [])]), ("cuda", [(1, [0]), (1, [1]), (1, [2])]), ("cuda:2", [(1, [2]), (1, [3]), (1, [4])])]
+)
+def test_ranks_that_are_instances(tmp_path: Path, device: str, groups: list[tuple[int, list[int]]]) -> None:
+    """On GPUs each has its own."""
+    rendering.render_repository(tmp_path / "r", {**OWN, "mtp_drafter": DRAFTER}, device, num_ranks=3)
+    found = read_pbtxt(tmp_path / "r" / "decode" / "config.pbtxt").instance_group
+    assert [(group.count, list(group.gpus)) for group in found] == groups
+    assert len(read_pbtxt(tmp_path / "r" / "mtp_drafter" / "config.pbtxt").instance_group) == 1
 
 
 def test_rendering_again_leaves_nothing_of_before(tmp_path: Path) -> None:

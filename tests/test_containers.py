@@ -16,15 +16,18 @@ import jsonschema
 import pytest
 import yaml
 
+from backend.config import ParallelConfig
 from client.gateway.aliases import FAMILIES
 from deploy.check_dockerfile import copy_context, parse_dockerfile, read_dockerignore
 from deploy.cli import make_parser
+from deploy.options import read_command
 from tests.conftest import ROOT
 
 COMPOSE = sorted((ROOT / "deploy").glob("compose*.yaml"))
 OVERLAYS = ("gpu", "disaggregated", "inference-gateway")
 MANIFESTS = sorted(p for p in (ROOT / "deploy/k8s/base").glob("*.yaml") if p.name != "kustomization.yaml")
 OVERLAID = sorted(p for p in (ROOT / "deploy/k8s/disaggregated").glob("*.yaml") if p.name != "kustomization.yaml")
+RANKS = sorted(p for p in (ROOT / "deploy/k8s/two-hosts").glob("*.yaml") if p.name != "kustomization.yaml")
 STAGES = parse_dockerfile((ROOT / "Dockerfile").read_text())
 TOOLS = Path(sys.executable).parent
 
@@ -205,7 +208,7 @@ class TestKubernetes:
         return {(d["kind"], d["metadata"]["name"]): d for path in MANIFESTS for d in read_documents(path)}
 
     @pytest.mark.parametrize(
-        "path", [*MANIFESTS, *OVERLAID, ROOT / "deploy/k8s/inference-gateway/endpoint-picker.yaml"], ids=lambda p: f"{p.parent.name}/{p.name}"
+        "path", [*MANIFESTS, *OVERLAID, *RANKS, ROOT / "deploy/k8s/inference-gateway/endpoint-picker.yaml"], ids=lambda p: f"{p.parent.name}/{p.name}"
     )
     def test_schema(self, path):
         run(str(TOOLS / "kubernetes-validate"), "--strict", str(path))
@@ -284,10 +287,37 @@ class TestKubernetes:
         assert config["kind"] == "EndpointPickerConfig" and {p["pluginRef"] for p in config["schedulingProfiles"][0]["plugins"]} == kinds
         assert {"num_requests_waiting", "num_requests_running"} <= set(FAMILIES.values()), "the model server protocol's names, in vLLM's words"
 
-    def test_the_autoscaler_and_its_adapter_name_one_metric(self, objects):
-        metric = objects["HorizontalPodAutoscaler", "foretoken"]["spec"]["metrics"][0]["pods"]["metric"]["name"]
-        (rule,) = yaml.safe_load((ROOT / "deploy/k8s/prometheus-adapter.yaml").read_text())["rules"]["custom"]
-        assert rule["seriesQuery"].startswith(metric) and rule["name"]["as"] == metric == "foretoken_requests_waiting"
+    def test_autoscalers_and_their_adapter_name_the_same_metrics(self, objects):
+        scalers = [d for d in (*objects.values(), *(d for path in OVERLAID for d in read_documents(path))) if d["kind"] == "HorizontalPodAutoscaler"]
+        metrics = {d["metadata"]["name"]: d["spec"]["metrics"][0]["pods"]["metric"]["name"] for d in scalers}
+        assert metrics == {"foretoken": "foretoken_requests_waiting", "foretoken-prefill": "foretoken_pd_prefill_tokens"}
+        assert all(d["spec"]["scaleTargetRef"]["name"] == d["metadata"]["name"] for d in scalers)
+        rules = yaml.safe_load((ROOT / "deploy/k8s/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+        assert [rule["name"]["as"] for rule in rules] == list(metrics.values())
+        assert all(rule["seriesQuery"].startswith(rule["name"]["as"] + "{") for rule in rules)
+        explained = (ROOT / "docs/metrics.md").read_text()
+        assert all(f"`{metric}`" in explained for metric in metrics.values())
+
+    def test_two_hosts_find_each_other(self, objects):
+        """By the headless service's names, before they are ready; clients come to the first one."""
+        assert sorted(yaml.safe_load((RANKS[0].parent / "kustomization.yaml").read_text())["resources"]) == [p.name for p in RANKS]
+        own = {(d["kind"], d["metadata"]["name"]): d["spec"] for path in RANKS for d in read_documents(path)}
+        pods, headless, clients = own["StatefulSet", "foretoken-ranks"], own["Service", "foretoken-ranks"], own["Service", "foretoken-ranks-grpc"]
+        spec, base = pods["template"]["spec"], objects["Deployment", "foretoken"]["spec"]["template"]["spec"]
+        (container,), decode = spec["containers"], base["containers"][0]
+        for rank in range(pods["replicas"]):
+            args = read_command(make_parser().parse_args([a.replace("$(NODE_RANK)", str(rank)) for a in container["args"]]))
+            config = ParallelConfig.from_dict(args.values["parallel_config"])
+            assert (config.nnodes, config.node_rank) == (pods["replicas"], rank)
+        host, port = config.meeting_place
+        assert host == f"foretoken-ranks-0.{pods['serviceName']}" and pods["serviceName"] == "foretoken-ranks"
+        assert {"name": "master", "containerPort": port} in container["ports"] and headless["ports"][0]["port"] == port
+        assert headless["clusterIP"] == "None" and headless["publishNotReadyAddresses"] and pods["podManagementPolicy"] == "Parallel"
+        assert headless["selector"] == pods["selector"]["matchLabels"] == pods["template"]["metadata"]["labels"]
+        assert clients["selector"] == {"statefulset.kubernetes.io/pod-name": "foretoken-ranks-0"}
+        for key in ("startupProbe", "livenessProbe", "readinessProbe", "securityContext", "resources", "volumeMounts"):
+            assert container[key] == decode[key], key
+        assert spec["volumes"] == base["volumes"] and spec["securityContext"] == base["securityContext"]
 
     def test_prefill_nodes_are_as_decode_nodes(self, objects):
         """But for their role, and for the gateway and what is published."""

@@ -196,8 +196,8 @@ def test_records_come_back_as_they_were() -> None:
         {b"head": b"null"},
         {b"head": b"{}"},
         {b"head": json.dumps({"version": 99}).encode()},
-        {b"head": json.dumps({"version": 1}).encode()},
-        {b"head": json.dumps({"version": 1, "job_id": "j", "sender": "s", "params": 3}).encode(), b"prompt": b"123"},
+        {b"head": json.dumps({"version": VERSION}).encode()},
+        {b"head": json.dumps({"version": VERSION, "job_id": "j", "sender": "s", "params": 3}).encode(), b"prompt": b"123"},
     ],
     ids=["empty", "cut", "list", "null", "no version", "another version", "no fields", "wrong types"],
 )
@@ -281,7 +281,7 @@ def test_bad_records_in_redis_end_nothing(cluster: Cluster, llm_all: LLM) -> Non
 
 
 def test_nodes_of_another_version_are_told_apart(caplog) -> None:
-    here = NodeInfo("here", "decode", VERSION, "layout", {}, ["mtp"], 100, {})
+    here = NodeInfo("here", "decode", VERSION, "layout", {}, ["mtp"], 100, [])
     there = dataclasses.replace(here, node_id="there", role="prefill")
     choice = NodeChoice("layout", 16)
     good, old = (RedisState({"there": dataclasses.replace(there, version=v)}, is_connected=True) for v in (VERSION, VERSION + 1))
@@ -426,6 +426,53 @@ def test_a_mixed_node_computes_its_own_prompts_and_others(cluster: Cluster, llm_
     expected = expect(llm_all, prompts, greedy(6))
     assert here.generate(prompts, greedy(6)) == expected and here.num_fetched == 2
     assert mixed.generate(prompts, greedy(6)) == expected
+
+
+def test_completions_of_a_prompt_fetch_it_once(cluster: Cluster, llm_all: LLM) -> None:
+    """The others find its pages in the cache, also when the one that fetches is ended."""
+    there, here = cluster.make("prefill"), cluster.make("decode")
+    cluster.see(here, there)
+    prompts, params = prompts_of(llm_all, 2, seed=50), dataclasses.replace(SAMPLED, n=4)
+    assert here.generate(prompts, params) == expect(llm_all, prompts, params)
+    assert here.num_fetched == 2 and not here.fallbacks
+    there.take_no_jobs()
+    answer = here.submit(prompts_of(llm_all, 1, seed=51)[0], params)
+    wait_for(lambda: here.llm.engine.scheduler.num_fetching == 1, "the first completion's prompt")
+    here.llm.engine.cancel(answer.request_id)
+    answer.wait()
+    assert answer.reasons == ["cancelled"] * 4
+    here.check_idle()
+
+
+def test_reads_wait_for_steps_that_were_under_way(cluster: Cluster, llm_all: LLM) -> None:
+    """They may write to the pages for a request that had them before."""
+    there, here = cluster.make("prefill"), cluster.make("decode")
+    transfer = here.nodes.transfer
+    read = transfer.read(there.nodes.transfer.address, [0], [0], after=here.llm.engine.num_finished + 1)
+    assert not transfer.is_done(read)
+    here.generate([{"prompt_token_ids": list(range(10, 30))}], greedy(2))
+    wait_for(lambda: transfer.is_done(read), "the read")
+
+
+def test_ranks_read_their_own_parts(cluster: Cluster, llm_all: LLM, caplog) -> None:
+    """Two ranks on each node: tokens are those of one, with what drafts were drawn from on both; a node of one rank is told apart."""
+    two = {"parallel_config": {"tensor_parallel_size": 2}, "max_num_batched_tokens": 256, "max_batch_size": 16}
+    there, here = (cluster.make(role, engine=two) for role in ("prefill", "decode"))
+    cluster.see(here, there)
+    prompts = prompts_of(llm_all, 3, seed=47, lengths=(300, 1200))
+    for number, choice in enumerate(({"method": "ngram"}, {"method": "mtp", "verify_strategy": "rejection"})):
+        own = [{"prompt_token_ids": [4 + number, *p["prompt_token_ids"]]} for p in prompts]
+        assert here.generate(own, SAMPLED, choice) == expect(llm_all, own, SAMPLED, choice)
+    assert not here.fallbacks and here.num_fetched == 6
+    right = there.nodes._address
+    there.nodes._address = [right[0], {**right[1], "begin": right[1]["begin"] + 2**40}]
+    wait_for(lambda: any(info.address != right for info in here.nodes.node.state.peers.values()), "a wrong address of rank 1")
+    check_alone(here, llm_all, "transfer", 48, count=1)
+    there.check_idle()
+    one = cluster.make("decode")
+    cluster.see(one, there)
+    check_alone(one, llm_all, "fingerprint", 49, count=1)
+    wait_for(lambda: "tensor_parallel_size 1 here, 2 there" in caplog.text, "both sizes in the log")
 
 
 # -- what goes wrong ------------------------------------------------------------------------------------------------------
@@ -575,7 +622,7 @@ def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM) -> None:
     """Memory that the other node has not offered: the transfer fails, and the next one, of memory that it has, does not."""
     there, here = cluster.make("prefill"), cluster.make("decode")
     right = there.nodes._address
-    there.nodes._address = {**right, "begin": right["begin"] + 2**40}
+    there.nodes._address = [{**right[0], "begin": right[0]["begin"] + 2**40}]
     wait_for(lambda: any(info.address != right for info in here.nodes.node.state.peers.values()), "the wrong address")
     check_alone(here, llm_all, "transfer", 68)
     there.nodes._address = right

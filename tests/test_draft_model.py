@@ -25,6 +25,7 @@ CASES = [
     Case("llama", "fewer tokens", {"vocab_size": 250}),
     Case("llama", "more tokens", {"vocab_size": 320}),
     Case("llama", "a short context", {"max_position_embeddings": 32}),
+    Case("qwen3", "PARD", {"pard_token": 305, "vocab_size": 310}),
 ]
 
 
@@ -45,9 +46,12 @@ def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_drafts_are_those_of_the_model(policy: str, drafter: tuple[Any, Path], target: Path) -> None:
     model, folder = drafter
     most = model.config.vocab_size
+    mask = getattr(model.config, "pard_token", None)
 
     def draft(token_ids: list[int], count: int) -> list[torch.Tensor]:
         tokens, found = [min(token_id, most - 1) for token_id in token_ids], []
+        if mask is not None:  # one pass over masks in the place of the drafts
+            return list(expected_logits(model, [*tokens, *[mask] * (count - 1)])[-count:, :VOCABULARY])
         for _ in range(count):
             scores = expected_logits(model, tokens)[-1]
             found.append(torch.cat([scores, torch.full((VOCABULARY,), float("-inf"))])[:VOCABULARY])
@@ -58,7 +62,7 @@ def test_drafts_are_those_of_the_model(policy: str, drafter: tuple[Any, Path], t
     check_drafts(serve(target, method="draft_model", model=str(folder), accept_policy=policy), draft, policy)
 
 
-@pytest.mark.parametrize("drafter", CASES[1:4], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [*CASES[1:4], CASES[6]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Any, Path], target: Path) -> None:
     check_tokens(target, "draft_model", model=str(drafter[1]))
 
@@ -95,9 +99,21 @@ def test_another_vocabulary(target: Path, tmp_path: Path) -> None:
         serve(target, method="draft_model", model=str(path.parent))
 
 
+def test_parallel_drafting_of_models_that_were_not_made_for_it(target: Path, tmp_path: Path) -> None:
+    message = r"config\.json names no mask token \(pard_token, ptd_token_id, mask_token_id\)"
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder("draft_model", target, target, is_parallel=True)
+    with pytest.raises(ModelError, match=message):
+        serve(target, method="pard", model=str(target))
+    with pytest.raises(ModelError, match="pard_token is 301; it must be an integer from 0 to 300"):
+        serve(target, method="draft_model", model=str(edited(target, tmp_path / "drafter", pard_token=301)))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"method": "PARD", "parallel_drafting": False, "model": "x"}, "method 'PARD' drafts in parallel, and parallel_drafting is false"),
+        ({"method": "medusa", "parallel_drafting": True, "model": "x"}, "parallel_drafting has no effect with method medusa"),
         ({"method": "draft_model"}, "model must be the folder of the drafter's weights with method draft_model, got None"),
         (
             {"method": "eagle3", "model": "x", "placement": "bls"},

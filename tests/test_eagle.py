@@ -42,6 +42,8 @@ class Kind:
     method: str = "eagle3"
     config: dict[str, Any] = field(default_factory=dict)
     is_speculators: bool = False
+    type: str | None = None
+    """speculators' name; None: that of the method."""
     layer: str = "midlayer"
     tapped: tuple[int, ...] = (2, 4, 5)
     """By what enters them."""
@@ -52,10 +54,16 @@ class Kind:
     prefix: str = ""
     file: str = "model.safetensors"
 
+    @property
+    def mask_token_id(self) -> int | None:
+        """Of parallel drafting."""
+        return next((self.config[key] for key in ("mask_token_id", "ptd_token_id") if key in self.config), None)
+
     def __str__(self) -> str:
         return self.name
 
 
+PARALLEL = {"draft_vocab_size": DRAFT_VOCABULARY, "mask_token_id": 300, "norm_before_residual": False}
 EAGLE3 = Kind("SpecForge", config={"draft_vocab_size": DRAFT_VOCABULARY})
 IDS = "eagle_aux_hidden_state_layer_ids"
 KINDS = [
@@ -67,6 +75,8 @@ KINDS = [
     Kind("the usual ones as outputs", config={IDS: [1, 3, 4]}, has_map=False),
     Kind("3.1", config={"fc_norm": True, "norm_output": True}, has_map=False),
     Kind("norm before fc, two layers", config={"eagle_config": {"norm_before_fc": True}, "logit_scale": 0.5}, num_layers=2, has_map=False),
+    Kind("P-EAGLE of speculators", config=PARALLEL, is_speculators=True, type="peagle", num_layers=2, layer="layers.0", has_embedding=True),
+    Kind("P-EAGLE, norms before fc", config={"ptd_token_id": 7, "fc_norm": True, "norm_output": True}, has_map=False),
     Kind("EAGLE", method="eagle", layer="layers.0", tapped=(), has_map=False),
     Kind("EAGLE, two layers, HASS", method="eagle", config={"add_para_norm": True}, layer="layers.0", tapped=(), num_layers=2, has_map=False),
     Kind("EAGLE of speculators", method="eagle", layer="transformer", tapped=(), is_speculators=True, has_map=False),
@@ -140,7 +150,6 @@ class Drafter:
 
     def condense(self, token_ids: list[int]) -> torch.Tensor:
         """What the drafter takes of the target's states."""
-        own, config = self.weights, self.kind.config
         found = self.model.model(torch.tensor([token_ids]), use_cache=False, output_hidden_states=True)
         if self.kind.method == "eagle":
             return found.last_hidden_state[0]
@@ -151,7 +160,11 @@ class Drafter:
         handle.remove()
         last = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
         entering = [*(state[0] for state in found.hidden_states[:-1]), last[0] if last.ndim == 3 else last]
-        states = [entering[number] for number in self.kind.tapped]
+        return self.join([entering[number] for number in self.kind.tapped])
+
+    def join(self, states: list[torch.Tensor]) -> torch.Tensor:
+        """fc of the tapped states [T, hidden] each."""
+        own, config = self.weights, self.kind.config
         if config.get("fc_norm"):
             states = [norm(state, own[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
         joined = torch.cat(states, dim=-1)
@@ -163,6 +176,10 @@ class Drafter:
     def draft(self, token_ids: list[int], count: int) -> list[torch.Tensor]:
         previous = torch.cat([torch.zeros(1, HIDDEN), self.condense(token_ids[:-1])])
         tokens, logits = list(token_ids), []
+        if (mask := self.kind.mask_token_id) is not None:  # one pass over masks in the place of the drafts
+            state = self.join(list(self.weights["mask_hidden"].view(len(self.kind.tapped), 1, HIDDEN)))
+            states = self.states([*tokens, *[mask] * (count - 1)], torch.cat([previous, *[state] * (count - 1)]))
+            return [self.logits(state) for state in states[-count:]]
         for _ in range(count):
             newest = self.states(tokens, previous)[-1:]
             logits.append(self.logits(newest[0]))
@@ -199,6 +216,9 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
         return made
     made |= {"midlayer.hidden_norm.weight": scale(HIDDEN), "norm.weight": scale(HIDDEN)}
     made["lm_head.weight"] = matrix(DRAFT_VOCABULARY if kind.has_map else VOCABULARY, HIDDEN)
+    if kind.mask_token_id is not None:
+        shape = (1, 1) if kind.type else (1,)
+        made["mask_hidden"] = torch.randn(*shape, len(kind.tapped) * HIDDEN, generator=generator)
     if kind.config.get("fc_norm"):
         made |= {f"fc_norm.{i}.weight": scale(HIDDEN) for i in range(len(kind.tapped))}
     if kind.config.get("eagle_config", {}).get("norm_before_fc"):
@@ -215,7 +235,7 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
 def save_drafter(kind: Kind, weights: dict[str, torch.Tensor], folder: Path) -> None:
     folder.mkdir()
     if kind.is_speculators:
-        config = {"speculators_model_type": kind.method, "transformer_layer_config": LAYER, **kind.config}
+        config = {"speculators_model_type": kind.type or kind.method, "transformer_layer_config": LAYER, **kind.config}
     else:
         config = {"architectures": ["LlamaForCausalLMEagle3"], **LAYER, **kind.config}
     (config["transformer_layer_config"] if kind.is_speculators else config)["num_hidden_layers"] = kind.num_layers
@@ -251,7 +271,7 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
     check_drafts(serve(target[1], method=own.kind.method, model=str(folder), accept_policy=policy), own.draft, policy)
 
 
-@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[9]], ids=str, indirect=True)
+@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[8], KINDS[11]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
 
@@ -275,7 +295,7 @@ REFUSED = [
     ({IDS: [1, 2, 9]}, rf"{IDS} is \[1, 2, 9\]; it must be a list of layers of the target, which has 8"),
     ({IDS: [1, 2, 3], "num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; it must be 3"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; it must be true"),
-    ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; it must be 'eagle3' with this method"),
+    ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; it must be 'eagle3' or 'peagle' with this method"),
     ({"intermediate_size": 41}, r"midlayer\.mlp\.gate_proj\.weight has shape \(40, 32\); config.json makes it \(41, 32\)"),
     ({"norm_before_fc": True}, r"weight input_norm\.weight is missing"),
     ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
@@ -291,6 +311,16 @@ def test_what_is_refused_before_the_launch_and_at_load(
         check_drafter_folder("eagle3", own, target[1])
     with pytest.raises(ModelError, match=message):
         serve(target[1], method="eagle3", model=str(own))
+
+
+def test_parallel_drafting_of_a_drafter_that_was_not_made_for_it(folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """With a mask token, but no state for it, drafts are made one after the other, unless the configuration says otherwise."""
+    with pytest.raises(ModelError, match=r"config\.json names no mask token"):
+        check_drafter_folder("eagle3", folder, target[1], is_parallel=True)
+    own = edited(folder, tmp_path / "drafter", mask_token_id=5)
+    with pytest.raises(ModelError, match="weight mask_hidden is missing: drafts are made in parallel by drafters that were trained for it"):
+        serve(target[1], method="p-eagle", model=str(own))
+    assert serve(target[1], method="eagle3", model=str(own)).engine.worker.drafter.block is None
 
 
 @pytest.mark.parametrize(

@@ -254,10 +254,11 @@ LEVELS = (
     ),
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),
-    ("planned", "planner", "group"),
-    ("hand_overs",),
-    ("engine", "follower"),
+    ("planned", "planner", "rank_processes"),
+    ("hand_overs", "group", "following"),
+    ("engine",),
     ("disaggregation",),
+    ("follower",),
     ("llm", "adapters"),
 )
 """Each part of backend imports parts of its own level and of those before it."""
@@ -298,10 +299,12 @@ def test_nothing_imports_in_a_circle() -> None:
         visit(module, ())
 
 
-METHODS = ("ngram", "suffix", "mtp", "naive", "draft_model", "eagle", "eagle3", "medusa", "hydra", "mlp_speculator")
+METHODS = ("ngram", "suffix", "mtp", "naive", "draft_model", "eagle", "eagle3", "dflash", "dspark", "medusa", "hydra", "mlp_speculator")
 METHOD_FILES = {
     "backend/speculative_config.py",
+    "backend/speculative_names.py",
     "backend/drafter_checks.py",
+    "backend/models/dflash_spec.py",
     "backend/models/eagle_spec.py",
     "backend/models/heads_spec.py",
     "backend/adapters/decode.py",

@@ -27,7 +27,7 @@ PAGE, PAGES = 8, 6
 
 
 def make_store(specs: Sequence[CacheSpec] = SPECS, page_size: int = PAGE, num_pages: int = PAGES, identity: str = "a model") -> KvStore:
-    return KvStore(specs, page_size, num_pages, CPU, identity)
+    return KvStore(specs, page_size, num_pages, CPU, {"model": identity})
 
 
 def planes_of(store: KvStore) -> list[torch.Tensor]:

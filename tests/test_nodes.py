@@ -19,8 +19,9 @@ import yaml
 
 from backend import LLM
 from client import Client, GenerateError
-from deploy.demo import free_ports
+from deploy.demo import FORETOKEN, free_ports
 from tests.conftest import ROOT, code_prompts, greedy
+from tests.network import OtherHost, other_host
 from tests.redis_server import RedisServer, redis_server
 from tests.servers import RunningServer, serve
 from tests.test_drafter_server import stub_of
@@ -48,7 +49,9 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 class Pair:
     redis: RedisServer
     prefill: RunningServer
+    """On another host."""
     decode: RunningServer
+    other: OtherHost
 
     def fetched(self) -> float:
         return self.decode.metric("foretoken_pd_fetched_prompts_total")
@@ -75,17 +78,24 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("nodes")
-    with redis_server(free_ports(1)[0], folder) as redis, ThreadPoolExecutor(2) as threads:
+    with other_host() as other, ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
+        own = ("--bind", "127.0.0.1", other.own, "--protected-mode", "no")
+        redis = stack.enter_context(redis_server(free_ports(1)[0], folder, *own))
         values = {"speculative_config": SPECULATIVE, "disaggregation": SECTION, "num_threads": 1, "hang_seconds": 10}
         (folder / "node.yaml").write_text(yaml.safe_dump(values))
-        common = (f"--config={folder / 'node.yaml'}", f"--scheduler-port={redis.port}", "--drain-seconds=2")
+        common = (f"--config={folder / 'node.yaml'}", f"--scheduler-host={other.own}", f"--scheduler-port={redis.port}", "--drain-seconds=2")
+        # By TCP, though both could read each other's memory: the kernel of two hosts is one here.
+        programs = [("env", "UCX_TLS=tcp", f"UCX_NET_DEVICES={device}", *FORETOKEN) for device in other.devices]
         with contextlib.ExitStack() as prefill, contextlib.ExitStack() as decode:
             starts = [
-                threads.submit(stack.enter_context, serve(folder / f"node-{role}" / "log", f"--role={role}", *common))
-                for role, stack in (("prefill", prefill), ("decode", decode))
+                threads.submit(own.enter_context, serve(folder / f"node-{role}" / "log", f"--role={role}", *common, program=program, host=host))
+                for role, own, program, host in (
+                    ("prefill", prefill, (*other.prefix, *programs[1]), other.address),
+                    ("decode", decode, programs[0], "127.0.0.1"),
+                )
             ]
             wait(starts)
-            yield Pair(redis, *(start.result() for start in starts))
+            yield Pair(redis, *(start.result() for start in starts), other)
 
 
 def fresh(prompt: str) -> str:
@@ -123,7 +133,7 @@ def test_a_prefill_node_answers_clients_too(pair: Pair, llm_all: LLM) -> None:
     assert [ask(pair.prefill, PROMPTS[0], "prefill").token_ids] == expect(llm_all, PROMPTS[:1])
 
 
-def load(pair: Pair, llm_all: LLM, act) -> None:
+def load(pair: Pair, llm_all: LLM, act: Callable[[], object]) -> None:
     """Every answer is right although `act` comes between."""
     prompts = [fresh(p) for _ in range(2) for p in PROMPTS]
     jobs = pair.prefill.metric("foretoken_pd_jobs_total")
@@ -170,6 +180,23 @@ def test_redis_that_is_killed(pair: Pair, llm_all: LLM) -> None:
     wait_for(lambda: pair.decode.metric("foretoken_pd_redis_up") == 0, "the gauge")
     assert [ask(pair.decode, PROMPTS[1]).token_ids] == expect(llm_all, PROMPTS[1:2])
     pair.redis.start()
+    pair.wait_until_fetching()
+    pair.wait_until_idle()
+
+
+def test_a_network_that_is_cut(pair: Pair, llm_all: LLM) -> None:
+    """While pages are read, and while nothing is: the decode node does not wait for what cannot come. All is as before once it is mended."""
+    if not pair.other.cable:
+        pytest.skip("this process may not make network namespaces")
+    pair.wait_until_fetching()
+    alone = pair.fallbacks()
+    try:
+        load(pair, llm_all, pair.other.cut)
+        wait_for(lambda: pair.fallbacks() > alone, "prompts computed by the decode node")
+        prompt = fresh(PROMPTS[2])
+        assert [ask(pair.decode, prompt).token_ids] == expect(llm_all, [prompt])
+    finally:
+        pair.other.mend()
     pair.wait_until_fetching()
     pair.wait_until_idle()
 

@@ -21,6 +21,9 @@ from backend.parallel.ranks import Ranks
 from backend.parallel.ring import MEMORY_FOLDER, NUM_SLOTS, SLOT_WORDS, PlanRing
 from tests.conftest import code_prompts
 from tests.families import Case, make_model, random_tokens
+from tests.test_block_drafters import DSPARK
+from tests.test_block_drafters import make_weights as make_block_weights
+from tests.test_block_drafters import save_drafter as save_block_drafter
 from tests.test_eagle import EAGLE3, TARGET, make_weights, save_drafter
 from tests.test_latents import DEEPSEEK
 from tests.test_own_drafters import DEEPSEEK_NAMES, Own, make_checkpoint
@@ -85,12 +88,13 @@ def test_a_model_with_experts_latents_and_its_own_drafter(tmp_path: Path) -> Non
     assert answers[0][:3] == answers[0][3:6] == answers[0][6:9]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dspark"])
 def test_a_drafter_that_is_split(method: str, tmp_path: Path) -> None:
     """Every draft is taken, so that the answers are what the drafter makes on two ranks and on one."""
     make_model(TARGET, tmp_path / "target")
     make_model(Case("qwen3", config={"vocab_size": 302}), tmp_path / "draft_model")
     save_drafter(EAGLE3, make_weights(EAGLE3), tmp_path / "eagle3")
+    save_block_drafter(DSPARK, make_block_weights(DSPARK), tmp_path / "dspark")
     prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
     answers: list[list[list[int]]] = []
     for size in (1, 2):
@@ -122,7 +126,7 @@ def test_a_rank_that_is_killed_ends_every_open_request() -> None:
     engine.start()
     engine.submit(PROMPTS[0], SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True), sink, request_id="open")
     assert engine._group is not None
-    (child,) = engine._group._children
+    (child,) = engine._group._children.values()
     os.kill(child.pid, signal.SIGKILL)
     assert ended.wait(60)
     assert isinstance(deltas[-1].error, EngineError) and not engine.is_healthy

@@ -520,6 +520,16 @@ def test_prompts_are_cut_to_what_the_caller_allows() -> None:
     assert [(e.request, e.num_tokens) for e in batch.entries] == [(decoding[0], 1), (late, 20), (later, 3)]
 
 
+def test_prompts_of_other_nodes_are_not_cut_for_each_other() -> None:
+    """One that ends here with its prompt waits for no token: a prefill node's steps have no limit of time."""
+    world = World(num_pages=32, page_size=4, max_batch_size=4, max_num_batched_tokens=32, caching=False, num_ahead=1)
+    first, second = world.add(BASES[0][:8], 4), world.add(BASES[1][:8], 4)
+    first.is_prefill_only = True
+    batch = world.scheduler.schedule()
+    world.scheduler.launch(batch.entries)
+    assert [r.is_decoding for r in (first, second)] == [True, True] and world.scheduler.num_decoding == 1
+
+
 def test_a_request_that_is_held_sits_out_alone() -> None:
     world = World(num_pages=32, page_size=4, num_ahead=1)
     requests = [world.add([1 + i], 20, drafts=2) for i in range(3)]

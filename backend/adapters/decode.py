@@ -11,12 +11,10 @@ server crashed (segmentation fault in TRITONBACKEND_ResponseFactoryIsCancelled, 
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import logging
 import math
-import os
 import queue
 import threading
 import time
@@ -28,18 +26,19 @@ import triton_python_backend_utils as pb_utils
 
 from backend.adapters.description import describe
 from backend.adapters.draft_io import BlsDraftService
+from backend.adapters.instance_ranks import claim_instance, follow
 from backend.adapters.intake_workers import LONG_CHARACTERS, IntakeWorkers
 from backend.adapters.metrics import MetricsPublisher
+from backend.adapters.relay import RequestRelay
 from backend.adapters.request_io import Answer, CancelCall, DescribeCall, GenerateCall, InputLimits, read_id, read_messages, read_request
 from backend.adapters.stub import (
     check_interpreter,
     describe_error,
+    drain_file,
     end_with_server,
     error_code,
     log_to_server,
-    model_folder,
-    read_parameters,
-    resolve_model,
+    read_engine_config,
 )
 from backend.config import EngineConfig
 from backend.core import Delta, FinishReason, SpeculationStats
@@ -51,16 +50,9 @@ from backend.sampling_defaults import read_sampling_defaults
 logger = logging.getLogger(__name__)
 
 DRAFTER_MODEL = "mtp_drafter"
-DRAFTER_FOLDER = "../../mtp_drafter/1"
-"""Relative to the version folder."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
-DRAIN_FILE = "drain-{pid}"
-"""In the version folder; pid: of the server, this process's parent, so that another server's end is not taken for its own. Whoever stops the
-server writes it: the seconds for which open requests may go on. New ones are refused; when none is open the engine ends, what it keeps is saved,
-and the file is removed. A file, since the server itself refuses nobody until it stops, does not wait for streams, and may never come to
-`finalize`: a stream that its client left at a bad moment holds the model (see finalize)."""
 WATCH_SECONDS = 0.1
 JOIN_SECONDS = 10.0
 LEAST_SECONDS = 1e-6
@@ -109,17 +101,24 @@ class TritonPythonModel:
         check_interpreter()
         end_with_server()
         log_to_server()
-        values = read_parameters(args)
-        values["model"] = resolve_model(values, args)
-        if args["model_instance_kind"] == "GPU" and "device" not in values:
-            values["device"] = f"cuda:{args['model_instance_device_id']}"
-        config = EngineConfig.from_dict(values, f"{args['model_name']}: ")
-        speculative = config.speculative_config
-        service = BlsDraftService(DRAFTER_MODEL) if speculative.placement == "bls" else None
-        if speculative.model_method:
-            drafter = str((model_folder(args) / (speculative.model or DRAFTER_FOLDER)).resolve())
-            config = dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
-        self._engine = Engine(config, draft_service=service)
+        config = read_engine_config(args)
+        self._claim = claim_instance(args, config)
+        self._follower = follow(self._claim) if self._claim is not None and self._claim.rank else None
+        if self._follower is not None:
+            return
+        self._relay = RequestRelay(self._claim.socket) if self._claim is not None else None
+        try:
+            self._load(args, config)
+        except Exception as error:
+            if self._relay is not None:
+                self._relay.close(describe_error(error))
+            raise
+        if self._relay is not None:
+            self._relay.start(self._take, self._shut_down)
+
+    def _load(self, args: dict[str, str], config: EngineConfig) -> None:
+        service = BlsDraftService(DRAFTER_MODEL) if config.speculative_config.placement == "bls" else None
+        self._engine = Engine(config, draft_service=service, greet=self._relay.greet if self._relay is not None else None)
         self._nodes = Disaggregation(self._engine) if config.disaggregation.is_on else None
         self._limits = InputLimits(self._engine.scheduler.max_model_len)
         self._sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
@@ -133,7 +132,7 @@ class TritonPythonModel:
         self._is_stopping = threading.Event()
         self._is_refusing = False
         self._intake = IntakeWorkers(self._submit, config.max_batch_size + config.max_waiting)
-        self._drain_file = model_folder(args) / DRAIN_FILE.format(pid=os.getppid())
+        self._drain_file = drain_file(args)
         self._drain_end: float | None = None
         self._publisher = MetricsPublisher(self._engine, args["model_name"], self._nodes)
         self._publisher.publish()
@@ -155,6 +154,9 @@ class TritonPythonModel:
             self._made = []
 
     def execute(self, requests: list[Any]) -> None:
+        if self._follower is not None:
+            self._follower.execute(requests)
+            return
         for request in requests:
             self._take(request)
 
@@ -424,7 +426,14 @@ class TritonPythonModel:
         Not called while the server's gRPC front end holds a request whose stream was cancelled just as its answer ended (release 24.10:
         the front end then waits for an answer that it has had).
         """
-        self._shut_down()
-        self._watcher.join(JOIN_SECONDS)
-        self._outbox.put(None)
-        self._sender.join(JOIN_SECONDS)
+        if self._follower is not None:
+            self._follower.finalize()
+        else:
+            self._shut_down()
+            self._watcher.join(JOIN_SECONDS)
+            self._outbox.put(None)
+            self._sender.join(JOIN_SECONDS)
+            if self._relay is not None:
+                self._relay.close("the server was shut down")
+        if self._claim is not None:
+            self._claim.give_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import json
 import logging
@@ -16,9 +17,15 @@ from typing import Any
 import numpy
 import triton_python_backend_utils as pb_utils
 
+from backend.config import EngineConfig
 from backend.errors import CapacityError, ConfigError, EngineError
 from backend.heap import Heap
 
+DRAIN_FILE = "drain-{pid}"
+"""In the version folder; pid: of the server, this process's parent, so that another server's end is not taken for its own. Whoever stops the
+server writes it: the seconds for which open requests may go on. New ones are refused; when none is open the engine ends, what it keeps is saved,
+and the file is removed. A file, since the server itself refuses nobody until it stops, does not wait for streams, and may never come to
+`finalize`: a stream that its client left at a bad moment holds the model (see finalize)."""
 SERVER_LOOK_SECONDS = 0.5
 STUCK_SECONDS = 15.0
 """Nothing that lives keeps Python's lock for so long."""
@@ -72,6 +79,11 @@ def model_folder(arguments: dict[str, str]) -> Path:
     return Path(arguments["model_repository"]) / arguments["model_version"]
 
 
+def drain_file(arguments: dict[str, str]) -> Path:
+    """Where whoever stops the server says so (DRAIN_FILE)."""
+    return model_folder(arguments) / DRAIN_FILE.format(pid=os.getppid())
+
+
 def read_parameters(arguments: dict[str, str]) -> dict[str, Any]:
     """config.pbtxt's `parameters`: each value as JSON where it is JSON, else as text. Upper-case keys are the server's own."""
     config = json.loads(arguments["model_config"])
@@ -94,6 +106,24 @@ def read_parameters(arguments: dict[str, str]) -> dict[str, Any]:
 def resolve_model(values: dict[str, Any], arguments: dict[str, str]) -> str:
     """The weights' folder: the `model` parameter, relative to the version folder; default: the version folder itself."""
     return str((model_folder(arguments) / values.get("model", ".")).resolve())
+
+
+DRAFTER_FOLDER = "../../mtp_drafter/1"
+"""Relative to the version folder."""
+
+
+def read_engine_config(arguments: dict[str, str]) -> EngineConfig:
+    """Of a model that has an engine, or a part of one. Raises ConfigError."""
+    values = read_parameters(arguments)
+    values["model"] = resolve_model(values, arguments)
+    if arguments["model_instance_kind"] == "GPU" and "device" not in values:
+        values["device"] = f"cuda:{arguments['model_instance_device_id']}"
+    config = EngineConfig.from_dict(values, f"{arguments['model_name']}: ")
+    speculative = config.speculative_config
+    if not speculative.model_method:
+        return config
+    drafter = str((model_folder(arguments) / (speculative.model or DRAFTER_FOLDER)).resolve())
+    return dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
 
 
 def error_code(error: Exception) -> str:

@@ -10,14 +10,14 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from backend.core import HandOff, Request
 from backend.disaggregation.checks import check_done
 from backend.disaggregation.choice import NodeChoice
 from backend.disaggregation.node import JOIN_SECONDS, Node, NodeInfo, RedisState
+from backend.disaggregation.node_transfer import NodeAddress, NodeRead, NodeTransfer
 from backend.disaggregation.records import Job, Message, RecordError, probs_from_pages, write_job
-from backend.disaggregation.transfer import PageAddress, PageTransfer
+from backend.disaggregation.transfer import PageAddress
 from backend.engine import Engine
 from backend.errors import EngineError, TransferError
 
@@ -49,8 +49,8 @@ POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    handle: Any
-    address: PageAddress
+    handle: NodeRead
+    address: NodeAddress
     num_pages: int
     begun: float
     to_scratch: bool = False
@@ -71,8 +71,10 @@ class _Fetch:
     """time.monotonic()"""
     tokens: int
     """To be computed elsewhere."""
+    after: int
+    """Steps that were launched when its pages were given out."""
     node_id: str = ""
-    address: PageAddress | None = None
+    address: NodeAddress | None = None
     num_asked: int = 0
     """Leading ones of page_ids that were read, or are being read."""
     reads: list[_Read] = field(default_factory=list)
@@ -86,7 +88,7 @@ class _Fetch:
 class PageFetcher:
     """`Fetcher` for an engine. Its thread writes jobs, reads pages and watches the time; the engine's thread never waits."""
 
-    def __init__(self, engine: Engine, node: Node, transfer: PageTransfer) -> None:
+    def __init__(self, engine: Engine, node: Node, transfer: NodeTransfer) -> None:
         self._engine, self._node, self._transfer = engine, node, transfer
         self.min_tokens = node.config.min_remote_tokens
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -124,6 +126,7 @@ class PageFetcher:
             self._engine.scheduler.pool.lease(page_ids),
             time.monotonic(),
             len(request.prompt_token_ids) - num_cached_pages * self._engine.config.page_size,
+            self._engine.num_launched,
         )
         self._jobs[request.request_id] = fetch.job_id
         self._events.put(lambda: self._send(fetch))
@@ -197,7 +200,7 @@ class PageFetcher:
         return owed
 
     def _assign(self, fetch: _Fetch, info: NodeInfo) -> None:
-        fetch.node_id, fetch.address = info.node_id, PageAddress.from_dict(info.address)
+        fetch.node_id, fetch.address = info.node_id, tuple(PageAddress.from_dict(own) for own in info.address)
 
     def _take_message(self, message: Message) -> None:
         self._heard[message.sender] = time.monotonic()
@@ -252,13 +255,13 @@ class PageFetcher:
         assert fetch.address is not None
         begun = time.monotonic()
         try:
-            handle = self._transfer.read(fetch.address, local, remote, to_scratch=to_scratch)
+            handle = self._transfer.read(fetch.address, local, remote, after=fetch.after, to_scratch=to_scratch)
         except TransferError as error:
             self._fail_transfer(fetch, fetch.address, error)
             return
         fetch.reads.append(_Read(handle, fetch.address, len(local), begun, to_scratch))
 
-    def _fail_transfer(self, fetch: _Fetch, address: PageAddress, error: TransferError) -> None:
+    def _fail_transfer(self, fetch: _Fetch, address: NodeAddress, error: TransferError) -> None:
         logger.warning("request %r: pages of node %s: %s", fetch.request.group_id, fetch.node_id, error)
         self._transfer.forget(address)  # a later one begins anew
         self._give_up(fetch, "transfer")

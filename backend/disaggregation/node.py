@@ -113,8 +113,8 @@ class NodeInfo:
     """What the fingerprint is of, for messages."""
     methods: list[str]
     max_model_len: int
-    address: dict[str, Any]
-    """`PageAddress.as_dict`."""
+    address: list[dict[str, Any]]
+    """`PageAddress.as_dict` of each of its ranks."""
     load: int = 0
     """Prompt tokens that it has to compute."""
     time: float = 0.0

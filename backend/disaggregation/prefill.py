@@ -15,8 +15,8 @@ import torch
 from backend.core import Delta, HandOff, Request
 from backend.disaggregation.checks import check_job
 from backend.disaggregation.node import BLOCK_MS, JOIN_SECONDS, RETRY_SECONDS, Node, as_pairs, time_of
+from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
-from backend.disaggregation.transfer import PageTransfer
 from backend.engine import Engine
 from backend.errors import CapacityError, EngineError
 
@@ -51,7 +51,7 @@ class _Open:
 class PrefillService:
     """One thread reads jobs, and one serves reads of pages while there are some; the engine's thread does the rest."""
 
-    def __init__(self, engine: Engine, node: Node, transfer: PageTransfer) -> None:
+    def __init__(self, engine: Engine, node: Node, transfer: NodeTransfer) -> None:
         self._engine, self._node, self._transfer = engine, node, transfer
         self._open: dict[str, _Open] = {}
         """By job id; the engine thread's."""
@@ -96,7 +96,7 @@ class PrefillService:
                 self._has_jobs.wait(IDLE_SECONDS)
                 continue
             try:
-                self._transfer.serve()
+                self._transfer.serve(time.monotonic())
             except Exception:
                 logger.exception("pages could not be served")
                 self._node.wait(RETRY_SECONDS)

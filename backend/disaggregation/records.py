@@ -13,7 +13,7 @@ import torch
 
 from backend.core import HandOff, Outcome, Request, SamplingParams, Speculation
 
-VERSION = 1
+VERSION = 2
 """Of these records. Nodes of different versions do not work for each other."""
 
 Fields = dict[str, bytes]

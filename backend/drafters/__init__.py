@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
 from backend.drafters.choice import LookupChoice
-from backend.drafters.loading import load_step_drafter, step_drafter_identity, tap_width
+from backend.drafters.loading import count_tokens_after_step, load_step_drafter, step_drafter_identity, tap_width
 from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.ngram import PredictionLookup
 from backend.drafters.protocol import HostDrafter, Lookup
@@ -19,7 +19,17 @@ from backend.speculative_config import MODEL_METHODS, MTP_STRATEGIES, Speculativ
 if TYPE_CHECKING:
     from backend.kv_store import KvStore
 
-__all__ = ["Drafters", "Placement", "Placements", "find_place", "load_step_drafter", "make_placements", "step_drafter_identity", "tap_width"]
+__all__ = [
+    "Drafters",
+    "Placement",
+    "Placements",
+    "count_tokens_after_step",
+    "find_place",
+    "load_step_drafter",
+    "make_placements",
+    "step_drafter_identity",
+    "tap_width",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
-from backend.drafters.protocol import ATTENTION, HIDDEN, DrafterRows
+from backend.drafters.protocol import ATTENTION, HIDDEN, BlockPass, DrafterRows, StateKeeper
 from backend.kv_store import CacheSpec, KvStore
 from backend.models.heads import Heads
 
 
 class HeadsDrafter:
     """A StepDrafter."""
+
+    block: BlockPass | None = None
+    keeper: StateKeeper | None = None
 
     def __init__(self, model: Heads) -> None:
         self._model, self._prefix = model, model.prefix

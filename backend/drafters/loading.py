@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import BUNDLED_DRAFTER, EngineConfig
-from backend.errors import ConfigError
+from backend.errors import ConfigError, ModelError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
-from backend.speculative_config import HEAD_METHODS, SpeculativeConfig
+from backend.speculative_config import BLOCK_METHODS, HEAD_METHODS, SpeculativeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
     speculative = config.speculative_config
     if not _is_in_step(speculative):
         return None
+    from backend.drafters.parallel import ParallelDrafter
     from backend.drafters.recurrent import RecurrentDrafter
 
     steps = speculative.num_model_steps or 1
@@ -34,10 +35,27 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
         from backend.models.heads import load_heads
 
         folder, quantization = _find_folder(config), speculative.rounding
-        method, model = speculative.model_method, config.model
-        drafter = HeadsDrafter(load_heads(method, folder, model, target, dtype, device, quantization, config.load_format))
+        method, own = speculative.model_method, config.model
+        drafter = HeadsDrafter(load_heads(method, folder, own, target, dtype, device, quantization, config.load_format))
+    elif speculative.model_method in BLOCK_METHODS:
+        from backend.drafters.block import BlockDrafter
+        from backend.models.dflash import Dflash
+
+        folder, is_spark = _find_folder(config), speculative.model_method == "dspark"
+        own_ranks = ranks if speculative.draft_tensor_parallel_size > 1 else None
+        block = Dflash(folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks, is_spark=is_spark)
+        if speculative.min_draft_confidence and block.spec.confidence is None:
+            least = speculative.min_draft_confidence
+            raise ConfigError(f"speculative_config.min_draft_confidence is {least}; the drafter in {folder} has no confidence head: leave it out")
+        drafter = BlockDrafter(block, steps)
     else:
-        drafter = RecurrentDrafter(_load_recurrent(config, target, dtype, device, ranks), steps)
+        model = _load_recurrent(config, target, dtype, device, ranks)
+        drafter = RecurrentDrafter(model, steps) if model.mask_token_id is None else ParallelDrafter(model)
+    if drafter.block is not None and device.type == "cuda":
+        raise ModelError(
+            f"{_find_folder(config)}: method {speculative.model_method} makes its drafts in one forward, which runs with --device cpu alone so far; "
+            "take another method, or for draft_model and eagle3 parallel_drafting false"
+        )
     if steps > drafter.max_drafts:
         raise ConfigError(
             f"speculative_config.num_model_steps is {steps}; the drafter in {_find_folder(config)} makes {drafter.max_drafts} drafts a step at most"
@@ -49,19 +67,36 @@ def _load_recurrent(config: EngineConfig, target: Model, dtype: torch.dtype, dev
     from backend.parallel.ranks import Ranks
 
     speculative, folder = config.speculative_config, _find_folder(config)
-    own_ranks = ranks if speculative.draft_tensor_parallel_size > 1 else Ranks()
+    own_ranks, is_parallel = ranks if speculative.draft_tensor_parallel_size > 1 else Ranks(), speculative.parallel_drafting
     if speculative.model_method == "draft_model":
         from backend.models.draft import DraftModel
 
-        return DraftModel(folder, config.model, target, dtype, device, speculative.rounding, config.load_format, own_ranks)
+        return DraftModel(folder, config.model, target, dtype, device, speculative.rounding, config.load_format, own_ranks, is_parallel)
     if speculative.model_method in ("eagle", "eagle3"):
         from backend.models.eagle import Eagle
 
-        is_multi_layer = speculative.model_method == "eagle3"
-        return Eagle(folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks, is_multi_layer=is_multi_layer)
+        return Eagle(
+            folder,
+            target,
+            dtype,
+            device,
+            speculative.rounding,
+            config.load_format,
+            own_ranks,
+            is_multi_layer=speculative.model_method == "eagle3",
+            is_parallel=is_parallel,
+        )
     from backend.models.mtp import Mtp
 
     return Mtp(folder, target, dtype, device, speculative.rounding, config.load_format, own_ranks)
+
+
+def count_tokens_after_step(config: SpeculativeConfig, drafter: StepDrafter | None) -> int:
+    """Tokens past those of a step that a drafter at its end needs pages for."""
+    if drafter is None:
+        return 0
+    steps, block = config.num_model_steps or 1, drafter.block
+    return steps if block is None else max(steps, block.first + block.count_rows(steps))
 
 
 def tap_width(config: SpeculativeConfig, drafter: StepDrafter | None, target: Model) -> int:

@@ -62,12 +62,56 @@ class DrafterRows:
     """None: the drafter has no attention."""
 
 
+class BlockPass(Protocol):
+    """One forward that makes several drafts of each request, after `StepDrafter.advance`. B requests, N rows of each."""
+
+    mask_token_id: int
+    """The token of all rows but one that begins with the newest token."""
+    first: int
+    """Where a request's rows begin: 0: at its newest token; 1: after it."""
+    is_causal: bool
+    """A row sees the rows before it; else all of its request's."""
+
+    @property
+    def block_heads(self) -> ops.Heads:
+        """Of its attention."""
+        ...
+
+    def count_rows(self, num_drafts: int) -> int:
+        """N of a step that makes so many drafts; 0: no forward is needed."""
+        ...
+
+    def compute(self, rows: DrafterRows | None, states: list[torch.Tensor], num_drafts: int) -> list[torch.Tensor]:
+        """The states that all drafts are chosen from, of rows [B * N], request by request, and of what `advance` made; no rows: N is 0."""
+        ...
+
+    def judge(self, states: list[torch.Tensor], step: int) -> torch.Tensor | None:
+        """How likely draft number `step` is to stand where those before it do [B] float32; None: the drafter does not say."""
+        ...
+
+
+class StateKeeper(Protocol):
+    """What a drafter keeps of the target's states alone: in its own keys and values, as soon as the target has computed them."""
+
+    def keep(self, entering: Mapping[int, torch.Tensor], positions: torch.Tensor, kv_slots: torch.Tensor) -> None:
+        """Of tokens [T]: entering[layer] [T, hidden] before layers of the target; positions and the drafter's KV slots [T]."""
+        ...
+
+
 class StepDrafter(Protocol):
     """A model drafter that runs in the step, on every rank: it computes the tokens that the step computed, then drafts."""
 
     @property
+    def block(self) -> BlockPass | None:
+        """Where one forward makes all drafts; None: one is made after the other."""
+        ...
+
+    @property
+    def keeper(self) -> StateKeeper | None: ...
+
+    @property
     def heads(self) -> ops.Heads | None:
-        """Of its attention; None: it has none, and keeps no keys and values."""
+        """Of its attention over known tokens; None: it has none."""
         ...
 
     @property

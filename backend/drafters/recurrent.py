@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from backend.drafters.protocol import ATTENTION, HIDDEN, DrafterRows
+from backend.drafters.protocol import ATTENTION, HIDDEN, BlockPass, DrafterRows, StateKeeper
 from backend.kv_store import CacheSpec, KvStore
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from kernels import ops
@@ -32,6 +32,10 @@ class RecurrentModel(Protocol):
     num_planes: int
     tap_width: int
     tapped_layers: tuple[int, ...]
+    mask_token_id: int | None
+    """Of drafts that are not known yet, where it was trained to make all of them at once (`backend.drafters.parallel`)."""
+    mask_state: torch.Tensor | None
+    """[hidden]: in the place of the state before a mask token; None: it takes none."""
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """As `StepDrafter.tap`."""
@@ -59,6 +63,8 @@ class RecurrentDrafter:
     """A StepDrafter. Layers beyond `max_steps` drafts a step are left out, and whoever wants more goes on with the last one in use."""
 
     max_drafts = MAX_SPECULATIVE_TOKENS
+    block: BlockPass | None = None
+    keeper: StateKeeper | None = None
 
     def __init__(self, model: RecurrentModel, max_steps: int) -> None:
         self._model = model
@@ -91,12 +97,12 @@ class RecurrentDrafter:
         is_first = (rows.positions == 0)[:, None]  # nothing comes before the first token
         if hidden is None:
             hidden = self._hidden[rows.before_slots].masked_fill_(is_first, 0) if self.tap_width else self._hidden
-        states = self._compute(0, rows, hidden)
+        states = self.compute(0, rows, hidden)
         newest = [states[last]]
         for layer in range(1, self.num_layers):
             kept = self._states[layer - 1]
             kept.index_copy_(0, rows.state_slots, states)
-            states = self._compute(layer, rows, kept[rows.before_slots].masked_fill_(is_first, 0))
+            states = self.compute(layer, rows, kept[rows.before_slots].masked_fill_(is_first, 0))
             newest.append(states[last])
         return newest
 
@@ -104,7 +110,7 @@ class RecurrentDrafter:
         """The newest drafts [B] in the layers that draft number `step` and later ones need, from every layer's states [B, hidden] before them."""
         newest, last = list(states), self.num_layers - 1
         for layer in range(min(step, last), last + 1):
-            newest[layer] = self._compute(layer, rows, states[layer - 1 if step <= layer else layer])
+            newest[layer] = self.compute(layer, rows, states[layer - 1 if step <= layer else layer])
         return newest
 
     def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
@@ -112,7 +118,8 @@ class RecurrentDrafter:
         layer = min(step, self.num_layers - 1)
         return self._model.logits(layer, states[layer])
 
-    def _compute(self, layer: int, rows: DrafterRows, previous: torch.Tensor) -> torch.Tensor:
+    def compute(self, layer: int, rows: DrafterRows, previous: torch.Tensor) -> torch.Tensor:
+        """States [T, hidden] of one layer at rows; previous: as `RecurrentModel.forward` takes it."""
         assert rows.plan is not None
         count = self._model.num_planes
         cache = tuple(self._planes[count * layer : count * (layer + 1)])

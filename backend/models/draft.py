@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from backend.drafter_checks import read_parallel
 from backend.model_checks import check_model, check_same_tokens
 from backend.models.decoder import Decoder
 from backend.models.loading import Model, check_gpu, open_checkpoint
@@ -23,6 +24,7 @@ class DraftModel:
 
     num_layers, tap_width = 1, 0
     tapped_layers: tuple[int, ...] = ()
+    mask_state: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -34,8 +36,11 @@ class DraftModel:
         quantization: QuantizationConfig | None,
         load_format: str,
         ranks: Ranks,
+        is_parallel: bool | None = None,
     ) -> None:
-        """ranks: that it is split over. Raises ModelError for what is missing, damaged, not supported, or of another vocabulary than the target."""
+        """ranks: that it is split over; is_parallel: see `read_parallel`.
+
+        Raises ModelError for what is missing, damaged, not supported, or of another vocabulary than the target."""
         spec = check_model(directory, has_weights=load_format != "dummy")
         if load_format != "dummy":
             check_same_tokens(directory, target_directory)
@@ -50,6 +55,7 @@ class DraftModel:
         self.hidden_size, self.heads = self._model.hidden_size, self._model.heads
         self.token_shape, self.num_planes = cache.shape, cache.num_planes
         self._vocab_size = target.vocab_size
+        self.mask_token_id = read_parallel(directory, is_parallel)
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
         raise AssertionError("a draft model looks at no state of the target")
@@ -65,7 +71,7 @@ class DraftModel:
         plan: ops.Plan,
     ) -> torch.Tensor:
         """States [T, hidden] after its final norm."""
-        if self._model.vocab_size < self._vocab_size:  # ids that it does not know are read as its last one
+        if self._model.vocab_size < self._vocab_size:  # tokens that it does not know are read as its last one
             token_ids = token_ids.clamp(max=self._model.vocab_size - 1)
         count = len(cache) // self._model.num_layers
         planes = [tuple(cache[i : i + count]) for i in range(0, len(cache), count)]

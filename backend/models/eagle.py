@@ -13,20 +13,17 @@ from pathlib import Path
 import torch
 
 from backend.drafter_checks import read_eagle_spec
-from backend.errors import ModelError
 from backend.models.decoder_layer import DecoderLayer
-from backend.models.eagle_spec import MAP, EagleSpec
+from backend.models.drafter_weights import load_embedding, load_target_ids, load_vector, scatter_logits
+from backend.models.eagle_spec import MAP, EagleSpec, choose_parallel
 from backend.models.layers import Weights, own_heads
-from backend.models.loader import Checkpoint, DummyCheckpoint
+from backend.models.loader import Checkpoint
 from backend.models.loading import Model, check_gpu_layers, open_drafter
 from backend.models.rope import RopeTables
 from backend.parallel.ranks import Ranks
 from backend.quantization import make_linear
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
-
-COMPARED_ROWS = 8192
-"""Of embeddings at a time."""
 
 
 class Eagle:
@@ -45,8 +42,9 @@ class Eagle:
         ranks: Ranks | None = None,
         *,
         is_multi_layer: bool,
+        is_parallel: bool | None = None,
     ) -> None:
-        """ranks: that its layers are split over; None: they are whole. is_multi_layer: EAGLE-3.
+        """ranks: that its layers are split over; None: they are whole. is_multi_layer: EAGLE-3; is_parallel: see `choose_parallel`.
 
         Raises ModelError for what is missing, damaged, or not a drafter of this target."""
         with open_drafter(directory, dtype, device, load_format) as checkpoint:
@@ -57,9 +55,9 @@ class Eagle:
             own = ranks or Ranks()
             self._layers = [DecoderLayer(layer, Weights(checkpoint, dtype, device, own, quantization)) for layer in spec.layers]
             self.heads = own_heads(spec.layers[0].attention, own)
-            self._load(spec, checkpoint, target, Weights(checkpoint, dtype, device, Ranks(), quantization))
+            self._load(spec, checkpoint, target, Weights(checkpoint, dtype, device, Ranks(), quantization), is_parallel)
 
-    def _load(self, spec: EagleSpec, checkpoint: Checkpoint, target: Model, weights: Weights) -> None:
+    def _load(self, spec: EagleSpec, checkpoint: Checkpoint, target: Model, weights: Weights, is_parallel: bool | None) -> None:
         self._target, self.eps = target, spec.eps
         self.hidden_size, self.tapped_layers = spec.hidden_size, spec.tapped_layers
         self.tap_width = spec.hidden_size
@@ -75,36 +73,22 @@ class Eagle:
         self._fc_norms = [weights.norm(name, width) for name in spec.fc_norms]
         rope, size, scale = own.turning
         self._tables = RopeTables(rope, size, target.max_model_len, weights.dtype, weights.device, scale)
-        self._embedding = self._load_embedding(checkpoint, weights)
+        # Of EAGLE it is the target's, whatever the folder has.
+        has_own = spec.tapped_layers or spec.hidden_size != target.hidden_size
+        self._embedding = load_embedding(spec.embedding, spec.hidden_size, checkpoint, target, weights) if has_own else None
         self._head, name = None, f"{spec.head}.weight"
         if spec.tapped_layers and (name in checkpoint or spec.draft_vocab_size < target.vocab_size or spec.hidden_size != target.hidden_size):
             self._head = make_linear(weights.whole(name, (spec.draft_vocab_size, spec.hidden_size)))
-        self._target_ids = self._load_map(checkpoint).to(weights.device) if spec.draft_vocab_size < target.vocab_size else None
-
-    def _load_embedding(self, checkpoint: Checkpoint, weights: Weights) -> torch.Tensor | None:
-        """Its own [V, hidden], if it has one that is not the target's."""
-        spec, target, name = self._spec, self._target, f"{self._spec.embedding}.weight"
-        can_share = spec.hidden_size == target.hidden_size
-        if can_share and (name not in checkpoint or isinstance(checkpoint, DummyCheckpoint) or not spec.tapped_layers):
-            return None
-        own = weights.whole(name, (target.vocab_size, spec.hidden_size))
-        rows = torch.arange(target.vocab_size, device=own.device)
-        return None if can_share and all(torch.equal(own[ids], target.embed(ids)) for ids in rows.split(COMPARED_ROWS)) else own
-
-    def _load_map(self, checkpoint: Checkpoint) -> torch.Tensor:
-        """The target's ids of the drafter's tokens."""
-        spec, most = self._spec, self._target.vocab_size
-        offsets = checkpoint.get(MAP, (spec.draft_vocab_size,)).long()
-        if isinstance(checkpoint, DummyCheckpoint):
-            offsets.zero_()
-        ids = torch.arange(spec.draft_vocab_size, device=offsets.device) + offsets
-        low, high, num_double = int(ids.min()), int(ids.max()), len(ids) - len(ids.unique())
-        if low < 0 or high >= most or num_double:
-            raise ModelError(
-                f"{checkpoint.directory}: {MAP} makes token ids from {low} to {high}, {num_double} of them twice; "
-                f"the target has ids 0 to {most - 1}, and each may come once: {MAP} holds offsets from the drafter's ids"
-            )
-        return ids
+        self._target_ids = None
+        if spec.draft_vocab_size < target.vocab_size:
+            self._target_ids = load_target_ids(MAP, spec.draft_vocab_size, checkpoint, target).to(weights.device)
+        self.mask_token_id, self.mask_state = None, None
+        if choose_parallel(spec, checkpoint.names, is_parallel):
+            assert spec.mask_token_id is not None and spec.mask_hidden is not None
+            self.mask_token_id = spec.mask_token_id
+            width = spec.target_hidden_size * len(spec.tapped_layers)
+            states = load_vector(spec.mask_hidden, width, checkpoint, weights).view(len(spec.tapped_layers), 1, -1)
+            self.mask_state = self.tap(states[0], dict(zip(spec.tapped_layers, states)))[0]
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """What fc makes of the states, so that one of them is kept in the place of several."""
@@ -154,6 +138,4 @@ class Eagle:
         logits = self._head(x)
         if self._spec.logit_scale != 1.0:
             logits = logits * self._spec.logit_scale
-        if self._target_ids is None:
-            return logits
-        return logits.new_full((len(x), self._target.vocab_size), float("-inf")).index_copy_(1, self._target_ids, logits)
+        return scatter_logits(logits, self._target_ids, self._target.vocab_size)

@@ -14,6 +14,9 @@ from backend.models.values import Values
 
 LAYER_KEY, TYPE_KEY = "transformer_layer_config", "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+PARD_KEYS = ("pard_token", "ptd_token_id")
+MASK_KEYS = (*PARD_KEYS, "mask_token_id")
+"""Of parallel drafting: those that vLLM reads, and speculators'."""
 MAP = "d2t"
 """By token of the drafter: how far on in the target's vocabulary it is (an offset, not an id)."""
 
@@ -47,6 +50,10 @@ class EagleSpec:
     is_norm_recycled: bool = False
     """What goes on is the state after the norm before the head."""
     logit_scale: float = 1.0
+    mask_token_id: int | None = None
+    """Of drafts that are made in parallel; None: one is made after the other."""
+    mask_hidden: str | None = None
+    """In the place of the tapped states of a mask token, [.., layers x target's hidden size]."""
 
     def list_weights(self, weights: WeightList, vocab_size: int) -> None:
         weights.add(self.fc)
@@ -61,6 +68,8 @@ class EagleSpec:
             {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)},
         ]
         weights.ignored |= {MAP, "t2d"}
+        if self.mask_hidden is not None:
+            weights.ignored.add(self.mask_hidden)  # in any number of dimensions
 
 
 def merge_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -104,8 +113,8 @@ def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -
 
 
 def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) -> EagleSpec:
-    """EAGLE-3 (Li et al. 2025) and 3.1, as speculators and SpecForge store it: as `read_eagle`."""
-    _check_type(values, "eagle3")
+    """EAGLE-3 (Li et al. 2025) and 3.1, and P-EAGLE (Hui et al. 2026), as speculators and SpecForge store them: as `read_eagle`."""
+    _check_type(values, "eagle3", "peagle")
     section = values.section("eagle_config")
     for place in (section, values):
         if not place.flag("use_aux_hidden_state", default=True):
@@ -139,16 +148,39 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
         is_norm_residual=values.flag("norm_before_residual", default=_is_speculators(values)),
         is_norm_recycled=values.flag("norm_output"),
         logit_scale=values.number("logit_scale", 1e6, default=1.0),
+        mask_token_id=read_mask_token(values, vocab_size),
+        mask_hidden=f"{prefix}mask_hidden",
     )
+
+
+def read_mask_token(values: Values, vocab_size: int) -> int | None:
+    """The token that stands for drafts which are not known yet; None: config.json names none."""
+    key = next((key for key in MASK_KEYS if values.has(key)), None)
+    return None if key is None else values.integer(key, vocab_size - 1, low=0)
+
+
+def choose_parallel(spec: EagleSpec, names: Collection[str], wanted: bool | None) -> bool:
+    """Whether drafts are made in parallel. names: of the weights, where they are known; wanted: None: where the drafter was made for it.
+
+    Raises ModelError where it is wanted of a drafter that was not.
+    """
+    lacking = ""
+    if spec.mask_token_id is None:
+        lacking = f"config.json names no mask token ({', '.join(MASK_KEYS)})"
+    elif not spec.tapped_layers or (names and spec.mask_hidden not in names):
+        lacking = f"weight {spec.mask_hidden or 'mask_hidden'} is missing"
+    if wanted and lacking:
+        raise ModelError(f"{spec.where}: {lacking}: drafts are made in parallel by drafters that were trained for it; leave parallel_drafting out")
+    return wanted is not False and not lacking
 
 
 def _is_speculators(values: Values) -> bool:
     return values.has(TYPE_KEY)
 
 
-def _check_type(values: Values, kind: str) -> None:
-    if _is_speculators(values) and values.get(TYPE_KEY) != kind:
-        raise values.refuse(TYPE_KEY, f"{kind!r} with this method")
+def _check_type(values: Values, *kinds: str) -> None:
+    if _is_speculators(values) and values.get(TYPE_KEY) not in kinds:
+        raise values.refuse(TYPE_KEY, f"{' or '.join(map(repr, kinds))} with this method")
 
 
 def _find_prefix(names: Collection[str]) -> str:

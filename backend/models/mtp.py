@@ -40,6 +40,9 @@ class _Layer:
 class Mtp:
     """The drafter's layers; embedding and head are the target's own tensors. Each layer keeps keys and values of each token."""
 
+    mask_token_id: int | None = None
+    mask_state: torch.Tensor | None = None
+
     def __init__(
         self,
         directory: str | Path,

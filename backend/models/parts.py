@@ -73,7 +73,14 @@ class Attention:
     def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """x [T, in] -> queries [T, H, D]; keys and values go to their slots."""
         heads = self.qkv(x) if self.input_norm is None else self.qkv.after_norm(x, self.input_norm, self.eps)
-        heads = heads.view(len(x), -1, self.head_dim)
+        return self._append(heads, angles, slots, cache)
+
+    def keep(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> None:
+        """Keys and values of x [T, in], which is normed already, go to their slots: what others are to see, and asks nothing itself."""
+        self._append(self.qkv(x), angles, slots, cache)
+
+    def _append(self, heads: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        heads = heads.view(len(heads), -1, self.head_dim)
         if self.head_norms is not None:
             ops.norm_heads(heads, self.head_norms, self.eps)
         if self._whole_norms is not None:

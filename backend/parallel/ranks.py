@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +18,8 @@ from kernels.all_reduce import PeerMemory, all_reduce, can_all_reduce, meet_peer
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -26,6 +31,8 @@ class Ranks:
     """torch.distributed's process group, of the backend's own class; None when the rank is alone."""
     peers: PeerMemory | None = None
     """Through which small sums go, where the GPUs can read each other's memory."""
+    sockets: frozenset[str] = frozenset()
+    """On CPU the connections of the group, as /proc names them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -74,6 +81,15 @@ class Ranks:
         """The least of the ranks' values, for what all of them must agree on. Waits for all."""
         return value if self.size == 1 else int(self.gather(torch.tensor([value], dtype=torch.int64, device=device)).min())
 
+    def abort(self) -> None:
+        """Exchanges that wait for a rank that is gone raise, from any thread: gloo alone would let them wait for its own time limit."""
+        if self.sockets:
+            for number, name in _open_sockets().items():
+                if name in self.sockets:
+                    _cut(number)
+        elif self.group is not None and hasattr(self.group, "abort"):
+            self.group.abort()
+
     def close(self) -> None:
         """Leaves the group, as all ranks do at the same time; graphs with exchanges in them are gone by then (`Worker.release`)."""
         if self.peers is not None:
@@ -87,8 +103,11 @@ class Ranks:
         return self.group
 
 
-def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, timeout: timedelta) -> Ranks:
-    """Meets the other ranks, on a GPU within its `on_stream`. Raises RuntimeError when they do not come in time."""
+def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, timeout: timedelta, address: str = "") -> Ranks:
+    """Meets the other ranks, on a GPU within its `on_stream`. Raises RuntimeError when they do not come in time.
+
+    address: where ranks of other hosts, if there are any, reach this one. (NCCL finds its own.)
+    """
     own = dist.PrefixStore("exchanges", store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -99,8 +118,31 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
             meeting.set(f"{name} {rank}", words.hex())
             return [bytes.fromhex(meeting.get(f"{name} {r}").decode()) for r in range(size)]
 
-        peers = meet_peers(device, rank, size, exchange)
+        peers = None if address else meet_peers(device, rank, size, exchange)  # memory is one host's
         if peers is None and rank == 0:
             logger.warning("tensor_parallel_size %d: the GPUs cannot read each other's memory; all sums go through NCCL", size)
         return Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
-    return Ranks(rank, size, dist.ProcessGroupGloo(own, rank, size, timeout))
+    before = set(_open_sockets().values())
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address or LOOPBACK)]
+    group = dist.ProcessGroupGloo(own, rank, size, gloo)
+    group.barrier().wait()  # type: ignore[attr-defined]
+    return Ranks(rank, size, group, sockets=frozenset(_open_sockets().values()) - before)
+
+
+def _open_sockets() -> dict[int, str]:
+    """This process's, by file descriptor."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if (name := os.readlink(f"/proc/self/fd/{number}")).startswith("socket:"):
+                found[int(number)] = name
+    return found
+
+
+def _cut(number: int) -> None:
+    """Ends a connection whose file descriptor somebody else has. A socket that listens is left alone."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
+        own.getpeername()
+        own.shutdown(socket.SHUT_RDWR)

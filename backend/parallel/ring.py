@@ -24,15 +24,15 @@ MEMORY_FOLDER = Path("/dev/shm")
 class PlanRing:
     """Slots of int32 words. The writer waits for the slowest reader where the ring is full.
 
-    `numbers` [0]: pieces written; [1 + i]: pieces that reader i has read; each written by its owner alone. A piece is written whole before its
-    number is, and the processors that this runs on keep that order.
+    `numbers` [0]: pieces written; [1 + i]: pieces that reader i has read; [1 + MAX_READERS + i]: steps that it is through with; each written by
+    its owner alone. A piece is written whole before its number is, and the processors that this runs on keep that order.
     """
 
     def __init__(self, num_readers: int, path: str | None = None) -> None:
         """path: of the ring to read; None makes one. (Python's own shared memory starts a process, which the server's stub does not let it.)"""
         if not 1 <= num_readers <= MAX_READERS:
             raise ValueError(f"num_readers is {num_readers}; the limit is {MAX_READERS}")
-        head = 8 * (MAX_READERS + 1)
+        head = 8 * (2 * MAX_READERS + 1)
         size = head + 4 * NUM_SLOTS * (SLOT_WORDS + 2)
         if path is None:
             file, path = tempfile.mkstemp(prefix="foretoken-plans-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None)
@@ -43,7 +43,7 @@ class PlanRing:
         self.path, self._num_readers = path, num_readers
         self._memory = mmap.mmap(file, size)
         os.close(file)
-        self._numbers = np.frombuffer(self._memory, dtype=np.int64, count=MAX_READERS + 1)
+        self._numbers = np.frombuffer(self._memory, dtype=np.int64, count=2 * MAX_READERS + 1)
         self._slots = np.frombuffer(self._memory, dtype=np.int32, offset=head, count=NUM_SLOTS * (SLOT_WORDS + 2)).reshape(NUM_SLOTS, -1)
 
     def write(self, words: np.ndarray, check: Callable[[], None]) -> None:
@@ -73,6 +73,15 @@ class PlanRing:
             self._numbers[1 + reader] = number + 1
             if is_last:
                 return np.concatenate(pieces)
+
+    def note_done(self, reader: int, num_steps: int) -> None:
+        """A reader is through with so many steps: nothing of them is written into its memory any more."""
+        self._numbers[1 + MAX_READERS + reader] = num_steps
+
+    @property
+    def num_done(self) -> int:
+        """Steps that all readers are through with."""
+        return int(self._numbers[1 + MAX_READERS :][: self._num_readers].min())
 
     def _has_room(self, number: int) -> bool:
         return number - int(self._numbers[1 : 1 + self._num_readers].min()) < NUM_SLOTS

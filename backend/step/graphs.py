@@ -17,7 +17,8 @@ from backend.config import EngineConfig
 from backend.prefixes import MIN_SHARERS
 from backend.step.options import Options
 from backend.step.plan import StepPlan
-from backend.step.program import Program, StepShape, StepTensors
+from backend.step.program import Program
+from backend.step.tensors import StepShape, StepTensors
 from kernels import warm_up
 from kernels.request_table import RequestTable
 from kernels.structs import COUNT, FIRST, NUM_FIELDS

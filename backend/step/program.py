@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass, field
 
 import torch
 
@@ -18,75 +17,14 @@ from backend.models import ATTENTION, Model, Wanted
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.speculative_config import SpeculativeConfig
 from backend.step.bad_words import BadWords
+from backend.step.block import BlockForward
 from backend.step.distributions import Distributions
 from backend.step.options import Options
 from backend.step.scores import score_emitted, score_prompt, score_width
+from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
 from kernels import ops, step_rows
 from kernels.request_table import RequestTable
-from kernels.structs import DRAFTER_COUNT, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, PREFIX_GROUP, PREFIX_LEN, RESULT_HEAD, Policy, StepSizes
-
-REPORT_HEAD = 3
-"""Before the drafts of a row of a report: tokens that the model drafter has computed, score of the lookup, number of drafts."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What the phases depend on beside their tensors' contents. Shapes with prompts are never captured."""
-
-    batch: int
-    num_queries: int
-    """Most tokens of a decoding row: its drafts and one more."""
-    num_model_drafts: int = 0
-    has_lookup: bool = False
-    has_lookup_alone: bool = False
-    has_prefixes: bool = False
-    reports_drafts: bool = False
-    options: Options = Options.NONE
-    prompt_lens: tuple[int, ...] = ()
-    """[P] tokens of each prompt row."""
-    prompt_seq_lens: tuple[int, ...] = ()
-    drafter_counts: tuple[int, ...] = ()
-    drafter_seq_lens: tuple[int, ...] = ()
-    scored: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompt_lens)
-
-
-@dataclass(slots=True)
-class StepTensors:
-    """One step's tensors. On a GPU those that the host writes or reads have addresses that graphs hold."""
-
-    shape: StepShape
-    sizes: StepSizes
-    fields: torch.Tensor
-    """[NUM_FIELDS, B] int32"""
-    results: torch.Tensor
-    """[B, RESULT_HEAD + K + 1] int32: see `ops.pack_results`."""
-    rows: step_rows.StepRows | None = None
-    """None on CPU before the layout is made, which is exact there."""
-    attention: ops.StepAttention | None = None
-    wanted_attention: ops.StepAttention | None = None
-    """Of the rows that logits are wanted of alone, for the last layer of a step with prompts."""
-    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    """[T, hidden]: the target's states; where only those are wanted that logits are made of: [R, hidden]."""
-    scores: torch.Tensor | None = None
-    """[B, W, 1 + 2 N] int32: see `backend.step.scores`."""
-    prompt_scores: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By row."""
-    drafter_rows: step_rows.DrafterRows | None = None
-    drafter_attention: ops.StepAttention | None = None
-    draft_packed: torch.Tensor | None = None
-    draft_lens: torch.Tensor | None = None
-    draft_attention: ops.StepAttention | None = None
-    report: torch.Tensor | None = None
-    """[B, REPORT_HEAD + K] int32: what the step drafted for the next one."""
-
-    @property
-    def indices(self) -> torch.Tensor:
-        """[B] int32: request indices."""
-        return self.fields[INDEX]
+from kernels.structs import DRAFTER_COUNT, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, PREFIX_GROUP, PREFIX_LEN, RESULT_HEAD, Policy, StepSizes
 
 
 class Program:
@@ -105,6 +43,8 @@ class Program:
     ) -> None:
         self._config, self._model, self._store, self._table, self._page_table = config, model, store, table, page_table
         self._drafter, self._max_model_len, self.dtype = drafter, max_model_len, dtype
+        block = drafter.block if drafter is not None else None
+        self._block = BlockForward(block, table, page_table, max_model_len, dtype) if block is not None else None
         planes = store.planes(ATTENTION)
         count = len(planes) // model.num_layers
         self._cache: list[tuple[torch.Tensor, ...]] = [tuple(planes[i : i + count]) for i in range(0, len(planes), count)]
@@ -135,7 +75,9 @@ class Program:
     @property
     def all_heads(self) -> list[ops.Heads]:
         """Of the target and of the model drafter, where that has attention."""
-        return [self._model.heads] + ([self._drafter.heads] if self._drafter is not None and self._drafter.heads is not None else [])
+        drafter = self._drafter
+        own = None if drafter is None else drafter.heads if drafter.block is None else drafter.block.block_heads
+        return [self._model.heads] + ([own] if own is not None else [])
 
     @property
     def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
@@ -232,7 +174,7 @@ class Program:
 
     def _plan_drafts(self, step: StepTensors) -> None:
         """Of the forwards that make one draft more for each request."""
-        if step.draft_lens is not None and self._drafter is not None and self._drafter.heads is not None:
+        if step.draft_lens is not None and self._drafter is not None and self._drafter.heads is not None and self._block is None:
             ones = torch.arange(step.shape.batch + 1, dtype=torch.int32, device=step.fields.device)
             step.draft_attention = self._attend(step, ones, step.draft_lens, (), (), self._drafter.heads, 1)
 
@@ -258,10 +200,14 @@ class Program:
         if self._tap is not None:
             kept = step.hidden if self._drafter is None else self._drafter.tap(step.hidden, entering)
             self._tap.index_copy_(0, tap_slots, kept)
+        if self._drafter is not None and self._drafter.keeper is not None:
+            own, drafter = step.sizes.page_stride, step.sizes.drafter_stride
+            self._drafter.keeper.keep(entering, positions, slots // own * drafter + slots % own)
 
     def _wants_few(self, shape: StepShape) -> bool:
         """Whether the states of most rows are of no use: those of prompts but for the last, unless a drafter or scores read them."""
-        return bool(shape.num_prompts) and self._tap is None and not shape.scored
+        is_read = self._drafter is not None and self._model.num_layers in self._drafter.tapped_layers
+        return bool(shape.num_prompts) and self._tap is None and not is_read and not shape.scored
 
     # -- decide -------------------------------------------------------------------------------------------------------
 
@@ -358,13 +304,19 @@ class Program:
         states = drafter.advance(_rows_of(known.packed, step.drafter_attention), known.last_rows)
         if not shape.num_model_drafts:
             return
-        if step.draft_attention is None:
+        if self._block is not None:
+            newest = known.packed[0][known.last_rows]
+            states = self._block.run(fields, newest, states, shape.num_model_drafts, sizes, is_alone)
+        elif step.draft_attention is None:
             self._plan_drafts(step)
         packed, lengths = step.draft_packed, step.draft_lens
         assert packed is not None and lengths is not None
+        is_ended, least = is_alone, self._config.min_draft_confidence
         for number in range(shape.num_model_drafts):
+            if self._block is not None and least:
+                is_ended = self._block.end(states, number, least, is_ended)
             chosen = self._choose_draft(step, drafter.logits(states, number), number)
-            ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_alone)
+            ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_ended)
             if number + 1 < shape.num_model_drafts:
                 if step.draft_attention is not None:
                     step.draft_attention.refresh()

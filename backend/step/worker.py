@@ -27,7 +27,8 @@ from backend.step.distributions import MAX_ROWS
 from backend.step.graphs import Graphs
 from backend.step.options import Options
 from backend.step.plan import StepPlan
-from backend.step.program import REPORT_HEAD, Program, StepShape, StepTensors
+from backend.step.program import Program
+from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
 from kernels import ops
 from kernels.request_table import RequestTable
 from kernels.structs import COUNT, NUM_FIELDS, RESULT_HEAD
@@ -113,7 +114,7 @@ class Worker:
             specs.append(CacheSpec(HIDDEN, (width,), self.dtype))
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
         weights, drafter = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}", step_drafter_identity(config)
-        identity = f"{weights}, drafter {drafter}, rank {ranks.rank} of {ranks.size}"
+        identity = {"model": weights, "drafter": drafter, "tensor_parallel_size": ranks.size, "rank": ranks.rank}
         num_pages = ranks.least(self._count_pages(specs), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:

@@ -70,6 +70,11 @@ def qwen2(values: Values) -> DecoderSpec:
     return read_decoder(values, [_qwen2_layer(values, f"model.layers.{i}", window) for i, window in enumerate(_read_windows(values))])
 
 
+def qwen3_layer(values: Values, prefix: str) -> LayerSpec:
+    """A layer as drafters have it, which sees the whole context."""
+    return _qwen3_layer(values, prefix, None, head_dim=None)
+
+
 def qwen3(values: Values) -> DecoderSpec:
     windows = _read_windows(values)
     return read_decoder(values, [_qwen3_layer(values, f"model.layers.{i}", window, head_dim=128) for i, window in enumerate(windows)])

@@ -1,0 +1,189 @@
+"""What the config.json of a DFlash or DSpark drafter says, in the formats of their authors and speculators. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from backend.errors import ModelError
+from backend.models.eagle_spec import MAP, TYPE_KEY
+from backend.models.families.qwen import qwen3_layer
+from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, WeightList, read_eps, read_layer_types, read_num_layers
+from backend.models.values import Values
+
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+MAX_BLOCK = 1024
+UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "use_swa", "attention_sink_bias")
+"""What later variants have, and windows and sinks, none of which is served; false, null and 0 say that there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovSpec:
+    """DSpark's head that looks at the token before: so many numbers are kept of each token."""
+
+    rank: int
+    kind: str
+
+    def list_weights(self, weights: WeightList, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> None:
+        weights.required |= {
+            "markov_head.markov_w1.weight": (vocab_size, self.rank),
+            "markov_head.markov_w2.weight": (draft_vocab_size, self.rank),
+        }
+        if self.kind != "vanilla":
+            weights.add(self.mixer(hidden_size))
+
+    def mixer(self, hidden_size: int) -> Projection:
+        """Of what the token's numbers are mixed with, but for a vanilla head."""
+        if self.kind == "gated":
+            return Projection("markov_head.gate_proj", self.rank, hidden_size + self.rank, has_bias=True)
+        return Projection("markov_head.joint_proj", 3 * self.rank, hidden_size + 2 * self.rank, has_bias=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DflashSpec:
+    """Layers of Qwen 3 whose keys and values are made of the target's states, and of a block of mask tokens."""
+
+    where: str
+    hidden_size: int
+    target_hidden_size: int
+    eps: float
+    vocab_size: int
+    draft_vocab_size: int
+    tapped_layers: tuple[int, ...]
+    """By what enters them."""
+    fc: Projection
+    layers: tuple[LayerSpec, ...]
+    embedding: str
+    """Its own, where the folder has it; else the target's."""
+    head: str
+    """Likewise."""
+    hidden_norm: str
+    """After fc."""
+    norm: str
+    """Before the head."""
+    mask_token_id: int
+    max_drafts: int
+    is_anchor_sampled: bool
+    """The newest token's row makes the first draft; else that of the first mask."""
+    is_causal: bool
+    markov: MarkovSpec | None
+    confidence: int | None
+    """Numbers that the confidence head looks at; None: there is no such head."""
+    logit_scale: float = 1.0
+
+    def list_weights(self, weights: WeightList) -> None:
+        weights.add(self.fc)
+        for name in (self.hidden_norm, self.norm):
+            weights.add_norm(name, self.hidden_size)
+        for layer in self.layers:
+            layer.list_weights(weights)
+        weights.optional += [
+            {f"{self.embedding}.weight": (self.vocab_size, self.hidden_size)},
+            {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)},
+        ]
+        weights.ignored |= {MAP, "t2d"}
+        if self.markov is not None:
+            self.markov.list_weights(weights, self.hidden_size, self.vocab_size, self.draft_vocab_size)
+        if self.confidence is not None:
+            weights.required |= {"confidence_head.proj.weight": (1, self.confidence), "confidence_head.proj.bias": (1,)}
+
+
+def read_dflash(values: Values, names: Collection[str], num_target_layers: int, *, is_spark: bool) -> DflashSpec:
+    """DFlash (Chen et al. 2026) or DSpark (DeepSeek 2026), as their authors and speculators store them.
+
+    values: of `eagle_spec.merge_config`; names: of the weights, where they are known. Raises ModelError.
+    """
+    method = "dspark" if is_spark else "dflash"
+    is_speculators = values.has(TYPE_KEY)
+    if is_speculators and values.get(TYPE_KEY) != method:
+        raise values.refuse(TYPE_KEY, f"{method!r} with this method")
+    section = values.section("dflash_config")
+    for place in (values, section):
+        if key := next((key for key in UNKNOWN if place.get(key)), None):
+            raise place.refuse(key, "left out: it is not served")
+    _refuse_windows(values)
+    hidden, prefix = values.integer("hidden_size", 2**17), "model." if "model.fc.weight" in names else ""
+    vocab_size = values.integer("vocab_size", 2**22)
+    target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
+    tapped = _read_tapped_layers(values, section, num_target_layers)
+    # DeepSeek's code makes DFlash drafters too, which draft as DSpark's do.
+    is_deepseek = any("DSpark" in str(name) for name in values.get("architectures") or []) if not is_speculators else is_spark
+    is_anchor_sampled = values.flag("sample_from_anchor", default=is_deepseek or is_spark)
+    block = (section if section.has("block_size") else values).integer("block_size", MAX_BLOCK, low=1 if is_anchor_sampled else 2)
+    causal = section if section.has("causal") else values
+    markov = _read_markov(values, is_spark=is_spark, is_anchor_sampled=is_anchor_sampled)
+    confidence = None
+    if values.flag("enable_confidence_head", default=is_speculators and is_spark):
+        with_markov = values.flag("confidence_head_with_markov", default=is_speculators)
+        if with_markov and markov is None:
+            raise values.refuse("confidence_head_with_markov", "false where markov_rank is 0")
+        confidence = hidden + (markov.rank if with_markov and markov is not None else 0)
+    return DflashSpec(
+        where=values.where,
+        hidden_size=hidden,
+        target_hidden_size=target_hidden,
+        eps=read_eps(values),
+        vocab_size=vocab_size,
+        draft_vocab_size=values.integer("draft_vocab_size", vocab_size, default=vocab_size),
+        tapped_layers=tapped,
+        fc=Projection(f"{prefix}fc", hidden, len(tapped) * target_hidden),
+        layers=tuple(qwen3_layer(values, f"{prefix}layers.{i}") for i in range(read_num_layers(values))),
+        embedding=f"{prefix}embed_tokens",
+        head="lm_head",
+        hidden_norm=f"{prefix}hidden_norm.weight",
+        norm=f"{prefix}norm.weight",
+        mask_token_id=_read_mask_token(values, section, vocab_size),
+        max_drafts=block if is_anchor_sampled else block - 1,
+        is_anchor_sampled=is_anchor_sampled,
+        is_causal=causal.flag("causal", default=values.flag("is_causal")),
+        markov=markov,
+        confidence=confidence,
+        logit_scale=values.number("logit_scale", 1e6, default=1.0),
+    )
+
+
+def _refuse_windows(values: Values) -> None:
+    full = LAYER_TYPES[0]
+    for number, kind in enumerate(read_layer_types(values, [full] * read_num_layers(values))):
+        if kind != full:
+            raise ModelError(f"{values.where}: layer_types[{number}] is {kind!r}; it must be {full!r} with this method: windows are not served")
+
+
+def _read_mask_token(values: Values, section: Values, vocab_size: int) -> int:
+    place, key = (section, "mask_token_id") if section.has("mask_token_id") else (values, "mask_token_id")
+    if not place.has(key):
+        place, key = values, next((key for key in ("pard_token", "ptd_token_id") if values.has(key)), key)
+    return place.integer(key, vocab_size - 1, low=0)
+
+
+def _read_markov(values: Values, *, is_spark: bool, is_anchor_sampled: bool) -> MarkovSpec | None:
+    rank = values.integer("markov_rank", 2**14, low=0, default=256 if is_spark and values.has(TYPE_KEY) else 0)
+    if not rank:
+        return None
+    if not is_spark:
+        raise values.refuse("markov_rank", "0 with method dflash; a drafter with this head is one of method dspark")
+    kind = values.choice("markov_head_type", MARKOV_KINDS, "vanilla")
+    if kind == "rnn" and not is_anchor_sampled:
+        raise values.refuse("sample_from_anchor", "true where markov_head_type is rnn")
+    return MarkovSpec(rank, kind)
+
+
+def _read_tapped_layers(values: Values, section: Values, count: int) -> tuple[int, ...]:
+    """The layers of the target, `count` in all, whose inputs are taken: the authors name those whose output it is (-1: the embedding)."""
+    for place, key, offset in (
+        (values, "aux_hidden_state_layer_ids", 0),
+        (section, "target_layer_ids", 1),
+        (values, "target_layer_ids", 1),
+    ):
+        if not place.has(key):
+            continue
+        given = place.get(key)
+        found = [number + offset for number in given] if _are_integers(given) else []
+        if not found or min(found) < 0 or max(found) > count:
+            raise place.refuse(key, f"a list of layers of the target, which has {count}")
+        return tuple(found)
+    raise ModelError(f"{values.where} has no 'aux_hidden_state_layer_ids', nor 'target_layer_ids' in dflash_config")
+
+
+def _are_integers(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(number, int) and not isinstance(number, bool) for number in given)

@@ -1,0 +1,57 @@
+"""What drafters share with their target or map to it: embeddings, and a vocabulary of its more frequent tokens alone."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from backend.errors import ModelError
+from backend.models.layers import Weights
+from backend.models.loader import Checkpoint, DummyCheckpoint
+from backend.models.loading import Model
+
+COMPARED_ROWS = 8192
+"""Of embeddings at a time."""
+
+
+def load_embedding(name: str, hidden_size: int, checkpoint: Checkpoint, target: Model, weights: Weights) -> torch.Tensor | None:
+    """A drafter's own [V, hidden], if the checkpoint has one that is not the target's. name: without `.weight`."""
+    can_share = hidden_size == target.hidden_size
+    if can_share and (f"{name}.weight" not in checkpoint or isinstance(checkpoint, DummyCheckpoint)):
+        return None
+    own = weights.whole(f"{name}.weight", (target.vocab_size, hidden_size))
+    rows = torch.arange(target.vocab_size, device=own.device)
+    return None if can_share and all(torch.equal(own[ids], target.embed(ids)) for ids in rows.split(COMPARED_ROWS)) else own
+
+
+def load_target_ids(name: str, count: int, checkpoint: Checkpoint, target: Model) -> torch.Tensor:
+    """The target's ids of a drafter's `count` tokens, from how far on each is. Raises ModelError for ids that there are not, or twice."""
+    most = target.vocab_size
+    offsets = checkpoint.get(name, (count,)).long()
+    if isinstance(checkpoint, DummyCheckpoint):
+        offsets.zero_()
+    ids = torch.arange(count, device=offsets.device) + offsets
+    low, high, num_double = int(ids.min()), int(ids.max()), len(ids) - len(ids.unique())
+    if low < 0 or high >= most or num_double:
+        raise ModelError(
+            f"{checkpoint.directory}: {name} makes token ids from {low} to {high}, {num_double} of them twice; "
+            f"the target has ids 0 to {most - 1}, and each may come once: {name} holds offsets from the drafter's ids"
+        )
+    return ids
+
+
+def scatter_logits(logits: torch.Tensor, target_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """[R, drafter's tokens] -> [R, V] over the target's vocabulary, -inf for tokens that the drafter does not have; None: it has them all."""
+    if target_ids is None:
+        return logits
+    return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, target_ids, logits)
+
+
+def load_vector(name: str, size: int, checkpoint: Checkpoint, weights: Weights) -> torch.Tensor:
+    """Numbers that are stored in one dimension, or with ones before it."""
+    *shapes, last = ((size,), (1, size), (1, 1, size))
+    for shape in shapes:
+        with contextlib.suppress(ModelError):
+            return weights.whole(name, shape).flatten()
+    return weights.whole(name, last).flatten()

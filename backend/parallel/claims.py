@@ -1,0 +1,67 @@
+"""Which rank each of a server's instances is: by files that only one process locks, in a folder that only this user enters."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend.errors import ConfigError, ModelError
+
+LOOK_SECONDS = 0.05
+SOCKET = "relay"
+
+
+def meeting_folder(server: int, model: Path) -> Path:
+    """Of the instances of one model of one server (its process id), made if need be. Raises ConfigError where somebody else has it."""
+    name = f"foretoken-ranks-{os.getuid()}-{server}-{zlib.crc32(str(model.resolve()).encode()):08x}"
+    folder = Path(tempfile.gettempdir()) / name
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder}: the ranks of this model are to meet here, and it is not a folder of this user alone")
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A rank that is this process's for as long as it lives."""
+
+    rank: int
+    folder: Path
+    file: int
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / SOCKET
+
+    def give_back(self) -> None:
+        """Rank 0 takes the folder away: the others have opened what they need in it."""
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.file)
+
+
+def claim_rank(folder: Path, ranks: list[int], seconds: float) -> Claim:
+    """The first of these ranks that no other process has; waits so long for one that ends. Raises ModelError."""
+    end = time.monotonic() + seconds
+    while True:
+        for rank in ranks:
+            file = os.open(folder / f"rank-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(file)
+                continue
+            return Claim(rank, folder, file)
+        if time.monotonic() > end:
+            raise ModelError(f"rank {', '.join(map(str, ranks))} is another process's, after {seconds:.0f} s: {folder}")
+        time.sleep(LOOK_SECONDS)

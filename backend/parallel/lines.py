@@ -1,0 +1,312 @@
+"""Connections between rank 0 and the others: signs of life, orders that are no plans, and for ranks on other hosts the plans too.
+
+Every rank opens a line for orders to rank 0; one of another host, which cannot see rank 0's memory, a second one for plans. A message is its
+length and its bytes: JSON on the first kind, int32 words on the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from backend.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 0.25
+HANG_SECONDS = 3.5
+"""Without a sign of life after which a rank is taken for gone: clients are to know within 5 s."""
+MASTER_HANG_SECONDS = 15.0
+"""And rank 0, which answers them, and has a server's work to do beside."""
+LAG_SECONDS = 0.5
+"""Whoever was kept from looking for longer does not blame others for the time."""
+SILENT = "no sign of life"
+"""What begins the reason why a rank is lost that has not ended."""
+HELLO_SECONDS = 10.0
+MAX_MESSAGE_BYTES = 2**28
+ORDERS, PLANS = "orders", "plans"
+
+Order = dict[str, Any]
+
+
+class Line:
+    """One connection. Any thread may send; one receives. Both raise ConnectionError when the other side is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection, self._lock = connection, threading.Lock()
+        self._news = select.poll()  # unlike select() for any file descriptor
+        self._news.register(connection, select.POLLIN)
+        self._received = bytearray()
+
+    def send(self, content: bytes) -> None:
+        try:
+            with self._lock:
+                self._connection.sendall(struct.pack("<I", len(content)) + content)
+        except OSError as error:
+            raise ConnectionError(str(error)) from None
+
+    def send_order(self, order: Order) -> None:
+        self.send(json.dumps(order).encode())
+
+    def receive(self, timeout: float | None = None) -> bytes | None:
+        """The next message; None: there was none for `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if len(self._received) >= 4:
+                (size,) = struct.unpack_from("<I", self._received)
+                if size > MAX_MESSAGE_BYTES:
+                    raise ConnectionError(f"a message of {size} bytes; the limit is {MAX_MESSAGE_BYTES}")
+                if len(self._received) >= 4 + size:
+                    content = bytes(self._received[4 : 4 + size])
+                    del self._received[: 4 + size]
+                    return content
+            try:
+                if not self._news.poll(None if end is None else max(0.0, end - time.monotonic()) * 1000):
+                    return None
+                part = self._connection.recv(2**16)
+            except (OSError, ValueError) as error:
+                raise ConnectionError(str(error)) from None
+            if not part:
+                raise ConnectionError("the connection has ended")
+            self._received += part
+
+    def receive_order(self, timeout: float | None = None) -> Order | None:
+        content = self.receive(timeout)
+        if content is None:
+            return None
+        try:
+            order = json.loads(content)
+        except ValueError as error:
+            raise ConnectionError(f"no message: {error}") from None
+        if not isinstance(order, dict):
+            raise ConnectionError("no message")
+        return order
+
+    @property
+    def own_address(self) -> str:
+        return str(self._connection.getsockname()[0])
+
+    def close(self) -> None:
+        """From any thread: whoever waits for the other side waits no longer."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def connect(host: str, port: int, rank: int, kind: str) -> Line:
+    """A rank's line to rank 0. Raises ConnectionError."""
+    try:
+        connection = socket.create_connection((host, port), timeout=HELLO_SECONDS)
+        connection.settimeout(None)
+    except OSError as error:
+        raise ConnectionError(f"{host}:{port}: {error}") from None
+    line = Line(connection)
+    line.send_order({"rank": rank, "kind": kind})
+    return line
+
+
+class Switchboard:
+    """Rank 0's ends. A thread for each rank's orders, and one that says that rank 0 lives and looks who else does."""
+
+    def __init__(self, host: str, size: int, on_lost: Callable[[], None]) -> None:
+        """host: address to listen on; on_lost: some rank is gone, see `lost`. Raises OSError."""
+        self._size, self._on_lost = size, on_lost
+        self._listener = socket.create_server((host, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._lines: dict[tuple[int, str], Line] = {}
+        self._has_changed = threading.Condition()
+        self._heard: dict[int, float] = {}
+        self._is_closed = False
+        self._is_watching = False
+        self.lost: dict[int, str] = {}
+        """Ranks that are gone, and why."""
+        self.num_done: dict[int, int] = {}
+        """Steps that ranks of other hosts have computed."""
+        self.on_reply: Callable[[int, Order], None] = lambda rank, order: None
+        """What a rank answers to orders of others than this. Called by threads of their own."""
+        for run in (self._accept, self._beat):
+            threading.Thread(target=run, name=f"ranks{run.__name__}", daemon=True).start()
+
+    def wait_for(self, rank: int, kind: str, seconds: float) -> bool:
+        """Whether a rank's line is there within so long."""
+        with self._has_changed:
+            return self._has_changed.wait_for(lambda: (rank, kind) in self._lines, seconds)
+
+    def watch(self) -> None:
+        """From now on a rank that shows no sign of life is gone: before, it may be loading."""
+        self._heard = dict.fromkeys(range(1, self._size), time.monotonic())
+        for rank in range(1, self._size):
+            self.order(rank, {"do": "watch"})
+        self._is_watching = True
+
+    def order(self, rank: int, order: Order) -> None:
+        """Raises EngineError where the rank is gone."""
+        self._send(rank, ORDERS, json.dumps(order).encode())
+
+    def send_words(self, rank: int, words: np.ndarray) -> None:
+        """To a rank of another host. Raises EngineError where it is gone."""
+        self._send(rank, PLANS, words.astype("<i4").tobytes())
+
+    def _send(self, rank: int, kind: str, content: bytes) -> None:
+        line = self._lines.get((rank, kind))
+        try:
+            if line is None:
+                raise ConnectionError("it has no connection")
+            line.send(content)
+        except ConnectionError as error:
+            self.lose(rank, str(error))
+            raise EngineError(f"rank {rank} of {self._size} is gone: {self.lost.get(rank, error)}") from None
+
+    def lose(self, rank: int, why: str) -> None:
+        """A rank is gone: nobody waits for it any more."""
+        if self._is_closed or rank in self.lost:
+            return
+        self.lost[rank] = why
+        for kind in (ORDERS, PLANS):
+            if (line := self._lines.get((rank, kind))) is not None:
+                line.close()
+        self._on_lost()
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for line in list(self._lines.values()):
+            line.close()
+
+    # -- its threads --------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(connection,), name="rank", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        line = Line(connection)
+        try:
+            hello = line.receive_order(HELLO_SECONDS) or {}
+            rank, kind = hello.get("rank"), hello.get("kind")
+            if not isinstance(rank, int) or not 1 <= rank < self._size or kind not in (ORDERS, PLANS):
+                raise ConnectionError(f"{hello} is no rank of {self._size}")
+        except ConnectionError as error:
+            logger.warning("a connection that is none of a rank: %s", error)
+            line.close()
+            return
+        with self._has_changed:
+            if (rank, kind) in self._lines:
+                logger.warning("rank %d of %d is there already", rank, self._size)
+                line.close()
+                return
+            self._lines[rank, kind] = line
+            self._has_changed.notify_all()
+        if kind == ORDERS:
+            self._listen(rank, line)
+
+    def _listen(self, rank: int, line: Line) -> None:
+        try:
+            while True:
+                order = line.receive_order()
+                assert order is not None
+                self._heard[rank] = time.monotonic()
+                if "done" in order:
+                    self.num_done[rank] = int(order["done"])
+                elif "beat" not in order:
+                    self.on_reply(rank, order)
+        except ConnectionError as error:
+            self.lose(rank, str(error))
+        except Exception as error:
+            logger.exception("rank %d", rank)
+            self.lose(rank, f"{type(error).__name__}: {error}")
+
+    def _beat(self) -> None:
+        last = time.monotonic()
+        while not self._is_closed:
+            last, lag = time.monotonic(), time.monotonic() - last - BEAT_SECONDS
+            if lag > LAG_SECONDS:
+                self._heard = {rank: heard + lag for rank, heard in self._heard.items()}
+            for rank in range(1, self._size):
+                line = self._lines.get((rank, ORDERS))
+                if line is None or rank in self.lost:
+                    continue
+                with contextlib.suppress(ConnectionError):
+                    line.send_order({"do": "beat"})
+                if self._is_watching and (silent := time.monotonic() - self._heard[rank]) > HANG_SECONDS:
+                    self.lose(rank, f"{SILENT} for {silent:.1f} s")
+            time.sleep(BEAT_SECONDS)
+
+
+class Orders(threading.Thread):
+    """A rank's end of its line: obeys, says that it lives, and ends the process when rank 0 is gone, whatever that waits for."""
+
+    def __init__(self, line: Line, on_lost: Callable[[str], None]) -> None:
+        super().__init__(name="orders", daemon=True)
+        self._line, self._on_lost = line, on_lost
+        self._handlers: dict[str, Callable[[Order], None]] = {"beat": lambda order: None, "watch": self._watch}
+        self._early: list[Order] = []
+        """That nobody can obey yet."""
+        self._is_ending = False
+        self.poll: Callable[[], float] = lambda: BEAT_SECONDS
+        """Looks at what is under way; seconds until it wants to again."""
+        self._heard: float | None = None
+        """None: rank 0 may be loading."""
+
+    def handle(self, handlers: Mapping[str, Callable[[Order], None]]) -> None:
+        """By an order's `do`."""
+        self._handlers.update(handlers)
+
+    def end(self) -> None:
+        """Rank 0 has said that it ends: that its connection ends too is no fault."""
+        self._is_ending = True
+
+    def reply(self, order: Order) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._line.send_order(order)
+
+    def run(self) -> None:
+        due = 0.0
+        try:
+            while True:
+                now = time.monotonic()
+                if now >= due:
+                    due = now + BEAT_SECONDS
+                    self._line.send_order({"beat": 1})
+                order = self._line.receive_order(min(self.poll(), BEAT_SECONDS))
+                if order is not None:
+                    self._early.append(order)
+                    self._heard = None if self._heard is None else time.monotonic()
+                    self._obey()
+                elif self._heard is not None and time.monotonic() - self._heard > MASTER_HANG_SECONDS:
+                    raise ConnectionError(f"{SILENT} for {MASTER_HANG_SECONDS:g} s")
+        except ConnectionError as error:
+            if not self._is_ending:
+                self._on_lost(f"rank 0: {error}")
+
+    def _watch(self, order: Order) -> None:
+        self._heard = time.monotonic()
+
+    def _obey(self) -> None:
+        early, self._early = self._early, []
+        for order in early:
+            handler = self._handlers.get(str(order.get("do")))
+            if handler is None:
+                self._early.append(order)
+                continue
+            try:
+                handler(order)
+            except Exception:
+                logger.exception("order %s", order.get("do"))

@@ -1,0 +1,111 @@
+"""Ranks as processes: starting them, what each says of itself as they meet, and ending them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from backend.config import EngineConfig
+from backend.drafters import step_drafter_identity
+from backend.errors import ConfigError
+from backend.model_files import fingerprint
+from backend.version import VERSION
+
+MEET_SECONDS, EXCHANGE_SECONDS = 120.0, 30.0
+"""For the ranks to meet, and for a rank to take part in an exchange that others wait in."""
+STOP_SECONDS = 10.0
+OWN_KEYS = ("model", "device", "num_threads", "single_thread_tokens", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
+"""Of the configuration: what may differ from host to host. Of the memory the least counts."""
+OWN_SPECULATIVE_KEYS = ("model", "suffix_decoding_cache_path", "suffix_decoding_corpus")
+
+
+def device_of_rank(config: EngineConfig, rank: int) -> str:
+    """On GPUs each rank of a host has its own, from the one of the host's first rank on."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    first, parallel = int(config.device.partition(":")[2] or 0), config.parallel_config
+    if first + parallel.host_size > torch.cuda.device_count():
+        of_all = f" on {parallel.nnodes} hosts" if parallel.nnodes > 1 else ""
+        raise ConfigError(
+            f"tensor_parallel_size {parallel.tensor_parallel_size}{of_all}: this machine has {torch.cuda.device_count()} GPUs, "
+            f"and rank {parallel.first_rank} is on cuda:{first}"
+        )
+    return f"cuda:{first + rank - parallel.first_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a rank says of itself; all but its number has to be equal on all ranks."""
+
+    rank: int
+    values: dict[str, Any]
+
+    def differences(self, other: Hello) -> str:
+        """Both values of what differs; empty: nothing does."""
+        keys = [key for key in {**self.values, **other.values} if self.values.get(key) != other.values.get(key)]
+        return ", ".join(f"{key} {self.values.get(key)} on rank {self.rank}, {other.values.get(key)} on rank {other.rank}" for key in keys)
+
+    def write(self) -> str:
+        """One line."""
+        return json.dumps({"rank": self.rank, "values": self.values}) + "\n"
+
+    @classmethod
+    def read(cls, line: str) -> Hello:
+        return cls(**json.loads(line))
+
+
+def describe_self(config: EngineConfig, rank: int) -> Hello:
+    """Raises ModelError."""
+    own = dataclasses.asdict(config)
+    values: dict[str, Any] = {
+        "version": f"Foretoken {VERSION}, torch {torch.__version__}, numpy {np.__version__}, tokenizers {metadata.version('tokenizers')}",
+        "checkpoint": fingerprint(config.model),
+        "drafter": step_drafter_identity(config),
+    }
+    parallel = {key: value for key, value in own.pop("parallel_config").items() if key not in ("node_rank", "master")}
+    speculative = {key: value for key, value in own.pop("speculative_config").items() if key not in OWN_SPECULATIVE_KEYS}
+    values |= parallel | {key: value for key, value in own.items() if key not in OWN_KEYS} | speculative
+    return Hello(rank, json.loads(json.dumps(values)))
+
+
+def describe_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int], ring: str | None, *, reports: bool = False) -> dict[str, Any]:
+    """What a rank of this host is told (`backend.follower.run_rank`). ring: where plans come, on rank 0's own host; reports: it says how it fares."""
+    values = {**dataclasses.asdict(config), "device": device_of_rank(config, rank)}
+    host, port = meeting_place
+    return {"config": values, "rank": rank, "host": host, "port": port, "ring": ring, "reports": reports, "parent": os.getpid()}
+
+
+def start_rank(spec: dict[str, Any]) -> subprocess.Popen[str]:
+    """A process of this host, by what `describe_rank` says; its reports come on its output."""
+    root = str(Path(__file__).parents[1])
+    # Within the server this process is its stub, which embeds the python3 on PATH.
+    python = sys.executable if Path(sys.executable or "").name.startswith("python") else shutil.which("python3") or "python3"
+    output = subprocess.PIPE if spec["reports"] else None
+    child = subprocess.Popen([python, "-m", "backend.follower"], stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(spec) + "\n")
+    child.stdin.flush()
+    return child
+
+
+def end_ranks(children: list[subprocess.Popen[str]]) -> None:
+    """Waits for them a while, then kills them."""
+    end = time.monotonic() + STOP_SECONDS
+    for child in children:
+        try:
+            child.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

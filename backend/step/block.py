@@ -1,0 +1,108 @@
+"""The forward of a block drafter: so many rows of each request at once, some of them of a mask token, after what its tokens left behind.
+
+Shapes depend on the step's alone, and nothing comes to the host, so that it can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from backend.drafters.protocol import BlockPass, DrafterRows
+from kernels import ops
+from kernels.request_state import RequestState
+from kernels.structs import DRAFTER_COUNT, INDEX, MODEL_LIMIT, NUM_PAGES, StepSizes
+
+
+class BlockForward:
+    """Lays a block's rows out over one worker's request table and pages, and runs them."""
+
+    def __init__(self, block: BlockPass, table: RequestState, page_table: torch.Tensor, max_model_len: int, dtype: torch.dtype) -> None:
+        self._block, self._table, self._page_table = block, table, page_table
+        self._max_model_len, self._dtype = max_model_len, dtype
+        self._plans: dict[tuple[int, int], ops.StepAttention] = {}
+        """On a GPU by batch and rows: graphs hold the addresses of what they read."""
+
+    def run(
+        self,
+        fields: torch.Tensor,
+        newest: torch.Tensor,
+        states: list[torch.Tensor],
+        num_drafts: int,
+        sizes: StepSizes,
+        is_skipped: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """The states that drafts are chosen from. fields [NUM_FIELDS, B]; newest [B]: token ids; is_skipped [B]: other than 0: wants no drafts."""
+        block = self._block
+        count = block.count_rows(num_drafts)
+        if not count:
+            return block.compute(None, states, num_drafts)
+        batch = fields.shape[1]
+        positions, slots, ends = self._place(fields, count, sizes, is_skipped)
+        token_ids = torch.full((batch, count), block.mask_token_id, dtype=torch.long, device=fields.device)
+        if block.first == 0:
+            token_ids[:, 0] = newest
+        plan = self._plan(fields[INDEX], ends, count, sizes)
+        token_ids, positions, slots = token_ids.flatten(), positions.flatten(), slots.flatten()
+        # Nothing is kept of these rows, so they need no slots for states.
+        return block.compute(DrafterRows(token_ids, positions, slots, slots, slots, plan), states, num_drafts)
+
+    def end(self, states: list[torch.Tensor], step: int, least: float, is_ended: torch.Tensor | None) -> torch.Tensor | None:
+        """Which requests take no drafts from number `step` on [B] int32: those of before (is_ended), and where it is less likely than `least`."""
+        chances = self._block.judge(states, step)
+        if chances is None:
+            return is_ended
+        is_low = (chances < least).int()
+        return is_low if is_ended is None else torch.maximum(is_ended, is_low)
+
+    def _place(
+        self, fields: torch.Tensor, count: int, sizes: StepSizes, is_skipped: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions and KV slots [B, N], and how many tokens the last row sees [B] int32.
+
+        Requests that want no drafts compute on the scratch page, and so do rows past a request's pages or the context's end.
+        """
+        indices = fields[INDEX].long()
+        known = self._table.num_tokens[indices].long()
+        is_wanted = (indices != sizes.dummy_index) & (fields[DRAFTER_COUNT] != 0) & (fields[MODEL_LIMIT] > 0)
+        if is_skipped is not None:
+            is_wanted &= is_skipped == 0
+        begins = torch.where(is_wanted, known - 1 + self._block.first, 0)
+        places = begins[:, None] + torch.arange(count, device=fields.device)
+        pages = places // sizes.page_size
+        is_own = is_wanted[:, None] & (pages < fields[NUM_PAGES][:, None]) & (places < self._max_model_len)
+        ids = self._page_table[indices[:, None], pages.clamp_(max=sizes.table_width - 1)]
+        slots = torch.where(is_own, ids, sizes.scratch_page) * sizes.drafter_stride + places % sizes.page_size
+        ends = (begins + count).clamp_(min=count, max=self._max_model_len)
+        return places.clamp_(max=self._max_model_len - 1), slots, ends.int()
+
+    def _plan(self, indices: torch.Tensor, ends: torch.Tensor, count: int, sizes: StepSizes) -> ops.StepAttention:
+        """Causal rows are a request's last ones. Where each row sees all of them, each is one that asks alone, at the end of them all."""
+        block, device, key = self._block, ends.device, (len(ends), count)
+        if not block.is_causal:
+            ends, indices = ends.repeat_interleave(count), indices.repeat_interleave(count)
+        plan = self._plans.get(key)
+        if plan is not None:
+            plan.seq_lens.copy_(ends)
+            plan.request_indices.copy_(indices)
+        else:
+            width = count if block.is_causal else 1
+            plan = ops.StepAttention(
+                cu_query_lens=torch.arange(0, width * len(ends) + 1, width, dtype=torch.int32, device=device),
+                seq_lens=ends,
+                request_indices=indices.clone(),
+                page_table=self._page_table,
+                num_prompts=0,
+                num_prompt_rows=0,
+                max_prompt_query_len=0,
+                max_prompt_seq_len=0,
+                num_prompt_keys=0,
+                max_query_len=width,
+                max_seq_len=self._max_model_len,
+                page_size=sizes.page_size,
+                heads=block.block_heads,
+                dtype=self._dtype,
+            )
+            if device.type == "cuda":
+                self._plans[key] = plan
+        plan.refresh()
+        return plan

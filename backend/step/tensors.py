@@ -1,0 +1,74 @@
+"""What a step depends on, and its tensors, which the phases share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from backend.step.options import Options
+from kernels import ops, step_rows
+from kernels.structs import INDEX, StepSizes
+
+REPORT_HEAD = 3
+"""Before the drafts of a row of a report: tokens that the model drafter has computed, score of the lookup, number of drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the phases depend on beside their tensors' contents. Shapes with prompts are never captured."""
+
+    batch: int
+    num_queries: int
+    """Most tokens of a decoding row: its drafts and one more."""
+    num_model_drafts: int = 0
+    has_lookup: bool = False
+    has_lookup_alone: bool = False
+    has_prefixes: bool = False
+    reports_drafts: bool = False
+    options: Options = Options.NONE
+    prompt_lens: tuple[int, ...] = ()
+    """[P] tokens of each prompt row."""
+    prompt_seq_lens: tuple[int, ...] = ()
+    drafter_counts: tuple[int, ...] = ()
+    drafter_seq_lens: tuple[int, ...] = ()
+    scored: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt_lens)
+
+
+@dataclass(slots=True)
+class StepTensors:
+    """One step's tensors. On a GPU those that the host writes or reads have addresses that graphs hold."""
+
+    shape: StepShape
+    sizes: StepSizes
+    fields: torch.Tensor
+    """[NUM_FIELDS, B] int32"""
+    results: torch.Tensor
+    """[B, RESULT_HEAD + K + 1] int32: see `ops.pack_results`."""
+    rows: step_rows.StepRows | None = None
+    """None on CPU before the layout is made, which is exact there."""
+    attention: ops.StepAttention | None = None
+    wanted_attention: ops.StepAttention | None = None
+    """Of the rows that logits are wanted of alone, for the last layer of a step with prompts."""
+    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[T, hidden]: the target's states; where only those are wanted that logits are made of: [R, hidden]."""
+    scores: torch.Tensor | None = None
+    """[B, W, 1 + 2 N] int32: see `backend.step.scores`."""
+    prompt_scores: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By row."""
+    drafter_rows: step_rows.DrafterRows | None = None
+    drafter_attention: ops.StepAttention | None = None
+    draft_packed: torch.Tensor | None = None
+    draft_lens: torch.Tensor | None = None
+    draft_attention: ops.StepAttention | None = None
+    report: torch.Tensor | None = None
+    """[B, REPORT_HEAD + K] int32: what the step drafted for the next one."""
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """[B] int32: request indices."""
+        return self.fields[INDEX]

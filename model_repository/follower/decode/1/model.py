@@ -1,0 +1,10 @@
+"""The server's entry point; the code is in backend/adapters.following.py."""
+
+try:
+    from backend.adapters.following import TritonPythonModel  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in ("backend", "backend.adapters"):
+        raise
+    import sys
+
+    raise ImportError(f"foretoken is not installed in {sys.executable}: run 'pip install -e .' there, in the project's folder") from error

@@ -1,0 +1,149 @@
+"""Requests that Triton gives to another rank's instance: what crosses to rank 0 and back, and what is left when either end is gone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.config import BUNDLED_MODEL
+from backend.errors import ConfigError, ModelError
+from backend.parallel.claims import claim_rank, meeting_folder
+from tests.triton_stand_in import InferenceRequest
+
+
+class Pair:
+    """Rank 0's model, and rank 1's instance, whose plans are nobody's: what it computes is test_parallel's to show."""
+
+    def __init__(self, adapter: Any, folder: Path) -> None:
+        (folder / "1").mkdir()
+        relay, instance = (importlib.import_module(f"backend.adapters.{name}") for name in ("relay", "rank_instance"))
+        self.ending = threading.Event()
+        self.spec: dict[str, Any] = {}
+        self.relay = relay.RequestRelay(folder / "relay")
+        self.relay.greet(1, {"port": 7})
+
+        def run(spec: dict[str, Any], report: Any, end: Any) -> None:
+            self.spec = spec
+            report({"ready": True})
+            self.ending.wait(60)
+
+        self.model = adapter.TritonPythonModel()
+        parameters = {"model": {"string_value": str(BUNDLED_MODEL)}, "max_batch_size": {"string_value": "8"}}
+        arguments = {"model_config": json.dumps({"parameters": parameters}), "model_repository": str(folder), "model_version": "1"}
+        self.model.initialize({**arguments, "model_instance_kind": "CPU", "model_name": "decode"})
+        self.left = threading.Event()
+        self.relay.start(lambda request: self.model.execute([request]), self.left.set)
+        self.instance = instance.RankInstance(1, folder / "relay", run, 30.0)
+
+    def close(self) -> None:
+        self.model.finalize()
+        self.relay.close("rank 0 is being ended")
+        self.ending.set()
+        self.instance.finalize()
+
+
+@pytest.fixture
+def pair(adapter, tmp_path):
+    made = Pair(adapter, tmp_path)
+    yield made
+    made.close()
+
+
+def test_messages_are_what_was_packed(adapter):
+    relay = importlib.import_module("backend.adapters.relay")
+    arrays = [
+        ("ids", np.arange(6, dtype=np.int32).reshape(2, 3)),
+        ("none", np.zeros(0, dtype=np.float32)),
+        ("texts", np.array([b"", b"a\nb\0\xff", b"\xc3\xa9"], dtype=object)),
+        ("flag", np.array([True])),
+    ]
+    head, found = relay.unpack(relay.pack({"kind": "request", "id": "x\ny"}, arrays))
+    assert head == {"kind": "request", "id": "x\ny"}
+    for (name, array), (other, same) in zip(arrays, found, strict=True):
+        assert name == other and array.dtype == same.dtype and array.shape == same.shape and (array == same).all()
+
+
+def test_a_request_is_answered_through_rank_0(pair):
+    values: dict[str, Any] = {"text_input": "def é(", "max_tokens": 9, "top_k": 1, "ignore_eos": True}
+    here, there = InferenceRequest("a", **values), InferenceRequest("a", **values)
+    pair.model.execute([here])
+    pair.instance.execute([there])
+    merged = [np.concatenate([r.values["output_ids"] for r in s.finish()]).tolist() for s in (here.sender, there.sender)]
+    assert merged[0] == merged[1] and len(merged[0]) == 9
+    assert there.sender.reasons() == [b"length"] and pair.spec == {"port": 7}
+
+
+def test_what_is_refused_is_refused_as_by_rank_0(pair):
+    for request_id, values, message in [
+        ("bad", {"text_input": "x", "max_tokens": 0}, "[INVALID_ARG] request 'bad': max_tokens must be"),
+        (b"\xff", {"text_input": "x"}, "the request's id is not valid UTF-8: byte 0xff at 0"),
+    ]:
+        request = InferenceRequest(request_id, **values)
+        pair.instance.execute([request])
+        assert message in request.sender.message()
+
+
+def test_a_client_that_is_gone_ends_its_request(pair):
+    request = InferenceRequest("long", text_input="def f(", max_tokens=1900, ignore_eos=True)
+    pair.instance.execute([request])
+    request.sender.is_gone = True
+    assert request.sender.reasons() == [b"cancelled"]
+    assert not pair.model._exchanges and not pair.instance._open
+
+
+def test_rank_0_that_ends_leaves_nobody_waiting(pair):
+    held, late = (InferenceRequest(name, text_input="def f(", max_tokens=1900, ignore_eos=True) for name in ("held", "late"))
+    pair.instance.execute([held])
+    for line in pair.relay._lines:
+        with socket.socket(fileno=os.dup(line.connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+    assert "[UNAVAILABLE] request 'held': rank 0 has ended" in str(held.sender.finish()[-1].error())
+    pair.instance.execute([late])
+    assert "[UNAVAILABLE] request 'late': rank 0 has ended" in late.sender.message()
+
+
+def test_an_instance_that_is_ended_tells_rank_0(pair):
+    pair.ending.set()
+    thread = threading.Thread(target=pair.instance.finalize)
+    thread.start()
+    assert pair.left.wait(30)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_rank_that_rank_0_does_not_come_to(adapter, tmp_path):
+    instance = importlib.import_module("backend.adapters.rank_instance")
+    with pytest.raises(ModelError, match="rank 1: rank 0 did not come to"):
+        instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: None, 0.2)
+    relay = importlib.import_module("backend.adapters.relay").RequestRelay(tmp_path / "relay")
+    threading.Timer(0.3, relay.close, ["no GPU"]).start()
+    with pytest.raises(ModelError, match="rank 1: rank 0 has ended: no GPU"):
+        instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: None, 30.0)
+
+
+class TestClaims:
+    def test_each_rank_is_one_process_s(self, tmp_path):
+        folder = meeting_folder(4711, tmp_path)
+        first, second = claim_rank(folder, [0, 1], 0), claim_rank(folder, [0, 1], 0)
+        assert (first.rank, second.rank) == (0, 1)
+        with pytest.raises(ModelError, match="rank 0, 1 is another process's"):
+            claim_rank(folder, [0, 1], 0.1)
+        second.give_back()
+        assert claim_rank(folder, [1], 0).rank == 1
+        first.give_back()
+        assert not folder.exists()
+
+    def test_a_folder_that_others_enter_is_refused(self, tmp_path):
+        folder = meeting_folder(4712, tmp_path)
+        folder.chmod(0o777)
+        with pytest.raises(ConfigError, match="not a folder of this user alone"):
+            meeting_folder(4712, tmp_path)
+        folder.rmdir()
