@@ -78,7 +78,7 @@ def test_the_loss_goes_down_and_the_end_is_a_report(
     monkeypatch.setattr(trainer, "LOG_EVERY", 10)
     assert main(flags(folder, text, out, steps=30, report_prompts=2, report_tokens=8)) == 0
     rows = read_log(out)
-    assert [row["step"] for row in rows] == [10, 20, 30] and rows[2]["loss"] < 0.9 * rows[0]["loss"] and len(rows[0]["agreement"]) == 3
+    assert [row["step"] for row in rows] == [10, 20, 30] and rows[2]["loss"] < 0.95 * rows[0]["loss"] and len(rows[0]["agreement"]) == 3
     result, captured = json.loads((out / "result.json").read_text()), capsys.readouterr()
     assert json.loads(captured.out) == result and result["steps"] == 30 and result["last"] == rows[-1]
     report = result["report"]
