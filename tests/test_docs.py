@@ -93,7 +93,8 @@ def check_foretoken(words: list[str]) -> None:
         return
     assert words[0] in PAGES, words
     if words[0] == "train":
-        make_training_parser().parse_args(words[1:])
+        if any(word.startswith("--") for word in words):  # not a name alone
+            make_training_parser().parse_args(words[1:])
         return
     args = make_parser().parse_args(words)
     if getattr(args, "speculative_config", None):
