@@ -8,7 +8,6 @@ costs the same however long its context is.
 
 from __future__ import annotations
 
-import codecs
 import functools
 import json
 import logging
@@ -18,9 +17,10 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
+from backend.joiners import ByteFallback, ByteLevel, Ctc, Joiner, Metaspace, Spaced, Strip, Suffixed, WordPiece, strip_token
+
 logger = logging.getLogger(__name__)
 
-BROKEN = "\ufffd"
 MAX_TOKEN_ID = 2**32 - 1
 """The library has no larger ones, and raises for negative ones."""
 
@@ -61,216 +61,6 @@ def decode_whole(inner: tokenizers.Tokenizer, token_ids: Iterable[int], skip_spe
 # -- stages that make text of tokens ------------------------------------------------------------------------------------
 
 
-class _Joiner:
-    """Plain text: every token is written as it is. Others override what differs."""
-
-    def push(self, piece: Any) -> str:
-        """The text that is certain now."""
-        return piece
-
-    def flush(self) -> str:
-        """The rest, when no token follows."""
-        return ""
-
-    @property
-    def num_held(self) -> int:
-        """Whole characters that are not certain."""
-        return 0
-
-    def peek(self, limit: int) -> tuple[str, int]:
-        """The last `limit` characters, or more, of what `flush` would write, and how many are before them.
-
-        Nothing while a character is incomplete.
-        """
-        return "", 0
-
-
-class _Spaced(_Joiner):
-    """No decoder at all: tokens are words."""
-
-    _is_first = True
-
-    def push(self, piece: str) -> str:
-        if self._is_first:
-            self._is_first = False
-            return piece
-        return " " + piece
-
-
-class _ByteLevel(_Joiner):
-    """Bytes of UTF-8; what is broken is replaced as soon as that is certain."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.push = self._decoder.decode  # type: ignore[assignment]  # one call less for every token
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", True)
-
-
-class _ByteFallback(_Joiner):
-    """Tokens of text, and runs of tokens that stand for a byte each.
-
-    One bad byte spoils its whole run, every byte of which is replaced then: a run is not certain before it ends.
-    """
-
-    def __init__(self) -> None:
-        self._start_run()
-
-    def _start_run(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._characters: list[str] = []
-        self._num_bytes = 0
-        self._is_valid = True
-
-    def push(self, piece: str | int) -> str:
-        if isinstance(piece, str):
-            return self.flush() + piece if self._num_bytes else piece
-        self._num_bytes += 1
-        if self._is_valid:
-            try:
-                if character := self._decoder.decode(bytes((piece,))):
-                    self._characters.append(character)
-            except UnicodeDecodeError:
-                self._is_valid = False
-        return ""
-
-    def flush(self) -> str:
-        if not self._num_bytes:
-            return ""
-        is_valid = self._is_valid and not self._decoder.getstate()[0]
-        text = "".join(self._characters) if is_valid else BROKEN * self._num_bytes
-        self._start_run()
-        return text
-
-    @property
-    def num_held(self) -> int:
-        return len(self._characters)
-
-    def peek(self, limit: int) -> tuple[str, int]:
-        if not self._is_valid or self._decoder.getstate()[0]:
-            return "", 0
-        return "".join(self._characters[-limit:]), max(len(self._characters) - limit, 0)
-
-
-class _WordPiece(_Joiner):
-    """BERT's: words are apart unless a token begins with a prefix such as ##."""
-
-    _CLEANED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " do not": " don't"}
-    _CLEANED |= {" 's": "'s", " 've": "'ve", " 're": "'re"}
-
-    def __init__(self, prefix: str, cleanup: bool) -> None:
-        self._prefix = prefix
-        self._cleanup = cleanup
-        self._is_first = True
-
-    def push(self, piece: str) -> str:
-        if self._is_first:
-            self._is_first = False
-        elif piece.startswith(self._prefix):
-            piece = piece[len(self._prefix) :]
-        else:
-            piece = " " + piece
-        return self.clean(piece) if self._cleanup else piece
-
-    @classmethod
-    def clean(cls, text: str) -> str:
-        for found, instead in cls._CLEANED.items():
-            text = text.replace(found, instead)
-        return text
-
-
-class _Metaspace(_Joiner):
-    """SentencePiece's: a character such as ▁ is a space, and none at the start of the first token."""
-
-    def __init__(self, replacement: str, is_prepended: bool) -> None:
-        self._replacement = replacement
-        self._is_dropped = is_prepended
-
-    def push(self, piece: str) -> str:
-        if self._is_dropped:
-            self._is_dropped = False
-            return piece.replace(self._replacement, "")
-        return piece.replace(self._replacement, " ")
-
-
-class _Suffixed(_Joiner):
-    """BPE with a mark such as </w> at the ends of words: a space, except in the last token, so the latest one waits."""
-
-    def __init__(self, suffix: str) -> None:
-        self._suffix = suffix
-        self._latest = ""
-
-    def push(self, piece: str) -> str:
-        text, self._latest = self._latest.replace(self._suffix, " "), piece
-        return text
-
-    def flush(self) -> str:
-        text, self._latest = self._latest.replace(self._suffix, ""), ""
-        return text
-
-    @property
-    def num_held(self) -> int:
-        return len(self.peek(0)[0])
-
-    def peek(self, limit: int) -> tuple[str, int]:
-        return self._latest.replace(self._suffix, ""), 0
-
-
-class _Ctc(_Joiner):
-    """Speech models': a token that repeats the one before it is not written."""
-
-    def __init__(self, pad_token: str, word_delimiter: str, cleanup: bool) -> None:
-        self._pad_token = pad_token
-        self._word_delimiter = word_delimiter
-        self._cleanup = cleanup
-        self._latest: str | None = None
-
-    def push(self, piece: str) -> str:
-        if piece == self._latest:
-            return ""
-        self._latest = piece
-        text = piece.replace(self._pad_token, "") if self._pad_token else piece
-        return _WordPiece.clean(text).replace(self._word_delimiter, " ") if self._cleanup else text
-
-
-class _Strip:
-    """Drops up to `start` of a character where the text begins, and up to `stop` where it ends."""
-
-    def __init__(self, content: str, start: int, stop: int) -> None:
-        self._content = content
-        self._num_left = start
-        self._stop = stop
-        self._num_held = 0
-
-    def push(self, text: str) -> str:
-        if self._num_left and text:
-            bare = self._without_start(text)
-            self._num_left = 0 if bare else self._num_left - len(text)
-            text = bare
-        if not self._stop or not text:
-            return text
-        text = self._content * self._num_held + text
-        self._num_held = min(self._stop, len(text) - len(text.rstrip(self._content)))
-        return text[: len(text) - self._num_held]
-
-    def _without_start(self, text: str) -> str:
-        count = min(self._num_left, len(text) - len(text.lstrip(self._content)))
-        return text[count:]
-
-    def peek(self, text: str, num_before: int) -> str:
-        """What `push` and the end would leave of a text that is not certain, behind so many characters of its kind."""
-        if not num_before:
-            text = self._without_start(text)
-        num_cut = min(self._stop, len(text) - len(text.rstrip(self._content)))
-        return text[: len(text) - num_cut]
-
-
-def _strip_token(token: str, content: str, start: int, stop: int) -> str:
-    strip = _Strip(content, start, stop)
-    return strip.push(token)
-
-
 # -- a tokenizer's decoder ----------------------------------------------------------------------------------------------
 
 
@@ -280,8 +70,8 @@ class Decoding:
     def __init__(self, inner: tokenizers.Tokenizer, kept: Collection[str] = ()) -> None:
         """kept: special tokens that are text all the same."""
         self.inner = inner
-        self.make_joiner: Callable[[], _Joiner] = _Joiner
-        self.make_strip: Callable[[], _Strip] | None = None
+        self.make_joiner: Callable[[], Joiner] = Joiner
+        self.make_strip: Callable[[], Strip] | None = None
         self.is_streamed = True
         """False for decoders whose text is not certain before the last token: all of it comes at the end."""
         self._special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special and token.content not in kept}
@@ -290,7 +80,7 @@ class Decoding:
         self._pieces: dict[int, Piece | None] = {}
         stages = decoder_stages(inner)
         if inner.decoder is None:
-            self.make_joiner = _Spaced
+            self.make_joiner = Spaced
             return
         while stages and (token_map := _token_map(stages[0])):
             self._token_maps.append(token_map)
@@ -309,19 +99,19 @@ class Decoding:
         stage = stages[0]
         match stage["type"]:
             case "ByteLevel":
-                self._to_piece, self.make_joiner = read_byte_level, _ByteLevel
+                self._to_piece, self.make_joiner = read_byte_level, ByteLevel
             case "ByteFallback":
-                self._to_piece, self.make_joiner = _read_byte_fallback, _ByteFallback
+                self._to_piece, self.make_joiner = _read_byte_fallback, ByteFallback
             case "WordPiece":
-                self.make_joiner = functools.partial(_WordPiece, stage["prefix"], stage["cleanup"])
+                self.make_joiner = functools.partial(WordPiece, stage["prefix"], stage["cleanup"])
             case "Metaspace":
                 is_prepended = stage.get("prepend_scheme", "always") != "never"
-                self.make_joiner = functools.partial(_Metaspace, stage["replacement"], is_prepended)
+                self.make_joiner = functools.partial(Metaspace, stage["replacement"], is_prepended)
             case "BPEDecoder":
-                self.make_joiner = functools.partial(_Suffixed, stage["suffix"])
+                self.make_joiner = functools.partial(Suffixed, stage["suffix"])
             case "CTC":
                 names = ("pad_token", "word_delimiter_token", "cleanup")
-                self.make_joiner = functools.partial(_Ctc, *(stage[name] for name in names))
+                self.make_joiner = functools.partial(Ctc, *(stage[name] for name in names))
             case _:
                 return False
         return True
@@ -332,7 +122,7 @@ class Decoding:
             if stage["type"] == "Fuse":
                 is_fused = True
             elif stage["type"] == "Strip" and is_fused and self.make_strip is None:
-                self.make_strip = functools.partial(_Strip, stage["content"], stage["start"], stage["stop"])
+                self.make_strip = functools.partial(Strip, stage["content"], stage["start"], stage["stop"])
             else:
                 return False
         return True
@@ -359,7 +149,7 @@ class Decoding:
 def _token_map(stage: dict[str, Any]) -> Callable[[str], str] | None:
     """What a stage does to each token alone, whatever stands beside it; None for one that does more."""
     if stage["type"] == "Strip":
-        return lambda token: _strip_token(token, stage["content"], stage["start"], stage["stop"])
+        return lambda token: strip_token(token, stage["content"], stage["start"], stage["stop"])
     if stage["type"] == "Replace":
         ((kind, pattern),) = stage["pattern"].items()
         replace = decoders.Replace(tokenizers.Regex(pattern) if kind == "Regex" else pattern, stage["content"])

@@ -10,15 +10,18 @@ from backend.model_checks import check_config, check_drafter, check_fits_target,
 from backend.model_files import find_pickled, find_weights, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
 from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_parallel, merge_config, read_eagle, read_eagle3, read_mask_token
-from backend.models.heads_spec import HEADS, HeadsSpec, Sizes, SpeculatorSpec
+from backend.models.heads_spec import HEADS, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.spec import WeightList
 from backend.models.values import Values
+from backend.shared_tokens import read_shared_tokens
 
 
-def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights: bool = True, is_parallel: bool | None = None) -> None:
+def check_drafter_folder(
+    method: str, folder: Path, model: Path, *, has_weights: bool = True, is_parallel: bool | None = None, has_other_tokens: bool = False
+) -> None:
     """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up;
-    is_parallel: whether it has to draft in parallel; None: as it was made."""
+    is_parallel: whether it has to draft in parallel; None: as it was made; has_other_tokens: its tokenizer is another one."""
     target = read_config(model)
     if method == "mtp":
         length = target["max_position_embeddings"]
@@ -27,6 +30,9 @@ def check_drafter_folder(method: str, folder: Path, model: Path, *, has_weights:
         check_drafter(folder, has_weights=has_weights)
     elif method == "draft_model":
         check_model(folder, has_weights=has_weights)
+        if has_other_tokens:
+            read_shared_tokens(folder, model)
+            return
         if has_weights:
             check_same_tokens(folder, model)
         read_parallel(folder, is_parallel)
@@ -74,7 +80,9 @@ def read_parallel(directory: str | Path, wanted: bool | None) -> int | None:
     return found if wanted or (wanted is None and any(values.has(key) for key in PARD_KEYS)) else None
 
 
-def read_heads_spec(method: str, directory: str | Path, names: Collection[str], target_directory: str | Path) -> HeadsSpec | SpeculatorSpec:
+def read_heads_spec(
+    method: str, directory: str | Path, names: Collection[str], target_directory: str | Path
+) -> HeadsSpec | SpeculatorSpec | LstmSpec:
     """What drafting heads are made of, for the target in a folder. names: of their weights, where they are known. Raises ModelError."""
     target = Values(read_config(target_directory), f"{target_directory}/config.json")
     sizes = Sizes(target.integer("hidden_size", 2**17), target.integer("vocab_size", 2**22), target.integer("num_hidden_layers", 1024))

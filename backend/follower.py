@@ -94,12 +94,12 @@ def follow(worker: Worker, ranks: Ranks, plans: Plans) -> None:
 def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple[Line, Line | None]:
     """Says what this rank is, and hears whether it fits. Raises RuntimeError with rank 0's words where it does not, or ConnectionError."""
     store.append("hello", describe_self(config, rank).write())  # type: ignore[attr-defined]
-    port = int(store.get("lines"))
-    orders = connect(host, port, rank, ORDERS)
-    plans = connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
-    if verdict := store.get("verdict").decode():
+    verdict = store.get("verdict").decode()
+    store.set(f"heard {rank}", "")
+    if verdict:
         raise RuntimeError(verdict)
-    return orders, plans
+    port = int(store.get("lines"))
+    return connect(host, port, rank, ORDERS), connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
 
 
 def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -> None:

@@ -36,6 +36,8 @@ CHECK_EVERY = 256
 EXPLAIN_SECONDS = 1.0
 """That a rank whose exchange failed may take to end."""
 DONE_SECONDS = 0.0002
+VERDICT_SECONDS, LOOK_SECONDS = 2.0, 0.5
+"""For the ranks to hear why they do not fit, and between two looks at who has ended while one is waited for."""
 PLAN, CAPTURE, STOP, PROBS = range(4)
 """What a message's first word says that it is."""
 
@@ -124,34 +126,41 @@ class Group:
     # -- meeting --------------------------------------------------------------------------------------------------------
 
     def _meet(self, config: EngineConfig) -> None:
-        """Waits until every rank has said what it is, and tells all of them whether they fit."""
+        """Waits until every rank has said what it is, tells all of them whether they fit, and waits for their connections."""
+        end = time.monotonic() + MEET_SECONDS
+        came: set[int] = set()
         try:
-            self._await_hellos(describe_self(config, 0))
+            self._await_hellos(describe_self(config, 0), came, end)
         except Exception as error:
             self._store.set("verdict", str(error))
+            end = time.monotonic() + VERDICT_SECONDS  # the store goes with this process
+            while came and time.monotonic() < end and not self._store.check([f"heard {rank}" for rank in came]):
+                time.sleep(0.01)
             raise
         self._store.set("verdict", "")
+        for rank in range(1, self.size):
+            for kind in (ORDERS,) if rank < self._num_local else (ORDERS, PLANS):
+                while not self.switchboard.wait_for(rank, kind, LOOK_SECONDS):
+                    self.check()
+                    if time.monotonic() > end:
+                        raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
 
-    def _await_hellos(self, own: Hello) -> None:
-        end, missing, num_read = time.monotonic() + MEET_SECONDS, set(range(1, self.size)), 0
-        while missing:
+    def _await_hellos(self, own: Hello, came: set[int], end: float) -> None:
+        """came: the ranks that have said theirs."""
+        num_read = 0
+        while missing := set(range(1, self.size)) - came:
             self.check()
             lines = self._store.get("hello").decode().splitlines() if self._store.check(["hello"]) else []
-            for line in lines[num_read:]:
-                other = Hello.read(line)
+            others = [Hello.read(line) for line in lines[num_read:]]
+            came.update(other.rank for other in others)
+            for other in others:
                 if why := own.differences(other):
                     raise ModelError(f"rank {other.rank} does not fit rank 0: {why}")
-                missing.discard(other.rank)
             num_read = len(lines)
-            if missing and time.monotonic() > end:
+            if missing - came and time.monotonic() > end:
                 ranks = ", ".join(map(str, sorted(missing)))
                 raise ModelError(f"rank {ranks} of {self.size} did not come within {MEET_SECONDS:.0f} s")
             time.sleep(0.01)
-        for rank in range(1, self.size):
-            for kind in (ORDERS,) if rank < self._num_local else (ORDERS, PLANS):
-                if not self.switchboard.wait_for(rank, kind, max(0.1, end - time.monotonic())):
-                    self.check()
-                    raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
 
     # -- ranks that end ---------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,8 @@ def check_same_tokens(directory: str | Path, target_directory: str | Path) -> No
         first = foreign[0]
         raise ModelError(
             f"{directory}/tokenizer.json: token {first} is {own[first]!r:.40}; the target's is {target[first]!r:.40}: {len(foreign)} of "
-            f"{len(shared)} ids differ, {MAX_FOREIGN_TOKENS:.0%} may: a draft model needs the target's vocabulary, or the beginning of it"
+            f"{len(shared)} ids differ, {MAX_FOREIGN_TOKENS:.0%} may: a draft model needs the target's vocabulary, or the beginning of it; "
+            "draft_vocabulary shared has one of another vocabulary draft the tokens that both have"
         )
     if foreign:
         logger.warning("%s/tokenizer.json: %d of %d token ids are other tokens than the target's", directory, len(foreign), len(shared))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,9 +20,10 @@ from backend.errors import ConfigError, ModelError
 from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, sample_bytes
 
 GGUF_SUFFIX = ".gguf"
+SENTENCEPIECE = "tokenizer.model"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """A repository's on the hub."""
-FILES = ("*.json", "*.jinja", "tokenizer.model")
+FILES = ("*.json", "*.jinja", SENTENCEPIECE)
 """Of a repository, what a model is served from, beside its weights."""
 FORMAT = 1
 """Of converted folders: another number, and files are converted anew."""
@@ -67,7 +69,7 @@ def find_model(model: str | Path, source: Source | None = None) -> Path:
     if is_path and source.revision not in (None, *BRANCHES):
         raise ConfigError(f"revision {source.revision!r:.80} is of a name on the hub; {model} is a path")
     if path.is_dir():
-        return path.resolve()
+        return with_tokenizer(path.resolve())
     if path.suffix == GGUF_SUFFIX and (is_path or not NAME.fullmatch(str(model))):
         check_regular(path)
         return find_converted(path.resolve(), source.convert)
@@ -75,7 +77,7 @@ def find_model(model: str | Path, source: Source | None = None) -> Path:
         raise ModelError(f"{model} is no model folder: name a folder with config.json, a GGUF file ({GGUF_SUFFIX}), or a name on the hub (ORG/NAME)")
     if is_path or not NAME.fullmatch(str(model)):
         raise ModelError(f"model folder {model} does not exist, nor is it a name on the hub (ORG/NAME)")
-    return download(str(model), source)
+    return with_tokenizer(download(str(model), source))
 
 
 def download(name: str, source: Source) -> Path:
@@ -103,23 +105,55 @@ def download(name: str, source: Source) -> Path:
         ) from None
 
 
+def with_tokenizer(folder: Path) -> Path:
+    """The folder, or where it has SentencePiece's `tokenizer.model` alone one with links to its files and a tokenizer.json beside them.
+
+    Raises ModelError, ConfigError.
+    """
+    if (folder / "tokenizer.json").exists() or not (folder / SENTENCEPIECE).exists() or not (folder / "config.json").exists():
+        return folder
+    digest = hashlib.blake2b(f"{FORMAT} {folder}".encode(), digest_size=8)
+    for name in (SENTENCEPIECE, "tokenizer_config.json"):
+        digest.update((folder / name).read_bytes() if (folder / name).is_file() else b"")
+
+    def link(out: Path) -> None:
+        from backend.sentencepiece_file import convert_sentencepiece
+
+        out.mkdir()
+        (out / "tokenizer.json").write_text(json.dumps(convert_sentencepiece(folder), ensure_ascii=False), "utf-8")
+
+    made = _make_once(f"{folder.name}-{digest.hexdigest()}", link)
+    for own in made.iterdir():
+        if own.is_symlink() and not own.exists():
+            own.unlink()
+    for path in folder.iterdir():
+        if not (made / path.name).exists():
+            (made / path.name).symlink_to(path)
+    return made
+
+
 def find_converted(path: Path, convert: Convert = convert_here) -> Path:
     """The folder that a GGUF file was converted to, converted now if it was not yet. Raises what `convert` raises."""
     digest = hashlib.blake2b(f"{FORMAT} {path.name}".encode(), digest_size=8)
     for piece in sample_bytes(path, SAMPLES, SAMPLE_BYTES):
         digest.update(piece)
+    return _make_once(f"{path.stem}-{digest.hexdigest()}", lambda out: convert(path, out))
+
+
+def _make_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A folder of the cache, made now if it is not there. Raises ConfigError, and what `make` raises."""
     models = cache_directory() / "models"
-    folder = models / f"{path.stem}-{digest.hexdigest()}"
+    folder = models / name
     try:
         models.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{models} cannot be made, where converted models are kept: {error.strerror}; set XDG_CACHE_HOME") from None
-    with _locked(folder.with_suffix(folder.suffix + ".lock")):
+    with _locked(models / f"{name}.lock"):
         if not folder.is_dir():
-            begun = folder.with_name(f"{folder.name}.part")
+            begun = models / f"{name}.part"
             shutil.rmtree(begun, ignore_errors=True)  # of a conversion that was ended
             try:
-                convert(path, begun)
+                make(begun)
                 begun.rename(folder)
             finally:
                 shutil.rmtree(begun, ignore_errors=True)

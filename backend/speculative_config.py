@@ -54,10 +54,12 @@ KEY_METHODS = {
     "placement": ("mtp",),
     "parallel_drafting": ("draft_model", "eagle3"),
     "min_draft_confidence": ("dspark",),
+    "draft_vocabulary": ("draft_model",),
 }
 """The methods of keys that do nothing where none of theirs is loaded."""
 PLACEMENTS = ("auto", "in_process", "bls")
 DRAFT_SAMPLINGS = ("shared_noise", "greedy")
+DRAFT_VOCABULARIES = ("same", "shared")
 DRAFT_SAMPLING_ALIASES = {"probabilistic": "shared_noise"}
 """vLLM's."""
 
@@ -113,6 +115,8 @@ class SpeculativeConfig(Section):
     """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
     parallel_drafting: bool | None = None
     """draft_model (PARD) and eagle3 (P-EAGLE): all drafts at once, from mask tokens. Default: where the drafter was made for it."""
+    draft_vocabulary: str = "same"
+    """draft_model: same (as the target's, nearly), or shared: its tokenizer is another one, and it drafts the tokens that both have."""
     min_draft_confidence: float = 0.0
     """dspark: drafts end before the first one whose chance to stand the drafter's confidence head puts below this, 0 to 1."""
     mtp_strategy: str = "default"
@@ -178,6 +182,7 @@ class SpeculativeConfig(Section):
             ("mtp_strategy", MTP_STRATEGIES),
             ("placement", PLACEMENTS),
             ("draft_sampling", DRAFT_SAMPLINGS),
+            ("draft_vocabulary", DRAFT_VOCABULARIES),
         ):
             put(key, choose(key, getattr(self, key), known))
         put("quantization", normalize_quantization("quantization", self.quantization))
@@ -188,6 +193,9 @@ class SpeculativeConfig(Section):
             require(getattr(self, key) != "", key, "", "a path")
         require("" not in self.suffix_decoding_corpus, "suffix_decoding_corpus", "", "paths")
         self._check_model_methods()
+        if self.draft_vocabulary == "shared":
+            rule = "left out with draft_vocabulary shared: mask tokens are of the same vocabulary"
+            require(not self.parallel_drafting, "parallel_drafting", self.parallel_drafting, rule)
         require(0 <= self.min_draft_confidence <= 1, "min_draft_confidence", self.min_draft_confidence, "from 0 to 1")
         require(1 <= self.max_candidate_len <= MAX_CANDIDATES, "max_candidate_len", self.max_candidate_len, f"from 1 to {MAX_CANDIDATES}")
         good = 1 <= self.verify_window <= MAX_SPECULATIVE_TOKENS

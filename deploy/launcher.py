@@ -149,7 +149,8 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
         raise ModelError(f"{folder} has no *.safetensors")
-    check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting)
+    has_other = config.draft_vocabulary == "shared"
+    check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting, has_other_tokens=has_other)
     model_checks.check_rounding(read_config(folder), folder, config.rounding)
     return folder
 
@@ -266,8 +267,8 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
                 print(f"foretoken serve: note: {line}", file=sys.stderr)
         config, engine = split_keys(values)
         check_nodes(engine)
-        origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
-        model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
+        come_by = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
+        model = check_model(engine.model, engine.max_model_len, engine.load_format, come_by)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written

@@ -56,9 +56,16 @@ def other_host() -> Iterator[OtherHost]:
         _remove(name, near)
         yield OtherHost()
         return
+    known = {key: os.environ.get(key) for key in ("no_proxy", "NO_PROXY")}
+    os.environ.update({key: f"{value},{net}.1,{net}.2" if value else f"localhost,127.0.0.1,{net}.1,{net}.2" for key, value in known.items()})
     try:
         yield OtherHost(f"{net}.1", f"{net}.2", ("ip", "netns", "exec", name), near, (near, far))
     finally:
+        for key, value in known.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
         _remove(name, near)
 
 

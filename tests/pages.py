@@ -9,6 +9,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 
+expect.set_options(timeout=30_000)  # machines may be busy
 WIDE: ViewportSize = {"width": 1280, "height": 1500}
 
 

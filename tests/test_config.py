@@ -138,8 +138,7 @@ def test_wrong_types_are_refused(key: str, value: object) -> None:
         ("kv_cache_memory", [0, -1, "0", "-2GiB", "", "GiB", "2 XB", "two", "nan", "inf", "1e999"], [1, "1", "2GiB", None]),
         (
             "parallel_config",
-            [{"tensor_parallel_size": 0}, {"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}]
-            + [{"ranks": "threads"}],
+            [{"tensor_parallel_size": 65}, {"nnodes": 0}, {"nnodes": 2}, {"node_rank": 1}, {"master": "a:1"}, {"ranks": "threads"}],
             [{}, {"tensor_parallel_size": 1}, {"tensor_parallel_size": 64}, {"expert_parallel": True}, {"ranks": "instances"}],
         ),
     ],
@@ -339,6 +338,7 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "num_model_steps": (COUNTS, "from 1 to 16"),
     "mtp_strategy": (["ngram", "with_mtp", "", None, 5], "default, with_ngram, with_suffix"),
     "parallel_drafting": (["true", "", 0, 1, "auto"], "bool"),
+    "draft_vocabulary": (["other", "", None, 5], "same, shared"),
     "min_draft_confidence": ([-0.1, 1.1, "0.5", True, None], "from 0 to 1"),
     "placement": (["triton", "", None, 5], "auto, in_process, bls"),
     "draft_sampling": (["random", "", None, 5], "shared_noise, greedy"),
@@ -368,6 +368,7 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "num_model_steps": [1, 16],
     "mtp_strategy": ["default", "with_ngram", "with_suffix"],
     "parallel_drafting": [None, True, False],
+    "draft_vocabulary": ["same", "shared"],
     "min_draft_confidence": [0.0, 0.5, 1],
     "placement": ["auto", "in_process", "bls"],
     "draft_sampling": ["shared_noise", "greedy"],
@@ -406,7 +407,7 @@ def test_bad_speculative_values_are_refused(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("key", "value"), cases(GOOD_SPECULATIVE))
 def test_good_speculative_values_are_taken(key: str, value: Any) -> None:
-    owner = {"parallel_drafting": "eagle3", "min_draft_confidence": "dspark"}.get(key)
+    owner = {"parallel_drafting": "eagle3", "min_draft_confidence": "dspark", "draft_vocabulary": "draft_model"}.get(key)
     others: dict[str, Any] = {"method": "mtp"} if owner is None else {"method": owner, "model": "drafter"}
     if key.startswith("suffix"):
         others["request_methods"] = ["suffix"]
@@ -415,7 +416,7 @@ def test_good_speculative_values_are_taken(key: str, value: Any) -> None:
     config = SpeculativeConfig.from_dict({**others, key: list(value) if isinstance(value, tuple) else value})
     assert getattr(config, key) == (1 if key == "num_speculative_tokens" and value is None else value)
     if isinstance(value, str) and key not in ("model", "suffix_decoding_cache_path"):
-        assert getattr(SpeculativeConfig.from_dict({"method": "mtp", key: value.upper()}), key) == value, "in any case"
+        assert getattr(SpeculativeConfig.from_dict({**others, key: value.upper()}), key) == value, "in any case"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models
 
-from backend.detokenizer import BROKEN, Decoding, Detokenizer
+from backend.detokenizer import Decoding, Detokenizer
+from backend.joiners import BROKEN
 from backend.text import TextStream, Tokenizer
 
 BYTES = [f"<0x{b:02X}>" for b in (*b"\n Aab", *"é日🙂".encode(), 0xFF, 0xED, 0xA0, 0x80, 0xC0)]

@@ -51,6 +51,9 @@ KINDS = [
     Kind("speculator", "mlp_speculator", SPECULATOR | {"scale_input": True}),
     Kind("speculator, tied", "mlp_speculator", SPECULATOR | {"n_predict": 3, "num_lookahead_tokens": 5, "tie_weights": True}, is_bare=True),
 ]
+LSTM = {"method": "sum_lstm", "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "input_hidden_dim": HIDDEN, "vocab_size": VOCABULARY}
+LSTM |= {"n_predict": 3, "num_lookahead_tokens": 4, "tie_weights": True, "tie_lstm_embs": True, "scale_input": True}
+KINDS.append(Kind("LSTM", "mlp_speculator", LSTM, is_bare=True))
 
 
 def tensor(*shape: int, seed: list[int] = [0]) -> torch.Tensor:  # noqa: B006
@@ -137,6 +140,30 @@ def make_speculator(config: dict[str, Any], prefix: str) -> tuple[Weights, Any]:
     return weights, following
 
 
+def make_lstm(config: dict[str, Any]) -> tuple[Weights, Any]:
+    weights = {"forget_emb.0.weight": tensor(VOCABULARY, INNER), "head.0.weight": tensor(VOCABULARY, INNER) * 5}
+    weights |= {"projs.0.weight": tensor(4 * INNER, HIDDEN), "projs.1.weight": tensor(4 * INNER, INNER)}
+    for name in ("cell_ln", "state_ln"):
+        weights |= {f"{name}.0.weight": tensor(INNER) + 1, f"{name}.0.bias": tensor(INNER)}
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * (x.pow(2).mean() + 1e-6).rsqrt() * weights[f"{name}.0.weight"] + weights[f"{name}.0.bias"]
+
+    def following(state: torch.Tensor, embeddings: list[torch.Tensor], tokens: list[int]) -> torch.Tensor:
+        state_weight = 0.5 ** (0.5 / config["n_predict"])
+        token_weight, cell = math.sqrt((1 - state_weight**2) * INNER / 2), torch.zeros(INNER)
+        state = state * (state.pow(2).mean() + 1e-6).rsqrt() / math.sqrt(2)
+        for i, token in enumerate(tokens):
+            x = weights[f"projs.{min(i, 1)}.weight"] @ state
+            x = x + token_weight / state_weight * weights["forget_emb.0.weight"][token].repeat(4)
+            forget, take, give, candidate = x.split(INNER)
+            cell = cell * torch.sigmoid(forget) + F.gelu(norm(candidate, "cell_ln")) * torch.sigmoid(take)
+            state = F.gelu(norm(cell, "state_ln")) * torch.sigmoid(give)
+        return weights["head.0.weight"] @ state
+
+    return weights, following
+
+
 @dataclass
 class Drafter:
     kind: Kind
@@ -177,6 +204,8 @@ def make(kind: Kind, folder: Path, model: Any) -> Drafter:
         weights, following = make_medusa(kind.config)
     elif kind.method == "hydra":
         weights, following = make_hydra(kind.config)
+    elif "method" in kind.config:
+        weights, following = make_lstm(kind.config)
     else:
         weights, following = make_speculator(kind.config, "" if kind.is_bare else "speculator.")
     if kind.config.get("hydra_head_arch") == "prefix-mlp":
@@ -229,6 +258,10 @@ REFUSED = [
     (4, {"grounded_heads": False}, r"hydra_mlp\.0\.0\.linear\.weight has shape \(64, 128\); config.json makes it \(64, 64\)"),
     (7, {"emb_dim": 32}, "emb_dim is 32; the target's is 64"),
     (7, {"num_lookahead_tokens": 5}, r"num_lookahead_tokens is 5; it must be n_predict \(4\) at most, since tie_weights is false"),
+    (9, {"tie_lstm_embs": False}, "tie_lstm_embs is False; it must be true where method is sum_lstm"),
+    (9, {"inner_dim": "24.24"}, r"inner_dim is '24\.24'; it must be one integer from 1 to 131072"),
+    (9, {"proj_dim": 25}, r"proj_dim is 25; it must be inner_dim \(24\) where method is sum_lstm"),
+    (9, {"input_hidden_dim": 32}, "input_hidden_dim is 32; the target's is 64"),
     (7, {"inner_dim": 25}, r"speculator\.emb\.0\.weight has shape \(301, 24\); config.json makes it \(301, 25\)"),
 ]
 

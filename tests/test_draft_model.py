@@ -82,6 +82,52 @@ def test_a_model_that_drafts_for_itself_is_always_right(sampling: dict[str, Any]
     llm.engine.scheduler.check()
 
 
+@pytest.fixture(scope="module")
+def foreign(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[int, int]]:
+    """A model whose tokenizer is of the SentencePiece kind; and the target's ids of its tokens, where it has those."""
+    folder = tmp_path_factory.mktemp("foreign")
+    model = make_model(Case("qwen3", config={"vocab_size": 260}), folder)
+    values = json.loads((target / "tokenizer.json").read_text())
+    tokens = {i: token for token, i in values["model"]["vocab"].items()}
+    vocab = {"<unk>": 0, **{f"<own {i}>": i for i in range(1, 20)}}
+    shared = {}
+    for own, other in enumerate(sorted(range(2, VOCABULARY), key=lambda i: (i * 7) % VOCABULARY), 20):
+        text = tokens[other].replace("\u0120", "\u2581").replace("\u010a", "<0x0A>")
+        is_plain = text == "<0x0A>" or ("<0x0A>" not in text and text.replace("\u2581", "").isascii())
+        if is_plain and own < 260:
+            vocab[text] = own
+            shared[own] = other
+    values["model"] = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>"}
+    values |= {"decoder": {"type": "Metaspace"}, "pre_tokenizer": {"type": "Metaspace"}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    return model, folder, shared
+
+
+@pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
+def test_a_model_of_another_vocabulary_drafts_what_both_have(policy: str, foreign: tuple[Any, Path, dict[int, int]], target: Path) -> None:
+    model, folder, shared = foreign
+    own_of = {other: own for own, other in shared.items()}
+    assert len(own_of) > 100 and len(own_of) < VOCABULARY - 50
+
+    def draft(token_ids: list[int], count: int) -> list[torch.Tensor]:
+        tokens, found = [own_of.get(token_id, 0) for token_id in token_ids], []
+        for _ in range(count):
+            scores = expected_logits(model, tokens)[-1]
+            whole = torch.full((VOCABULARY,), float("-inf"))
+            for own, other in shared.items():
+                whole[other] = scores[own]
+            found.append(whole)
+            tokens.append(own_of[int(whole.argmax())])
+        return found
+
+    check_drafter_folder("draft_model", folder, target, has_other_tokens=True)
+    check_drafts(serve(target, method="draft_model", model=str(folder), draft_vocabulary="shared", accept_policy=policy), draft, policy)
+
+
+def test_tokens_are_those_without_drafts_of_another_vocabulary(foreign: tuple[Any, Path, dict[int, int]], target: Path) -> None:
+    check_tokens(target, "draft_model", model=str(foreign[1]), draft_vocabulary="shared")
+
+
 # -- what is refused ------------------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +145,18 @@ def test_another_vocabulary(target: Path, tmp_path: Path) -> None:
         serve(target, method="draft_model", model=str(path.parent))
 
 
+def test_no_token_in_common(target: Path, tmp_path: Path) -> None:
+    own = edited(target, tmp_path / "drafter")
+    values = json.loads((own / "tokenizer.json").read_text())
+    values["model"]["vocab"], values["added_tokens"] = {f"own {i}": i for i in range(9)}, []
+    (own / "tokenizer.json").write_text(json.dumps(values))
+    message = "has no token of .*: nothing could be drafted"
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder("draft_model", own, target, has_other_tokens=True)
+    with pytest.raises(ModelError, match=message):
+        serve(target, method="draft_model", model=str(own), draft_vocabulary="shared")
+
+
 def test_parallel_drafting_of_models_that_were_not_made_for_it(target: Path, tmp_path: Path) -> None:
     message = r"config\.json names no mask token \(pard_token, ptd_token_id, mask_token_id\)"
     with pytest.raises(ModelError, match=message):
@@ -114,6 +172,11 @@ def test_parallel_drafting_of_models_that_were_not_made_for_it(target: Path, tmp
     [
         ({"method": "PARD", "parallel_drafting": False, "model": "x"}, "method 'PARD' drafts in parallel, and parallel_drafting is false"),
         ({"method": "medusa", "parallel_drafting": True, "model": "x"}, "parallel_drafting has no effect with method medusa"),
+        (
+            {"method": "pard", "draft_vocabulary": "shared", "model": "x"},
+            "parallel_drafting must be left out with draft_vocabulary shared: mask tokens are of the same vocabulary",
+        ),
+        ({"method": "eagle3", "draft_vocabulary": "shared", "model": "x"}, "draft_vocabulary has no effect with method eagle3"),
         ({"method": "draft_model"}, "model must be the folder of the drafter's weights with method draft_model, got None"),
         (
             {"method": "eagle3", "model": "x", "placement": "bls"},

@@ -79,7 +79,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("nodes")
     with other_host() as other, ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
-        own = ("--bind", "127.0.0.1", other.own, "--protected-mode", "no")
+        own = ("--bind", *dict.fromkeys(("127.0.0.1", other.own)), "--protected-mode", "no")
         redis = stack.enter_context(redis_server(free_ports(1)[0], folder, *own))
         values = {"speculative_config": SPECULATIVE, "disaggregation": SECTION, "num_threads": 1, "hang_seconds": 10}
         (folder / "node.yaml").write_text(yaml.safe_dump(values))

@@ -79,7 +79,9 @@ class Modules:
     def states(self, module: int, token_ids: list[int], previous: torch.Tensor) -> torch.Tensor:
         """At every token, from the states before them."""
         own, length = self.weights[module], len(token_ids)
-        embedded = self._norm(self.model.model.embed_tokens(torch.tensor(token_ids)), own["embedding"])
+        embedded = self.model.model.embed_tokens(torch.tensor(token_ids)).clone()
+        embedded[module + 1 : module + 2] = 0  # vLLM's mask
+        embedded = self._norm(embedded, own["embedding"])
         state = self._norm(previous, own["hidden"])
         parts = (state, embedded) if self.own.is_hidden_first else (embedded, state)
         x = F.linear(torch.cat(parts, dim=-1), own["projection"], own.get("bias"))[None]

@@ -46,6 +46,8 @@ def test_streaming_side_by_side(page, server):
     for pane in ("on", "off"):
         assert page.locator(f"#{pane} .output").text_content() == expected.text
     expect(page.locator("#verdict")).to_have_text(re.compile(r"same text, \d+\.\d\d times as fast"))
+    left = page.locator("#on .output").evaluate("e => [e.scrollHeight - e.clientHeight, e.scrollHeight - e.clientHeight - e.scrollTop]")
+    assert left[0] > 100 and left[1] < 40, "what comes is in sight"
     count = len(expected.token_ids)
     by_source = {s: page.locator(f"#on .output .{s}").count() for s in ("target", "model", "ngram", "suffix")}
     assert sum(by_source.values()) == page.locator("#off .output .target").count() == count == int(value(page, "on", "tokens"))

@@ -71,7 +71,9 @@ def _load_recurrent(config: EngineConfig, target: Model, dtype: torch.dtype, dev
     if speculative.model_method == "draft_model":
         from backend.models.draft import DraftModel
 
-        return DraftModel(folder, config.model, target, dtype, device, speculative.rounding, config.load_format, own_ranks, is_parallel)
+        has_other, rounding = speculative.draft_vocabulary == "shared", speculative.rounding
+        arguments = (folder, config.model, target, dtype, device, rounding, config.load_format, own_ranks, is_parallel)
+        return DraftModel(*arguments, has_other_tokens=has_other)
     if speculative.model_method in ("eagle", "eagle3"):
         from backend.models.eagle import Eagle
 
@@ -111,7 +113,8 @@ def step_drafter_identity(config: EngineConfig) -> str:
     speculative = config.speculative_config
     if not _is_in_step(speculative):
         return ""
-    return f"{speculative.model_method} {fingerprint(_find_folder(config))} {speculative.rounding.names}"
+    options = f"{speculative.rounding.names} {speculative.draft_vocabulary} {speculative.parallel_drafting}"
+    return f"{speculative.model_method} {fingerprint(_find_folder(config))} {options}"
 
 
 def _is_in_step(config: SpeculativeConfig) -> bool:

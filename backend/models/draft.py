@@ -1,4 +1,7 @@
-"""An independent model as a drafter (Leviathan et al. 2023): it sees the tokens alone, and has the target's vocabulary or nearly so."""
+"""An independent model as a drafter (Leviathan et al. 2023): it sees the tokens alone.
+
+It has the target's vocabulary or nearly so; or another one, of which it drafts the tokens that the target has too (`backend.shared_tokens`).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from pathlib import Path
 import torch
 
 from backend.drafter_checks import read_parallel
+from backend.errors import ModelError
 from backend.model_checks import check_model, check_same_tokens
 from backend.models.decoder import Decoder
+from backend.models.drafter_weights import scatter_logits
 from backend.models.loading import Model, check_gpu, open_checkpoint
 from backend.parallel.ranks import Ranks
 from backend.quantization_config import QuantizationConfig
+from backend.shared_tokens import read_shared_tokens
 from kernels import ops
 
 logger = logging.getLogger(__name__)
@@ -37,12 +43,14 @@ class DraftModel:
         load_format: str,
         ranks: Ranks,
         is_parallel: bool | None = None,
+        *,
+        has_other_tokens: bool = False,
     ) -> None:
-        """ranks: that it is split over; is_parallel: see `read_parallel`.
+        """ranks: that it is split over; is_parallel: see `read_parallel`; has_other_tokens: its tokenizer is another one than the target's.
 
         Raises ModelError for what is missing, damaged, not supported, or of another vocabulary than the target."""
         spec = check_model(directory, has_weights=load_format != "dummy")
-        if load_format != "dummy":
+        if load_format != "dummy" and not has_other_tokens:
             check_same_tokens(directory, target_directory)
         context_len = target.max_model_len
         if device.type == "cuda":
@@ -55,7 +63,18 @@ class DraftModel:
         self.hidden_size, self.heads = self._model.hidden_size, self._model.heads
         self.token_shape, self.num_planes = cache.shape, cache.num_planes
         self._vocab_size = target.vocab_size
-        self.mask_token_id = read_parallel(directory, is_parallel)
+        self.mask_token_id = None if has_other_tokens else read_parallel(directory, is_parallel)
+        self._shared = self._load_shared(directory, target_directory, device) if has_other_tokens else None
+
+    def _load_shared(self, directory: str | Path, target_directory: str | Path, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """By the target's token id the own one [V], and of shared tokens the own ids and the target's."""
+        pairs, unknown = read_shared_tokens(directory, target_directory)
+        pairs = [(own, other) for own, other in pairs if own < self._model.vocab_size and other < self._vocab_size]
+        if not pairs:
+            raise ModelError(f"{directory}: of the tokens that both tokenizers have, none has a place in both models' vocabularies")
+        own_ids, target_ids = torch.tensor(pairs, device=device).view(-1, 2).T.contiguous()
+        own_of = torch.full((self._vocab_size,), min(unknown, self._model.vocab_size - 1), device=device)
+        return own_of.index_copy_(0, target_ids, own_ids), own_ids, target_ids
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
         raise AssertionError("a draft model looks at no state of the target")
@@ -71,7 +90,9 @@ class DraftModel:
         plan: ops.Plan,
     ) -> torch.Tensor:
         """States [T, hidden] after its final norm."""
-        if self._model.vocab_size < self._vocab_size:  # tokens that it does not know are read as its last one
+        if self._shared is not None:
+            token_ids = self._shared[0][token_ids]
+        elif self._model.vocab_size < self._vocab_size:  # tokens that it does not know are read as its last one
             token_ids = token_ids.clamp(max=self._model.vocab_size - 1)
         count = len(cache) // self._model.num_layers
         planes = [tuple(cache[i : i + count]) for i in range(0, len(cache), count)]
@@ -79,6 +100,9 @@ class DraftModel:
 
     def logits(self, layer: int, states: torch.Tensor) -> torch.Tensor:
         logits = self._model.logits(states)
+        if self._shared is not None:
+            _, own_ids, target_ids = self._shared
+            return scatter_logits(logits[:, own_ids], target_ids, self._vocab_size)
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from backend.drafter_checks import read_heads_spec
 from backend.errors import ModelError
 from backend.models.decoder_layer import DecoderLayer
-from backend.models.heads_spec import Block, HeadsSpec, SpeculatorSpec
+from backend.models.heads_spec import Block, HeadsSpec, LstmSpec, SpeculatorSpec
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
 from backend.models.loading import Model, check_gpu_layers, open_drafter
@@ -144,25 +144,73 @@ class MlpSpeculator:
         self._projections = [projections[name] for name in spec.projections]
         self._norms = [norms[name] for name in spec.norms]
         self._scores = [scores[name] for name in spec.scores]
-        # Shares of state and token that keep the sum's size; the norm after it takes care of the common factor.
-        state_weight = 0.5 ** (0.5 / spec.num_predicted)
-        self._token_weight = math.sqrt((1 - state_weight**2) * (inner / 2)) / state_weight
+        self._token_weight = token_weight(spec.num_predicted, inner)
 
     def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
         return hidden
 
     def begin(self, state: torch.Tensor, token_ids: torch.Tensor) -> list[torch.Tensor]:
         if self._spec.is_input_scaled:
-            state = F.rms_norm(state, (state.shape[-1],), None, NORM_EPS) / math.sqrt(2)
+            state = scale_input(state)
         return self.go_on([state], token_ids, 0)
 
     def go_on(self, states: list[torch.Tensor], token_ids: torch.Tensor, step: int) -> list[torch.Tensor]:
-        weight, bias = self._norms[step]
         x = self._projections[step](states[0]) + self._token_weight * self._embeddings[step][token_ids]
-        return [F.gelu(F.rms_norm(x, (x.shape[-1],), weight, NORM_EPS) + bias)]
+        return [_activate(x, self._norms[step])]
 
     def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
         return self._scores[step](states[0])
+
+
+class LstmSpeculator:
+    """Gates and a cell beside the state, which all tokens add the same embedding to: Arctic's LSTM variant of the MLP speculator."""
+
+    prefix = None
+
+    def __init__(self, spec: LstmSpec, weights: Weights) -> None:
+        self._spec, inner, prefix = spec, spec.inner, spec.prefix
+        self.num_heads, self.tap_width = spec.num_drafts, spec.hidden_size
+        self.tapped_layers: tuple[int, ...] = ()
+        self._embedding = weights.whole(f"{prefix}forget_emb.0.weight", (spec.vocab_size, inner))
+        self._projections = [weights.linear(f"{prefix}projs.{i}", 4 * inner, inner if i else spec.hidden_size) for i in range(2)]
+        norms = ([weights.whole(f"{prefix}{name}_ln.0.{part}", (inner,)) for part in ("weight", "bias")] for name in ("cell", "state"))
+        self._cell_norm, self._state_norm = norms
+        self._scores = weights.linear(f"{prefix}head.0", spec.vocab_size, inner)
+        self._token_weight = token_weight(spec.num_predicted, inner)
+
+    def tap(self, hidden: torch.Tensor, entering: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        return hidden
+
+    def begin(self, state: torch.Tensor, token_ids: torch.Tensor) -> list[torch.Tensor]:
+        if self._spec.is_input_scaled:
+            state = scale_input(state)
+        return self.go_on([state, state.new_zeros(len(state), self._spec.inner)], token_ids, 0)
+
+    def go_on(self, states: list[torch.Tensor], token_ids: torch.Tensor, step: int) -> list[torch.Tensor]:
+        """State and cell."""
+        state, cell = states
+        added = self._projections[min(step, 1)](state).unflatten(1, (4, -1)) + self._token_weight * self._embedding[token_ids][:, None]
+        forget, take, give = added[:, :3].sigmoid().unbind(1)
+        cell = cell * forget + _activate(added[:, 3], self._cell_norm) * take
+        return [_activate(cell, self._state_norm) * give, cell]
+
+    def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
+        return self._scores(states[0])
+
+
+def token_weight(num_predicted: int, inner: int) -> float:
+    """Shares of state and token that keep the sum's size: that of the token over that of the state; the norm after it takes care of the rest."""
+    state_weight = 0.5 ** (0.5 / num_predicted)
+    return math.sqrt((1 - state_weight**2) * (inner / 2)) / state_weight
+
+
+def scale_input(state: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(state, (state.shape[-1],), None, NORM_EPS) / math.sqrt(2)
+
+
+def _activate(x: torch.Tensor, norm: list[torch.Tensor]) -> torch.Tensor:
+    weight, bias = norm
+    return F.gelu(F.rms_norm(x, (x.shape[-1],), weight, NORM_EPS) + bias)
 
 
 def _read(name: str, rows: int, columns: int, checkpoint: Checkpoint, weights: Weights) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -187,6 +235,8 @@ def load_heads(
         weights = Weights(checkpoint, dtype, device, Ranks(), quantization)
         if isinstance(spec, SpeculatorSpec):
             return MlpSpeculator(spec, checkpoint, target, weights)
+        if isinstance(spec, LstmSpec):
+            return LstmSpeculator(spec, weights)
         if device.type == "cuda" and spec.prefix is not None:
             check_gpu_layers([spec.prefix.layer], spec.where, dtype)
         return ResidualHeads(spec, checkpoint, target, weights)

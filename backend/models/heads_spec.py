@@ -99,6 +99,28 @@ class SpeculatorSpec:
             weights.required |= {f"{norm}.{part}": (self.inner,) for part in ("weight", "bias")}
 
 
+@dataclass(frozen=True, slots=True)
+class LstmSpec:
+    """Arctic's LSTM variant of the MLP speculator: one set of weights for all drafts, but for the first projection."""
+
+    where: str
+    num_predicted: int
+    num_drafts: int
+    prefix: str
+    hidden_size: int
+    inner: int
+    vocab_size: int
+    is_input_scaled: bool
+
+    def list_weights(self, weights: WeightList) -> None:
+        prefix, inner = self.prefix, self.inner
+        weights.required |= {f"{prefix}{name}.0.weight": (self.vocab_size, inner) for name in ("forget_emb", "head")}
+        weights.required |= {f"{prefix}projs.{i}.weight": (4 * inner, inner if i else self.hidden_size) for i in range(2)}
+        weights.required |= {f"{prefix}{name}_ln.0.{part}": (inner,) for name in ("cell", "state") for part in ("weight", "bias")}
+        # Copies of what all drafts share, in the fp8 that its authors make of it, or under other numbers.
+        weights.ignored |= {f"{prefix}{name}.{i}.weight" for name in ("head", "qhead") for i in range(MAX_HEADS)}
+
+
 def read_medusa(values: Values, names: Collection[str], sizes: Sizes, target: Values) -> HeadsSpec:
     """Medusa (Cai et al. 2024), in the authors' format and vLLM's. names: of the weights, where they are known."""
     _check_sizes(values, sizes)
@@ -141,8 +163,10 @@ def read_hydra(values: Values, names: Collection[str], sizes: Sizes, target: Val
     return HeadsSpec(values.where, tuple(heads), sizes.hidden, is_grounded, tapped, prefix)
 
 
-def read_speculator(values: Values, names: Collection[str], sizes: Sizes, target: Values) -> SpeculatorSpec:
-    """IBM's MLP speculators (Wertheimer et al. 2024)."""
+def read_speculator(values: Values, names: Collection[str], sizes: Sizes, target: Values) -> SpeculatorSpec | LstmSpec:
+    """IBM's MLP speculators (Wertheimer et al. 2024), and Arctic's LSTM variant (Snowflake 2025)."""
+    if values.get("method") == "sum_lstm":
+        return _read_lstm(values, names, sizes)
     count = values.integer("n_predict", MAX_HEADS)
     is_tied = values.flag("tie_weights")
     num_drafts = values.integer("num_lookahead_tokens", MAX_HEADS, default=count)
@@ -169,6 +193,39 @@ def read_speculator(values: Values, names: Collection[str], sizes: Sizes, target
     )
 
 
+def _read_lstm(values: Values, names: Collection[str], sizes: Sizes) -> LstmSpec:
+    for key in ("tie_weights", "tie_lstm_embs"):
+        if not values.flag(key):
+            raise values.refuse(key, "true where method is sum_lstm")
+    _check_sizes(values, sizes, hidden_key="input_hidden_dim")
+    widths = {key: _read_width(values, key) for key in ("inner_dim", "emb_dim", "proj_dim")}
+    inner = widths["inner_dim"]
+    for key, width in widths.items():
+        if width != inner:
+            raise values.refuse(key, f"inner_dim ({inner}) where method is sum_lstm")
+    count = values.integer("n_predict", MAX_HEADS)
+    return LstmSpec(
+        where=values.where,
+        num_predicted=count,
+        num_drafts=values.integer("num_lookahead_tokens", MAX_HEADS, default=count),
+        prefix="" if "forget_emb.0.weight" in names else "speculator.",
+        hidden_size=sizes.hidden,
+        inner=inner,
+        vocab_size=sizes.vocab,
+        is_input_scaled=values.flag("scale_input"),
+    )
+
+
+def _read_width(values: Values, key: str) -> int:
+    """One number, as a text too: these files have several widths with dots between, of which an LSTM has one."""
+    given = values.get(key)
+    if isinstance(given, str) and given.isdecimal():
+        given = int(given)
+    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= 2**17:
+        raise values.refuse(key, f"one integer from 1 to {2**17}")
+    return given
+
+
 def _check_sizes(values: Values, sizes: Sizes, hidden_key: str = "hidden_size") -> None:
     """What these files say of the target, where they say it."""
     for key, own in ((hidden_key, sizes.hidden), ("vocab_size", sizes.vocab)):
@@ -180,7 +237,7 @@ def _count(names: Collection[str], pattern: str) -> int:
     return 1 + max((int(found[1]) for name in names if (found := re.match(pattern, name))), default=-1)
 
 
-HEADS: dict[str, Callable[[Values, Collection[str], Sizes, Values], HeadsSpec | SpeculatorSpec]] = {
+HEADS: dict[str, Callable[[Values, Collection[str], Sizes, Values], HeadsSpec | SpeculatorSpec | LstmSpec]] = {
     "medusa": read_medusa,
     "hydra": read_hydra,
     "mlp_speculator": read_speculator,

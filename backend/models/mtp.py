@@ -66,6 +66,7 @@ class Mtp:
         self.tap_width: int = target.hidden_size
         self.tapped_layers: tuple[int, ...] = ()
         self._is_hidden_first, self._is_norm_recycled = spec.is_hidden_first, spec.is_norm_recycled
+        self._is_first_masked = spec.is_first_masked
         first = spec.layers[0].decoder
         own, self.eps = first.attention, first.eps
         ranks = ranks or Ranks()
@@ -94,7 +95,10 @@ class Mtp:
     ) -> torch.Tensor:
         """States [T, hidden] of one layer at tokens [T]; previous [T, hidden]: states at the tokens before them."""
         own = self.layers[layer]
-        embedded = ops.rms_norm(self._target.embed(token_ids), own.embedding_norm, self.eps)
+        embedded = self._target.embed(token_ids)
+        if self._is_first_masked:  # the norm leaves zeros as they are
+            embedded = embedded.masked_fill((positions == layer + 1)[:, None], 0)
+        embedded = ops.rms_norm(embedded, own.embedding_norm, self.eps)
         parts = [embedded, ops.rms_norm(previous, own.hidden_norm, self.eps)]
         x = own.projection(torch.cat(parts[::-1] if self._is_hidden_first else parts, dim=-1))
         x = own.decoder.forward(x, self._tables.at(positions), slots, cache, plan)

@@ -33,6 +33,8 @@ class MtpSpec:
     """The projection takes state and embedding in this order, not the other."""
     is_norm_recycled: bool = False
     """What the next module, or the next draft, takes is the state after the norm before the head, not before it."""
+    is_first_masked: bool = False
+    """The first token that a module sees with a state before it has zeros for its embedding."""
 
     def list_weights(self, weights: WeightList) -> None:
         for layer in self.layers:
@@ -49,11 +51,16 @@ def read_modules(
     *,
     is_hidden_first: bool = False,
     is_norm_recycled: bool = False,
+    is_first_masked: bool = True,
 ) -> MtpSpec:
-    """As many modules as num_nextn_predict_layers says. make: number `i`, from 0."""
+    """As many modules as num_nextn_predict_layers says. make: number `i`, from 0.
+
+    is_first_masked: so do vLLM's modules of all families (deepseek_mtp.py, glm4_moe_mtp.py, ernie_mtp.py, mimo_mtp.py), where position 0 is that of
+    the state and the token is the one after it; and SGLang's of MiMo (mimo_mtp.py).
+    """
     count = values.integer("num_nextn_predict_layers", 1024)
     layers = tuple(make(number) for number in range(count))
-    return MtpSpec(values.integer("vocab_size", 2**22), layers[0].decoder.hidden_size, layers, is_hidden_first, is_norm_recycled)
+    return MtpSpec(values.integer("vocab_size", 2**22), layers[0].decoder.hidden_size, layers, is_hidden_first, is_norm_recycled, is_first_masked)
 
 
 def make_module(prefix: str, decoder: LayerSpec) -> MtpLayerSpec:

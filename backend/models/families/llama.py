@@ -37,4 +37,4 @@ def llama_mtp(values: Values) -> MtpSpec:
         prefix = f"model.layers.{number}"
         return make_module(prefix, llama_layer(values, prefix))
 
-    return read_modules(values, module)
+    return read_modules(values, module, is_first_masked=False)  # trained here

@@ -123,7 +123,7 @@ def qwen3_moe(values: Values) -> DecoderSpec:
 
 
 def mimo_mtp(values: Values) -> MtpSpec:
-    """Modules that take the state first, and hand it on after their last norm."""
+    """Modules that take the state first, and hand it on after their last norm (vLLM and SGLang, mimo_mtp.py: `final_layernorm` is in `forward`)."""
     hidden = read_sizes(values).hidden
 
     def module(number: int) -> MtpLayerSpec:
