@@ -86,13 +86,13 @@ examples:
         "once, into the user's cache.",
         "examples:\n  foretoken convert FILE.gguf OUT\n  foretoken convert FILE.gguf OUT --dtype bfloat16\n",
     ),
-    "train-mtp": ("train a drafter for a model", "", ""),
+    "train": ("train a drafter for a model: mtp, eagle3, medusa, hydra, mlp_speculator", "", ""),
 }
 """Of each command: its line in the list, its description, its examples."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of all commands but `train-mtp`, which needs torch and reads its own options."""
+    """Of all commands but `train`, which needs torch and reads its own options."""
     raw = argparse.RawDescriptionHelpFormatter
     description = "Speculative decoding of large language models on NVIDIA Triton Inference Server."
     parser = argparse.ArgumentParser(prog="foretoken", description=description, epilog=EPILOG, formatter_class=raw)
@@ -135,10 +135,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["train-mtp"]:
-        from training import train_mtp
+    if argv[:1] == ["train"]:
+        from training import command
 
-        return train_mtp.main(argv[1:])
+        return command.main(argv[1:])
     args = make_parser().parse_args(argv)
     args.argv = argv[1:]
     try:

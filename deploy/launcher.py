@@ -141,7 +141,7 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
     asked = str(find_model(config.model, Source(has_weights=load_format != "dummy", convert=convert_apart))) if config.model else None
     found = model_checks.find_drafter_folder(asked, model)
     if found is None and not is_bundled(model):
-        raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train-mtp)")
+        raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train)")
     folder = (found or BUNDLED_DRAFTER).expanduser().resolve()
     read_config(folder)
     if not str(folder).isascii():

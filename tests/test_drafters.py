@@ -31,9 +31,9 @@ from backend.parallel.ranks import Ranks
 from kernels import ops, reference
 from tests.conftest import code_prompts, greedy
 from tests.models import make_tiny
-from training.llama import load_model
-from training.mtp import Mtp as TrainedMtp
-from training.mtp import save as save_drafter
+from training.drafters import Options
+from training.drafters.mtp import Mtp as TrainedMtp
+from training.target import Target
 
 PROMPTS = code_prompts(4, (60, 200), seed=9)
 
@@ -281,20 +281,20 @@ def tiny_drafters(tiny, tmp_path_factory) -> dict[str, Path]:
 
 def make_drafters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One that was never trained, and one that gives the target's own scores back (its layers add nothing)."""
-    target = load_model(tiny)
+    target = Target(tiny, torch.float32, torch.device("cpu"))
     target.config.setdefault("rope_theta", 10000.0)
     paths = {}
     for name in ("bad", "fair"):
         torch.manual_seed(8)
-        drafter = TrainedMtp(target, num_layers=2, inner=48)
+        drafter = TrainedMtp(target, Options(drafts=2, layers=2, inner=48))
         if name == "fair":
             with torch.no_grad():
-                for weight in (drafter.o, drafter.down):
+                for weight in (drafter.decoder.o, drafter.decoder.down):
                     weight.zero_()
                 drafter.eh.copy_(0.3 * drafter.eh)
                 drafter.norm.fill_(0.4)  # less sure of itself, so that it is right more often in distribution
         paths[name] = tmp_path_factory.mktemp(name)
-        save_drafter(drafter, target, paths[name], 2)
+        drafter.save(target, paths[name], torch.bfloat16)
     return paths
 
 

@@ -86,53 +86,24 @@ class Llama(nn.Module):
         """[V, hidden]"""
         return self.embed if self.own_head is None else self.own_head
 
-    def rotate(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        half = x.shape[-1] // 2
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        half, length = x.shape[-1] // 2, x.shape[-2]
         turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        places = slice(start, start + x.shape[-2])
-        return (x * self.cos[places] + turned * self.sin[places]).to(x.dtype)
+        return (x * self.cos[:length] + turned * self.sin[:length]).to(x.dtype)
 
-    def hidden_states(self, ids: torch.Tensor, cache: torch.Tensor | None = None, start: int = 0) -> torch.Tensor:
-        """Token ids [B, T] -> hidden states after the final norm [B, T, hidden].
-
-        With a cache [layers, 2, B, Hkv, length, D] the ids stand at `start`, after what the cache holds: either all of it
-        (start 0) or one token.
-        """
+    def hidden_states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [B, T] -> hidden states after the final norm [B, T, hidden]."""
         c = self.config
         batch, length = ids.shape
         x = F.embedding(ids, self.embed)
         for i in range(c["num_hidden_layers"]):
             y = F.rms_norm(x, (x.shape[-1],), self.input_norm[i], c["rms_norm_eps"])
             q, k, v = (F.linear(y, w[i]).view(batch, length, -1, self.head_dim).transpose(1, 2) for w in (self.q, self.k, self.v))
-            q, k = self.rotate(q, start), self.rotate(k, start)
-            if cache is not None:
-                cache[i, 0, :, :, start : start + length], cache[i, 1, :, :, start : start + length] = k, v
-            if start == 0:
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            else:  # the heads that share keys become queries of one head
-                k, v = cache[i, :, :, :, : start + 1]
-                y = F.scaled_dot_product_attention(q.reshape(batch, k.shape[1], -1, self.head_dim), k, v).reshape(q.shape)
+            y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
             x = x + F.linear(y.transpose(1, 2).reshape(batch, length, self.q_size), self.o[i])
             y = F.rms_norm(x, (x.shape[-1],), self.post_norm[i], c["rms_norm_eps"])
             x = x + F.linear(F.silu(F.linear(y, self.gate[i])) * F.linear(y, self.up[i]), self.down[i])
         return F.rms_norm(x, (x.shape[-1],), self.norm, c["rms_norm_eps"])
-
-    @torch.no_grad()
-    def generate(self, prompt: torch.Tensor, count: int, temperature: torch.Tensor) -> torch.Tensor:
-        """Prompts [B, T] -> [B, T + count] with `count` tokens drawn after them at temperature [B] (0: the likeliest)."""
-        batch, length = prompt.shape
-        dtype = torch.get_autocast_dtype(prompt.device.type) if torch.is_autocast_enabled(prompt.device.type) else self.embed.dtype
-        shape = (len(self.q), 2, batch, self.kv_size // self.head_dim, length + count, self.head_dim)
-        cache = torch.empty(shape, dtype=dtype, device=prompt.device)
-        ids = F.pad(prompt, (0, count))
-        hidden = self.hidden_states(prompt, cache)[:, -1:]
-        for place in range(length, length + count):
-            scores = F.linear(hidden, self.head)[:, 0].float()
-            noise = -torch.empty_like(scores).exponential_().log()
-            ids[:, place] = (scores + temperature[:, None] * noise).argmax(dim=-1)
-            if place + 1 < length + count:
-                hidden = self.hidden_states(ids[:, place : place + 1], cache, place)
-        return ids
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = F.linear(self.hidden_states(ids), self.head)
@@ -155,7 +126,7 @@ class Llama(nn.Module):
 
 
 def load_model(directory: Path) -> Llama:
-    """A Llama folder with float32 weights, for evaluation and for training drafters on it.
+    """A Llama folder with float32 weights, for evaluation.
 
     Raises ModelError for another architecture, and for weights that are missing or of another shape.
     """

@@ -1,4 +1,4 @@
-"""What both trainings step with."""
+"""What trainings step with."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class Muon(torch.optim.Optimizer):
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Share of the peak: linear warm-up, flat, then linear to zero over the last COOLDOWN of the run."""
-    return min((step + 1) / WARMUP, 1.0, (steps - step) / (COOLDOWN * steps))
+    """Share of the peak: linear warm-up (a tenth of a short run), flat, then linear to zero over the last COOLDOWN of the run."""
+    return min((step + 1) / min(WARMUP, max(1, steps // 10)), 1.0, (steps - step) / (COOLDOWN * steps))

@@ -1,0 +1,96 @@
+"""Drafters of several kinds, trained on the same states for the same time and compared in the engine: the matched table of `RESULTS.md`.
+
+    python -m benchmarks.drafters --data training/data/train.u16 --heldout training/data/heldout.u16 --out OUT --minutes 6   # a GPU
+
+On a CPU the minutes are those of this process (one thread), so that others on the machine do not count; on a GPU they are those of the clock.
+The states of the data are made first, once for all kinds, and are in nobody's time. Each kind then takes as many steps as fit: a run of a few
+steps says how long one takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training import MODEL_DIR
+from training.command import check, make_parser, prepare, run_command
+from training.drafters import KINDS
+from training.trainer import train
+
+PROBE = (1, 2, 8)
+"""Steps of three runs: the first one makes the states, the difference of the others is the time of a step."""
+
+
+def measure_step(options: list[str], clock: Any) -> float:
+    """Seconds a step."""
+    spent = []
+    for steps in PROBE:
+        with tempfile.TemporaryDirectory() as folder:
+            args = make_parser().parse_args([*options, "--out", folder, "--steps", str(steps), "--report-prompts", "0"])
+            check(args)
+            run, ids, _ = prepare(args)
+            started = clock()
+            train(run, ids)
+            spent.append(clock() - started)
+    return max(1e-4, (spent[2] - spent[1]) / (PROBE[2] - PROBE[1]))
+
+
+def row(result: dict[str, Any]) -> str:
+    """Of the table in Markdown."""
+    report = result["report"]
+    rates = " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in report["acceptance"])
+    length, share, speed = report["accepted_length"], report["drafting_share"], report["speed_up"]
+    steps, spent, weights = result["steps"], result["trained_seconds"], result["megabytes"]
+    return f"| {result['kind']} | {steps} | {spent:.0f} | {weights:.1f} | {rates} | {length:.2f} | {100 * share:.0f}% | {speed:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--heldout", type=Path, nargs="+", required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a new folder: a folder of each kind, and results.json")
+    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["mtp", "eagle3", "medusa", "hydra"])
+    parser.add_argument("--minutes", type=float, default=6.0, help="of training, each kind")
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--report-prompts", type=int, default=32)
+    parser.add_argument("--report-tokens", type=int, default=256)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    is_gpu = args.device.startswith("cuda")
+    clock = time.perf_counter if is_gpu else time.process_time
+    if not is_gpu:
+        torch.set_num_threads(1)
+    args.out.mkdir(parents=True)
+    common = ["--model", str(args.model), "--data", *map(str, args.data), "--heldout", *map(str, args.heldout), "--states", str(args.out / "states")]
+    keys = ("drafts", "batch_size", "context", "lr", "device")
+    common += [word for key in keys for word in (f"--{key.replace('_', '-')}", str(getattr(args, key)))]
+    results = []
+    for kind in args.kinds:
+        options = [kind, *common]
+        per_step = measure_step(options, clock)
+        steps = max(1, round(60 * args.minutes / per_step))
+        print(f"{kind}: {per_step:.3f} s a step, {steps} steps", flush=True)
+        words = ["--steps", str(steps), "--report-prompts", str(args.report_prompts), "--report-tokens", str(args.report_tokens)]
+        result = run_command(make_parser().parse_args([*options, *words, "--out", str(args.out / kind)]))
+        if result is None:
+            return
+        megabytes = (args.out / kind / "model.safetensors").stat().st_size / 2**20
+        results.append(result | {"trained_seconds": per_step * steps, "megabytes": megabytes})
+        (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        print(row(results[-1]), flush=True)
+    print("\n| kind | steps | seconds | MiB | accepted by position, % | tokens a step | drafting | x plain |\n|---|---|---|---|---|---|---|---|")
+    print("\n".join(map(row, results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,357 @@
+"""`foretoken train`: it learns, goes on where it was stopped, from states of disk as from its own, in one process and in two; and refuses what it
+cannot use. That the server drafts what was trained is in `test_trained_drafters.py`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import lzma
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backend.drafter_checks import check_drafter_folder
+from deploy.cli import main
+from tests.test_loader import Kind, make_model, save
+from training import trainer
+from training.data import Reader, cut_prompts
+from training.drafters.layers import attend_unrolled
+from training.tokenizer import load_tokenizer
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+WORDS = ("width", "height", "depth", "colour", "weight", "name", "parent", "children", "index", "size")
+CODE = "".join(f"def set_{a}(self, {b}):\n    self._{a} = {b} + self.{b}[{i}]\n\n\n" for i, (a, b) in enumerate(itertools.permutations(WORDS, 2)))
+WEIGHTS = ("config.json", "model.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def keep_precision() -> Iterator[None]:
+    """Training sets it for the process."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_model(Kind("", TINY)), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.py"
+    path.write_text(CODE)
+    return path
+
+
+def flags(folder: Path, text: Path, out: Path, *more: object, kind: str = "mtp", **options: object) -> list[str]:
+    """A short run's arguments; later ones win."""
+    values = {"steps": 4, "batch-size": 4, "context": 32, "drafts": 3, "device": "cpu", "report-prompts": 0, "inner": 40}
+    if kind in ("medusa", "hydra"):
+        values.pop("inner")
+    values |= {k.replace("_", "-"): v for k, v in options.items()}
+    own = [f"--{key}={value}" for key, value in values.items()]
+    return ["train", kind, "--model", str(folder), "--data", str(text), "--out", str(out), *own, *map(str, more)]
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+def written(out: Path) -> list[bytes]:
+    return [(out / name).read_bytes() for name in WEIGHTS]
+
+
+# -- the whole run --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_goes_down_and_the_end_is_a_report(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(trainer, "LOG_EVERY", 10)
+    assert main(flags(folder, text, out, steps=30, report_prompts=2, report_tokens=8)) == 0
+    rows = read_log(out)
+    assert [row["step"] for row in rows] == [10, 20, 30] and rows[2]["loss"] < 0.95 * rows[0]["loss"] and len(rows[0]["agreement"]) == 3
+    result, captured = json.loads((out / "result.json").read_text()), capsys.readouterr()
+    assert json.loads(captured.out) == result and result["steps"] == 30 and result["last"] == rows[-1]
+    report = result["report"]
+    assert len(report["acceptance"]) == 3 and report["accepted_length"] >= 1 and set(report["tokens_per_second"]) == {"none", "mtp"}
+    assert "acceptance by position" in captured.err
+    check_drafter_folder("mtp", out, folder)
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGINT saves after the step under way; a run that is whole may be resumed too, and changes nothing."""
+    options: dict[str, Any] = {"kind": "eagle3", "steps": 6, "taps": "1,2", "draft_vocab_size": 64}
+    assert main(flags(folder, text, tmp_path / "whole", **options)) == 0
+    parts, read, count = tmp_path / "parts", trainer.OnlineStates.read, itertools.count()
+
+    def interrupted(self: Any, starts: torch.Tensor) -> Any:
+        if next(count) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return read(self, starts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.OnlineStates, "read", interrupted)
+        assert main(flags(folder, text, parts, **options)) == 130
+    assert f"stopped and saved in {parts}; --resume goes on" in capsys.readouterr().err
+    assert not (parts / "model.safetensors").exists() and torch.load(parts / "checkpoint.pt", weights_only=True)["step"] == 4
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for _ in range(2):
+        assert main(flags(folder, text, parts, "--resume", **options)) == 0
+        assert written(parts) == written(tmp_path / "whole")
+
+
+def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two kinds share a folder; the second one finds its states there, and another context is refused."""
+    cache = tmp_path / "states"
+    assert main(flags(folder, text, tmp_path / "a", states=cache, kind="medusa")) == 0
+    kept = (cache / "final.states").stat().st_mtime_ns
+    assert main(flags(folder, text, tmp_path / "b", states=cache, kind="eagle3", taps="1,2", dtype="float32")) == 0
+    assert (cache / "final.states").stat().st_mtime_ns == kept and (cache / "2.states").exists() and not list(cache.glob("*.part"))
+    target = trainer.Target(folder, torch.float32, torch.device("cpu"))
+    reader = Reader(folder)
+    ids = np.concatenate(reader.read([text], "--data"))
+    offline = trainer.OfflineStates(target, ids, 32, (1, 2), cache, is_writer=False).read(torch.tensor([3, 0]))
+    online = trainer.OnlineStates(target, ids, 32, (1, 2)).read(torch.tensor([96, 0]))
+    assert torch.equal(offline.ids, online.ids)
+    for own, other in ((offline.hidden, online.hidden), *((offline.entering[n], online.entering[n]) for n in (1, 2))):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-5)
+    capsys.readouterr()
+    refused(flags(folder, text, tmp_path / "c", states=cache, context=16), capsys, f"--states {cache} holds states of another context")
+    refused(flags(folder, text, tmp_path / "d", states=text.parent), capsys, f"--states {text.parent} is no folder of states, and not empty")
+
+
+def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("training.states.shutil.disk_usage", lambda _: usage)
+    refused(flags(folder, text, tmp_path / "a", states=tmp_path / "states"), capsys, "GiB of the disk are free")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "checkpoint.tmp").symlink_to("/dev/full")
+    refused(flags(folder, text, tmp_path / "b"), capsys, f"--out {tmp_path / 'b'}: No space left on device; no checkpoint was written yet")
+
+
+def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None:
+    """Up to the order of sums, in bfloat16 as they are written."""
+    for count in (1, 2):
+        assert main(flags(folder, text, tmp_path / str(count), kind="medusa", processes=count, steps=2)) == 0
+    one, two = (torch.load(tmp_path / str(count) / "checkpoint.pt", weights_only=True)["drafter"] for count in (1, 2))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=0, atol=2e-3)
+
+
+def test_answers_of_the_model_itself(folder: Path, tmp_path: Path) -> None:
+    """Self-distilled: they are kept beside the checkpoints, and begin with the prompts."""
+    lines = [{"messages": [{"role": "user", "content": f"what is {word}?"}, {"role": "assistant", "content": "I forgot"}]} for word in WORDS]
+    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    out = tmp_path / "out"
+    assert main(flags(folder, tmp_path / "chats.jsonl", out, answers=8, answer_tokens=12, kind="hydra", dtype="bfloat16", steps=1)) == 0
+    ids = np.fromfile(out / "answers.u32", dtype="<u4")
+    prompts = cut_prompts(Reader(folder).read([tmp_path / "chats.jsonl"], "--data", as_prompts=True), 32, 8, 0)
+    assert ids[: len(prompts[0])].tolist() == prompts[0].tolist() and sum(map(len, prompts)) < len(ids) <= sum(map(len, prompts)) + 8 * 12
+    assert json.loads((out / "result.json").read_text())["tokens"] == len(ids)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    """Exit status 2, and one line that says what and why."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    *_, line = captured.err.splitlines()
+    assert line.startswith("foretoken train: ") and all(part in line for part in parts), line
+    assert len(line) < 600 and not captured.out
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("mtp", {"layers": 9}, "--layers must be from 1 to 8, got 9"),
+        ("mtp", {"drafts": 0}, "--drafts must be from 1 to 16, got 0"),
+        ("mtp", {"layers": 3, "drafts": 2}, "--drafts must be at least --layers (3), got 2"),
+        ("mtp", {"steps": 0}, "--steps must be from 1 to 10000000, got 0"),
+        ("mtp", {"batch_size": 4097}, "--batch-size must be from 1 to 4096, got 4097"),
+        ("mtp", {"batch_size": 5, "processes": 2}, "--batch-size 5 is no multiple of --processes 2"),
+        ("mtp", {"context": 129}, "--context 129 is beyond the model's own limit 128"),
+        ("mtp", {"context": 16, "drafts": 15}, "--context 16 is too short for 15 drafts"),
+        ("mtp", {"lr": "nan"}, "--lr must be between 0 and 1, got nan"),
+        ("mtp", {"lr": 1}, "--lr must be between 0 and 1, got 1.0"),
+        ("mtp", {"temperature": -1}, "--temperature must be from 0 to 10, got -1.0"),
+        ("mtp", {"inner": 0}, "--inner must be from 1 to"),
+        ("mtp", {"checkpoint_every": 0}, "--checkpoint-every must be from 1 to"),
+        ("mtp", {"seed": 2**70}, "--seed must be from 0 to"),
+        ("mtp", {"device": "gpu"}, "--device gpu"),
+        ("mtp", {"taps": "1,2"}, "--taps is no option of mtp"),
+        ("mtp", {"answer_tokens": 5}, "--answers says how many: it is missing"),
+        ("mtp", {"temperature": 0.5}, "--temperature says how answers are made"),
+        ("mtp", {"heldout": "x.txt"}, "--heldout is for the report, and --report-prompts 0 makes none"),
+        ("medusa", {"inner": 8}, "--inner is no option of medusa"),
+        ("eagle3", {"layers": 2}, "--layers is no option of eagle3"),
+        ("eagle3", {"taps": "2,1"}, "--taps must go up, each layer once, got 2,1"),
+        ("eagle3", {"taps": "a"}, "--taps must be numbers of layers like 2,10,17, got 'a'"),
+        ("eagle3", {"taps": "1,3"}, "--taps 1,3: the target's layers have inputs 1 to 2"),
+        ("eagle3", {}, "which has 2: name others with --taps"),
+        ("eagle3", {"draft_vocab_size": 4097, "taps": "1,2"}, "--draft-vocab-size 4097 is more than the model's vocabulary, 4096"),
+    ],
+)
+def test_options_that_cannot_be(
+    folder: Path, text: Path, tmp_path: Path, kind: str, options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(flags(folder, text, tmp_path / "out", kind=kind, **options), capsys, message)
+
+
+@pytest.mark.parametrize("arguments", [["eagle9", "--model", "x"], ["mtp", "--layers", "two"], ["mtp", "--unknown"], []])
+def test_options_that_do_not_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *arguments])
+    assert caught.value.code == 2 and "foretoken train: error: " in capsys.readouterr().err
+
+
+BAD_FILES: dict[str, tuple[str, bytes]] = {
+    "no JSON": ("a.jsonl", b'{"text": "x"}\n{"text": \n'),
+    "no text": ("a.jsonl", b'{"txt": "x"}\n'),
+    "no object": ("a.jsonl", b"[1]\n"),
+    "text that is none": ("a.jsonl", b'{"text": 5}\n'),
+    "messages that are none": ("a.jsonl", b'{"messages": 5}\n'),
+    "binary": ("a.bin", bytes(range(256))),
+    "latin": ("a.txt", b"caf\xe9"),
+    "damaged archive": ("a.u16.xz", b"no archive"),
+    "half an id in an archive": ("a.u16.xz", lzma.compress(b"abc")),
+    "half an id": ("a.u32", b"abcdef"),
+    "ids of another vocabulary": ("a.u16", np.full(99, 4096, dtype="<u2").tobytes()),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), BAD_FILES.values(), ids=BAD_FILES)
+def test_files_that_cannot_be_used(folder: Path, tmp_path: Path, name: str, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).write_bytes(content)
+    refused(flags(folder, tmp_path / name, tmp_path / "out"), capsys, f"--data {tmp_path / name} cannot be used")
+
+
+def test_data_that_is_not_there_or_too_little(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Held-out data is looked at before anything is trained."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    for name in ("empty", "missing.txt", "empty.jsonl"):
+        refused(flags(folder, tmp_path / name, tmp_path / "out"), capsys, f"--data {tmp_path / name}: no *.py")
+    (tmp_path / "a.txt").write_text("x")
+    refused(flags(folder, tmp_path / "a.txt", tmp_path / "out"), capsys, "--data holds 2 tokens; one sequence takes 32 (--context)")
+    refused(flags(folder, text, tmp_path / "out", heldout=tmp_path / "a.txt", report_prompts=1), capsys, "--heldout holds 2 tokens")
+    np.arange(2, 42, dtype="<u2").tofile(tmp_path / "a.u16")
+    refused(flags(folder, tmp_path / "a.u16", tmp_path / "out", report_prompts=1), capsys, "--data holds 40 tokens", "name a --heldout file")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_folders_that_cannot_be_written(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        refused(flags(folder, text, out), capsys, f"--out {out}")
+    refused(flags(folder, text, tmp_path / "out", "--resume"), capsys, "--resume: ", f"{tmp_path / 'out' / 'checkpoint.pt'} does not exist")
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "model.safetensors").touch()
+    refused(flags(folder, text, tmp_path / "held"), capsys, f"--out {tmp_path / 'held'} has model.safetensors already: --resume goes on")
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 truncated"])
+def test_a_damaged_checkpoint(folder: Path, text: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoint.pt").write_bytes(content)
+    refused(flags(folder, text, tmp_path, "--resume"), capsys, f"--resume: {tmp_path / 'checkpoint.pt'} cannot be read")
+
+
+def test_resuming_another_run(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(flags(folder, text, out, steps=1)) == 0
+    checkpoint = (out / "checkpoint.pt").read_bytes()
+    capsys.readouterr()
+    for other, told in (({"inner": 56}, "inner 40 (now 56)"), ({"seed": 1}, "seed 0 (now 1)"), ({"kind": "medusa"}, "kind 'mtp' (now 'medusa')")):
+        refused(flags(folder, text, out, "--resume", **{"steps": 1, **other}), capsys, f"--resume: {out / 'checkpoint.pt'} is of a run with", told)
+    assert (out / "checkpoint.pt").read_bytes() == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "tokenizer.json"),
+        ("tokenizer.json", {}, "tokenizer.json"),
+        ("config.json", {"architectures": ["GPT2LMHeadModel"]}, "architectures ['GPT2LMHeadModel'] are not supported"),
+        ("config.json", {"intermediate_size": 40}, "config.json makes it (40, 32)"),
+        ("model.safetensors", None, "has neither model.safetensors"),
+    ],
+    ids=["no tokenizer", "damaged tokenizer", "unknown family", "other sizes", "no weights"],
+)
+def test_targets_that_cannot_be_used(
+    folder: Path, text: Path, tmp_path: Path, name: str, content: dict[str, Any] | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    if content is None:
+        (other / name).unlink()
+    else:
+        values = json.loads((folder / name).read_text()) if content else {}
+        (other / name).write_text(json.dumps(values | content))
+    refused(flags(other, text, tmp_path / "out"), capsys, message)
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_read_ids_of_every_kind(folder: Path, tmp_path: Path) -> None:
+    """Documents open with the end-of-text id (0); ids are taken as they are; folders are searched, by kind and in order."""
+    tokenizer = load_tokenizer(folder)
+
+    def encoded(*texts: str) -> list[int]:
+        return [i for t in texts for i in (0, *tokenizer.encode(t, add_special_tokens=False).ids)]
+
+    def read(*paths: Path) -> list[int]:
+        ids = np.concatenate(Reader(folder).read(paths, "--data"))
+        assert ids.dtype == np.uint32
+        return ids.tolist()
+
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / "b" / "one.py").write_text("x = 1\n")
+    (tmp_path / "b" / "deep" / "two.md").write_text("# Títle\n")
+    (tmp_path / "b" / "three.bin").write_bytes(b"not looked at \xff")
+    (tmp_path / "lines.jsonl").write_text('{"text": "a = b"}\n\n{"text": "c\\nd", "more": 1}\n')
+    np.array([5, 4095, 2], dtype="<u4").tofile(tmp_path / "ids.u32")
+    (tmp_path / "packed.u16.xz").write_bytes(lzma.compress(np.array([7, 8], dtype="<u2").tobytes()))
+    assert read(tmp_path / "b") == encoded("# Títle\n", "x = 1\n")
+    assert read(tmp_path / "lines.jsonl", tmp_path / "ids.u32") == [*encoded("a = b", "c\nd"), 5, 4095, 2]
+    assert read(tmp_path / "packed.u16.xz", tmp_path / "b" / "one.py") == [7, 8, *encoded("x = 1\n")]
+    (tmp_path / "code.sh").write_text("echo\n")
+    assert read(tmp_path / "code.sh") == encoded("echo\n"), "a file that is named is text, whatever its name"
+
+
+def test_lines_end_where_json_lines_does(folder: Path, tmp_path: Path) -> None:
+    """JSON may hold U+2028, U+0085 and their like as they are; only a line feed ends a line."""
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
+    (ids,) = Reader(folder).read([tmp_path / "lines.jsonl"], "--data")
+    assert ids.tolist()[1:] == load_tokenizer(folder).encode("a\u2028b\x85c", add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+@pytest.mark.parametrize("passes", [0, 1, 2, 3])
+def test_attend_unrolled_against_its_plain_statement(passes: int, heads: int, kv_heads: int) -> None:
+    """A row sees the first pass's keys up to `passes` positions back, and of each later pass m the one passes - m back."""
+    length, size = 7, 8
+    generator = torch.Generator().manual_seed(passes)
+    q = torch.randn(2, heads, length, size, generator=generator)
+    keys, values = ([torch.randn(2, kv_heads, length, size, generator=generator) for _ in range(passes + 1)] for _ in range(2))
+    found = attend_unrolled(q, keys, values)
+    assert found.shape == q.shape
+    for b, h, row in itertools.product(range(2), range(heads), range(length)):
+        own = h // (heads // kv_heads)
+        seen = [(0, place) for place in range(row - passes + 1)]
+        seen += [(m, row - (passes - m)) for m in range(1, passes + 1) if row - (passes - m) >= 0]
+        scores = torch.stack([q[b, h, row] @ keys[m][b, own, place] for m, place in seen]) / size**0.5
+        wanted = sum(w * values[m][b, own, place] for w, (m, place) in zip(scores.softmax(0), seen))
+        torch.testing.assert_close(found[b, h, row], wanted, rtol=0, atol=1e-5)

@@ -1,0 +1,105 @@
+"""What drafters are trained on: token ids of texts and conversations, and answers that the target itself writes."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from backend.errors import ModelError, RequestError
+from backend.model_files import read_config
+from backend.text import Tokenizer
+
+SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".u16", ".u32", ".xz")
+PROMPT_SHARE = 4
+"""Of a piece of text, the first one of so many parts is the prompt that the target goes on from."""
+
+
+class Reader:
+    """Files as documents of token ids. Raises ModelError for the model's tokenizer."""
+
+    def __init__(self, model: Path) -> None:
+        try:
+            self._tokenizer = Tokenizer(model)
+        except Exception as error:  # the library has no kind of its own
+            raise ModelError(f"{model / 'tokenizer.json'} cannot be read: {error}") from None
+        config = read_config(model)
+        self._vocab_size, end = config["vocab_size"], config.get("eos_token_id")
+        self._start = [] if end is None else [end if isinstance(end, int) else end[0]]
+
+    def read(self, paths: Sequence[Path], option: str, *, as_prompts: bool = False) -> list[np.ndarray]:
+        """Documents [T] uint32 of text files, folders of them (*.py, *.txt, *.md), *.jsonl (each line with "text" or "messages"), and ids
+        (*.u16, *.u32, also *.u16.xz: little-endian).
+
+        A text opens with the end-of-text id. as_prompts: a conversation ends where an answer is to come. Raises ValueError naming the option
+        and the file that cannot be used.
+        """
+        files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path]) if f.is_file()]
+        files = [f for f in files if f.suffix in SUFFIXES or f in paths]
+        found: list[np.ndarray] = []
+        for file in tqdm(files, desc="tokens", unit="file", mininterval=2.0, disable=len(files) < 500):
+            try:
+                found += self._read_file(file, as_prompts)
+            except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, RequestError) as error:
+                raise ValueError(f"{option} {file} cannot be used: {error!r:.200}") from None
+        if not found:
+            raise ValueError(f"{option} {', '.join(map(str, paths))}: no *.py, *.txt, *.md, *.jsonl, *.u16 or *.u32 there")
+        return found
+
+    def _read_file(self, file: Path, as_prompts: bool) -> list[np.ndarray]:
+        if file.suffix in (".xz", ".u16", ".u32"):
+            content = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+            ids = np.frombuffer(content, dtype="<u4" if ".u32" in file.suffixes else "<u2").astype(np.uint32)
+            if len(ids) and ids.max() >= self._vocab_size:
+                raise ValueError(f"it holds id {ids.max()}; the model's vocabulary has ids 0 to {self._vocab_size - 1}")
+            return [ids]
+        text = file.read_text("utf-8")
+        if file.suffix != ".jsonl":
+            return [self._encode(text)]
+        return [self._read_line(json.loads(line), as_prompts) for line in text.split("\n") if line.strip()]
+
+    def _read_line(self, line: Any, as_prompts: bool) -> np.ndarray:
+        if "messages" not in line:
+            if not isinstance(text := line["text"], str):
+                raise ValueError(f'"text" must be a string, got {text!r:.80}')
+            return self._encode(text)
+        messages = line["messages"]
+        if as_prompts and isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        rendered = self._tokenizer.render_chat(messages, add_generation_prompt=as_prompts)
+        return np.array(self._tokenizer.encode(rendered, add_special_tokens=False), dtype=np.uint32)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array([*self._start, *self._tokenizer.encode(text, add_special_tokens=False)], dtype=np.uint32)
+
+
+def cut_prompts(documents: Sequence[np.ndarray], context: int, count: int, seed: int) -> list[np.ndarray]:
+    """Prompts for at most `count` answers: short documents whole, of longer ones the beginning of each piece of `context` tokens. Shuffled."""
+    length = max(1, context // PROMPT_SHARE)
+    prompts = [piece for ids in documents for at in range(0, len(ids), context) if len(piece := ids[at : at + length])]
+    order = np.random.default_rng(seed).permutation(len(prompts))
+    return [prompts[i] for i in order[:count]]
+
+
+def write_answers(model: Path, prompts: Sequence[np.ndarray], max_tokens: int, temperature: float, seed: int, **engine: Any) -> list[np.ndarray]:
+    """Prompts with what the engine writes after them: text of the target's own (self-distillation). Raises RequestError, ConfigError."""
+    from backend import LLM, SamplingParams
+
+    llm = LLM(str(model), speculative_config={"method": "ngram"}, **engine)
+    try:
+        params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + i) for i in range(len(prompts))]
+        results = llm.generate([{"prompt_token_ids": ids.tolist()} for ids in prompts], params)
+    finally:
+        llm.close()
+    return [np.array([*result.prompt_token_ids, *result.outputs[0].token_ids], dtype=np.uint32) for result in results]
+
+
+def choose_draft_ids(documents: Sequence[np.ndarray], vocab_size: int, count: int) -> np.ndarray:
+    """The `count` most frequent token ids, ascending; ids that do not occur fill up."""
+    counts = np.bincount(np.concatenate(documents), minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:count])

@@ -1,0 +1,72 @@
+"""The loss of drafters of every kind, and how often they agree with the target."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from training.drafters import Drafter
+from training.target import States, Target
+
+LOSSES = ("target", "text")
+"""Divergence from the target's distribution; cross-entropy of the text's own next token."""
+MAX_LOGITS = 2**27
+"""That are in memory at a time: longer batches are scored in parts, whose logits are made again for the gradients."""
+
+
+class Objective(nn.Module):
+    """States -> the loss, and per step the share of rows where drafter and target agree on the likeliest token."""
+
+    def __init__(self, target: Target, drafter: Drafter, loss: str) -> None:
+        super().__init__()
+        self._target, self.drafter, self._loss = target, drafter, loss
+
+    def forward(self, states: States) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = states.ids
+        following = F.pad(ids[:, 1:], (0, 1), value=-1)
+        outputs = self.drafter(self._target, states)
+        loss = torch.zeros((), device=ids.device)
+        agreed = []
+        for step, output in enumerate(outputs):
+            # Rows before have no state to be drafted from; the last one has no text after it.
+            rows = slice(step + 1, ids.shape[1] - (self._loss == "text"))
+            parts = [x[:, rows].flatten(0, 1) for x in (output, states.hidden, following)]
+            sums = torch.zeros(3, device=ids.device)
+            size = max(1, MAX_LOGITS // self._target.vocab_size)
+            is_split = len(parts[0]) > size
+            for part in zip(*(x.split(size) for x in parts)):
+                if is_split:
+                    sums = sums + checkpoint(self._rows, step, *part, use_reentrant=False)
+                else:
+                    sums = self._rows(step, *part)
+            count = sums[2].clamp(min=1)
+            loss = loss + self.drafter.decay**step * sums[0] / count
+            agreed.append(sums[1] / count)
+        return loss, torch.stack(agreed).detach()
+
+    def _rows(self, step: int, rows: torch.Tensor, hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """Sums over rows [N]: of the loss, of agreements, of rows that count (those whose likeliest token the drafter has)."""
+        drafter, target = self.drafter, self._target
+        with torch.no_grad():
+            scores = target.score(hidden)
+            best = scores.argmax(dim=-1)
+            kept = drafter.draft_ids
+            is_drafted = torch.ones_like(best, dtype=torch.bool)
+            if kept is not None:
+                is_drafted = torch.isin(best if self._loss == "target" else following, kept)
+                scores = scores[:, kept]
+            wanted = scores.log_softmax(dim=-1)
+        logits = drafter.score(target, step, rows)
+        likeliest = logits.argmax(dim=-1)
+        agreed = (likeliest if kept is None else kept[likeliest]) == best
+        if self._loss == "text":
+            label = following if kept is None else torch.searchsorted(kept, following).clamp(max=len(kept) - 1)
+            losses = F.cross_entropy(logits, label, reduction="none")
+        else:
+            probs = wanted.exp()
+            losses = (probs * wanted).sum(dim=-1) - (probs * logits).sum(dim=-1) + logits.logsumexp(dim=-1)
+            if drafter.sharpen:
+                losses = losses + drafter.sharpen * F.cross_entropy(logits, wanted.argmax(dim=-1), reduction="none")
+        return torch.stack([(losses * is_drafted).sum(), (agreed & is_drafted).sum().float(), is_drafted.sum().float()])

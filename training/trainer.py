@@ -1,0 +1,299 @@
+"""The loop that trains a drafter of any kind: batches, optimizers, checkpoints, one process or several (DistributedDataParallel)."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors import SafetensorError
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from training.drafters import KINDS, Drafter, Options
+from training.objective import Objective
+from training.optimizers import Muon, learning_rate
+from training.states import OfflineStates, OnlineStates
+from training.target import Target
+
+HEAD_RATE = 0.25
+"""Of the learning rate, for what begins as the target's head."""
+CHECKPOINT = "checkpoint.pt"
+LOG_EVERY = 50
+
+
+@dataclass(slots=True)
+class Run:
+    """All that decides what is trained; two runs of equal values are equal, to the bit on CPU."""
+
+    kind: str
+    model: Path
+    out: Path
+    steps: int
+    batch_size: int
+    context: int
+    lr: float
+    seed: int
+    loss: str
+    drafts: int
+    layers: int
+    inner: int | None
+    taps: tuple[int, ...] | None
+    dtype: str
+    states: Path | None = None
+    draft_ids: torch.Tensor | None = None
+    device: str = "cpu"
+    processes: int = 1
+    checkpoint_every: int = 500
+    resume: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
+    """What the token ids are made of, in words and numbers."""
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / CHECKPOINT
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must have as the run before it had it."""
+        free = ("model", "out", "device", "processes", "checkpoint_every", "resume", "draft_ids")
+        values = {key: value for key, value in asdict(self).items() if key not in free}
+        drafted = None if self.draft_ids is None else len(self.draft_ids)
+        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()} | {"draft_vocab_size": drafted}
+
+    def make_drafter(self, target: Target) -> Drafter:
+        """As it begins. Raises ModelError."""
+        torch.manual_seed(self.seed)
+        ids = None if self.draft_ids is None else self.draft_ids.to(target.device)
+        return KINDS[self.kind](target, Options(self.drafts, self.layers, self.inner, self.taps, ids)).to(target.device)
+
+
+def train(run: Run, ids: torch.Tensor) -> bool:
+    """Trains on token ids [T] int32 and writes the drafter, checkpoints and `log.jsonl`; false when SIGINT ended it: all is saved then.
+
+    Raises ValueError, ModelError.
+    """
+    if run.processes == 1:
+        return _train(0, run, ids)
+    shared, meeting = ids.share_memory_(), run.out / f".meeting-{os.getpid()}"
+    meeting.unlink(missing_ok=True)
+    context = multiprocessing.start_processes(_join, (run, shared, str(meeting)), nprocs=run.processes, join=False, start_method="spawn")
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in context.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
+
+    try:
+        with _handling(forward):
+            while not context.join():
+                pass
+    except multiprocessing.ProcessException as error:
+        text = str(error).strip()
+        raise ValueError(f"a process of {run.processes} ended: {text.splitlines()[-1]:.300}") from error
+    finally:
+        meeting.unlink(missing_ok=True)
+    return int(torch.load(run.checkpoint, weights_only=True)["step"]) == run.steps
+
+
+def _join(rank: int, run: Run, ids: torch.Tensor, meeting: str) -> None:
+    is_gpu = run.device.startswith("cuda")
+    if is_gpu:
+        torch.cuda.set_device(rank)
+        run.device = f"cuda:{rank}"
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // run.processes))
+    backend = "nccl" if is_gpu else "gloo"
+    # The first process may compute states for hours while the others wait.
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=run.processes, timeout=timedelta(hours=24))
+    try:
+        _train(rank, run, ids)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Stop:
+    """SIGINT asks the loop to save and end; a second one ends a process that is alone (of several each gets the terminal's and the first one's)."""
+
+    def __init__(self, run: Run) -> None:
+        self.is_asked, self._is_alone = False, run.processes == 1
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked and self._is_alone:
+            raise KeyboardInterrupt
+        self.is_asked = True
+
+    def agree(self, run: Run, device: torch.device) -> bool:
+        """Whether any process was asked."""
+        if run.processes == 1:
+            return self.is_asked
+        flag = torch.tensor([float(self.is_asked)], device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+@contextmanager
+def _handling(handler: Any) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def make_optimizers(drafter: Drafter, lr: float, steps: int) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest. Each group has its own `peak`."""
+    heads = drafter.vocabulary_heads()
+    is_head = {id(p) for p in heads}
+    matrices = [p for p in drafter.parameters() if p.dim() == 3]
+    others = [p for p in drafter.parameters() if p.dim() != 3 and id(p) not in is_head]
+    groups = [{"params": own, "peak": peak} for own, peak in ((others, lr), (heads, lr * HEAD_RATE)) if own]
+    optimizers: list[torch.optim.Optimizer] = [Muon(matrices, lr=lr)]
+    if groups:
+        optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("peak", lr)
+    return optimizers
+
+
+def _train(rank: int, run: Run, ids: torch.Tensor) -> bool:
+    torch.set_float32_matmul_precision("high")
+    device, is_first = torch.device(run.device), rank == 0
+    target = Target(run.model, run.torch_dtype, device)
+    drafter = run.make_drafter(target)
+    objective = Objective(target, drafter, run.loss)
+    source = make_source(run, target, ids.numpy().view(np.uint32), drafter.layers, is_writer=is_first)
+    optimizers = make_optimizers(drafter, run.lr, run.steps)
+    adamw = [p for p in drafter.parameters() if p.dim() != 3]
+    generator = torch.Generator().manual_seed(run.seed)
+    first = _resume(run, drafter, optimizers, generator) if run.resume else 0
+    module: nn.Module = objective
+    if run.processes > 1:
+        module = DistributedDataParallel(objective, broadcast_buffers=False)
+    if device.type == "cuda":
+        module = torch.compile(module)  # type: ignore[assignment]
+    share = run.batch_size // run.processes
+    own = slice(rank * share, (rank + 1) * share)
+    stop, started = _Stop(run), time.time()
+    bar = tqdm(range(first, run.steps), initial=first, total=run.steps, desc=f"train {run.kind}", unit="step", mininterval=2.0, disable=not is_first)
+    with _handling(stop), _open_log(run, first, is_first=is_first) as log:
+        for step in bar:
+            starts = torch.randint(source.num_starts, (run.batch_size,), generator=generator)
+            states = source.read(starts[own])
+            with torch.autocast(device.type, torch.bfloat16, enabled=run.torch_dtype == torch.bfloat16):
+                loss, agreed = module(states)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(adamw, 1.0)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak"] * learning_rate(step, run.steps)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            done, is_stopped = step + 1, stop.agree(run, device)
+            if is_first and (done % LOG_EVERY == 0 or done == run.steps):
+                row = {"step": done, "loss": round(loss.item(), 4), "agreement": [round(a, 4) for a in agreed.tolist()]}
+                log.write(json.dumps(row | {"seconds": round(time.time() - started, 1)}) + "\n")
+                log.flush()
+                bar.set_postfix_str(f"loss {row['loss']}, agreement {row['agreement']}")
+            if is_first and (done % run.checkpoint_every == 0 or done == run.steps or is_stopped):
+                _save(run, drafter, optimizers, generator, done)
+            if is_stopped and done < run.steps:
+                return False
+    if is_first:
+        with _told(run):
+            drafter.save(target, run.out, torch.bfloat16)
+    return True
+
+
+def make_source(run: Run, target: Target, ids: np.ndarray, layers: tuple[int, ...], *, is_writer: bool) -> OnlineStates | OfflineStates:
+    if run.states is None:
+        return OnlineStates(target, ids, run.context, layers)
+    if is_writer:
+        source = OfflineStates(target, ids, run.context, layers, run.states)
+    if run.processes > 1:
+        dist.barrier()
+    return source if is_writer else OfflineStates(target, ids, run.context, layers, run.states, is_writer=False)
+
+
+@contextmanager
+def _told(run: Run) -> Iterator[None]:
+    """A full disk is no traceback."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors has no errno.
+        is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        last = "--resume goes on from the checkpoint there" if run.checkpoint.is_file() else "no checkpoint was written yet"
+        reason = "No space left on device" if is_full else error
+        raise ValueError(f"--out {run.out}: {reason}; {last}") from None
+
+
+@contextmanager
+def _open_log(run: Run, done: int, *, is_first: bool) -> Iterator[Any]:
+    """log.jsonl up to the step that is gone on from; of processes that are not the first, nothing."""
+    path = run.out / "log.jsonl"
+    kept = path.read_text().splitlines(keepends=True) if done and is_first and path.is_file() else []
+    with open(path if is_first else os.devnull, "w") as log:
+        log.writelines(line for line in kept if line.endswith("\n") and json.loads(line)["step"] <= done)
+        log.flush()
+        yield log
+
+
+def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator, step: int) -> None:
+    state = {"drafter": drafter.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "generator": generator.get_state()}
+    part = run.checkpoint.with_suffix(".tmp")
+    with _told(run):
+        try:
+            buffer = io.BytesIO()  # torch's own writer tells a full disk in no words that can be known
+            torch.save(state | {"step": step, "run": json.dumps(run.identity())}, buffer)
+            part.write_bytes(buffer.getbuffer())
+            part.replace(run.checkpoint)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> int:
+    """Returns the steps that are done."""
+    path = run.checkpoint
+    try:
+        state = torch.load(path, map_location=run.device, weights_only=True)
+        before, step = json.loads(state["run"]), int(state["step"])
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"--resume: {path} cannot be read: {error!r:.200}") from None
+    now = json.loads(json.dumps(run.identity()))
+    if other := [key for key in now if before.get(key) != now[key]]:
+        told = ", ".join(f"{key} {before.get(key)!r:.60} (now {now[key]!r:.60})" for key in other)
+        raise ValueError(f"--resume: {path} is of a run with {told}")
+    try:
+        drafter.load_state_dict(state["drafter"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        generator.set_state(state["generator"].cpu())
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(f"--resume: {path} is of another drafter: {error!r:.200}") from None
+    return step
