@@ -1129,9 +1129,7 @@ def test_what_needs_no_drafter_is_passed_on_as_it_is(state: Path, foreign: Path,
 )
 def test_a_foreign_model_needs_its_own_drafter(foreign: Path, drafter: Path, speculative: dict[str, Any]) -> None:
     """The bundled drafter would draft nonsense for it, or not load."""
-    with pytest.raises(
-        ConfigError, match=rf"speculative_config\.model: .*drafter trained for {foreign}: name its folder \(see foretoken train\)"
-    ):
+    with pytest.raises(ConfigError, match=rf"speculative_config\.model: .*drafter trained for {foreign}: name its folder \(see foretoken train\)"):
         told({"speculative_config": speculative}, foreign)
     assert told({"speculative_config": {**speculative, "model": str(drafter)}}, foreign)["decode"]["speculative_config"]["model"] == str(drafter)
     assert told({"speculative_config": speculative})["decode"]["speculative_config"]["model"] == str(BUNDLED_DRAFTER.resolve())
