@@ -239,14 +239,14 @@ def test_engines_in_a_program(config: dict[str, Any]) -> None:
 
 
 def test_every_alias_leads_to_an_option() -> None:
-    from deploy.options import SERVE_KEYS
+    from deploy.options import PARALLEL_FLAGS, SERVE_KEYS
 
     sections = {"speculative_config": SpeculativeConfig}
     for name, other in OTHERS.items():
         if isinstance(other, Alias):
             section, _, key = other.own.rpartition(".")
             known = {*sections[section].__dataclass_fields__, *SpeculativeConfig.aliases} if section else set()
-            own = {*EngineConfig.__dataclass_fields__, *SERVE_KEYS, "role", "tensor_parallel_size", "expert_parallel", *OTHERS}
+            own = {*EngineConfig.__dataclass_fields__, *SERVE_KEYS, *PARALLEL_FLAGS, "role", *OTHERS}
             assert key in (known or own), name
 
 
