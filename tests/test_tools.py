@@ -205,6 +205,13 @@ def test_calls_are_found_however_they_come(format):
     assert parse([write(format, ["f"])], has_tools=False)[2] == []
 
 
+def test_a_closing_mark_that_is_cut_is_no_text() -> None:
+    """By max_tokens."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}'
+    for end in range(len("\n</tool_call>") + 1):
+        assert parse([call + "\n</tool_call>"[:end]]) == ("", "", [("f", '{"a": 1}')])
+
+
 @pytest.mark.parametrize("text", ['{"x": 1}', '{"name": "f"}', "see [TOOL", "<tool_call>\nnothing</tool_call> x", "a <b>c</b>", "{" * 2000])
 def test_what_is_no_call_is_text(text):
     for most in (1, 3, 5000):

@@ -176,9 +176,10 @@ class AnswerParser:
         rest = self._held.lstrip()
         while mark := next((mark for mark in _TAILS if rest.startswith(mark)), None):
             rest = rest[len(mark) :].lstrip()
-        self._held = rest
-        if not is_last and any(mark.startswith(rest) for mark in _TAILS):
+        if any(mark.startswith(rest) for mark in _TAILS):
+            self._held = "" if is_last else rest  # a mark that max_tokens cut is no text
             return False
+        self._held = rest
         self._lead, self._state = "", "head" if rest[:1] in (",", ";") else "text"
         return bool(rest)
 
