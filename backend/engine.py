@@ -16,8 +16,8 @@ import torch
 from backend.config import EngineConfig
 from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
 from backend.devices import on_stream, pick_device
-from backend.drafters import Drafters, count_tokens_after_step
 from backend.drafters.calls import DraftService
+from backend.engine_parts import load_parts
 from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.group import Greeting, Group
 from backend.hand_overs import HandOvers
@@ -27,11 +27,9 @@ from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
 from backend.pacing import ChunkLimit, Pacer
 from backend.parallel.ranks import Ranks
 from backend.planned import PlannedStep
-from backend.planner import Planner
-from backend.scheduler import Scheduler, cut_at_end
+from backend.scheduler import cut_at_end
 from backend.step.scores import read_scores
-from backend.step.worker import Results, Worker
-from backend.text import Tokenizer
+from backend.step.worker import Results
 from backend.tools import Tools
 
 logger = logging.getLogger(__name__)
@@ -75,7 +73,7 @@ class Engine:
         self._group = Group(config, greet) if config.parallel_config.tensor_parallel_size > 1 else None
         try:
             with on_stream(self._device):
-                self._load((self._group.ranks if self._group is not None else None) or Ranks(), draft_service)
+                parts = load_parts(config, (self._group.ranks if self._group is not None else None) or Ranks(), draft_service)
             if self._group is not None:
                 self._group.on_lost = self._note_lost_rank
         except Exception as error:
@@ -86,6 +84,11 @@ class Engine:
             if why is error:
                 raise
             raise ModelError(str(why)) from error
+        self.tokenizer, self.worker, self.drafters = parts.tokenizer, parts.worker, parts.drafters
+        self.scheduler, self.planner = parts.scheduler, parts.planner
+        is_wanted = config.async_scheduling
+        self._num_ahead = int(self.worker.graphs is not None if is_wanted is None else is_wanted)
+        """Steps that may be under way while the next one is planned."""
         model = self.worker.model
         self._intake = Intake(config, self.tokenizer, self.worker.max_model_len, model.vocab_size, model.eos_token_ids)
         self.metrics = Metrics()
@@ -115,58 +118,6 @@ class Engine:
             self.worker.max_num_batched_tokens,
             config.as_json(),
         )
-
-    def _load(self, ranks: Ranks, draft_service: DraftService | None) -> None:
-        """Worker, drafters, scheduler and planner."""
-        config, speculative = self.config, self.config.speculative_config
-        self.tokenizer = Tokenizer(config.model)
-        self.worker = worker = Worker(config, ranks)
-        has_step_drafter = worker.drafter is not None
-
-        def make_service() -> DraftService:
-            if draft_service is None:
-                raise ConfigError("speculative_config.placement bls needs a server: offline, use in_process")
-            return draft_service
-
-        self.drafters = Drafters(
-            speculative,
-            worker.model.vocab_size,
-            has_step_drafter=has_step_drafter,
-            make_service=make_service,
-            fingerprint=self.tokenizer.fingerprint,
-            encode=lambda text: self.tokenizer.encode(text, add_special_tokens=False),
-        )
-        self.drafters.attach(worker.store)
-        self.scheduler = Scheduler(
-            num_pages=worker.store.num_pages,
-            page_size=config.page_size,
-            num_tokens_after_step=count_tokens_after_step(speculative, worker.drafter),
-            max_batch_size=config.max_batch_size,
-            max_num_batched_tokens=worker.max_num_batched_tokens,
-            max_model_len=worker.max_model_len,
-            max_waiting=config.max_waiting,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        heads = worker.model.heads
-        self.planner = Planner(
-            speculative,
-            self.drafters,
-            max_batch_size=config.max_batch_size,
-            max_model_len=worker.max_model_len,
-            num_pages=worker.store.num_pages,
-            page_size=config.page_size,
-            max_drafter_tokens=worker.max_num_batched_tokens + 1,
-            has_step_drafter=has_step_drafter,
-            has_state_keeper=worker.drafter is not None and worker.drafter.keeper is not None,
-            is_layout_exact=worker.graphs is None,
-            max_masked_drafts=config.max_masked_drafts,
-            cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
-            max_model_drafts=worker.drafter.max_drafts if worker.drafter is not None else 0,
-        )
-        is_wanted = config.async_scheduling
-        self._num_ahead = int(worker.graphs is not None if is_wanted is None else is_wanted)
-        """Steps that may be under way while the next one is planned."""
-        worker.warm_up()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
