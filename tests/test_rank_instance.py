@@ -141,6 +141,16 @@ class TestClaims:
         first.give_back()
         assert not folder.exists()
 
+    def test_what_killed_servers_left_is_removed(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        gone, held, running = (meeting_folder(server, tmp_path) for server in (2**22 + 1, 2**22 + 2, os.getpid()))
+        for folder in (gone, running):
+            os.close(claim_rank(folder, [0], 0).file)
+        claim = claim_rank(held, [0], 0)
+        meeting_folder(os.getpid(), tmp_path)
+        assert not gone.exists() and held.exists() and running.exists()
+        claim.give_back()
+
     def test_a_folder_that_others_enter_is_refused(self, tmp_path):
         folder = meeting_folder(4712, tmp_path)
         folder.chmod(0o777)

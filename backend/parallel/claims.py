@@ -17,18 +17,35 @@ from backend.errors import ConfigError, ModelError
 
 LOOK_SECONDS = 0.05
 SOCKET = "relay"
+PREFIX = "foretoken-ranks"
 
 
 def meeting_folder(server: int, model: Path) -> Path:
     """Of the instances of one model of one server (its process id), made if need be. Raises ConfigError where somebody else has it."""
-    name = f"foretoken-ranks-{os.getuid()}-{server}-{zlib.crc32(str(model.resolve()).encode()):08x}"
+    name = f"{PREFIX}-{os.getuid()}-{server}-{zlib.crc32(str(model.resolve()).encode()):08x}"
     folder = Path(tempfile.gettempdir()) / name
+    _remove_left_over(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{folder}: the ranks of this model are to meet here, and it is not a folder of this user alone")
     return folder
+
+
+def _remove_left_over(parent: Path) -> None:
+    """Folders of servers that were killed: their process is gone, and nobody has their first rank."""
+    for folder in parent.glob(f"{PREFIX}-{os.getuid()}-*"):
+        server = folder.name.removeprefix(f"{PREFIX}-").split("-")[1]
+        if Path("/proc", server).exists() or folder.is_symlink():
+            continue
+        with contextlib.suppress(OSError):
+            file = os.open(folder / "rank-0", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
