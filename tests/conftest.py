@@ -57,8 +57,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
+    """For one module's time: while it is there, its event loop runs in this thread, and asyncio.run would refuse."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

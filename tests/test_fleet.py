@@ -174,11 +174,11 @@ class Three:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(one, prompts))
 
-    def hold_open(self, server: RunningServer, count: int = 1) -> list[socket.socket]:
+    def hold_open(self, server: RunningServer, count: int = 1, max_tokens: int = 200) -> list[socket.socket]:
         """Streams that this server has begun to answer."""
         before, mine, others = server.metric("foretoken_requests_running"), [], []
         while len(mine) < count:
-            stream = send_request(self.address, {**LONG, "prompt": f"{len(mine) + len(others)} = ", "stream": True, "max_tokens": 200})
+            stream = send_request(self.address, {**LONG, "prompt": f"{len(mine) + len(others)} = ", "stream": True, "max_tokens": max_tokens})
             data = b""
             while b"data: " not in data:
                 data += (more := stream.recv(4096))
@@ -239,7 +239,7 @@ def test_one_that_is_held_is_left_out_and_comes_back(three: Three) -> None:
 
 def test_one_that_is_killed_ends_its_streams_alone(three: Three) -> None:
     killed, others = three.servers[2], three.servers[:2]
-    lost, kept = three.hold_open(killed), [stream for server in others for stream in three.hold_open(server)]
+    lost, kept = three.hold_open(killed, max_tokens=1900), [stream for server in others for stream in three.hold_open(server)]
     os.killpg(killed.process.pid, signal.SIGKILL)
     for stream in lost:
         raw = read_rest(stream)
