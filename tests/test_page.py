@@ -20,16 +20,10 @@ def server(servers):
     return servers.get()
 
 
-@pytest.fixture(scope="module")
-def address(server, tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("gateway") / "log", server.grpc) as (address, _):
-        yield address
-
-
 @pytest.fixture
-def page(chromium, address, server):
+def page(chromium, gateway, server):
     server.wait_until_ready()
-    with open_page(chromium, address) as page:
+    with open_page(chromium, gateway) as page:
         yield page
 
 

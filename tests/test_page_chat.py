@@ -11,7 +11,6 @@ import pytest
 from playwright.sync_api import expect
 
 from client import Client
-from deploy.demo import running_gateway
 from tests.pages import open_page, wait_for_answers
 from tests.test_server import wait_until
 
@@ -27,17 +26,11 @@ def server(servers):
     return servers.get()
 
 
-@pytest.fixture(scope="module")
-def address(server, tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("gateway") / "log", server.grpc) as (address, _):
-        yield address
-
-
 @pytest.fixture
-def page(chromium, address, server):
+def page(chromium, gateway, server):
     """In chat mode."""
     server.wait_until_ready()
-    with open_page(chromium, address) as page:
+    with open_page(chromium, gateway) as page:
         page.get_by_label("Chat", exact=True).check()
         page.get_by_label("Max tokens").fill("12")
         yield page
@@ -174,14 +167,14 @@ def test_calls_of_tools(page):
     expect(page.locator("#prompt-label")).to_have_text("Message")
 
 
-def test_models_without_a_template_and_models_that_converse(chromium, address):
+def test_models_without_a_template_and_models_that_converse(chromium, gateway):
     """By what the gateway says of the model, changed on its way."""
     for own, mode, note in (
         ({"has_chat_template": False}, "Completion", "This model has no chat template, so there is no chat."),
         ({"is_bundled": False}, "Chat", ""),
         ({"is_bundled": False, "methods": ["none", "naive"], "method": "none"}, "Chat", ""),
     ):
-        with open_page(chromium, address, model=own) as page:
+        with open_page(chromium, gateway, model=own) as page:
             expect(page.get_by_label(mode, exact=True)).to_be_checked()
             expect(page.locator("#mode-note")).to_have_text(note)
             assert page.get_by_label("Chat", exact=True).is_enabled() == (mode == "Chat")

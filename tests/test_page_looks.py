@@ -7,7 +7,6 @@ import json
 import pytest
 from playwright.sync_api import expect
 
-from deploy.demo import running_gateway
 from tests.pages import WIDE, fill, open_page, wait_for_answers
 from tests.test_gateway import LOOPS
 
@@ -64,12 +63,6 @@ FIND_FAULTS = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def address(servers, tmp_path_factory):
-    with running_gateway(tmp_path_factory.mktemp("gateway") / "log", servers.get().grpc) as (address, _):
-        yield address
-
-
 def top(page, selector: str) -> float:
     box = page.locator(selector).bounding_box()
     assert box is not None
@@ -83,11 +76,11 @@ def check(page, path) -> None:
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_screens(chromium, address, screen, tmp_path):
+def test_screens(chromium, gateway, screen, tmp_path):
     """Before anything runs, after a completion and after a chat, with all parts opened."""
     size, scheme = SCREENS[screen]
     is_phone = size is PHONE
-    with open_page(chromium, address, size=size) as page:
+    with open_page(chromium, gateway, size=size) as page:
         page.emulate_media(color_scheme=scheme)
         check(page, tmp_path / "empty.png")
         assert (top(page, "#on") < top(page, "#prompt")) == is_phone, "on phones answers come first"
@@ -116,8 +109,8 @@ def test_screens(chromium, address, screen, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_each_source_has_a_colour_that_can_be_read(chromium, address, scheme):
-    with open_page(chromium, address) as page:
+def test_each_source_has_a_colour_that_can_be_read(chromium, gateway, scheme):
+    with open_page(chromium, gateway) as page:
         page.emulate_media(color_scheme=scheme)
         colours = page.evaluate(
             """async () => {
@@ -130,8 +123,8 @@ def test_each_source_has_a_colour_that_can_be_read(chromium, address, scheme):
         assert len(set(colours)) == 6 and page.evaluate(FIND_FAULTS) == []
 
 
-def test_by_keyboard_alone(chromium, address):
-    with open_page(chromium, address) as page:
+def test_by_keyboard_alone(chromium, gateway):
+    with open_page(chromium, gateway) as page:
         page.get_by_label("Completion", exact=True).focus()
         reached = []
         for _ in range(16):

@@ -19,18 +19,18 @@ import queue
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from backend.adapters.description import describe
 from backend.adapters.draft_io import BlsDraftService
+from backend.adapters.exchange import Exchange
 from backend.adapters.instance_ranks import claim_instance, follow
 from backend.adapters.intake_workers import LONG_CHARACTERS, IntakeWorkers
 from backend.adapters.metrics import MetricsPublisher
 from backend.adapters.relay import RequestRelay
-from backend.adapters.request_io import Answer, CancelCall, DescribeCall, GenerateCall, InputLimits, read_id, read_messages, read_request
+from backend.adapters.request_io import Answer, CancelCall, DescribeCall, InputLimits, read_id, read_messages, read_request
 from backend.adapters.stub import (
     check_interpreter,
     describe_error,
@@ -39,6 +39,7 @@ from backend.adapters.stub import (
     error_code,
     log_to_server,
     read_engine_config,
+    refuse,
 )
 from backend.config import EngineConfig
 from backend.core import Delta, FinishReason, SpeculationStats
@@ -61,36 +62,7 @@ MAX_CHECKS_PER_WATCH = 64
 """Quiet requests whose cancellation is looked at each time, in turn; each look is a round trip."""
 
 
-@dataclass(slots=True, eq=False)
-class _Exchange:
-    """One Triton request and the way back to its client."""
-
-    sender: Any
-    client_id: str = ""
-    key: str = ""
-    """The engine's name for it."""
-    call: GenerateCall | None = None
-    """Until it is tokenized; None for a request to end another one too."""
-    deadline: float | None = None
-    num_completions: int = 1
-    num_open: int = 1
-    """Completions whose end was not sent. The sender thread's, once the engine has the request."""
-    is_streamed: bool = True
-    answer: Answer = field(default_factory=Answer)
-    last_sent: float = 0.0
-    is_submitted: bool = False
-    """Whoever tokenizes is through with it: the engine has it, or it was refused."""
-    is_cancelled: bool = False
-    """Its end was asked for, by its client or by another request."""
-    is_closed: bool = False
-    """Its final response was sent, or is being sent. The sender thread's."""
-    is_due: bool = False
-    """The sender is to look at it, and has not come to it yet."""
-    waits_for: list[_Exchange] = field(default_factory=list)
-    """Requests that it ended: its own answer comes after theirs."""
-
-
-_News = tuple[_Exchange, Delta | None]
+_News = tuple[Exchange, Delta | None]
 """What to tell a client; None: look whether it is still there."""
 
 
@@ -123,12 +95,12 @@ class TritonPythonModel:
         self._limits = InputLimits(self._engine.scheduler.max_model_len)
         self._sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
         self._keys = itertools.count()
-        self._exchanges: set[_Exchange] = set()
+        self._exchanges: set[Exchange] = set()
         """Every request whose final response was not sent."""
         self._lock = threading.Lock()
         self._made: list[_News] = []  # by the engine's thread, in the step that runs
         self._outbox: queue.SimpleQueue[list[_News] | None] = queue.SimpleQueue()
-        self._held: list[tuple[_Exchange, Answer]] = []  # by the sender: what waits for other requests' ends
+        self._held: list[tuple[Exchange, Answer]] = []  # by the sender: what waits for other requests' ends
         self._is_stopping = threading.Event()
         self._is_refusing = False
         self._intake = IntakeWorkers(self._submit, config.max_batch_size + config.max_waiting)
@@ -163,7 +135,7 @@ class TritonPythonModel:
     def _take(self, request: Any) -> None:
         """Copies what the request holds, and queues it to be tokenized."""
         now = time.monotonic()
-        exchange = _Exchange(request.get_response_sender(), last_sent=now)
+        exchange = Exchange(request.get_response_sender(), last_sent=now)
         with self._lock:
             self._exchanges.add(exchange)
         try:
@@ -187,16 +159,16 @@ class TritonPythonModel:
         except Exception as error:  # whatever it is, it belongs to this request only
             self._refuse(exchange, error)
 
-    def _refuse(self, exchange: _Exchange, error: Exception) -> None:
+    def _refuse(self, exchange: Exchange, error: Exception) -> None:
         self._outbox.put([(exchange, Delta(exchange.key, error=error))])
 
-    def _end(self, exchange: _Exchange, reason: FinishReason) -> None:
+    def _end(self, exchange: Exchange, reason: FinishReason) -> None:
         """Ends a request that the engine never had."""
         deltas = [Delta(exchange.key, i, finish_reason=reason, stats=SpeculationStats()) for i in range(exchange.num_completions)]
         self._publisher.count_end(reason, len(deltas))
         self._outbox.put([(exchange, delta) for delta in deltas])
 
-    def _cancel(self, call: CancelCall, exchange: _Exchange) -> None:
+    def _cancel(self, call: CancelCall, exchange: Exchange) -> None:
         """Ends every open request with that id; the answer's finish_reason is `cancelled` when there was one, else `stop`.
 
         The answer comes from the engine's thread, and after those of the requests that it ended: an unknown id asks whether that thread steps.
@@ -211,7 +183,7 @@ class TritonPythonModel:
             answer = Delta(call.target_id, error=EngineError("the server is shutting down"))
         self._engine.call(lambda: self._made.append((exchange, answer)))
 
-    def _describe(self, exchange: _Exchange) -> None:
+    def _describe(self, exchange: Exchange) -> None:
         exchange.is_streamed = False
 
         def answer() -> None:
@@ -220,7 +192,7 @@ class TritonPythonModel:
 
         self._engine.call(answer)
 
-    def _end_early(self, exchange: _Exchange) -> bool:
+    def _end_early(self, exchange: Exchange) -> bool:
         """Cancels a request, wherever it is. False when its end is on its way already."""
         exchange.is_cancelled = True  # before the engine is asked: see _submit
         if self._intake.withdraw(exchange):
@@ -230,7 +202,7 @@ class TritonPythonModel:
 
     # -- intake threads ---------------------------------------------------------------------------------------------
 
-    def _submit(self, exchange: _Exchange) -> None:
+    def _submit(self, exchange: Exchange) -> None:
         """Tokenizes a request and gives it to the engine."""
         call = exchange.call
         assert call is not None
@@ -263,7 +235,7 @@ class TritonPythonModel:
             while not self._outbox.empty():
                 groups.append(self._outbox.get())
             is_open = None not in groups
-            merged: dict[tuple[int, int], tuple[_Exchange, Answer]] = {}
+            merged: dict[tuple[int, int], tuple[Exchange, Answer]] = {}
             for number, (exchange, delta) in enumerate(itertools.chain.from_iterable(filter(None, groups)), 1):
                 if delta is None or delta.error is not None:
                     merged[id(exchange), -number] = (exchange, Answer([delta] if delta else []))
@@ -275,7 +247,7 @@ class TritonPythonModel:
             for exchange, answer in held:
                 self._send_safely(exchange, answer)
 
-    def _send_safely(self, exchange: _Exchange, answer: Answer) -> None:
+    def _send_safely(self, exchange: Exchange, answer: Answer) -> None:
         """Whatever goes wrong belongs to this request only, and ends it."""
         try:
             self._send(exchange, answer)
@@ -288,7 +260,7 @@ class TritonPythonModel:
                 logger.exception("request %r: nor could the error", exchange.client_id)
                 self._close(exchange)
 
-    def _send(self, exchange: _Exchange, answer: Answer) -> None:
+    def _send(self, exchange: Exchange, answer: Answer) -> None:
         """Sends one completion's news; with none: looks whether the client is still there, and tells it that the server is."""
         if exchange.is_closed:
             return  # its end was sent: the response sender is not to be touched any more
@@ -328,27 +300,25 @@ class TritonPythonModel:
         else:
             exchange.sender.send(response)
 
-    def _check_cancelled(self, exchange: _Exchange) -> None:
+    def _check_cancelled(self, exchange: Exchange) -> None:
         if not exchange.is_cancelled and exchange.sender.is_cancelled():
             self._end_early(exchange)
 
-    def _send_error(self, exchange: _Exchange, error: Exception) -> None:
+    def _send_error(self, exchange: Exchange, error: Exception) -> None:
         if exchange.is_closed:
             return
         name = error_code(error)
         if name == "INTERNAL":
             logger.error("request %r failed", exchange.client_id, exc_info=error)
         self._publisher.count_error(name)
-        # gRPC streams carry the message alone, so it names the code too.
-        message = f"[{name}] request {exchange.client_id!r:.100}: {describe_error(error)}"
-        self._send_final(exchange, pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, name))))
+        self._send_final(exchange, refuse(exchange.client_id, error))
 
-    def _send_final(self, exchange: _Exchange, response: Any) -> None:
+    def _send_final(self, exchange: Exchange, response: Any) -> None:
         exchange.is_closed = True
         exchange.sender.send(response, flags=FINAL)
         self._close(exchange)
 
-    def _close(self, exchange: _Exchange) -> None:
+    def _close(self, exchange: Exchange) -> None:
         exchange.is_closed = True
         with self._lock:
             self._exchanges.discard(exchange)

@@ -8,15 +8,14 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.request_io import Answer
+from backend.adapters.request_io import Answer, read_id
 from backend.adapters.stub import (
     check_interpreter,
-    describe_error,
     drain_file,
     end_with_server,
-    error_code,
     log_to_server,
     read_engine_config,
+    refuse,
 )
 from backend.core import Delta, SpeculationStats
 from backend.errors import EngineError
@@ -43,16 +42,16 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            sender = request.get_response_sender()
+            sender, name = request.get_response_sender(), ""
             try:
+                name = read_id(request)
                 self._host.check()
                 if pb_utils.get_input_tensor_by_name(request, "cancel") is None:
                     raise EngineError(f"this server's ranks compute for another host: send requests to the server there ({self._host.master})")
                 answer = Answer([Delta("", finish_reason="stop", stats=SpeculationStats())])
                 response = pb_utils.InferenceResponse(answer.tensors())
             except Exception as error:
-                text = f"[{error_code(error)}] {describe_error(error)}"
-                response = pb_utils.InferenceResponse(error=pb_utils.TritonError(text, getattr(pb_utils.TritonError, error_code(error))))
+                response = refuse(name, error)
             sender.send(response, flags=FINAL)
 
     def _watch(self) -> None:

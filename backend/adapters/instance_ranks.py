@@ -9,7 +9,9 @@ from backend.adapters.rank_instance import RankInstance
 from backend.adapters.stub import model_folder
 from backend.config import EngineConfig
 from backend.errors import ConfigError
+from backend.follower import run_rank
 from backend.parallel.claims import Claim, claim_rank, meeting_folder
+from backend.rank_processes import MEET_SECONDS
 
 
 def claim_instance(arguments: dict[str, str], config: EngineConfig) -> Claim | None:
@@ -27,14 +29,9 @@ def claim_instance(arguments: dict[str, str], config: EngineConfig) -> Claim | N
         if gpus != list(range(gpus[0], gpus[0] + size)):
             raise ConfigError(f"instance_group has GPUs {gpus}; as ranks (parallel_config.ranks) they must follow one another, each once")
         ranks = [int(arguments["model_instance_device_id"]) - gpus[0]]
-    from backend.rank_processes import MEET_SECONDS
-
     return claim_rank(meeting_folder(os.getppid(), model_folder(arguments)), ranks, MEET_SECONDS)
 
 
 def follow(claim: Claim) -> RankInstance:
     """This instance as the rank that it has claimed. Raises ModelError."""
-    from backend.follower import run_rank
-    from backend.rank_processes import MEET_SECONDS
-
     return RankInstance(claim.rank, claim.socket, run_rank, MEET_SECONDS)

@@ -20,7 +20,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from backend.adapters.relay import FINAL, pack, unpack
-from backend.adapters.stub import describe_error
+from backend.adapters.stub import refuse
 from backend.errors import EngineError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -202,6 +202,4 @@ class RankInstance:
         with self._lock:
             found, self._open = self._open, {}
         for number, request in found.items():
-            message = f"[UNAVAILABLE] request {request.name!r:.100}: {describe_error(EngineError(why))}"
-            error = pb_utils.TritonError(message, pb_utils.TritonError.UNAVAILABLE)
-            self._send(number, request, pb_utils.InferenceResponse(error=error), is_final=True)
+            self._send(number, request, refuse(request.name, EngineError(why)), is_final=True)

@@ -12,7 +12,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ CLOSE_SECONDS = 5.0
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
-def pack(head: dict[str, Any], arrays: Arrays = []) -> bytes:  # noqa: B006 -- it is only read
+def pack(head: dict[str, Any], arrays: Sequence[tuple[str, np.ndarray]] = ()) -> bytes:
     """One message."""
     described: list[list[Any]] = []
     parts: list[bytes] = []

@@ -133,6 +133,13 @@ def error_code(error: Exception) -> str:
     return "INVALID_ARG" if isinstance(error, ValueError) else "INTERNAL"
 
 
+def refuse(request_id: str, error: Exception) -> Any:
+    """A response that tells the error, its code and the request: gRPC streams carry the message alone."""
+    code = error_code(error)
+    message = f"[{code}] request {request_id!r:.100}: {describe_error(error)}"
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
+
+
 _PRIVATE = re.compile(r"\S*triton_python_backend_shm\S*|/dev/shm/\S*")
 """Names of shared-memory regions: who knows one can have the server map it."""
 

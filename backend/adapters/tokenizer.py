@@ -10,7 +10,15 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages
-from backend.adapters.stub import check_interpreter, describe_error, end_with_server, error_code, log_to_server, read_parameters, resolve_model
+from backend.adapters.stub import (
+    check_interpreter,
+    end_with_server,
+    error_code,
+    log_to_server,
+    read_parameters,
+    refuse,
+    resolve_model,
+)
 from backend.errors import ConfigError, ModelError, RequestError
 from backend.intake import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from backend.model_files import read_json
@@ -65,11 +73,9 @@ class TritonPythonModel:
             text = self._read_text(name_of_input, texts)
             return pb_utils.InferenceResponse(self._encode_chat(text) if name_of_input == "messages" else self._encode(text))
         except Exception as error:  # whatever it is, it belongs to this request only
-            code = error_code(error)
-            if code == "INTERNAL":
+            if error_code(error) == "INTERNAL":
                 logger.error("request %r failed", name, exc_info=error)
-            message = f"[{code}] request {name!r:.100}: {describe_error(error)}"  # a stream of the ensemble carries the message alone
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
+            return refuse(name, error)
 
     def _read_text(self, name: str, values: np.ndarray) -> str:
         if values.size != 1:

@@ -1,0 +1,37 @@
+"""One request of the decode model, from its arrival to its final response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from backend.adapters.request_io import Answer, GenerateCall
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One Triton request and the way back to its client."""
+
+    sender: Any
+    client_id: str = ""
+    key: str = ""
+    """The engine's name for it."""
+    call: GenerateCall | None = None
+    """Until it is tokenized; None for a request to end another one too."""
+    deadline: float | None = None
+    num_completions: int = 1
+    num_open: int = 1
+    """Completions whose end was not sent. The sender thread's, once the engine has the request."""
+    is_streamed: bool = True
+    answer: Answer = field(default_factory=Answer)
+    last_sent: float = 0.0
+    is_submitted: bool = False
+    """Whoever tokenizes is through with it: the engine has it, or it was refused."""
+    is_cancelled: bool = False
+    """Its end was asked for, by its client or by another request."""
+    is_closed: bool = False
+    """Its final response was sent, or is being sent. The sender thread's."""
+    is_due: bool = False
+    """The sender is to look at it, and has not come to it yet."""
+    waits_for: list[Exchange] = field(default_factory=list)
+    """Requests that it ended: its own answer comes after theirs."""
