@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -27,13 +28,15 @@ from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
 from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, describe_self
 from backend.step.plan import StepPlan
-from backend.step.worker import Worker
+from backend.step.worker import Launched, Worker
 
 logger = logging.getLogger(__name__)
 
 LOST_STATUS = 3
 """Exit status where rank 0 is gone."""
 PARENT_SECONDS = 0.5
+LOOK_SECONDS = 0.0005
+"""Between two looks at a step under way, where plans come by a connection."""
 
 
 Report = Callable[[dict[str, Any]], None]
@@ -48,16 +51,22 @@ class Plans:
         self._ring, self._rank, self._plans, self._orders, self._check = ring, rank, plans, orders, check
         self.num_done = 0
 
-    def read(self) -> np.ndarray:
-        """The next message. Raises RuntimeError when rank 0 is gone."""
+    def read(self, look: Callable[[], bool]) -> np.ndarray:
+        """The next message. look: called while there is none; whether it wants to be called again soon. Raises RuntimeError when rank 0 is gone."""
         if self._ring is not None:
-            return self._ring.read(self._rank - 1, self._check)
+
+            def wait() -> None:
+                self._check()
+                look()
+
+            return self._ring.read(self._rank - 1, wait)
         assert self._plans is not None
         try:
-            content = self._plans.receive()
+            content = None
+            while content is None:
+                content = self._plans.receive(LOOK_SECONDS if look() else None)
         except ConnectionError as error:
             raise RuntimeError(f"rank 0 has ended: {error}") from None
-        assert content is not None
         return np.frombuffer(content, dtype="<i4").astype(np.int32)
 
     def note_done(self) -> None:
@@ -70,25 +79,51 @@ class Plans:
                 self._orders.send_order({"done": self.num_done})
 
 
+class Steps:
+    """Those that this rank has launched. As on rank 0, the next is launched while one is under way: its GPU would wait between them else, and with
+    it all the others."""
+
+    def __init__(self, worker: Worker, ranks: Ranks, plans: Plans) -> None:
+        self._worker, self._ranks, self._plans = worker, ranks, plans
+        self._verdicts, self._num_launched = Verdicts(), 0
+        self._under_way: deque[Launched] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self.finish(1)
+        check_verdicts(self._ranks, self._verdicts, self._num_launched, self._worker.device)
+        self._num_launched += 1
+        self._under_way.append(self._worker.launch(plan))
+        self.look()
+
+    def finish(self, num_left: int = 0) -> None:
+        """Waits until no more than so many are under way."""
+        while len(self._under_way) > num_left:
+            self._verdicts.add(self._under_way.popleft()().rows)
+            self._plans.note_done()
+
+    def look(self) -> bool:
+        """Books those that are done. Whether some are not."""
+        while self._under_way and self._under_way[0].is_done():
+            self.finish(len(self._under_way) - 1)
+        return bool(self._under_way)
+
+
 def follow(worker: Worker, ranks: Ranks, plans: Plans) -> None:
     """Runs plans until rank 0 says that it was the last."""
-    verdicts, num_launched = Verdicts(), 0
+    steps = Steps(worker, ranks, plans)
     while True:
-        words = plans.read()
-        if words[0] == STOP:
-            return
-        if words[0] == CAPTURE:
-            worker.capture_waiting()
+        words = plans.read(steps.look)
+        if words[0] == PLAN:
+            steps.launch(StepPlan.from_array(words[1:]))
         elif words[0] == PROBS:
             index, count, width = words[1:4].tolist()
             worker.put_draft_probs(index, torch.from_numpy(words[4:].view(np.float32).reshape(count, width).copy()).to(worker.device))
         else:
-            assert words[0] == PLAN, f"rank 0 sent a message of kind {words[0]}"
-            plan = StepPlan.from_array(words[1:])
-            check_verdicts(ranks, verdicts, num_launched, worker.device)
-            num_launched += 1
-            verdicts.add(worker.launch(plan)().rows)
-            plans.note_done()
+            steps.finish()
+            if words[0] == STOP:
+                return
+            assert words[0] == CAPTURE, f"rank 0 sent a message of kind {words[0]}"
+            worker.capture_waiting()
 
 
 def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple[Line, Line | None]:

@@ -1,6 +1,6 @@
 """Tokens per second through a real Triton server and gRPC streams against the same engine offline, on one GPU.
 
-    python -m benchmarks.gpu_serve [--shape llama-8b] [--streams 1 128] [--methods none mtp]
+    python -m benchmarks.gpu_serve [--shape llama-8b] [--streams 1 128] [--methods none mtp] [--tensor-parallel 2 --ranks processes instances]
 
 Both run in turn on the same prompts of real code; weights are random and acceptance is simulated, as in gpu_step. Clients are processes
 of their own, so that it is the server that is measured. The server is the one on PATH (--backend-directory: its backends).
@@ -22,10 +22,13 @@ from typing import Any
 import torch
 
 from backend import LLM, SamplingParams
+from backend.config import RANKS
 from benchmarks.gpu_step import METHODS, SHAPES, make_prompts, write_drafter, write_target
-from deploy.demo import free_ports, running_server
+from deploy.demo import free_ports, open_url, running_server
 
 MAX_STREAMS_OF_PROCESS = 16
+PUBLISH_SECONDS = 2.5
+TIMES = [f"foretoken_step_{phase}_seconds_total" for phase in ("propose", "forward", "verify")]
 
 
 def run_offline(llm: LLM, prompts: list[list[int]], outputs: int) -> float:
@@ -75,6 +78,15 @@ def run_served(address: str, prompts: list[list[int]], outputs: int) -> float:
     return received / seconds
 
 
+def count_steps(port: int) -> tuple[float, float]:
+    """Steps that the server has run, and their seconds on the device, once it has published what it has done."""
+    time.sleep(PUBLISH_SECONDS)
+    with open_url(f"http://127.0.0.1:{port}/metrics", 10) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith("foretoken_step")]
+    values = {name: sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{")) for name in ("foretoken_steps_total", *TIMES)}
+    return values["foretoken_steps_total"], sum(values[name] for name in TIMES)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
@@ -82,13 +94,16 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=["none", "mtp"])
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--outputs", type=int, default=256)
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--ranks", nargs="+", choices=RANKS, default=RANKS[:1], help="what the server's ranks are, one after the other")
     parser.add_argument("--backend-directory")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
         client()
         return
-    print("| method | streams | offline tokens/s | served tokens/s | served / offline |\n|---|---|---|---|---|")
+    print("| method | ranks | streams | offline tokens/s | served tokens/s | served / offline | steps | on the device, ms a step |")
+    print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         target = write_target(arguments.shape, folder)
@@ -105,6 +120,7 @@ def main() -> None:
                 "max_num_batched_tokens": 8192,
                 "max_model_len": arguments.prompt + arguments.outputs + 32,
                 "enable_prefix_caching": False,
+                "tensor_parallel_size": arguments.tensor_parallel,
                 "speculative_config": speculation,
             }
             llm = LLM(**config)
@@ -113,21 +129,27 @@ def main() -> None:
             for count in arguments.streams:
                 run_offline(llm, prompts[count], 16)
                 offline[count] = run_offline(llm, prompts[count], arguments.outputs)
+            llm.close()
             del llm
             gc.collect()
             torch.cuda.empty_cache()
-            file = folder / f"{method}.yaml"
-            file.write_text(json.dumps(config))  # YAML reads JSON
-            ports = free_ports(3)
-            options = [f"--config={file}", f"--repository={folder / method}"]
-            if arguments.backend_directory:
-                options.append(f"--backend-directory={arguments.backend_directory}")
-            with running_server(*ports, folder / f"{method}.log", *options):
-                address = f"127.0.0.1:{ports[1]}"
-                for count in arguments.streams:
-                    run_served(address, prompts[count], 16)
-                    served = run_served(address, prompts[count], arguments.outputs)
-                    print(f"| {method} | {count} | {offline[count]:.0f} | {served:.0f} | {served / offline[count]:.3f} |", flush=True)
+            for ranks in arguments.ranks:
+                where = folder / f"{method}-{ranks}"
+                where.with_suffix(".yaml").write_text(json.dumps({**config, "ranks": ranks}))  # YAML reads JSON
+                ports = free_ports(3)
+                options = [f"--config={where.with_suffix('.yaml')}", f"--repository={where}"]
+                if arguments.backend_directory:
+                    options.append(f"--backend-directory={arguments.backend_directory}")
+                with running_server(*ports, where.with_suffix(".log"), *options):
+                    address = f"127.0.0.1:{ports[1]}"
+                    for count in arguments.streams:
+                        run_served(address, prompts[count], 16)
+                        before = count_steps(ports[2])
+                        served = run_served(address, prompts[count], arguments.outputs)
+                        steps, seconds = (after - own for after, own in zip(count_steps(ports[2]), before))
+                        said = ranks if arguments.tensor_parallel > 1 else "1"
+                        speeds = f"{offline[count]:.0f} | {served:.0f} | {served / offline[count]:.3f}"
+                        print(f"| {method} | {said} | {count} | {speeds} | {steps:.0f} | {1000 * seconds / steps:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,14 @@ from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.step.plan import StepPlan
 from backend.step.worker import Results, StepTimes
+from benchmarks.step_bytes import counted_experts, profiled, read_bytes
 from benchmarks.workloads import completion_prompts
 from training.heldout import read_heldout
 
 SHAPES = {
     "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     "llama-1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    "llama-70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "ernie-21b-a3b": {
         "architectures": ["Ernie4_5_MoeForCausalLM"],
         "hidden_size": 2560,
@@ -329,6 +331,25 @@ def compare_options(target: Path, batches: list[int], prompt: int, outputs: int)
             print(f"| {name} | {batch} | {first['step_ms']:.3f} | {longest:.3f} | {figures} |", flush=True)
 
 
+def count_bytes(target: Path, arguments: argparse.Namespace, speculation: dict[str, Any], options: dict[str, Any], bandwidth: float) -> None:
+    """Prints what plain steps of each batch have to read, in bytes and in ms, by the experts that their tokens take."""
+    outputs = 16
+    with counted_experts() as count:
+        llm = load_target(target, max(arguments.batches), arguments.prompt + outputs + 32, {**speculation, "method": "none"}, **options)
+        cached = llm.engine.worker.store.page_bytes / llm.engine.worker.store.page_size
+        for batch in arguments.batches:
+            requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, arguments.prompt)]
+            llm.generate(requests, greedy(outputs), use_tqdm=False)
+            taken = count.take(batch)
+            total = read_bytes(target, taken, cached * batch * (arguments.prompt + arguments.outputs / 2))
+            experts = "" if taken is None else f"{taken:.1f} experts a layer, "
+            print(f"batch {batch}: {experts}{total / 1e9:.2f} GB, {1000 * total / bandwidth:.3f} ms", flush=True)
+        llm.close()
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-8b")
@@ -339,6 +360,10 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=256)
     parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--shared", type=int, metavar="TOKENS", help="compares cascade attention for requests that begin alike, and nothing else")
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts are spread over the ranks")
+    parser.add_argument("--quantization", help="of the target's weights")
+    parser.add_argument("--experts", action="store_true", help="counts the experts that steps take, in a run of its own, and says what is to be read")
+    parser.add_argument("--profile", action="store_true", help="prints the kernels of each row's steps, prompts with them, in a run of its own")
     parser.add_argument("--options", action="store_true", help="compares strategies of verification, and log-probabilities, and nothing else")
     arguments = parser.parse_args()
     copy, read = measure_bandwidth()
@@ -363,9 +388,14 @@ def main() -> None:
                 "simulated_acceptance_rate": arguments.acceptance,
             }
             length = arguments.prompt + arguments.outputs + 32
-            llm = load_target(
-                target, max(arguments.batches), length, speculation, enable_prefix_caching=False, tensor_parallel_size=arguments.tensor_parallel
-            )
+            options = {
+                "enable_prefix_caching": False,
+                "parallel_config": {"tensor_parallel_size": arguments.tensor_parallel, "expert_parallel": arguments.expert_parallel},
+                "quantization": arguments.quantization,
+            }
+            if arguments.experts:
+                count_bytes(target, arguments, speculation, options, copy)
+            llm = load_target(target, max(arguments.batches), length, speculation, **options)
             loaded = time.perf_counter() - started
             for batch in arguments.batches:
                 requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, arguments.prompt)]
@@ -373,13 +403,17 @@ def main() -> None:
                 phases = ", ".join(f"{row[key]:.3f}" for key in ("forward_ms", "decide_ms", "draft_ms"))
                 speed = f"{row['tokens_per_step']:.2f} | {row['tokens_per_s']:.0f} | {row['idle']:.1%}"
                 print(f"| {method} | {batch} | {row['step_ms']:.3f} | {phases} | {row['wall_ms']:.3f} | {speed} |", flush=True)
+                if arguments.profile:
+                    with profiled():
+                        run(llm, requests, greedy(arguments.outputs))
             free, total = torch.cuda.mem_get_info()
             print(f"({method}: ready after {loaded:.1f} s; {(total - free) / 2**30:.2f} GiB of {total / 2**30:.2f} taken)")
             llm.close()
             del llm
             gc.collect()
             torch.cuda.empty_cache()
-    compare_bundled(arguments.outputs)
+    if (arguments.shape, arguments.tensor_parallel, arguments.quantization) == ("llama-8b", 1, None):
+        compare_bundled(arguments.outputs)
 
 
 if __name__ == "__main__":

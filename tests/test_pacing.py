@@ -180,6 +180,29 @@ def test_prompts_are_cut_to_what_a_step_has_time_for(seen):
     assert 300 <= chosen <= 440
 
 
+@pytest.mark.parametrize("seen", [[(512, 1.5)], [(32, 0.9), (4096, 1.5)], [(8000, 0.5)] * 3], ids=str)
+def test_slow_first_steps_are_forgotten(seen):
+    """They load what later ones use: what they took says nothing of these."""
+    limit = ChunkLimit(max_seconds=per_token(400))
+    for count, seconds in seen:
+        limit.observe(count, seconds)
+    chosen = []
+    for _ in range(24):
+        chosen.append(limit.choose(num_decoding=8))
+        limit.observe(chosen[-1], per_token(chosen[-1]))
+    assert all(300 <= count <= 440 for count in chosen[18:]) and sum(chosen) >= 24 * 200
+
+
+def test_steps_are_not_cut_where_that_saves_nothing():
+    """Kernels that the host launches one by one take as long for 32 tokens as for 2,048."""
+    limit = ChunkLimit(max_seconds=20e-3)
+    limit.observe(512, 40e-3)
+    for _ in range(12):
+        chosen = limit.choose(num_decoding=8)
+        limit.observe(chosen, 40e-3 + max(0, chosen - 2048) * 20e-6)
+    assert 900 <= chosen <= 6000
+
+
 def test_a_prompt_goes_on_however_slow_steps_are():
     limit = ChunkLimit(max_seconds=1e-3)
     for count in (64, 128, 256):

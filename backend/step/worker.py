@@ -71,6 +71,18 @@ class Results:
     times: StepTimes = field(default_factory=StepTimes)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way; a call waits for its results."""
+
+    read: Callable[[], Results]
+    is_done: Callable[[], bool]
+    """Whether a call would not wait."""
+
+    def __call__(self) -> Results:
+        return self.read()
+
+
 @dataclass(slots=True)
 class _Read:
     """Host copies of a step's results."""
@@ -201,8 +213,8 @@ class Worker:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Callable[[], Results]:
-        """Starts a step; the result waits for it. On CPU the step is over when this returns."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Starts a step. On CPU it is over when this returns."""
         num_tokens = plan.prompt_rows + (plan.num_rows - plan.num_prompts) * plan.num_queries
         with self._threads_for(num_tokens):
             self._turn = (self._turn + 1) % NUM_BUFFERS
@@ -217,7 +229,7 @@ class Worker:
             seconds = StepTimes(*(end - begin for begin, end in zip(times, times[1:])))
             read = _host_copies(step)
             results = Results(self._read(plan, read), read.rows[: plan.num_rows], seconds)
-        return lambda: results
+        return Launched(lambda: results, lambda: True)
 
     def _prepare(self, plan: StepPlan) -> None:
         """Pages and admissions."""
@@ -269,7 +281,7 @@ class Worker:
         """Fields of the widest step, and per request a full table of pages and all drafts: what one launch can bring at most."""
         return self.table.size * (NUM_FIELDS + 2 * (self.page_table.shape[1] + MAX_DRAFTS + 2))
 
-    def _launch_on_gpu(self, plan: StepPlan) -> Callable[[], Results]:
+    def _launch_on_gpu(self, plan: StepPlan) -> Launched:
         graphs = self.graphs
         assert graphs is not None
         if not self._pinned:
@@ -294,7 +306,7 @@ class Worker:
             arrays = _as_arrays(copies)
             return Results(self._read(plan, arrays), arrays.rows[: plan.num_rows], StepTimes(*seconds))
 
-        return read
+        return Launched(read, copied.query)
 
     @property
     def is_capture_waiting(self) -> bool:

@@ -23,7 +23,8 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 def check(out: torch.Tensor, by_torch: torch.Tensor, exact: torch.Tensor) -> None:
     assert out.dtype == by_torch.dtype and out.shape == by_torch.shape
     if out.numel():
-        assert relative_error(out, exact) <= 2 * relative_error(by_torch, exact) + 1e-8
+        # A row's scale is one number, whose rounding all of it has: with one row torch's can be right by luck.
+        assert relative_error(out, exact) <= max(2 * relative_error(by_torch, exact), torch.finfo(out.dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
