@@ -56,17 +56,22 @@ def choose_shape(num_tokens: int, num_chosen: int, num_experts: int, dtype: torc
 
 def choose_groups(num_tokens: int, num_chosen: int, first: int, num_own: int, dtype: torch.dtype, device: torch.device) -> ExpertGroups | None:
     """How a router is to sort pairs for `mix_experts` of so many tokens; None: where it is to leave that."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not num_tokens or _is_many(num_tokens, num_chosen, num_own):
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not num_tokens or is_many(num_tokens, num_chosen, num_own):
         return None
     gpu = gpu_of(device)
     if gpu.block_memory < LEAST_SHARED[8] + STATIC_SHARED:
         return None
     rows = int(choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu)[0]["TOKENS"])
-    num_pairs = num_tokens * num_chosen
-    return ExpertGroups(first, num_own, rows, min(num_own, num_pairs) + num_pairs // rows)
+    return ExpertGroups(first, num_own, rows, _count_chunks(num_tokens * num_chosen, num_own, rows))
 
 
-def _is_many(num_tokens: int, num_chosen: int, num_own: int) -> bool:
+def _count_chunks(num_pairs: int, num_own: int, rows: int) -> int:
+    """At most."""
+    return min(num_own, num_pairs) + num_pairs // rows
+
+
+def is_many(num_tokens: int, num_chosen: int, num_own: int) -> bool:
+    """Whether the grouped product is the faster one."""
     return num_tokens >= MIN_MANY_TOKENS and num_tokens * num_chosen > MAX_MEAN_ROWS * num_own
 
 
@@ -92,13 +97,12 @@ def mix_experts(
     _check(x, experts, weights, gate_up, down, residual)
     if not num_tokens:
         return x.new_empty(0, hidden) if residual is None else residual
-    if not _has_kernel(x, hidden, inner):
+    if not has_kernel(x, hidden, inner):
         made = _mix_every(x, experts, weights, gate_up, down, activation, first)
         return made if residual is None else residual.add_(made)
     num_chosen = experts.shape[1]
-    is_many = _is_many(num_tokens, num_chosen, num_own)
-    if is_many and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
-        made, places = _multiply_sorted(x, experts, gate_up, down, activation, first)
+    if is_many(num_tokens, num_chosen, num_own) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
+        made, places = multiply_sorted(x, experts, lambda: gate_up, lambda: down, num_own, activation, first)
     elif num_tokens * num_chosen > MAX_PAIRS:
         half = num_tokens // 2
         parts = [slice(0, half), slice(half, num_tokens)]
@@ -111,7 +115,7 @@ def mix_experts(
         return out
     else:
         made, places = _multiply_chunks(x, experts, gate_up, down, activation, is_silu, first, lists), None
-    return _combine(made, places, experts, weights, first, num_own, residual)
+    return combine(made, places, experts, weights, first, num_own, residual)
 
 
 def _check(
@@ -137,7 +141,8 @@ def _check(
         raise ValueError(f"mix_experts: residual {tuple(residual.shape)} {residual.dtype} must be {tuple(x.shape)} {x.dtype}")
 
 
-def _has_kernel(x: torch.Tensor, hidden: int, inner: int) -> bool:
+def has_kernel(x: torch.Tensor, hidden: int, inner: int) -> bool:
+    """Whether `experts.cu` takes these sizes."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and hidden % STEP == 0
@@ -180,14 +185,8 @@ def _multiply_chunks(
         x = x.contiguous()
     num_pairs, gpu = num_tokens * num_chosen, gpu_of(device)
     into, back = choose_shape(num_tokens, num_chosen, num_own, x.dtype, is_silu, gpu)
-    max_chunks = min(num_own, num_pairs) + num_pairs // int(into["TOKENS"])
+    lists, _, max_chunks = sort_pairs(experts, num_own, x.dtype, first, lists)
     blocks = max(gpu.num_multiprocessors, -(-max_chunks // (SLOTS - 2)))
-    if lists is None:
-        lists = torch.empty(4 * max_chunks + num_pairs + 1, dtype=torch.int32, device=device)
-        group = load(device, "experts", "group_rows", into, 8 * num_own, programmatic=True)
-        group((1, 1), (GROUP_THREADS, 1, 1), lists, experts, max_chunks, num_pairs, first, num_own, shared=8 * num_own)
-    elif lists.shape != (4 * max_chunks + num_pairs + 1,):
-        raise ValueError(f"mix_experts: lists {tuple(lists.shape)} are of other tokens: must be [{4 * max_chunks + num_pairs + 1}]")
     shared, grid, block = int(into["SHARED"]), (blocks, 1), (THREADS, 1, 1)
     act = x.new_empty(num_pairs, inner if is_silu else 2 * inner)
     multiply = load(device, "experts", "expert_linear", into, shared, programmatic=True)
@@ -199,18 +198,43 @@ def _multiply_chunks(
     return made
 
 
-def _multiply_sorted(
-    x: torch.Tensor, experts: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int
+def sort_pairs(experts: torch.Tensor, num_own: int, dtype: torch.dtype, first: int, lists: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
+    """Pairs of experts [T, k] by expert, as kernels read them, the most rows of a chunk, and the most chunks. lists: as a router sorted them."""
+    (num_tokens, num_chosen), device = experts.shape, experts.device
+    num_pairs = num_tokens * num_chosen
+    defines, _ = choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu_of(device))
+    rows = int(defines["TOKENS"])
+    max_chunks = _count_chunks(num_pairs, num_own, rows)
+    if lists is None:
+        lists = torch.empty(4 * max_chunks + num_pairs + 1, dtype=torch.int32, device=device)
+        group = load(device, "experts", "group_rows", defines, 8 * num_own, programmatic=True)
+        group((1, 1), (GROUP_THREADS, 1, 1), lists, experts, max_chunks, num_pairs, first, num_own, shared=8 * num_own)
+    elif lists.shape != (4 * max_chunks + num_pairs + 1,):
+        raise ValueError(f"mix_experts: lists {tuple(lists.shape)} are of other tokens: must be [{4 * max_chunks + num_pairs + 1}]")
+    return lists, rows, max_chunks
+
+
+def multiply_sorted(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: Callable[[], torch.Tensor],
+    down: Callable[[], torch.Tensor],
+    num_own: int,
+    activation: Activation,
+    first: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by torch's grouped product, in the order of the experts, and where in it each pair lies [T, k]."""
-    num_own, num_chosen = len(down), experts.shape[1]
+    """What each token's experts make of it by torch's grouped product, in the order of the experts, and where in it each pair lies [T, k].
+
+    gate_up and down give the weights [E, 2 inner, hidden] and [E, hidden, inner] when they are needed.
+    """
+    num_chosen = experts.shape[1]
     numbers = experts.flatten() - first
     numbers = torch.where((numbers >= 0) & (numbers < num_own), numbers, num_own)  # others' come last, and belong to no product
     in_order, order = numbers.sort(stable=True)
     ends = torch.searchsorted(in_order, _numbers(num_own, x.device), right=True).int()
     places = torch.empty_like(order).scatter_(0, order, _numbers(len(order), x.device))
-    act = activation(torch._grouped_mm(x[order // num_chosen], gate_up.transpose(1, 2), offs=ends))
-    return torch._grouped_mm(act, down.transpose(1, 2), offs=ends), places.view_as(experts)
+    act = activation(torch._grouped_mm(x[order // num_chosen], gate_up().transpose(1, 2), offs=ends))
+    return torch._grouped_mm(act, down().transpose(1, 2), offs=ends), places.view_as(experts)
 
 
 @functools.lru_cache(maxsize=64)
@@ -218,7 +242,7 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device)
 
 
-def _combine(
+def combine(
     made: torch.Tensor,
     places: torch.Tensor | None,
     experts: torch.Tensor,
@@ -227,6 +251,7 @@ def _combine(
     num_own: int,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
+    """The weighted sum of what each token's experts made, by pairs or where places say: [T, hidden], or added to residual."""
     (num_tokens, num_chosen), size, device = experts.shape, made.shape[1], made.device
     out = made.new_empty(num_tokens, size) if residual is None else residual
     _, defines = choose_shape(1, 1, 1, made.dtype, True, gpu_of(device))

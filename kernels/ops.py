@@ -13,6 +13,7 @@ from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
 from kernels.quantized import QuantizedWeight, quantized_add_linear, quantized_gated_linear, quantized_linear
+from kernels.quantized_experts import count_expanded, mix_quantized_experts
 from kernels.reference import apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
@@ -49,6 +50,7 @@ __all__ = [
     "choose",
     "choose_groups",
     "commit",
+    "count_expanded",
     "draft_ngram",
     "draw_tokens",
     "gelu_mul",
@@ -57,6 +59,7 @@ __all__ = [
     "mask_logits",
     "mix_experts",
     "mix_experts_on_gpu",
+    "mix_quantized_experts",
     "norm_gated_linear",
     "norm_heads",
     "norm_linear",

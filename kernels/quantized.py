@@ -6,7 +6,7 @@ activations' type first (`expand_weight`). A row of a result does not depend on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,12 @@ class QuantizedWeight:
         """x [M, in] -> [M, K] as the columns lie. A column of zeros is there for the paddings."""
         return x if self.order is None else F.pad(x, (0, 1)).index_select(1, self.order)
 
+    def part(self, number: int, count: int) -> QuantizedWeight:
+        """One of so many parts of equal size, one below the other."""
+        size = len(self.codes) // count
+        rows = slice(number * size, (number + 1) * size)
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=None if self.zeros is None else self.zeros[rows])
+
     def expand(self) -> torch.Tensor:
         """The weights [N, K] in float32, in the stored order of columns."""
         shape = (len(self.scales), self.num_columns)
@@ -73,12 +79,14 @@ def is_skinny(x: torch.Tensor, weight: QuantizedWeight, is_gated: bool = False) 
     )
 
 
-def _can_expand(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+def can_expand(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+    """Whether `expand_weight` writes the weight out for x."""
     is_fit = weight.codes.shape[1] % PIECE == 0 and weight.group_size % PIECE == 0
     return x.is_cuda and len(x) > 0 and x.dtype in (torch.bfloat16, torch.float16) and is_fit
 
 
-def _kind(dtype: torch.dtype, weight: QuantizedWeight) -> Defines:
+def kind_of(dtype: torch.dtype, weight: QuantizedWeight) -> Defines:
+    """What quantized.cuh is compiled for."""
     return {"ELEMENT": ELEMENTS[dtype], "KIND": KINDS[weight.codes.dtype], "ZEROS": int(weight.zeros is not None)}
 
 
@@ -92,7 +100,7 @@ def _launch(
     tokens = next(size for size in (8, 16, 32, 64) if num_tokens <= size)
     # Two tiles to a block read x half as often; of few tiles each has a block of its own, or multiprocessors would be idle.
     tiles = 2 if is_gated or num_tiles >= 4 * gpu_of(x.device).num_multiprocessors else 1
-    defines = _kind(x.dtype, weight) | {
+    defines = kind_of(x.dtype, weight) | {
         "TOKENS": tokens,
         "TILES": tiles,
         "DEPTH": 4 // tiles,
@@ -110,7 +118,7 @@ def expand_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weights [N, K] on a GPU, rounded to bf16 or fp16."""
     (num_rows, row_bytes), num_groups = weight.codes.shape, weight.scales.shape[1]
     out = torch.empty(num_rows, weight.num_columns, dtype=dtype, device=weight.codes.device)
-    kernel = load(out.device, "quantized_expand", "quantized_expand", _kind(dtype, weight))
+    kernel = load(out.device, "quantized_expand", "quantized_expand", kind_of(dtype, weight))
     num_blocks = -(-num_rows * (row_bytes // PIECE) // THREADS)
     zeros = 0 if weight.zeros is None else weight.zeros
     kernel((num_blocks, 1), (THREADS, 1, 1), out, weight.codes, weight.scales, zeros, num_rows, row_bytes, num_groups, weight.group_size)
@@ -131,7 +139,7 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     x = weight.ordered(x)
     if is_skinny(x, weight):
         return _launch(x, weight, bias)
-    return F.linear(x, expand_weight(weight, x.dtype), bias) if _can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
+    return F.linear(x, expand_weight(weight, x.dtype), bias) if can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
 
 
 def quantized_add_linear(residual: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -143,9 +151,9 @@ def quantized_add_linear(residual: torch.Tensor, x: torch.Tensor, weight: Quanti
     x = weight.ordered(x)
     if is_skinny(x, weight):
         return _launch(x, weight, bias, residual)
-    if _can_expand(x, weight) and bias is None:
+    if can_expand(x, weight) and bias is None:
         return residual.addmm_(x, expand_weight(weight, x.dtype).t())  # cuBLAS adds in float32
-    made = F.linear(x, expand_weight(weight, x.dtype), bias) if _can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
+    made = F.linear(x, expand_weight(weight, x.dtype), bias) if can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
     return residual.add_(made)
 
 
@@ -155,5 +163,5 @@ def quantized_gated_linear(x: torch.Tensor, weight: QuantizedWeight) -> torch.Te
     x = weight.ordered(x)
     if is_skinny(x, weight, is_gated=True):
         return _launch(x, weight, is_gated=True)
-    made = F.linear(x, expand_weight(weight, x.dtype)) if _can_expand(x, weight) else reference.quantized_linear(x, weight)
+    made = F.linear(x, expand_weight(weight, x.dtype)) if can_expand(x, weight) else reference.quantized_linear(x, weight)
     return silu_mul(made)

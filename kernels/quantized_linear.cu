@@ -10,20 +10,10 @@
 // ELEMENT, KIND, ZEROS: see quantized.cuh; TOKENS: most rows of x, a multiple of 8; TILES; DEPTH; GROUPED: several scales to a row; GATED: weight is
 // gate | up, the output silu(gate) * up.
 #include "quantized.cuh"
+#include "skinny.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, TILE = 16, STEP = 64, COLUMNS = TOKENS / 8;
 constexpr int STRIDE = TILE + 4;  // of a token's sums in shared memory, apart from each other's banks
-
-__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    if constexpr (IS_HALF)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // out [M, N], or [M, N / 2] gated, may be residual. codes [N, row_bytes]; scales and zeros [N, num_groups]. bias [N] and residual (as out)
 // may be null, zeros where not ZEROS. group_size is a multiple of 64, row_bytes too.

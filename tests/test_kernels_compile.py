@@ -37,6 +37,7 @@ DEFINES = {
     "route": {"ELEMENT": "__nv_bfloat16"},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
     "quantized_expand": {"ELEMENT": "__nv_bfloat16", "KIND": 1, "ZEROS": 0},
+    "quantized_experts": {"ELEMENT": "__nv_bfloat16", "KIND": 2, "ZEROS": 1, "TOKENS": 32, "GROUPED": 1, "GATED": 1, "GATHER": 1},
     "quantized_linear": {"ELEMENT": "__nv_bfloat16", "KIND": 2, "ZEROS": 1, "TOKENS": 64, "TILES": 2, "DEPTH": 2, "GROUPED": 1, "GATED": 1},
     "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 64, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 13},
     "token_mask": {"LOGIT": 1},

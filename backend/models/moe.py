@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from backend.errors import ModelError
 from backend.models.layers import Part, Weights
 from backend.models.moe_spec import MoeSpec, RouterSpec
 from backend.models.parts import activate, add_shares, optional_norm
@@ -111,15 +110,20 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
         gate_up[place, :size] = weights.checkpoint.get(*gate)[inner]
         gate_up[place, size:] = weights.checkpoint.get(*up)[inner]
         down[place] = weights.checkpoint.get(*back)[:, inner]
-    return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start, is_silu=spec.activation in ("silu", "swish"))
+    return make_experts(gate_up, down, lambda x: activate(x, spec.activation), own.start, is_silu=_is_silu(spec))
 
 
 def _load_stored(spec: MoeSpec, weights: Weights, own: slice, inner: slice, scheme: str | None) -> Experts:
     """Of quantized weights, or such as are rounded here."""
-    if weights.device.type == "cuda":
-        raise ModelError(f"{weights.checkpoint.directory}: a GPU serves no quantized experts ({spec.prefix}) yet; use --device cpu")
     experts: list[tuple[list[Stored], Stored]] = []
     for number in range(own.start, own.stop):
         gate, up, down = (weights.stored(projection, scheme) for projection in spec.expert(number))
         experts.append(([cut_rows(gate, inner), cut_rows(up, inner)], cut_columns(down, inner)))
-    return make_stored_experts(experts, lambda x: activate(x, spec.activation), own.start)
+    where = f"{weights.checkpoint.directory}: {spec.prefix}"
+    made = make_stored_experts(experts, lambda x: activate(x, spec.activation), own.start, is_silu=_is_silu(spec), where=where)
+    weights.most_written = max(weights.most_written, made.num_written)
+    return made
+
+
+def _is_silu(spec: MoeSpec) -> bool:
+    return spec.activation in ("silu", "swish")

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from backend.quantization.experts import Activation, Experts, SingleExperts, StackedExperts
+from backend.errors import ModelError
+from backend.quantization.experts import Activation, Experts, QuantizedExperts, SingleExperts, StackedExperts, stack
 from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear, count_written
 from backend.quantization.schemes import quantize
 from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows, join
@@ -123,6 +124,27 @@ def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activati
     return SingleExperts([(make_linear(rows), make_linear(columns)) for rows, columns in zip(gate_up, down, strict=True)], activation, first)
 
 
-def make_stored_experts(experts: Sequence[tuple[Sequence[Stored], Stored]], activation: Activation, first: int = 0) -> Experts:
-    """The same of experts that are not all plain tensors, on CPU: of each gate and up, and down."""
-    return SingleExperts([(make_linear(gate_up), make_linear(down)) for gate_up, down in experts], activation, first)
+def make_stored_experts(
+    experts: Sequence[tuple[Sequence[Stored], Stored]], activation: Activation, first: int = 0, *, is_silu: bool = False, where: str = ""
+) -> Experts:
+    """The same of experts that are not all plain tensors: of each gate and up, and down. where: what an error names. Raises ModelError."""
+    if not any(_device(weight).type == "cuda" for _, weight in experts):
+        return SingleExperts([(make_linear(gate_up), make_linear(down)) for gate_up, down in experts], activation, first)
+    if all(isinstance(weight, torch.Tensor) for gate_up, down in experts for weight in (*gate_up, down)):  # 4-bit floats are kept so
+        plain = [(torch.cat(list(gate_up)), down) for gate_up, down in experts]  # type: ignore[arg-type]
+        gate_up, down = (torch.stack([pair[i] for pair in plain]) for i in (0, 1))  # type: ignore[misc]
+        return StackedExperts(gate_up, down, activation, first, is_silu)
+
+    def only(weights: Sequence[Stored]) -> Quantized:
+        joined = join(weights)
+        if len(joined) > 1 or isinstance(joined[0], torch.Tensor):
+            raise ModelError(f"{where}: a GPU serves experts whose projections are all quantized, and alike; use --device cpu")
+        return joined[0]
+
+    count = len(experts)
+    into, back = stack((only(own) for own, _ in experts), count, where), stack((only([own]) for _, own in experts), count, where)
+    return QuantizedExperts(into, back, count, activation, first, is_silu)
+
+
+def _device(weight: Stored) -> torch.device:
+    return weight.codes.device if isinstance(weight, Quantized) else weight.device

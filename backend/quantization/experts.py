@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
+from backend.errors import ModelError
+from backend.quantization.stored import Quantized
 from kernels import ops
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -25,6 +27,11 @@ class Experts(Protocol):
 
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Of T tokens -> [T, hidden]: the rank's share of the sum; or residual [T, hidden], which it is added to in place."""
+        ...
+
+    @property
+    def num_written(self) -> int:
+        """Weights that a product may write out at a time."""
         ...
 
 
@@ -47,6 +54,7 @@ class SingleExperts:
         self._first = first
 
     own = None
+    num_written = 0
 
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         made = ops.mix_experts(routing.x, routing.experts, routing.weights, self.experts, self._first)
@@ -55,6 +63,8 @@ class SingleExperts:
 
 class StackedExperts:
     """All experts' weights in one piece each way: for a GPU, where kernels find those that are hit."""
+
+    num_written = 0
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int, is_silu: bool) -> None:
         self._gate_up, self._down, self._activation, self._first, self._is_silu = gate_up, down, activation, first, is_silu
@@ -66,3 +76,44 @@ class StackedExperts:
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         own = (self._gate_up, self._down, self._activation, self._is_silu, self._first)
         return ops.mix_experts_on_gpu(routing.x, routing.experts, routing.weights, *own, residual, routing.lists)
+
+
+class QuantizedExperts:
+    """The same of weights that are stored in 8 or 4 bits."""
+
+    def __init__(
+        self, gate_up: ops.QuantizedWeight, down: ops.QuantizedWeight, count: int, activation: Activation, first: int, is_silu: bool
+    ) -> None:
+        """gate_up, down: of all `count` experts, one below the other."""
+        self._gate_up, self._down, self._activation, self._is_silu = gate_up, down, activation, is_silu
+        self.own = first, count
+
+    @property
+    def num_written(self) -> int:
+        return ops.count_expanded(self._gate_up, self._down)
+
+    def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
+        own = (self._gate_up, self._down, self._activation, self._is_silu, self.own[0])
+        return ops.mix_quantized_experts(routing.x, routing.experts, routing.weights, *own, residual, routing.lists)
+
+
+def stack(weights: Iterable[Quantized], count: int, where: str) -> ops.QuantizedWeight:
+    """Of `count` experts the same projection, one below the other, as kernels read them. where: what an error names. Raises ModelError."""
+    stacked: ops.QuantizedWeight | None = None
+    for number, weight in enumerate(weights):
+        own = weight.pack()
+        if own.order is not None:
+            raise ModelError(f"{where}: on a GPU experts' columns must lie in order, in groups of one size (no desc_act); use --device cpu")
+        if stacked is None:
+            parts = [None if part is None else part.new_empty(count * len(part), part.shape[1]) for part in (own.codes, own.scales, own.zeros)]
+            assert parts[0] is not None and parts[1] is not None
+            stacked = ops.QuantizedWeight(parts[0], parts[1], parts[2], None, own.bits)
+        for target, part in zip((stacked.codes, stacked.scales, stacked.zeros), (own.codes, own.scales, own.zeros)):
+            if target is None and part is None:
+                continue
+            if target is None or part is None or part.dtype != target.dtype or part.shape != (len(target) // count, target.shape[1]):
+                kinds = " and ".join("no zeros" if t is None else f"{t.dtype} {list(t.shape)}" for t in (target, part))
+                raise ModelError(f"{where}: experts are stored differently ({kinds}); a GPU serves such as are alike; use --device cpu")
+            target[number * len(part) : (number + 1) * len(part)] = part
+    assert stacked is not None, "a mixture has experts"
+    return stacked

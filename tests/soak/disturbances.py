@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+import psutil
+
 from tests.soak.book import Book, Disturbance
 from tests.soak.system import HANG_SECONDS, KINDS, System
 
@@ -63,6 +65,8 @@ class Disturber(threading.Thread):
                 os.kill(pid, signal.SIGKILL if way == "killed" else signal.SIGTERM)
         if victim in STARTED_HERE and way != "stopped":
             self._start_again(victim, way)
+        elif way != "stopped":
+            self._await_end(pid, what)
         self._recover(disturbance)
 
     def _start_again(self, victim: str, way: str) -> None:
@@ -80,6 +84,17 @@ class Disturber(threading.Thread):
             self._system.start_gateway()
         else:
             self._system.start_server()
+
+    def _await_end(self, pid: int, what: str) -> None:
+        """Told to end, tritonserver answers for seconds more as if all were well."""
+        end = time.monotonic() + END_SECONDS
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                if time.monotonic() > end:
+                    self._book.add_fault(f"{what}, and after {END_SECONDS:g} s it has not ended")
+                    return
+                time.sleep(0.1)
 
     @staticmethod
     def _stop_for(pid: int, seconds: float) -> None:

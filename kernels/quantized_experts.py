@@ -1,0 +1,174 @@
+"""Products of tokens with the experts that they take, whose weights are stored in 8 or 4 bits, on a GPU: `experts.py` for `QuantizedWeight`.
+
+Few rows to an expert: `quantized_experts.cu` reads the stored weights of the experts that are hit, once for each chunk of rows. Many: the weights
+of all experts are written out for torch's grouped product, where they take no more than MAX_EXPANDED_BYTES. What neither takes: one expert
+after the other over all tokens, by torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels import experts as plain
+from kernels._load import gpu_of, load
+from kernels.experts import Activation, combine, is_many, multiply_sorted, sort_pairs
+from kernels.quantized import STEP, THREADS, TILE, QuantizedWeight, can_expand, expand_weight, kind_of
+
+BLOCKS = 2
+"""To a multiprocessor; of chunks of more than 16 rows one."""
+MAX_EXPANDED_BYTES = 2**30
+
+
+def mix_quantized_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    activation: Activation,
+    is_silu: bool,
+    first: int = 0,
+    residual: torch.Tensor | None = None,
+    lists: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `experts.mix_experts`, of weights that hold all experts one below the other: gate_up [E 2 inner, hidden], down [E hidden, inner]."""
+    num_tokens, hidden = x.shape
+    num_own, inner = len(down.codes) // hidden, down.num_columns
+    _check(x, experts, weights, gate_up, down, residual)
+    if not num_tokens:
+        return x.new_empty(0, hidden) if residual is None else residual
+    num_chosen = experts.shape[1]
+    is_skinny, is_wide = _is_skinny(x, gate_up, down, hidden, inner), _is_wide(x, gate_up, down, hidden, inner)
+    if is_wide and (not is_skinny or is_many(num_tokens, num_chosen, num_own)):
+        made, places = multiply_sorted(
+            x,
+            experts,
+            lambda: expand_weight(gate_up, x.dtype).view(num_own, 2 * inner, hidden),
+            lambda: expand_weight(down, x.dtype).view(num_own, hidden, inner),
+            num_own,
+            activation,
+            first,
+        )
+    elif not is_skinny:
+        made_alone = _mix_every(x, experts, weights, gate_up, down, num_own, activation, first)
+        return made_alone if residual is None else residual.add_(made_alone)
+    elif num_tokens * num_chosen > plain.MAX_PAIRS:
+        out = torch.empty_like(x) if residual is None else residual
+        for part in (slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)):
+            target = None if residual is None else residual[part]
+            made = mix_quantized_experts(x[part], experts[part], weights[part], gate_up, down, activation, is_silu, first, target)
+            if residual is None:
+                out[part] = made
+        return out
+    else:
+        made, places = _multiply_chunks(x, experts, gate_up, down, num_own, activation, is_silu, first, lists), None
+    return combine(made, places, experts, weights, first, num_own, residual)
+
+
+def count_expanded(gate_up: QuantizedWeight, down: QuantizedWeight, item: int = 2) -> int:
+    """Weights that products of many tokens write out at a time."""
+    most = max(len(weight.codes) * weight.num_columns for weight in (gate_up, down))
+    return most if most * item <= MAX_EXPANDED_BYTES else 0
+
+
+def _check(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    residual: torch.Tensor | None,
+) -> None:
+    hidden, inner = x.shape[-1], down.num_columns
+    num_own = len(down.codes) // hidden
+    if x.dim() != 2 or len(down.codes) != num_own * hidden or len(gate_up.codes) != 2 * inner * num_own or gate_up.num_columns != hidden:
+        raise ValueError(
+            f"mix_quantized_experts: gate_up [{len(gate_up.codes)}, {gate_up.num_columns}] and down [{len(down.codes)}, {inner}] are not "
+            f"[E 2 inner, hidden] and [E hidden, inner] for x {tuple(x.shape)}"
+        )
+    if gate_up.order is not None or down.order is not None:
+        raise ValueError("mix_quantized_experts: the columns of experts' weights must lie as x's do")
+    if experts.shape != weights.shape or experts.shape[:1] != x.shape[:1] or experts.dtype != torch.int64 or weights.dtype != torch.float32:
+        raise ValueError(
+            f"mix_quantized_experts: experts {tuple(experts.shape)} {experts.dtype} must be int64 [{len(x)}, k], weights {tuple(weights.shape)} "
+            f"{weights.dtype} float32"
+        )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()):
+        raise ValueError(f"mix_quantized_experts: residual {tuple(residual.shape)} {residual.dtype} must be contiguous {tuple(x.shape)} {x.dtype}")
+
+
+def _is_skinny(x: torch.Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, hidden: int, inner: int) -> bool:
+    return (
+        plain.has_kernel(x, hidden, inner)
+        and hidden % TILE == 0
+        and inner % TILE == 0
+        and all(weight.codes.shape[1] % STEP == 0 and weight.group_size % STEP == 0 for weight in (gate_up, down))
+    )
+
+
+def _is_wide(x: torch.Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, hidden: int, inner: int) -> bool:
+    return (
+        x.dtype == torch.bfloat16
+        and gpu_of(x.device).generation == 9
+        and hidden % 8 == 0
+        and inner % 8 == 0
+        and can_expand(x, gate_up)
+        and can_expand(x, down)
+        and count_expanded(gate_up, down) > 0
+    )
+
+
+def _multiply_chunks(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    num_own: int,
+    activation: Activation,
+    is_silu: bool,
+    first: int,
+    lists: torch.Tensor | None,
+) -> torch.Tensor:
+    """What each token's experts make of it [T k, hidden], by pairs; rows of experts that the rank does not hold are not written."""
+    (num_tokens, num_chosen), hidden, inner = experts.shape, x.shape[1], down.num_columns
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    num_pairs, gpu = num_tokens * num_chosen, gpu_of(x.device)
+    lists, rows, max_chunks = sort_pairs(experts, num_own, x.dtype, first, lists)
+    grid = (gpu.num_multiprocessors * (BLOCKS if rows <= 16 else 1), 1)
+
+    def multiply(out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, num_rows: int, is_gated: bool, is_gathered: bool) -> torch.Tensor:
+        num_groups = weight.scales.shape[1]
+        kind = kind_of(x.dtype, weight)
+        defines = kind | {"TOKENS": rows, "GROUPED": int(num_groups > 1), "GATED": int(is_gated), "GATHER": int(is_gathered)}
+        kernel = load(x.device, "quantized_experts", "quantized_expert_linear", defines, programmatic=True)
+        load(x.device, "quantized_expand", "quantized_expand", kind)  # forwards of many tokens must not wait for nvcc either
+        zeros = 0 if weight.zeros is None else weight.zeros
+        sizes = (max_chunks, num_pairs, num_chosen, num_rows, weight.codes.shape[1], num_groups, weight.group_size, x.stride(0))
+        kernel(grid, (THREADS, 1, 1), out, x, weight.codes, weight.scales, zeros, lists, *sizes)
+        return out
+
+    act = multiply(x.new_empty(num_pairs, inner if is_silu else 2 * inner), x, gate_up, 2 * inner, is_silu, True)
+    act = act if is_silu else activation(act)
+    return multiply(x.new_empty(num_pairs, hidden), act, down, hidden, False, False)
+
+
+def _mix_every(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    num_own: int,
+    activation: Activation,
+    first: int,
+) -> torch.Tensor:
+    """Every expert over every token: its shapes are the same whatever the tokens take."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number in range(num_own):
+        share = (weights * (experts == first + number)).sum(dim=1, keepdim=True)
+        into, back = (weight.part(number, num_own).expand().to(x.dtype) for weight in (gate_up, down))
+        made = F.linear(activation(F.linear(x, into)), back)
+        out += torch.where(share != 0, made.float() * share, 0)  # what nobody takes may overflow
+    return out.to(x.dtype)
