@@ -229,6 +229,8 @@ class ChunkLimit:
     """A prompt goes on, whatever it takes."""
     WINDOW, FADING = 32, 0.7
     """Steps that are remembered, and the weight of each against the next: one that was slow for a reason of its own is soon forgotten."""
+    STUCK = 8
+    """Steps of the fewest tokens after which more are tried."""
     ALIKE = 0.05
     """Counts that differ by less say nothing of what a token takes."""
     GROWTH = 2
@@ -248,6 +250,8 @@ class ChunkLimit:
         last, seconds = self._steps[-1]
         if self.GROWTH * seconds <= self._max_seconds:
             count = max(count, self.GROWTH * last)
+        if len(self._steps) >= self.STUCK and all(count <= self.LEAST for count, _ in list(self._steps)[-self.STUCK :]):
+            count = max(count, self.GROWTH * self.LEAST)  # of steps all of one size nobody knows what they take whatever they hold
         return max(self.LEAST, int(count)) if count < 2**16 else None
 
     def observe(self, num_prompt_tokens: int, seconds: float) -> None:

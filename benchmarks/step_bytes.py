@@ -29,7 +29,8 @@ class ExpertCount:
     def note(self, experts: torch.Tensor, num_experts: int) -> None:
         if (count := len(experts)) not in self._seen:
             self._seen[count] = torch.zeros(2, dtype=torch.int64, device=experts.device)
-        taken = torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_(0, experts.flatten(), 1)
+        # Where kernels are looked for only, nothing is chosen.
+        taken = torch.zeros(num_experts, dtype=torch.int64, device=experts.device).scatter_(0, experts.flatten().clamp(0, num_experts - 1), 1)
         self._seen[count][0] += taken.sum()
         self._seen[count][1] += 1
 

@@ -193,14 +193,16 @@ def test_slow_first_steps_are_forgotten(seen):
     assert all(300 <= count <= 440 for count in chosen[18:]) and sum(chosen) >= 24 * 200
 
 
-def test_steps_are_not_cut_where_that_saves_nothing():
-    """Kernels that the host launches one by one take as long for 32 tokens as for 2,048."""
+@pytest.mark.parametrize("first", [40e-3, 2.0])
+def test_steps_are_not_cut_where_that_saves_nothing(first):
+    """Kernels that the host launches one by one take as long for 32 tokens as for 2,048, and the first time longer."""
     limit = ChunkLimit(max_seconds=20e-3)
-    limit.observe(512, 40e-3)
-    for _ in range(12):
+    limit.observe(512, first)
+    for _ in range(60):
         chosen = limit.choose(num_decoding=8)
+        chosen = min(chosen or 8192, 8192)
         limit.observe(chosen, 40e-3 + max(0, chosen - 2048) * 20e-6)
-    assert 900 <= chosen <= 6000
+    assert 700 <= chosen <= 6000
 
 
 def test_a_prompt_goes_on_however_slow_steps_are():
