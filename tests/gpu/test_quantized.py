@@ -144,7 +144,8 @@ def test_many_tokens_and_odd_sizes(stored: torch.dtype, device: torch.device) ->
         weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, torch.bfloat16, device)
         assert not is_skinny(x, weight)
         exact = x.double() @ exact_weight(weight).T
-        allowed = 1.5 * relative_error(F.linear(x, weight.expand().bfloat16()), exact) + 1e-6
+        # Of few numbers torch's rounding can be small by luck.
+        allowed = max(1.5 * relative_error(F.linear(x, weight.expand().bfloat16()), exact), 2.0**-8)
         assert relative_error(quantized_linear(x, weight), exact) <= allowed
         residual = torch.randn(num_tokens, out_size, device=device, dtype=torch.bfloat16)
         before = residual.double()
