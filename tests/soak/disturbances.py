@@ -65,7 +65,7 @@ class Disturber(threading.Thread):
                 os.kill(pid, signal.SIGKILL if way == "killed" else signal.SIGTERM)
         if victim in STARTED_HERE and way != "stopped":
             self._start_again(victim, way)
-        elif way != "stopped":
+        elif victim == "tritonserver" and way != "stopped":  # its models' processes need not heed it
             self._await_end(pid, what)
         self._recover(disturbance)
 
