@@ -16,9 +16,12 @@ import torch
 from backend import LLM, SamplingParams
 from backend.core import Delta
 from backend.errors import ConfigError, EngineError
+from backend.follower import Steps
 from backend.group import CHECK_EVERY, Verdicts, check_verdicts
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import MEMORY_FOLDER, NUM_SLOTS, SLOT_WORDS, PlanRing
+from backend.step.plan import StepPlan
+from backend.step.worker import Launched, Results
 from tests.conftest import code_prompts
 from tests.families import Case, make_model, random_tokens
 from tests.test_block_drafters import DSPARK
@@ -210,3 +213,53 @@ def test_ranks_that_decide_differently_are_an_error(monkeypatch: pytest.MonkeyPa
     with pytest.raises(EngineError, match="decided differently within 256 steps up to step 255: checksums"):
         check_verdicts(ranks, first, CHECK_EVERY, device)
     check_verdicts(ranks, second, CHECK_EVERY, device)
+
+
+class TestSteps:
+    """Of a rank whose steps take as long as the test says."""
+
+    @staticmethod
+    def make() -> tuple[Steps, list[str], set[int]]:
+        """The steps, what happened to them in order, and those that are done."""
+        log: list[str] = []
+        done: set[int] = set()
+
+        class Launcher:
+            device = torch.device("cpu")
+
+            def launch(self, plan: StepPlan) -> Launched:
+                number = sum(line.startswith("launch") for line in log)
+                log.append(f"launch {number}")
+
+                def read() -> Results:
+                    log.append(f"read {number}")
+                    return Results([], np.full((1, 4), number, np.int32))
+
+                return Launched(read, lambda: number in done)
+
+        class Noted:
+            def note_done(self) -> None:
+                log.append("done")
+
+        return Steps(Launcher(), Ranks(), Noted()), log, done  # type: ignore[arg-type]
+
+    def test_the_next_is_launched_while_one_is_under_way(self) -> None:
+        steps, log, _ = self.make()
+        for _ in range(3):
+            steps.launch(StepPlan())
+        assert log == ["launch 0", "launch 1", "read 0", "done", "launch 2"]
+        steps.finish()
+        assert log[5:] == ["read 1", "done", "read 2", "done"]
+
+    def test_one_that_is_done_is_booked_while_no_plan_comes(self) -> None:
+        steps, log, done = self.make()
+        steps.launch(StepPlan())
+        assert steps.look() and log == ["launch 0"]
+        done.add(0)
+        assert not steps.look() and log[1:] == ["read 0", "done"]
+        steps.launch(StepPlan())
+        steps.launch(StepPlan())
+        done.add(2)  # never before the one ahead of it
+        assert steps.look() and log[3:] == ["launch 1", "launch 2"]
+        done.add(1)
+        assert not steps.look() and log[5:] == ["read 1", "done", "read 2", "done"]

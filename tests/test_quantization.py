@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend.errors import ConfigError
+from backend.errors import ConfigError, ModelError
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
 from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
 from backend.quantization import make_linear, quantize
+from backend.quantization.experts import stack
 from backend.quantization.quantized_linear import QuantizedLinear
 from backend.quantization.schemes import BLOCK, GROUP
 from backend.quantization.stored import Quantized
@@ -276,3 +277,19 @@ def test_names_that_are_none(value: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         normalize_quantization("quantization", QuantizationConfig.from_dict(value) if isinstance(value, dict) else value)
     assert message in str(caught.value)
+
+
+def test_experts_are_stacked_as_each_is_packed() -> None:
+    """For a GPU: one below the other; such as are stored differently, or whose columns lie in another order, are an error that names the layer."""
+    own = [quantize(random_weight(seed), "wint4") for seed in range(3)]
+    stacked = stack(own, 3, "layers.0")
+    for number, weight in enumerate(own):
+        packed, part = weight.pack(), stacked.part(number, 3)
+        assert torch.equal(part.codes, packed.codes) and torch.equal(part.scales, packed.scales) and part.zeros is packed.zeros is None
+    with pytest.raises(ModelError, match=r"layers\.0: experts are stored differently"):
+        stack([own[0], quantize(random_weight(), "wint8")], 2, "layers.0")
+    zeros = dataclasses.replace(own[1], zeros=torch.full_like(own[1].scales, 7.0))
+    with pytest.raises(ModelError, match=r"no zeros and torch\.float32"):
+        stack([own[0], zeros], 2, "layers.0")
+    with pytest.raises(ModelError, match="desc_act"):
+        stack([dataclasses.replace(own[0], groups=own[0].groups.flip(0))], 1, "layers.0")
