@@ -29,6 +29,7 @@ RUNS = {
     "candidates": ("test_verify.py", "candidates"),
     "draft_ngram": ("test_ngram.py", ""),
     "prepare": ("test_step.py", ""),
+    "quantized_expert_linear": ("test_quantized_experts.py", "test_an_expert or test_a_rank"),
     "commit": ("test_request_table.py", ""),
 }
 """Part of a kernel's name: the tests that launch it, and which of them."""
