@@ -63,6 +63,10 @@ class Checks:
 
     def in_quiet(self, when: str) -> None:
         """Pages come back, all processes are there and no zombies, memory has not grown."""
+        # tritonserver may abort a second after a model's process was killed, when all looked well again (a lock of boost's that went with it).
+        if not self._system.wait_until_well(IDLE_SECONDS):
+            self._book.add_fault(f"{when}: not well {IDLE_SECONDS:g} s after the last disturbance: {self._system.health()}")
+            return
         self.note_processes()
         ending = time.monotonic() + IDLE_SECONDS
         while any(held := {g: self._system.server.metric(f"foretoken_{g}") for g in GAUGES}.values()):
