@@ -124,9 +124,14 @@ class Pacer:
         self._limit: int | None = None  # what is best as far as known
         self._applied: int | None = None  # that, or a trial
         self._explorers: frozenset[str] | None = None
+        self._has_prompts = False  # in the last step that was read; the next one is likely to as well
 
     def choose(self, requests: Sequence[Request]) -> None:
-        """Sets the limit for the next step of these requests, all of them decoding."""
+        """Sets the limit for the next step of these requests, all of them decoding.
+
+        Nothing is tried beside prompts, where no time could be measured: what was never seen would be tried again at each step for as long
+        as prompts wait.
+        """
         self._explorers = None
         wanted: dict[tuple[str, int, bool], int] = defaultdict(int)
         for request in requests:
@@ -140,14 +145,14 @@ class Pacer:
         current = min(self._limit if self._limit is not None else top, top)
         unknown = next((limit for limit in range(top + 1) if not self._step_times.knows(round(outcomes[limit][0]))), None)
         if unknown is not None:
-            self._limit, self._applied = current, unknown
+            self._limit, self._applied = current, current if self._has_prompts else unknown
             return
         speeds = [emitted / max(seconds, 1e-9) for _, emitted, seconds in outcomes]
         best = max(range(top + 1), key=lambda limit: speeds[limit])
         if speeds[best] > MIN_GAIN * speeds[current]:
             current = best
         self._limit = self._applied = current
-        if self._steps >= EXPLORE_EVERY and self._steps % EXPLORE_EVERY < TRIAL_STEPS:
+        if not self._has_prompts and self._steps >= EXPLORE_EVERY and self._steps % EXPLORE_EVERY < TRIAL_STEPS:
             self._explore(requests, top)
 
     def _explore(self, requests: Sequence[Request], top: int) -> None:
@@ -207,7 +212,8 @@ class Pacer:
                 accepted.append(outcome.num_accepted)
         for method, (limits, drafts, accepted) in drafting.items():
             self._acceptance[method].add(limits, drafts, accepted)
-        if all(entry.is_decoding for entry in entries):
+        self._has_prompts = not all(entry.is_decoding for entry in entries)
+        if not self._has_prompts:
             self._step_times.add(len(entries) + sum(outcome.num_drafts for outcome in outcomes), rest_seconds)
             if len(drafting) == 1:
                 ((method, (limits, _, _)),) = drafting.items()

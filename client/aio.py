@@ -143,6 +143,12 @@ class AsyncClient:
         chunks = self._stream(make_inputs({"describe": True}), uuid.uuid4().hex, "decode", limit or self.inactivity_timeout)
         return json.loads("".join([chunk.text async for chunk in chunks]))
 
+    async def add_suffix_corpus(self, corpus: Sequence[str | Sequence[int]], *, request_id: str = "") -> dict[str, int]:
+        """Texts or lists of token ids that the method suffix is to search from now on: num_texts and num_tokens of them, num_all_tokens with
+        those that were there, and max_tokens of all. Raises GenerateError."""
+        chunks = self.stream(request_id=request_id, model="decode", stream=False, suffix_corpus=list(corpus))
+        return json.loads("".join([chunk.text async for chunk in chunks]))
+
     async def cancel(self, request_id: str) -> bool:
         """Ends a request by id. False when none with that id is open."""
         return await self._cancel(request_id, self.inactivity_timeout)

@@ -246,6 +246,7 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     gateway += [f"--metrics-url=http://127.0.0.1:{ports[key]}/metrics" for key in ("metrics_port", "status_port") if ports[key]]
     gateway += ["--served-model-name", *names]
     gateway += [f"--api-keys={config.api_keys}"] if config.api_keys else []
+    gateway += [f"--admin-keys={config.admin_keys}"] if config.admin_keys else []
     gateway += ["--vllm-metrics"] if config.vllm_metrics else []
     gateway += [f"--cors-origin={origin}" for origin in config.cors_origins]
     print(f"OpenAI's interface and the page: http://{host}:{config.port}", flush=True)

@@ -28,7 +28,7 @@ PARALLEL_FLAGS = ("tensor_parallel_size", "expert_parallel", "ranks", "nnodes", 
 COMMAND_ONLY = ("config", "dry_run", "command", "run", "argv", "model_tag", "without_gateway")
 """What the command line holds beside keys."""
 ANY_ADDRESS = ("0.0.0.0", "::")
-GATEWAY_KEYS = ("served_model_name", "api_keys", "cors_origins", "vllm_metrics")
+GATEWAY_KEYS = ("served_model_name", "api_keys", "admin_keys", "cors_origins", "vllm_metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,8 @@ class ServeConfig(Section):
     """With port: what clients call the model; of several names the first is shown."""
     api_keys: str | None = None
     """With port: let in only who sends one of the keys in this file, one a line."""
+    admin_keys: str | None = None
+    """With port: keys, one a line, of those who may change the server while it runs (`POST /v1/suffix_corpus`); nobody else may."""
     cors_origins: tuple[str, ...] = ()
     """With port: web pages of these origins may call."""
     vllm_metrics: bool = False
@@ -208,6 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     gateway.add_argument("--port", type=int, metavar="PORT", help="start a gateway too, on this port; the others are for this machine alone then")
     gateway.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what clients call the model (default foretoken)")
     gateway.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE, one a line")
+    gateway.add_argument("--admin-keys", metavar="FILE", help="keys of those who may change the server while it runs (default: nobody may)")
     gateway.add_argument(
         "--vllm-metrics", action=argparse.BooleanOptionalAction, default=None, help="its /metrics has the server's once more by vLLM's names"
     )

@@ -11,7 +11,7 @@ import pytest
 from backend import LLM, SamplingParams
 from backend.config import EngineConfig
 from backend.drafters import corpus
-from backend.drafters.corpus import read_corpus
+from backend.drafters.corpus import encode_corpus, read_corpus
 from backend.errors import ConfigError
 from deploy.launcher import model_parameters
 from tests.families import Case, make_model, random_tokens
@@ -73,19 +73,28 @@ def test_the_server_gets_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["suffix_decoding_corpus"] == [str(tmp_path / "mine.txt")]
 
 
+def test_elements_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = encode_corpus(["ab", [1, 2], "", {"text": "c"}, []], encode, vocab_size=200)
+    assert [list(token_ids) for token_ids in found] == [[97, 98], [1, 2], [99]]
+    with pytest.raises(ConfigError, match=r"^suffix_corpus: element 1 has token 200; the vocabulary has ids 0 to 199"):
+        encode_corpus(["ab", [200]], encode, vocab_size=200)
+
+
 @pytest.mark.parametrize("max_cached_requests", [0, 1])
 def test_the_first_answer_is_drafted_from_it(max_cached_requests: int, tmp_path: Path) -> None:
-    """And the thousandth: answers make no room for themselves there."""
+    """And the thousandth: answers make no room for themselves there. Half of the texts are a file's, half come by a call."""
     make_model(Case("llama"), tmp_path / "model")
     prompts = [{"prompt_token_ids": random_tokens(12, seed)} for seed in range(4)]
     options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "4MiB"}
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     plain = LLM(str(tmp_path / "model"), **options)
     expected = [r.outputs[0].token_ids for r in plain.generate(prompts, params, use_tqdm=False)]
+    texts = [p["prompt_token_ids"] + answer for p, answer in zip(prompts, expected)]
     known = tmp_path / "known.jsonl"
-    known.write_text("\n".join(json.dumps(p["prompt_token_ids"] + answer) for p, answer in zip(prompts, expected)))
+    known.write_text("\n".join(map(json.dumps, texts[:2])))
     config = {"method": "suffix", "num_speculative_tokens": 8, "adaptive": False, "suffix_decoding_max_cached_requests": max_cached_requests}
     llm = LLM(str(tmp_path / "model"), **options, speculative_config={**config, "suffix_decoding_corpus": [str(known)]})
+    assert llm.engine.drafters.add_corpus(texts[2:]) == (2, 64, 128, corpus.MAX_TOKENS)
     settle(llm.engine.drafters._host["suffix"]._lookup)  # type: ignore[attr-defined]
     for prompt, answer in zip(prompts * 2, expected * 2):
         (result,) = llm.generate([prompt], params, use_tqdm=False)

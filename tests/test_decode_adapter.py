@@ -17,9 +17,15 @@ LONG = "é" * 131_000
 
 
 @pytest.fixture
-def model(adapter, tmp_path):
+def speculative() -> dict[str, Any]:
+    return {"method": "none"}
+
+
+@pytest.fixture
+def model(adapter, tmp_path, speculative):
     (tmp_path / "1").mkdir()
-    parameters = {"model": {"string_value": str(BUNDLED_MODEL)}, "max_batch_size": {"string_value": "8"}, "max_waiting": {"string_value": "24"}}
+    values = {"model": str(BUNDLED_MODEL), "max_batch_size": "8", "max_waiting": "24", "speculative_config": json.dumps(speculative)}
+    parameters = {key: {"string_value": value} for key, value in values.items()}
     triton_model = adapter.TritonPythonModel()
     triton_model.initialize(
         {
@@ -39,9 +45,9 @@ def gate(model, monkeypatch):
     """Holds up the tokenizer until it is set."""
     opened, encode = threading.Event(), model._engine.tokenizer.encode
 
-    def wait(*args: Any) -> list[int]:
+    def wait(*args: Any, **options: Any) -> list[int]:
         assert opened.wait(60)
-        return encode(*args)
+        return encode(*args, **options)
 
     monkeypatch.setattr(model._engine.tokenizer, "encode", wait)
     yield opened
@@ -84,6 +90,9 @@ def test_an_answer(model):
         ({"messages": '[{"role": "user", "content": "' + "é" * 140_000 + '"}]'}, "messages has 140"),
         ({"messages": "[5]"}, "messages must be a list of objects with role and content"),
         ({"text_input": "x", "stop": ["a"] * 65}, "stop has 65 strings; the limit is 64"),
+        ({"suffix_corpus": '["x"]'}, "suffix_corpus: the method suffix is not loaded"),
+        ({"suffix_corpus": "[]"}, "suffix_corpus must be a list of texts or of lists of token ids, got '[]'"),
+        ({"suffix_corpus": "[" + " " * 2_000_000}, "suffix_corpus has 2000001 characters; the limit is 2000000"),
         ({"request_id": b"\xff", "text_input": "x"}, "the request's id is not valid UTF-8: byte 0xff at 0"),
     ],
     ids=lambda v: v[:30] if isinstance(v, str) else "",
@@ -92,6 +101,19 @@ def test_a_refusal_goes_the_way_of_answers(model, values, message):
     """Also while the watcher asks for looks at the request."""
     sender = ask(model, **values)
     assert message in sender.message() and "[INVALID_ARG]" in sender.message()
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("speculative", [{"method": "suffix"}])
+def test_texts_for_the_suffix_trees(model, gate):
+    """Neither who receives them nor a step waits for the tokenizer."""
+    added = ask(model, suffix_corpus='["def parse(text):", [5, 6, 7]]')
+    assert ask(model, input_ids=[5, 6], max_tokens=3).reasons() == [b"length"] and not added.responses
+    gate.set()
+    assert added.reasons() == [b"stop"]
+    found = json.loads(added.responses[-1].values["text_output"][0])
+    assert found["num_texts"] == 2 and found["num_tokens"] == found["num_all_tokens"] > 5 and found["max_tokens"] == 2**20
+    assert "element 0 has token 100000" in ask(model, suffix_corpus="[[100000]]").message()
     assert_idle(model)
 
 

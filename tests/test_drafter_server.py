@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from backend import LLM, SamplingParams
-from client import Client
+from client import AsyncClient, Client
 from deploy.demo import free_ports, stop_server
 from deploy.launcher import server_command
 from deploy.options import ServeConfig
@@ -232,8 +233,14 @@ def test_two_instances_of_decode_share_the_drafter(root, tmp_path):
         stop_server(process)
 
 
+async def add_corpus(server) -> dict[str, int]:
+    async with AsyncClient(server.grpc) as client:
+        return await client.add_suffix_corpus([[7] * 8, [9] * 4])
+
+
 def test_the_suffix_cache_outlives_the_server(tmp_path):
-    """Saved at shutdown, restored at start: the first answer of the second server is drafted from the first one's."""
+    """Saved at shutdown, restored at start: the first answer of the second server is drafted from the first one's. A corpus that came by a call
+    ends with the server."""
     path = tmp_path / "suffix.npz"
     speculative = {"method": "suffix", "num_speculative_tokens": 8, "adaptive": False, "suffix_decoding_cache_path": str(path)}
     answers = []
@@ -244,6 +251,7 @@ def test_the_suffix_cache_outlives_the_server(tmp_path):
             if number:
                 time.sleep(1.0)  # it is read in beside the server's start
             answers.append(ask(server, PROMPTS[3]))
+            assert asyncio.run(add_corpus(server)) == {"num_texts": 2, "num_tokens": 12, "num_all_tokens": 12, "max_tokens": 2**20}
     first, second = answers
     assert path.is_file() and first.token_ids == second.token_ids
     assert second.speculation["accepted"] > first.speculation["accepted"]

@@ -49,6 +49,20 @@ def test_prefix_cache_is_used_and_exact(llm_plain, llm, prompts):
     assert cached.outputs[0].token_ids == exact[1].outputs[0].token_ids
 
 
+def test_drafts_follow_cold_prompts(llm, monkeypatch):
+    """Of prompts that are computed in chunks while others decode: every step of a request has drafts but its first one, and a last one that has
+    room for none."""
+    prompts = [[7 + number, *llm.engine.tokenizer.encode(p)] for number, p in enumerate(code_prompts(6, (900, 1200), seed=15))]
+    assert sum(map(len, prompts)) > 3 * llm.engine.worker.max_num_batched_tokens, "they do not fit one step"
+    batches, plan = [], llm.engine.planner.plan
+    monkeypatch.setattr(llm.engine.planner, "plan", lambda batch, limit: batches.append(batch) or plan(batch, limit))
+    results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(16), use_tqdm=False)
+    for result in results:
+        stats = result.outputs[0].stats
+        assert result.num_cached_tokens == 0 and stats.steps - 2 <= stats.drafts < stats.steps and stats.accepted
+    assert sum({e.is_decoding for e in b.entries} == {True, False} for b in batches) >= 3
+
+
 def test_ngram_accepts_drafts_and_counts_them(llm_ngram):
     code = "".join(f"    def get_{n}(self):\n        return self._{n}\n\n" for n in ("width", "height", "depth", "colour"))
     result = llm_ngram.generate(f"class Box:\n{code}    def get_weight(self):", greedy(40), use_tqdm=False)[0].outputs[0]

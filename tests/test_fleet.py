@@ -15,10 +15,12 @@ from contextlib import ExitStack
 
 import pytest
 
+from client import GenerateError
 from client.gateway import fleet
 from client.gateway.beginnings import Beginnings, cut
 from client.gateway.fleet import Fleet, Member, find_addresses, is_fleet, split_addresses
 from client.gateway.metrics import Metrics
+from client.gateway.upstream import Corpus
 from deploy.cli import main
 from deploy.demo import running_gateway
 from deploy.supervision.processes import find_stubs
@@ -74,6 +76,31 @@ def test_those_that_are_left_out_come_last() -> None:
         tried.add(member)
         order.append(member.url)
     assert order[0] == "s0" and sorted(order) == ["s0", "s1", "s2"]
+
+
+def test_a_corpus_is_for_all_of_them() -> None:
+    class Taker:
+        def __init__(self, count: int | GenerateError) -> None:
+            self.count = count
+
+        async def add_suffix_corpus(self, request_id: str, corpus: Corpus) -> dict[str, int]:
+            if isinstance(self.count, GenerateError):
+                raise self.count
+            self.count += len(corpus)
+            return {"num_all_tokens": self.count}
+
+    servers = make_fleet(0, 0, 0)
+    takers = [Taker(4), Taker(9), Taker(0)]
+    for member, taker in zip(servers.members, takers):
+        member.upstream = taker  # type: ignore[assignment]
+    assert asyncio.run(servers.add_suffix_corpus("r", ["a", [1]])) == {"num_all_tokens": 11}, "of the fullest"
+    assert [taker.count for taker in takers] == [6, 11, 2]
+    takers[1].count = GenerateError("request 'r': it is full", "INVALID_ARG")
+    with pytest.raises(GenerateError, match=r"s1: request 'r': it is full \(2 of 3 servers took it\)") as caught:
+        asyncio.run(servers.add_suffix_corpus("r", ["a"]))
+    assert caught.value.code == "INVALID_ARG"
+    with pytest.raises(GenerateError, match="no server is known"):
+        asyncio.run(make_fleet().add_suffix_corpus("r", ["a"]))
 
 
 def test_beginnings_are_cut_into_pieces() -> None:

@@ -621,8 +621,10 @@ class TestKeysAndOrigins:
         folder = tmp_path_factory.mktemp("guarded")
         keys = folder / "keys"
         keys.write_text("# who may come in\nfirst-key\n\n  second-key  \n")
+        admins = folder / "admins"
+        admins.write_text("admin-key\n")
         options = (f"--api-keys={keys}", "--cors-origin=http://127.0.0.1:5000", "--max-body-bytes=1000", "--served-model-name=tiny")
-        with running_gateway(folder / "log", server.grpc, *options) as (address, _):
+        with running_gateway(folder / "log", server.grpc, f"--admin-keys={admins}", *options) as (address, _):
             yield address
 
     def test_keys(self, guarded):
@@ -640,6 +642,22 @@ class TestKeysAndOrigins:
         assert ask(guarded, "/v1/completions", b"x" * 10_000)[0] == 401, "before the body is looked at"
         for path in ("/health", "/metrics", "/", "/page/page.js"):
             assert ask(guarded, path)[0] == 200
+
+    def test_what_is_for_administrators(self, guarded, address):
+        def add(address: str, key: str, body: object) -> tuple[int, str]:
+            status, _, answer = ask(address, "/v1/suffix_corpus", body, {"authorization": f"Bearer {key}"})
+            return status, answer.decode()
+
+        for key in ("first-key", "", "admin-ke"):
+            status, answer = add(guarded, key, {"corpus": ["x"]})
+            assert status == 401 and "administrator" in answer
+        status, answer = add(guarded, "admin-key", {"corpus": ["x = 1", [5, 6]]})
+        assert status == 400 and "the method suffix is not loaded" in answer, "this server's own answer"
+        assert add(guarded, "admin-key", {"corpus": ["x", [-1]]})[0] == 400
+        status, answer = add(address, "admin-key", {"corpus": ["x"]})
+        assert status == 403 and "--admin-keys FILE" in answer, "where nobody needs a key"
+        with open_client(guarded, "admin-key") as api, pytest.raises(openai.AuthenticationError):
+            complete(api, model="tiny")
 
     def test_the_page_is_of_one_version_and_needs_nothing_from_elsewhere(self, guarded):
         for path in ("/", "/page/page.js", "/page/page.css"):

@@ -44,7 +44,7 @@ class Machine:
         self.emitted = 0
         self.limits: list[int] = []
 
-    def step(self, requests: list[Request]) -> None:
+    def step(self, requests: list[Request], num_prompt_tokens: int = 0) -> None:
         self.pacer.choose(requests)
         entries, outcomes = [], []
         for request in requests:
@@ -55,8 +55,11 @@ class Machine:
                 right += 1
             outcomes.append(Outcome([7] * (right + 1), limit, right))
         most, num_drafts = max(o.num_drafts for o in outcomes), sum(o.num_drafts for o in outcomes)
+        if num_prompt_tokens:
+            entries.append(Scheduled(make_requests(1)[0], num_prompt_tokens, emits=False))
+            outcomes.append(Outcome([], 0, 0))
         noise = 1 + (self.numbers.random() < 0.05) * 2 * self.numbers.random()  # now and then, something else runs
-        propose, rest = noise * most * self.draft_cost, noise * self.cost(num_drafts + len(entries))
+        propose, rest = noise * most * self.draft_cost, noise * self.cost(num_drafts + len(requests) + num_prompt_tokens)
         self.pacer.observe(entries, outcomes, propose, rest)
         self.seconds += propose + rest
         self.emitted += sum(len(o.token_ids) for o in outcomes)
@@ -126,6 +129,20 @@ def test_trials_from_nothing_take_few_requests():
         counts.append(sum(machine.pacer.limit(r) > 0 for r in requests))
     assert max(counts) == 2
     assert len({r.request_id for r in requests}) == 64
+
+
+def test_drafts_go_on_while_prompts_come():
+    """Of a new server all of them, and of one that knows the times as many as without prompts; also where the batch is one never seen."""
+    machine = Machine(memory_bound, 0.1e-3, 0.9, Pacer())
+    for batch in range(1, 60):
+        machine.step(make_requests(batch), num_prompt_tokens=500)
+    assert machine.limits[1:] == [5] * 58, "the first step is not known to have a prompt"
+    machine.speed(make_requests(4), 200)
+    assert sorted(machine.limits)[100] == 5 and min(machine.limits[:8]) == 0, "what each number takes is tried where it can be measured"
+    machine.limits = []
+    for batch in range(60, 100):
+        machine.step(make_requests(batch), num_prompt_tokens=500)
+    assert machine.limits[1:] == [5] * 39
 
 
 def test_methods_are_told_apart():

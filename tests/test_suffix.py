@@ -21,7 +21,7 @@ from arctic_inference.suffix_decoding import SuffixDecodingCache
 from backend.core import Request, SamplingParams
 from backend.drafters import answer_file, suffix
 from backend.drafters.suffix import SuffixLookup
-from backend.errors import ConfigError
+from backend.errors import ConfigError, EngineError, RequestError
 
 ids = itertools.count()
 Make = Callable[..., SuffixLookup]
@@ -429,6 +429,34 @@ def test_evicted_memory_comes_back(make: Make, monkeypatch: pytest.MonkeyPatch) 
     assert max(sizes[6:]) < 1.2 * max(sizes[:6])
     assert next(drafter._new_ids) <= 50  # ids are used again
     assert drafter._shared.check_integrity() == ""
+
+
+@pytest.mark.parametrize("max_cached_requests", [-1, 0])
+def test_texts_that_come_later_are_searched_and_stay(max_cached_requests: int, make: Make) -> None:
+    drafter = make(max_cached_requests=max_cached_requests, max_corpus_tokens=100, max_cached_tokens=20, corpus=[array("i", range(500, 520))])
+    assert drafts_after(settle(drafter), [1, 2, 3], 4) == []
+    assert drafter.add_corpus([array("i", range(1, 31)), array("i", range(100, 140))]) == 90
+    for start in range(1000, 1100, 20):
+        answer(settle(drafter), [], list(range(start, start + 20)))
+    assert drafts_after(drafter, [1, 2, 3], 3) == [4, 5, 6] and drafts_after(drafter, [110, 111, 112], 2) == [113, 114]
+    with pytest.raises(RequestError, match="suffix_corpus has 11 tokens; there is room for 10 beside what is there: the limit is 100"):
+        drafter.add_corpus([array("i", [7, 8, 9]), array("i", range(200, 208))])
+    assert drafts_after(settle(drafter), [200, 201, 202], 2) == [], "all or none"
+    assert drafter.add_corpus([array("i", range(200, 210))]) == 100
+    drafter.close()
+    with pytest.raises(EngineError, match="the suffix cache is closed"):
+        drafter.add_corpus([array("i", [1])])
+
+
+def test_texts_that_come_later_go_in_by_slices(make: Make, by_hand: None) -> None:
+    """Behind the prompts of requests."""
+    drafter = make()
+    drafter.add_corpus([array("i", range(10 * suffix.SLICE_TOKENS))])
+    request = request_of([1, 2, 3, 1, 2])
+    drafter.start(request)
+    drafter._work()
+    assert drafter.lookup(request, (), 1) == [3]
+    assert work_off(drafter) == 10
 
 
 def test_no_shared_tree(make: Make, tmp_path: Path) -> None:

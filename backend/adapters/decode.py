@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import logging
 import math
 import queue
@@ -30,7 +31,17 @@ from backend.adapters.instance_ranks import claim_instance, follow
 from backend.adapters.intake_workers import LONG_CHARACTERS, IntakeWorkers
 from backend.adapters.metrics import MetricsPublisher
 from backend.adapters.relay import RequestRelay
-from backend.adapters.request_io import Answer, CancelCall, DescribeCall, InputLimits, read_id, read_messages, read_request
+from backend.adapters.request_io import (
+    Answer,
+    CancelCall,
+    CorpusCall,
+    DescribeCall,
+    InputLimits,
+    read_corpus_call,
+    read_id,
+    read_messages,
+    read_request,
+)
 from backend.adapters.stub import (
     check_interpreter,
     describe_error,
@@ -150,7 +161,12 @@ class TritonPythonModel:
             if isinstance(call, DescribeCall):
                 self._describe(exchange)
                 return
-            exchange.call, exchange.is_streamed = call, call.is_streamed
+            exchange.call = call
+            if isinstance(call, CorpusCall):
+                exchange.is_streamed = False
+                self._intake.put(exchange, LONG_CHARACTERS + 1)
+                return
+            exchange.is_streamed = call.is_streamed
             exchange.num_completions = exchange.num_open = call.params.n
             if call.timeout is not None:
                 exchange.deadline = now + call.timeout
@@ -206,6 +222,9 @@ class TritonPythonModel:
         """Tokenizes a request and gives it to the engine."""
         call = exchange.call
         assert call is not None
+        if isinstance(call, CorpusCall):
+            self._add_corpus(exchange, call)
+            return
         try:
             self._engine.submit(
                 read_messages(call.prompt) if call.is_chat else call.prompt,
@@ -224,6 +243,16 @@ class TritonPythonModel:
         exchange.call = None  # the prompt may be megabytes
         if exchange.is_cancelled:  # while it was tokenized, when the engine did not know it
             self._engine.cancel(exchange.key)
+
+    def _add_corpus(self, exchange: Exchange, call: CorpusCall) -> None:
+        """Tokenizes texts and gives them to the suffix cache, whose own thread takes them in: no step waits for them."""
+        try:
+            added = self._engine.drafters.add_corpus(read_corpus_call(call.text))
+            answer = Delta(exchange.key, text=json.dumps(added._asdict()), finish_reason="stop", stats=SpeculationStats())
+        except Exception as error:  # whatever it is, it belongs to this request only
+            answer = Delta(exchange.key, error=error)
+        exchange.is_submitted, exchange.call = True, None
+        self._outbox.put([(exchange, answer)])
 
     # -- sender thread ----------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.adapters.request_io import Answer, GenerateCall
+from backend.adapters.request_io import Answer, CorpusCall, GenerateCall
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +16,7 @@ class Exchange:
     client_id: str = ""
     key: str = ""
     """The engine's name for it."""
-    call: GenerateCall | None = None
+    call: GenerateCall | CorpusCall | None = None
     """Until it is tokenized; None for a request to end another one too."""
     deadline: float | None = None
     num_completions: int = 1

@@ -33,6 +33,8 @@ PROMPTS = ("text_input", "input_ids", "messages")
 MAX_JSON_CHARACTERS = 65536
 MAX_MESSAGES_CHARACTERS = MAX_SPECULATIVE_CHARACTERS = 2_000_000
 """`speculative` may hold a predicted answer."""
+MAX_CORPUS_CHARACTERS = 2_000_000
+"""Of one call; more texts come in several."""
 MAX_ID_CHARACTERS = 65536
 MAX_UTF8_BYTES = 4
 """Of one character."""
@@ -56,6 +58,7 @@ class InputLimits:
             "stop": MAX_STOP_CHARACTERS,
             "bad_words": MAX_BAD_WORD_CHARACTERS,
             "cancel": MAX_ID_CHARACTERS,
+            "suffix_corpus": MAX_CORPUS_CHARACTERS,
         }
         """Of all elements together."""
 
@@ -93,6 +96,14 @@ class CancelCall:
     """A request to end another one."""
 
     target_id: str
+
+
+@dataclass(slots=True)
+class CorpusCall:
+    """Texts for the suffix trees."""
+
+    text: str
+    """JSON, which `read_corpus_call` reads."""
 
 
 class DescribeCall:
@@ -133,6 +144,14 @@ def read_messages(text: str) -> list[dict[str, Any]]:
     return value
 
 
+def read_corpus_call(text: str) -> list[Any]:
+    """Raises RequestError for what is no list of anything."""
+    value = _json("suffix_corpus", text, MAX_CORPUS_CHARACTERS)
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"suffix_corpus must be a list of texts or of lists of token ids, got {text!r:.80}")
+    return value
+
+
 def _read_tools(values: dict[str, Any]) -> Tools | None:
     if "tools" not in values:
         if idle := [name for name in ("tool_choice", "parallel_tool_calls") if name in values]:
@@ -155,7 +174,7 @@ def read_id(request: Any) -> str:
         raise RequestError(f"the request's id is not valid UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
 
 
-def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) -> GenerateCall | CancelCall | DescribeCall:
+def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) -> GenerateCall | CancelCall | CorpusCall | DescribeCall:
     """Copies and parses one Triton request. defaults: sampling parameters of those who say nothing.
 
     Raises RequestError or ValueError naming the input, the value seen and the rule.
@@ -175,6 +194,8 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
         return CancelCall(values["cancel"][0])
     if values.get("describe", [False])[0]:
         return DescribeCall()
+    if "suffix_corpus" in values:
+        return CorpusCall(values["suffix_corpus"][0])
     given = [name for name in PROMPTS if name in values]
     if len(given) != 1:
         raise RequestError(f"give one of {', '.join(PROMPTS)}; got {' and '.join(given) or 'none'}")

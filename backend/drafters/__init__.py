@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
@@ -14,12 +14,15 @@ from backend.drafters.loading import count_tokens_after_step, load_step_drafter,
 from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.ngram import PredictionLookup
 from backend.drafters.protocol import HostDrafter, Lookup
+from backend.errors import RequestError
 from backend.speculative_config import MODEL_METHODS, MTP_STRATEGIES, SpeculativeConfig
 
 if TYPE_CHECKING:
+    from backend.drafters.suffix import SuffixLookup
     from backend.kv_store import KvStore
 
 __all__ = [
+    "AddedCorpus",
     "Drafters",
     "Placement",
     "Placements",
@@ -46,6 +49,17 @@ class Placement:
     """The step's own lookup makes the others."""
     host: str = ""
     """Key of the host drafter that makes or lengthens them; "": none."""
+
+
+class AddedCorpus(NamedTuple):
+    """What became of texts for the suffix trees."""
+
+    num_texts: int
+    """That have tokens."""
+    num_tokens: int
+    num_all_tokens: int
+    """With those that were there."""
+    max_tokens: int
 
 
 Placements = dict[tuple[str, str], Placement]
@@ -91,7 +105,7 @@ class Drafters:
         make_service: reaches the drafter's model in another process, called only when a method needs one; fingerprint: of the
         tokenizer, for token ids that outlive this process; encode: of texts by the same. Raises ConfigError, ModelError.
         """
-        self._vocab_size = vocab_size
+        self._vocab_size, self._encode = vocab_size, encode
         self.model_name = config.model_method
         """As in `token_sources`; "": there is no model drafter."""
         self.faults = DraftFaults()
@@ -100,6 +114,7 @@ class Drafters:
         self._host: dict[str, HostDrafter] = {}
         self._placements = make_placements(config, has_step_drafter=has_step_drafter)
         lookups = _make_lookups(config, fingerprint, encode, vocab_size)
+        self._suffix: SuffixLookup | None = lookups.get("suffix")  # type: ignore[assignment]
         self._host[_PREDICTION] = LookupDrafter(PredictionLookup(config.max_ngram_size))
         for name in lookups:
             if host := self._placements[name, ""].host:
@@ -136,6 +151,16 @@ class Drafters:
     def attach(self, store: KvStore) -> None:
         for drafter in self._host.values():
             drafter.attach(store)
+
+    def add_corpus(self, contents: Sequence[object]) -> AddedCorpus:
+        """Texts, or lists of token ids, that suffix is to search from now on: all of them or none. From any thread, which it keeps for as long as
+        tokenizing takes. Raises RequestError, ConfigError (both the request's fault) or EngineError."""
+        from backend.drafters.corpus import CALL, encode_corpus
+
+        if self._suffix is None:
+            raise RequestError(f"{CALL}: the method suffix is not loaded: start the server with it as method, or among request_methods")
+        texts = encode_corpus(contents, self._encode, self._vocab_size)
+        return AddedCorpus(len(texts), sum(map(len, texts)), self._suffix.add_corpus(texts), self._suffix.max_corpus_tokens)
 
     # A drafter that fails costs its drafts, never a request: every call of one is guarded.
 

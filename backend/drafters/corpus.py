@@ -1,4 +1,4 @@
-"""Texts of the user's own for the suffix trees (`suffix_decoding_corpus`): read and tokenized once, at start."""
+"""Texts of the user's own for the suffix trees: of files, read and tokenized at start (`suffix_decoding_corpus`), and of calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from backend.errors import ConfigError, ModelError
 from backend.model_files import check_regular
 
 KEY = "speculative_config.suffix_decoding_corpus"
+CALL = "suffix_corpus"
+"""The input of a call."""
 MAX_TOKENS = 2**20
-"""About 360 MB of trees."""
+"""Of files and calls together: about 360 MB of trees."""
 MAX_BYTES = 64 * 2**20
 """Of a file."""
 
@@ -26,10 +28,16 @@ def read_corpus(paths: Sequence[str], encode: Encode, vocab_size: int) -> list[a
     total = 0
     for path in map(Path, paths):
         for where, content in _read(path):
-            found.append(_read_ids(where, content, encode, vocab_size))
+            found.append(_read_ids(f"{KEY}: {where}", content, encode, vocab_size))
             total += len(found[-1])
             if total > MAX_TOKENS:
                 raise ConfigError(f"{KEY}: with {where} the files have {total} tokens; the limit is {MAX_TOKENS}")
+    return [token_ids for token_ids in found if token_ids]
+
+
+def encode_corpus(contents: Sequence[object], encode: Encode, vocab_size: int) -> list[array[int]]:
+    """Token ids of each text of a call; as in a line of a .jsonl file. Raises ConfigError."""
+    found = [_read_ids(f"{CALL}: element {number}", content, encode, vocab_size) for number, content in enumerate(contents)]
     return [token_ids for token_ids in found if token_ids]
 
 
@@ -60,12 +68,12 @@ def _read_ids(where: str, content: object, encode: Encode, vocab_size: int) -> a
         try:
             content.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{KEY}: {where} is not valid Unicode: {error.object[error.start]!r} at {error.start}") from None
+            raise ConfigError(f"{where} is not valid Unicode: {error.object[error.start]!r} at {error.start}") from None
         # A token that was added after the model was made is never drafted.
         return array("i", [token_id for token_id in encode(content) if token_id < vocab_size])
     if not isinstance(content, list):
-        raise ConfigError(f"{KEY}: {where} must be a text, a list of token ids, or an object with `text` or `token_ids`; got {content!r:.80}")
+        raise ConfigError(f"{where} must be a text, a list of token ids, or an object with `text` or `token_ids`; got {content!r:.80}")
     bad = next((i for i in content if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size), None)
     if bad is not None:
-        raise ConfigError(f"{KEY}: {where} has token {bad!r:.80}; the vocabulary has ids 0 to {vocab_size - 1}")
+        raise ConfigError(f"{where} has token {bad!r:.80}; the vocabulary has ids 0 to {vocab_size - 1}")
     return array("i", content)

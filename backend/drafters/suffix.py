@@ -16,7 +16,8 @@ a long text is held in overlapping pieces, and each is a slice of work when it g
 Answers are saved to a file every SAVE_SECONDS and at the end, by a second thread, which waits for the disk.
 
 Memory: about 340 bytes per token in a tree. The shared tree keeps at most `max_cached_requests` answers and `max_cached_tokens` tokens, oldest
-out first, beside the texts of a corpus, which stay and are not saved; the open requests' own trees are as long as they are.
+out first, beside the texts of a corpus (of the start, and of `add_corpus`), which stay and are not saved; the open requests' own trees are as
+long as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ import numpy as np
 
 from backend.core import Request
 from backend.drafters.answer_file import AnswerFile
-from backend.errors import ConfigError
+from backend.drafters.corpus import CALL, MAX_TOKENS
+from backend.errors import ConfigError, EngineError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +99,9 @@ class SuffixLookup:
         fingerprint: str = "",
         max_cached_tokens: int = MAX_CACHED_TOKENS,
         corpus: Sequence[array[int]] = (),
+        max_corpus_tokens: int = MAX_TOKENS,
     ) -> None:
-        """corpus: texts that are searched as answers are, and stay."""
+        """corpus: texts that are searched as answers are, and stay; max_corpus_tokens: of these and of those that come later."""
         try:
             from arctic_inference.suffix_decoding._C import SuffixTree
         except ImportError as error:
@@ -114,7 +117,8 @@ class SuffixLookup:
         self.max_cached_tokens = max_cached_tokens
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
-        self._is_sharing, self._has_corpus = max_cached_requests != 0, bool(corpus)
+        self.max_corpus_tokens = max_corpus_tokens
+        self._is_sharing, self._num_corpus_tokens = max_cached_requests != 0, sum(map(len, corpus))
         self._file = AnswerFile(cache_path, fingerprint) if cache_path is not None and self._is_sharing else None
         self._num_shared = self._num_saved = 0  # tokens of answers that ever came here, and those that the file has or had
 
@@ -159,6 +163,20 @@ class SuffixLookup:
         with self._wake:
             return not (self._removals or self._behind or self._unshared)
 
+    def add_corpus(self, texts: Sequence[array[int]]) -> int:
+        """Queues texts that stay, all or none -> tokens of all that have come. From any thread. Raises RequestError beyond max_corpus_tokens, and
+        EngineError when closed."""
+        count, queued = sum(map(len, texts)), [_Text(self._shared, token_ids) for token_ids in texts]
+        with self._wake:
+            if self._is_closed:
+                raise EngineError("the suffix cache is closed, or has failed: the server's log says which")
+            if count > (room := self.max_corpus_tokens - self._num_corpus_tokens):
+                raise RequestError(f"{CALL} has {count} tokens; there is room for {room} beside what is there: the limit is {self.max_corpus_tokens}")
+            self._num_corpus_tokens += count
+            self._unshared.extend(queued)
+            self._wake.notify()
+            return self._num_corpus_tokens
+
     # -- the engine's thread ----------------------------------------------------------------------------------------
 
     def start(self, request: Request) -> None:
@@ -191,7 +209,7 @@ class SuffixLookup:
             context = np.array([*request.token_ids[-depth:], *drafts][-depth:], dtype=np.int32)
             limits = (count, self.max_spec_factor, 0.0, self.min_token_prob, False)
             draft = self._speculate(own.text.tree, context, *limits)
-            if self._is_sharing or self._has_corpus:
+            if self._is_sharing or self._num_corpus_tokens:
                 other = self._speculate(self._shared, context, *limits)
                 draft = other if other.score > draft.score else draft
             return draft.token_ids, draft.score

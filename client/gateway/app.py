@@ -24,7 +24,7 @@ from client.gateway.errors import ApiError, from_server, from_validation
 from client.gateway.fleet import Fleet, is_fleet, split_addresses
 from client.gateway.forms import show
 from client.gateway.metrics import CONTENT_TYPE, Metrics
-from client.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from client.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, SuffixCorpusRequest, TokenizeRequest
 from client.gateway.response_answer import ResponsesAnswer
 from client.gateway.responses import ResponsesRequest
 from client.gateway.upstream import Servers, Upstream
@@ -56,6 +56,8 @@ class Settings:
     """What clients call it; of several names the first is shown."""
     api_keys: tuple[str, ...] = ()
     """Empty: anyone may call."""
+    admin_keys: tuple[str, ...] = ()
+    """For what changes the server for everybody; empty: nobody may."""
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
     metrics_urls: tuple[str, ...] = ()
@@ -95,8 +97,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None)
     # The last one added is the first to be passed.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=list(settings.api_keys))
+    app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -168,6 +169,10 @@ def create_app(settings: Settings) -> FastAPI:
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         check_model(body.model)
         return {"prompt": await upstream.detokenize(body.tokens) if body.tokens else ""}
+
+    @app.post("/v1/suffix_corpus")
+    async def add_suffix_corpus(request: Request, body: SuffixCorpusRequest) -> dict[str, int]:
+        return await upstream.add_suffix_corpus(request.state.request_id, body.corpus)
 
     @app.get("/health")
     async def health() -> Response:

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--metrics-url", action="append", default=[], metavar="URL", help="of the server's metrics, which /metrics then has too")
     parser.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE: one a line, # begins a comment")
+    parser.add_argument("--admin-keys", metavar="FILE", help="keys of those who may change the server, as --api-keys has them (default: nobody may)")
     parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="web pages of ORIGIN may call (default: none)")
     parser.add_argument("--vllm-metrics", action="store_true", help="/metrics has the server's once more by vLLM's names; needs --metrics-url")
     parser.add_argument("--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="larger requests are refused (default 4 MiB)")
@@ -56,11 +57,14 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f"foretoken gateway: {error.name} is not installed: pip install 'foretoken-triton[gateway]'", file=sys.stderr)
         return 2
-    try:
-        keys = read_keys(args.api_keys) if args.api_keys else []
-    except (OSError, ValueError) as error:
-        print(f"foretoken gateway: --api-keys {args.api_keys}: {error}", file=sys.stderr)
-        return 2
+    found: dict[str, tuple[str, ...]] = {}
+    for flag, path in (("--api-keys", args.api_keys), ("--admin-keys", args.admin_keys)):
+        try:
+            found[flag] = tuple(read_keys(path)) if path else ()
+        except (OSError, ValueError) as error:
+            print(f"foretoken gateway: {flag} {path}: {error}", file=sys.stderr)
+            return 2
+    keys, admin_keys = found["--api-keys"], found["--admin-keys"]
     if args.vllm_metrics and not args.metrics_url:
         print("foretoken gateway: --vllm-metrics has nothing to rename: name the server's metrics with --metrics-url", file=sys.stderr)
         return 2
@@ -78,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     names = tuple(args.served_model_name)
     app = create_app(
-        Settings(args.url, "decode", names, tuple(keys), tuple(args.cors_origin), args.max_body_bytes, tuple(args.metrics_url), args.vllm_metrics)
+        Settings(
+            args.url, "decode", names, keys, admin_keys, tuple(args.cors_origin), args.max_body_bytes, tuple(args.metrics_url), args.vllm_metrics
+        )
     )
     try:  # before anything is served: who started the gateway must learn of it
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

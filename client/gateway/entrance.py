@@ -10,6 +10,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -23,11 +24,16 @@ logger = logging.getLogger("foretoken.gateway")
 BODY_SECONDS = 30.0
 """A body must arrive whole within this time."""
 PATHS = frozenset(
-    ("/", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses")
-)
+    (
+        "/", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses",
+        "/v1/suffix_corpus",
+    )
+)  # fmt: skip
 """By their names in metrics; all others are `other`."""
 OPEN_PATHS = ("/", "/health", "/metrics", "/page/")
 """Need no key: the page is the same for all, and asks for the key itself; probes and Prometheus have none."""
+ADMIN_PATHS = ("/v1/suffix_corpus",)
+"""Change the server for everybody: they need a key of their own, also where other requests need none."""
 HUNG_UP = 499
 ERROR_CODE = "error_code"
 """Where in a request's state the code of its error is, to be counted."""
@@ -117,20 +123,27 @@ class RequestLog:
 
 
 class ApiKeys:
-    """Asks for one of the keys of a file, as `Authorization: Bearer KEY`."""
+    """Asks for one of the keys of a file, if there is one, as `Authorization: Bearer KEY`; on ADMIN_PATHS for one of another file."""
 
-    def __init__(self, app: ASGIApp, keys: list[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._digests, self._admin_digests = ([_digest(key) for key in own] for own in (keys, admin_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        if scope["type"] == "http" and path not in OPEN_PATHS and not path.startswith("/page/"):
+        is_admin = path.rstrip("/") in ADMIN_PATHS
+        digests = self._admin_digests if is_admin else self._digests
+        if is_admin and not digests and scope["type"] == "http":
+            error = ApiError(403, f"{path} is for administrators: start the gateway with --admin-keys FILE", "forbidden")
+            await refuse(error, scope, receive, send)
+            return
+        if digests and scope["type"] == "http" and path not in OPEN_PATHS and not path.startswith("/page/"):
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             given = _digest(key.strip())
             # Every key is looked at, in constant time: how long a refusal takes tells nothing.
-            if sum(hmac.compare_digest(given, digest) for digest in self._digests) == 0 or scheme.lower() != "bearer":
-                error = ApiError(401, "a valid API key is needed, as 'Authorization: Bearer KEY'", "invalid_api_key")
+            if sum(hmac.compare_digest(given, digest) for digest in digests) == 0 or scheme.lower() != "bearer":
+                kind = "administrator's" if is_admin else "API"
+                error = ApiError(401, f"a valid {kind} key is needed, as 'Authorization: Bearer KEY'", "invalid_api_key")
                 await refuse(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)

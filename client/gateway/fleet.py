@@ -19,7 +19,7 @@ from typing import Any
 
 from client.gateway.beginnings import Beginnings, cut
 from client.gateway.metrics import Metrics
-from client.gateway.upstream import Upstream
+from client.gateway.upstream import Corpus, Upstream
 from client.messages import Chunk, GenerateError
 
 logger = logging.getLogger("foretoken.gateway")
@@ -187,6 +187,21 @@ class Fleet:
 
     async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
         return await self._ask_any("token_bytes", token_ids)
+
+    async def add_suffix_corpus(self, request_id: str, corpus: Corpus) -> dict[str, int]:
+        """As Upstream.add_suffix_corpus, of every server; answers with what the fullest of them says. Raises GenerateError where one of them
+        did not take it, though others have."""
+        members = list(self._members.values())
+        found = await asyncio.gather(*(m.upstream.add_suffix_corpus(request_id, corpus) for m in members), return_exceptions=True)
+        taken = [answer for answer in found if isinstance(answer, dict)]
+        for member, error in zip(members, found, strict=True):
+            if isinstance(error, GenerateError):
+                raise GenerateError(f"{member.url}: {error} ({len(taken)} of {len(members)} servers took it)", error.code)
+            if isinstance(error, BaseException):
+                raise error
+        if not taken:
+            raise GenerateError(f"no server is known at {', '.join(self._addresses)}", "UNAVAILABLE")
+        return max(taken, key=lambda answer: answer["num_all_tokens"])
 
     async def check(self) -> None:
         """Raises GenerateError unless one of the servers generates now."""

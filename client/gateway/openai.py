@@ -185,6 +185,12 @@ class ChatRequest(GenerateRequest):
         return values
 
 
+class SuffixCorpusRequest(Strict):
+    """POST /v1/suffix_corpus."""
+
+    corpus: Annotated[list[Text | TokenIds], Field(min_length=1, fail_fast=True)]
+
+
 class TokenizeRequest(Strict):
     """POST /tokenize."""
 

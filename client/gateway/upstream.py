@@ -16,6 +16,10 @@ FRESH_SECONDS = 1.0
 """An answer this recent is as good as a probe."""
 
 
+Corpus = Sequence[str | Sequence[int]]
+"""Texts, or lists of token ids."""
+
+
 class Servers(Protocol):
     """What stands behind a gateway: one server, or several."""
 
@@ -28,6 +32,8 @@ class Servers(Protocol):
     async def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
     async def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]: ...
+
+    async def add_suffix_corpus(self, request_id: str, corpus: Corpus) -> dict[str, int]: ...
 
     async def check(self) -> None: ...
 
@@ -91,6 +97,10 @@ class Upstream:
         if unknown := sorted({i for i in token_ids if i not in self._tokens}):
             self._tokens.update(zip(unknown, (await self._client.infer("tokenizer", input_ids=unknown))["tokens"]))
         return [self._tokens[i] for i in token_ids]
+
+    async def add_suffix_corpus(self, request_id: str, corpus: Corpus) -> dict[str, int]:
+        """As AsyncClient.add_suffix_corpus."""
+        return await self._client.add_suffix_corpus(corpus, request_id=request_id)
 
     async def check(self) -> None:
         """Raises GenerateError unless the decode model has taken and answered a request within the last second, or does now.
