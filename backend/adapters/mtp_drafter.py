@@ -18,7 +18,7 @@ from backend.adapters.stub import (
     resolve_model,
 )
 from backend.config import EngineConfig
-from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
+from backend.devices import cpu_threads, pick_device, pick_dtype, threads_for
 from backend.drafters.calls import DraftError
 from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
@@ -57,8 +57,6 @@ class TritonPythonModel:
         )
         device = pick_device(engine)
         dtype = pick_dtype(engine, device)
-        if device.type == "cpu":
-            keep_temporaries_on_heap()
         # The server may call from another thread: a pool of this one would stall that one's (see Worker).
         with cpu_threads(1):
             self._target = load_model(target, dtype, device, Ranks(), only_head=True, quantization=engine.rounding)

@@ -49,6 +49,7 @@ class Decoder:
         self._tables: list[RopeTables] = []
         self._table_of: list[int] = []
         """Of each layer, its place among the tables: layers that turn alike share one."""
+        checkpoint.release()
         if not only_head:
             self._build_layers(spec, weights, context_len)
         self.norm = weights.norm(spec.norm, self.hidden_size, spec.norm_offset)
@@ -72,6 +73,7 @@ class Decoder:
         places: dict[tuple, int] = {}
         for layer in tqdm(spec.layers, desc="Loading the model", unit="layer", disable=None):  # on terminals alone
             self.layers.append(DecoderLayer(layer, weights, context_len))
+            weights.checkpoint.release()
             key = layer.attention.turning
             if key not in places:
                 places[key] = len(places)

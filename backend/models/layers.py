@@ -79,10 +79,11 @@ class Weights:
 
     def exact(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A weight in float32, whatever the model's dtype."""
-        return self._plain(name, shape).to(self.device, torch.float32)
+        return self._plain(name, shape).to(self.device, torch.float32, copy=True)
 
     def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._plain(name, shape).to(self.device, self.dtype)
+        """Copied, as all that stays: no view of a file, which would keep all of it mapped, and change when somebody overwrites it."""
+        return self._plain(name, shape).to(self.device, self.dtype, copy=True)
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """As numbers, however they are stored."""
@@ -109,7 +110,7 @@ class Weights:
     def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
         """A norm's weights; offset: what is added to the stored ones."""
         stored = self.checkpoint.get(name, (size,))
-        return (stored.float() + offset if offset else stored).to(self.device, self.dtype)
+        return (stored.float() + offset if offset else stored).to(self.device, self.dtype, copy=True)
 
     def split_rows(self, projections: Sequence[Projection], parts: Sequence[Part] | None = None, *, is_head: bool = False) -> Linear:
         """Projections of one input as one, each with its share of output rows on this rank.

@@ -31,6 +31,10 @@ class Checkpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Unmaps the files, whose pages count as the process's memory: once nothing is a view of them. They are opened anew when asked for."""
         self._handles.clear()
 
     def __contains__(self, name: str) -> bool:
@@ -94,6 +98,9 @@ class PickledCheckpoint(Checkpoint):
     def __exit__(self, *_: object) -> None:
         self._tensors.clear()
 
+    def release(self) -> None:
+        """It is in memory, and not mapped."""
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
@@ -122,6 +129,9 @@ class DummyCheckpoint(Checkpoint):
         return self
 
     def __exit__(self, *_: object) -> None:
+        pass
+
+    def release(self) -> None:
         pass
 
     def __contains__(self, name: str) -> bool:

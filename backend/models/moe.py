@@ -115,12 +115,14 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
 
 def _load_stored(spec: MoeSpec, weights: Weights, own: slice, inner: slice, scheme: str | None) -> Experts:
     """Of quantized weights, or such as are rounded here."""
-    experts: list[tuple[list[Stored], Stored]] = []
-    for number in range(own.start, own.stop):
+
+    def read(number: int) -> tuple[list[Stored], Stored]:
         gate, up, down = (weights.stored(projection, scheme) for projection in spec.expert(number))
-        experts.append(([cut_rows(gate, inner), cut_rows(up, inner)], cut_columns(down, inner)))
+        return [cut_rows(gate, inner), cut_rows(up, inner)], cut_columns(down, inner)
+
+    experts = (read(number) for number in range(own.start, own.stop))  # one after the other where they are packed so
     where = f"{weights.checkpoint.directory}: {spec.prefix}"
-    made = make_stored_experts(experts, lambda x: activate(x, spec.activation), own.start, is_silu=_is_silu(spec), where=where)
+    made = make_stored_experts(experts, weights.device, lambda x: activate(x, spec.activation), own.start, is_silu=_is_silu(spec), where=where)
     weights.most_written = max(weights.most_written, made.num_written)
     return made
 

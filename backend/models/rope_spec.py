@@ -103,6 +103,8 @@ def _read_kind(values: Values, scaling: Values, kind: str, rope: RopeSpec, origi
         if scaling.has("attention_factor"):
             more["attention_factor"] = scaling.number("attention_factor", 1e6)
     if kind == "yarn":
+        if rope.theta == 1:
+            raise ModelError(f"{values.where}: rope_theta is 1; yarn, which tells pairs by how often they turn, needs another")
         more |= {"beta_fast": scaling.number("beta_fast", 1e6, default=32.0), "beta_slow": scaling.number("beta_slow", 1e6, default=1.0)}
         more["is_truncated"] = scaling.flag("truncate", default=True)
         if scaling.get("mscale") and scaling.get("mscale_all_dim"):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -111,7 +111,9 @@ def make_linear(weight: Stored | Sequence[Stored], bias: torch.Tensor | None = N
 def _make_single(weight: Stored, bias: torch.Tensor | None) -> Linear:
     if isinstance(weight, Quantized):
         return QuantizedLinear(weight, bias)
-    return PackedLinear(weight, bias) if PackedLinear.is_usable(weight) else DenseLinear(weight, bias)
+    if PackedLinear.is_usable(weight):
+        return PackedLinear(weight, bias)
+    return DenseLinear(weight.clone() if weight.device.type == "cpu" else weight, bias)  # a view of a file would keep all of it mapped
 
 
 def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int = 0, *, is_silu: bool = False) -> Experts:
@@ -125,11 +127,18 @@ def make_experts(gate_up: torch.Tensor, down: torch.Tensor, activation: Activati
 
 
 def make_stored_experts(
-    experts: Sequence[tuple[Sequence[Stored], Stored]], activation: Activation, first: int = 0, *, is_silu: bool = False, where: str = ""
+    experts: Iterable[tuple[Sequence[Stored], Stored]],
+    device: torch.device,
+    activation: Activation,
+    first: int = 0,
+    *,
+    is_silu: bool = False,
+    where: str = "",
 ) -> Experts:
     """The same of experts that are not all plain tensors: of each gate and up, and down. where: what an error names. Raises ModelError."""
-    if not any(_device(weight).type == "cuda" for _, weight in experts):
+    if device.type != "cuda":
         return SingleExperts([(make_linear(gate_up), make_linear(down)) for gate_up, down in experts], activation, first)
+    experts = list(experts)
     if all(isinstance(weight, torch.Tensor) for gate_up, down in experts for weight in (*gate_up, down)):  # 4-bit floats are kept so
         plain = [(torch.cat(list(gate_up)), down) for gate_up, down in experts]  # type: ignore[arg-type]
         gate_up, down = (torch.stack([pair[i] for pair in plain]) for i in (0, 1))  # type: ignore[misc]
@@ -144,7 +153,3 @@ def make_stored_experts(
     count = len(experts)
     into, back = stack((only(own) for own, _ in experts), count, where), stack((only([own]) for _, own in experts), count, where)
     return QuantizedExperts(into, back, count, activation, first, is_silu)
-
-
-def _device(weight: Stored) -> torch.device:
-    return weight.codes.device if isinstance(weight, Quantized) else weight.device

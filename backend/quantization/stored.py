@@ -40,8 +40,10 @@ class Quantized:
         return replace(self, codes=self.codes[:, columns], scales=self.scales[:, held], zeros=zeros, groups=groups)
 
     def to(self, device: torch.device) -> Quantized:
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, groups=self.groups.to(device))
+        """Copied, even to where it is: it may be a view of a file."""
+        codes, scales = self.codes.to(device, copy=True), self.scales.to(device, copy=True)
+        zeros = None if self.zeros is None else self.zeros.to(device, copy=True)
+        return replace(self, codes=codes, scales=scales, zeros=zeros, groups=self.groups.to(device))
 
     def expand(self) -> torch.Tensor:
         """[out, in] float32."""

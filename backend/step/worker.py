@@ -13,7 +13,7 @@ import torch
 
 from backend.config import EngineConfig
 from backend.core import Outcome
-from backend.devices import cpu_threads, keep_temporaries_on_heap, pick_device, pick_dtype, threads_for
+from backend.devices import cpu_threads, pick_device, pick_dtype, threads_for
 from backend.drafters import find_place, load_step_drafter, make_placements, step_drafter_identity, tap_width
 from backend.drafters.protocol import HIDDEN
 from backend.errors import ConfigError
@@ -101,8 +101,6 @@ class Worker:
         self._config = config
         self.device = pick_device(config)
         self.dtype = pick_dtype(config, self.device)
-        if self.device.type == "cpu":
-            keep_temporaries_on_heap()
         self._threads_for = threads_for(config)
         # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
         # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.

@@ -113,9 +113,9 @@ def test_experts_that_are_stored_differently(device: torch.device) -> None:
     own = [quantize(torch.randn(64, 128, device=device), scheme) for scheme in ("wint8", "wint8", "wint4", "wint4")]
     pairs: list[tuple[list[Quantized | torch.Tensor], Quantized | torch.Tensor]] = [([w, w], w) for w in own]
     with pytest.raises(ModelError, match=r"layers\.0: experts are stored differently"):
-        make_stored_experts(pairs, silu_mul, where="layers.0")  # type: ignore[arg-type]
+        make_stored_experts(pairs, device, silu_mul, where="layers.0")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="all quantized, and alike"):
-        make_stored_experts([([own[0], torch.randn(64, 128, device=device)], own[0])], silu_mul, where="layers.0")
+        make_stored_experts([([own[0], torch.randn(64, 128, device=device)], own[0])], device, silu_mul, where="layers.0")
 
 
 @pytest.mark.parametrize("scheme", ["wint4", "wint8", "fp8"])
