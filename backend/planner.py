@@ -194,7 +194,7 @@ class Planner:
         plan = step.plan
         for b, entry in enumerate(asking):
             own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
-            num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(token_ids))
+            num_model = self._count_model(sources)
             own.drafted = Drafted(sources)
             if entry.request.grammar is not None:
                 num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
@@ -224,6 +224,10 @@ class Planner:
         fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit)
         return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
 
+    def _count_model(self, sources: Sequence[str]) -> int:
+        """Leading drafts that the model drafter made."""
+        return next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
+
     def _fit_step_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """Of requests with a grammar whose drafts, if any, the last step made."""
         for entry in decoding:
@@ -232,8 +236,7 @@ class Planner:
                 continue
             made = own.next_drafts[: entry.max_drafts]
             sources = own.drafted.who(len(made), self._drafters.lookup_name)
-            num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(made))
-            token_ids, own.drafted, _ = self._fit(entry, own, made, num_model)
+            token_ids, own.drafted, _ = self._fit(entry, own, made, self._count_model(sources))
             same = next((i for i, (old, new) in enumerate(zip(made, token_ids)) if old != new), min(len(made), len(token_ids)))
             if len(token_ids) > same:
                 self._put_drafts(step.plan, own, token_ids, same)
@@ -257,16 +260,17 @@ class Planner:
             if known.place.has_model:
                 self._drafters.put_step_drafts(entry.request, token_ids)
             return
-        self._put_drafts(step.plan, known, token_ids)
         known.drafted = Drafted(hand_off.sources[: len(token_ids)])
+        if entry.request.grammar is not None:  # the other node drafts without it, as every step does
+            token_ids, known.drafted, _ = self._fit(entry, known, token_ids, self._count_model(known.drafted.sources))
+        self._put_drafts(step.plan, known, token_ids)
 
     def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: Known) -> None:
         """What they were drawn from, of those that the host's drafters kept."""
         if not known.options & Options.REJECTION:
             return
         sources, probs = known.drafted.sources, hand_off.draft_probs
-        num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
-        count = 0 if probs is None else min(num_model, len(probs))
+        count = 0 if probs is None else min(self._count_model(sources), len(probs))
         if count or not known.place.host:  # with the host's own they are written
             step.plan.num_drawn_writes += (known.index, count)
         if probs is not None and count:

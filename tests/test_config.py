@@ -40,7 +40,7 @@ from backend.core import (
 from backend.errors import ConfigError, ModelError
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
-from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
+from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, StructuredOutputs
 from deploy import launcher, options, rendering, server
 from deploy.cli import main
 from deploy.server import LaunchError
@@ -755,6 +755,7 @@ BAD_SAMPLING: dict[str, list[Any]] = {
         {"regex": "x" * (MAX_STRUCTURE + 1)},
         {"regex": "a", "disable_any_whitespace": True},
         {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "},
+        {"json": {}, "whitespace_pattern": " " * (MAX_PATTERN_CHARACTERS + 1)},
         {"json": {}, "is_lenient": "yes"},
     ],
 }
