@@ -124,7 +124,8 @@ class EngineConfig(Section):
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     max_forced_tokens: int = 8
-    """Of the only continuation that an answer's form allows, so many tokens are drafted a step for requests whose method drafts nothing, 0 to 16."""
+    """Of the only continuation that an answer's form allows, so many tokens are drafted a step for requests whose method drafts nothing, 0 to 16.
+    0: nor are any for the others."""
     cascade_attention: bool = False
     """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
     quantization: str | QuantizationConfig | None = None

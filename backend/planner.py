@@ -46,17 +46,19 @@ class Planner:
         is_layout_exact: bool,
         cascade_heads: tuple[int, int] | None = None,
         max_masked_drafts: int = MAX_DRAFTS,
+        drafts_forced: bool = True,
         max_model_drafts: int = MAX_DRAFTS,
     ) -> None:
         """has_state_keeper: the step's drafter keeps what it needs of a token when the target computes that; max_drafter_tokens: that the model
         drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so that the drafter may catch up beside
         drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once; max_masked_drafts: of a request with a
-        grammar; max_model_drafts: that the step's model drafter can make in a step."""
+        grammar; drafts_forced: tokens that a grammar forces are drafted; max_model_drafts: that the step's model drafter can make in a step."""
         self._config, self._drafters = config, drafters
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width = -(-max_model_len // page_size)
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
         self._cascade_heads, self._max_masked_drafts, self._max_model_drafts = cascade_heads, max_masked_drafts, max_model_drafts
+        self._drafts_forced = drafts_forced
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size, is_complete=has_state_keeper)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
@@ -221,7 +223,7 @@ class Planner:
         sources = known.drafted.who(len(token_ids), self._drafters.lookup_name)
         limit = min(entry.max_drafts, self._max_masked_drafts)
         num_drawn = num_drawn if known.options & Options.REJECTION else 0
-        fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit)
+        fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit, self._drafts_forced)
         return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
 
     def _count_model(self, sources: Sequence[str]) -> int:

@@ -62,7 +62,7 @@ class Matcher:
         lines = self.inner.get_error().splitlines()
         return f" ({lines[0]:.200})" if lines else ""
 
-    def look_ahead(self, token_ids: Sequence[int], limit: int) -> tuple[int, list[int]]:
+    def look_ahead(self, token_ids: Sequence[int], limit: int, wants_forced: bool = True) -> tuple[int, list[int]]:
         """How many leading tokens the grammar allows here, and those that it forces after them, as the tokenizer writes them; `limit`: of both."""
         inner, end_ids = self.inner, self.vocabulary.end_ids
         end = next((place for place, token_id in enumerate(token_ids) if token_id in end_ids), None)
@@ -70,7 +70,7 @@ class Matcher:
         count = inner.validate_tokens(known) if known else 0
         if end is not None and count == end and not self.ignores_end and inner.validate_tokens([*known, token_ids[end]]) > end:
             return end + 1, []
-        if count >= limit:
+        if count >= limit or not wants_forced:
             return count, []
         if count and not inner.consume_tokens(known[:count]):
             return 0, []
