@@ -1598,3 +1598,11 @@ def test_check_model_is_about_the_folder(tmp_path: Path) -> None:
     assert launcher.check_model(str(BUNDLED_MODEL)) == BUNDLED_MODEL.resolve()
     with pytest.raises(ModelError, match="does not exist"):
         launcher.check_model(str(tmp_path / "none"))
+
+
+def test_drafts_of_answers_with_a_form() -> None:
+    """Also where requests alone choose methods that draft, and nothing forced is drafted."""
+    methods: list[list[str]] = [[], ["ngram"]]
+    for request_methods, most in zip(methods, (0, 8)):
+        config = EngineConfig.from_dict({"max_forced_tokens": 0, "speculative_config": {"method": "none", "request_methods": request_methods}})
+        assert config.max_masked_drafts == most
