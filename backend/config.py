@@ -25,6 +25,8 @@ BUNDLED_MODEL = REPOSITORY / "decode" / "1"
 BUNDLED_DRAFTER = REPOSITORY / "mtp_drafter" / "1"
 MAX_BATCH_SIZE = 256
 MAX_RANKS = 64
+MAX_ASKED_MASKED = 8
+"""Drafts a step for which there are masks where requests choose their own methods and numbers."""
 RANKS = ("processes", "instances")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
@@ -124,7 +126,8 @@ class EngineConfig(Section):
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     max_forced_tokens: int = 8
-    """Of the only continuation that an answer's form allows, so many tokens are drafted a step for requests whose method drafts nothing, 0 to 16."""
+    """Of the only continuation that an answer's form allows, so many tokens are drafted a step for requests whose method drafts nothing, 0 to 16.
+    0: nor are any for the others."""
     cascade_attention: bool = False
     """GPU: read the keys of a beginning that several requests share once a step. For many requests with one long beginning."""
     quantization: str | QuantizationConfig | None = None
@@ -187,8 +190,9 @@ class EngineConfig(Section):
 
     @property
     def max_masked_drafts(self) -> int:
-        """Most drafts a step of a request whose answer has a form."""
-        return max(self.speculative_config.num_speculative_tokens or 0, self.max_forced_tokens)
+        """Most drafts a step of a request whose answer has a form; the engine's own method may be none where requests choose one that drafts."""
+        asked = MAX_ASKED_MASKED if {*self.speculative_config.loaded_methods} - {"none", "naive"} else 0
+        return max(self.speculative_config.num_speculative_tokens or 0, self.max_forced_tokens, asked)
 
     def max_step_ms_on(self, device_type: str) -> float:
         """Or its default; 0: no limit."""

@@ -19,6 +19,7 @@ from backend.devices import on_stream, pick_device
 from backend.drafters.calls import DraftService
 from backend.engine_parts import load_parts
 from backend.errors import ConfigError, EngineError, ModelError, RequestError
+from backend.grammar import Matcher
 from backend.group import Greeting, Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
@@ -174,6 +175,10 @@ class Engine:
             self._open.reserve(requests)
             self._inbox.append(lambda: self._admit(requests, on_delta, now))
             self._wake.notify()
+
+    def compile_grammar(self, params: SamplingParams) -> Matcher | None:
+        """Of what an answer's text has to be, at its beginning. Takes milliseconds: not for the engine's thread. Raises RequestError."""
+        return self._intake.compile(params.structured_outputs, params)
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request with finish_reason `cancelled` before the next step. False when no such request is open."""

@@ -69,6 +69,7 @@ def load_parts(config: EngineConfig, ranks: Ranks, draft_service: DraftService |
         has_state_keeper=worker.drafter is not None and worker.drafter.keeper is not None,
         is_layout_exact=worker.graphs is None,
         max_masked_drafts=config.max_masked_drafts,
+        drafts_forced=config.max_forced_tokens > 0,
         cascade_heads=(heads[0], heads[1]) if config.cascade_attention and worker.graphs is not None else None,
         max_model_drafts=worker.drafter.max_drafts if worker.drafter is not None else 0,
     )

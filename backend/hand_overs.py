@@ -79,9 +79,8 @@ class HandOvers:
         self._scheduler.min_fetched_tokens = fetcher.min_tokens
 
     def admit(self, request: Request) -> None:
-        """Before the scheduler has it. Prompts whose log-probabilities are wanted are computed where their scores are read, and those whose answer
-        has a form where its grammar is: the first token has to follow it."""
-        is_own = request.is_prefill_only or request.scores_prompt or request.grammar is not None
+        """Before the scheduler has it. Prompts whose log-probabilities are wanted are computed where their scores are read."""
+        is_own = request.is_prefill_only or request.scores_prompt
         request.is_remote = self._fetcher is not None and not is_own and self._fetcher.wants(request)
 
     def begin(self, batch: Batch) -> None:
@@ -103,6 +102,12 @@ class HandOvers:
         """Another node has computed a prompt, and its pages are here: the request goes on as if the step had been this node's."""
         own = self._open.get(request)
         if own is None or not self._scheduler.is_fetching(request):
+            return
+        (first,) = hand_off.outcome.token_ids
+        if request.grammar is not None and not request.grammar.allows(first):
+            # The other node's tokenizer or library differs; or nothing can follow, and the step here will say so.
+            logger.error("request %r: the first token, %d, came from another node, and the grammar does not allow it", request.group_id, first)
+            self.give_up(request, "internal")
             return
         begin, prompt = request.num_computed_tokens, request.prompt_token_ids
         try:

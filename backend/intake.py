@@ -80,7 +80,7 @@ class Intake:
         if max_num_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max(1, max_num_tokens - len(token_ids)))
         asked = self._form_of(params, tools)
-        grammars = [None if asked is None else self._compile(asked, params) for _ in range(params.n)]
+        grammars = [self.compile(asked, params) for _ in range(params.n)]
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:
             speculation = dataclasses.replace(speculation, num_speculative_tokens=self._config.max_forced_tokens)
         if timeout is not None and not 0 < timeout < 1e9:
@@ -111,7 +111,10 @@ class Intake:
             for i in range(params.n)
         ]
 
-    def _compile(self, asked: StructuredOutputs, params: SamplingParams) -> Matcher:
+    def compile(self, asked: StructuredOutputs | None, params: SamplingParams) -> Matcher | None:
+        """asked: the request's own, or with what its tools ask. Raises RequestError."""
+        if asked is None:
+            return None
         try:
             return self._grammars.compile(asked, params.ignore_eos)
         except RequestError as error:

@@ -46,17 +46,19 @@ class Planner:
         is_layout_exact: bool,
         cascade_heads: tuple[int, int] | None = None,
         max_masked_drafts: int = MAX_DRAFTS,
+        drafts_forced: bool = True,
         max_model_drafts: int = MAX_DRAFTS,
     ) -> None:
         """has_state_keeper: the step's drafter keeps what it needs of a token when the target computes that; max_drafter_tokens: that the model
         drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so that the drafter may catch up beside
         drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once; max_masked_drafts: of a request with a
-        grammar; max_model_drafts: that the step's model drafter can make in a step."""
+        grammar; drafts_forced: tokens that a grammar forces are drafted; max_model_drafts: that the step's model drafter can make in a step."""
         self._config, self._drafters = config, drafters
         self._max_model_len, self._page_size = max_model_len, page_size
         self._table_width = -(-max_model_len // page_size)
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
         self._cascade_heads, self._max_masked_drafts, self._max_model_drafts = cascade_heads, max_masked_drafts, max_model_drafts
+        self._drafts_forced = drafts_forced
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size, is_complete=has_state_keeper)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
@@ -194,7 +196,7 @@ class Planner:
         plan = step.plan
         for b, entry in enumerate(asking):
             own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
-            num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(token_ids))
+            num_model = self._count_model(sources)
             own.drafted = Drafted(sources)
             if entry.request.grammar is not None:
                 num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
@@ -221,8 +223,12 @@ class Planner:
         sources = known.drafted.who(len(token_ids), self._drafters.lookup_name)
         limit = min(entry.max_drafts, self._max_masked_drafts)
         num_drawn = num_drawn if known.options & Options.REJECTION else 0
-        fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit)
+        fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit, self._drafts_forced)
         return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
+
+    def _count_model(self, sources: Sequence[str]) -> int:
+        """Leading drafts that the model drafter made."""
+        return next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
 
     def _fit_step_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """Of requests with a grammar whose drafts, if any, the last step made."""
@@ -232,8 +238,7 @@ class Planner:
                 continue
             made = own.next_drafts[: entry.max_drafts]
             sources = own.drafted.who(len(made), self._drafters.lookup_name)
-            num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(made))
-            token_ids, own.drafted, _ = self._fit(entry, own, made, num_model)
+            token_ids, own.drafted, _ = self._fit(entry, own, made, self._count_model(sources))
             same = next((i for i, (old, new) in enumerate(zip(made, token_ids)) if old != new), min(len(made), len(token_ids)))
             if len(token_ids) > same:
                 self._put_drafts(step.plan, own, token_ids, same)
@@ -257,16 +262,17 @@ class Planner:
             if known.place.has_model:
                 self._drafters.put_step_drafts(entry.request, token_ids)
             return
-        self._put_drafts(step.plan, known, token_ids)
         known.drafted = Drafted(hand_off.sources[: len(token_ids)])
+        if entry.request.grammar is not None:  # the other node drafts without it, as every step does
+            token_ids, known.drafted, _ = self._fit(entry, known, token_ids, self._count_model(known.drafted.sources))
+        self._put_drafts(step.plan, known, token_ids)
 
     def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: Known) -> None:
         """What they were drawn from, of those that the host's drafters kept."""
         if not known.options & Options.REJECTION:
             return
         sources, probs = known.drafted.sources, hand_off.draft_probs
-        num_model = next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
-        count = 0 if probs is None else min(num_model, len(probs))
+        count = 0 if probs is None else min(self._count_model(sources), len(probs))
         if count or not known.place.host:  # with the host's own they are written
             step.plan.num_drawn_writes += (known.index, count)
         if probs is not None and count:

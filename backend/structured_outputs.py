@@ -10,6 +10,8 @@ from typing import Any
 
 MAX_CHARACTERS = 131_072
 """Of a schema, a grammar, a regular expression, or all choices together."""
+MAX_PATTERN_CHARACTERS = 1024
+"""Of whitespace_pattern."""
 MAX_CHOICES = 4096
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -69,6 +71,8 @@ class StructuredOutputs:
             raise ValueError(f"structured_outputs.json cannot be written as JSON: {error}") from None
         if count > MAX_CHARACTERS:
             raise ValueError(f"structured_outputs.{given[0]} has {count} characters; the limit is {MAX_CHARACTERS}")
+        if (count := len(self.whitespace_pattern or "")) > MAX_PATTERN_CHARACTERS:
+            raise ValueError(f"structured_outputs.whitespace_pattern has {count} characters; the limit is {MAX_PATTERN_CHARACTERS}")
 
     @classmethod
     def from_value(cls, value: object) -> StructuredOutputs:

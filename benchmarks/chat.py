@@ -63,6 +63,8 @@ ABOUT = [
     "Paul Martin (62) builds bridges. He lives at 5 Quai Voltaire in Paris, France.",
 ]
 TOKENS = 128
+Speculative = dict[str, Any] | None
+"""A request's choice; None: the engine's, which is no drafter, and what a form forces where the engine drafts that."""
 
 
 def ask(llm: LLM, questions: list[str]) -> list[dict[str, list[int]]]:
@@ -71,7 +73,7 @@ def ask(llm: LLM, questions: list[str]) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
 
 
-def run(llm: LLM, prompts: list[dict[str, list[int]]], params: SamplingParams, speculative: dict[str, Any]) -> tuple[int, float, list[Any]]:
+def run(llm: LLM, prompts: list[dict[str, list[int]]], params: SamplingParams, speculative: Speculative) -> tuple[int, float, list[Any]]:
     """Tokens, seconds of the processor, statistics."""
     tokens, stats, start = 0, [], time.process_time()
     for prompt in prompts:
@@ -81,7 +83,7 @@ def run(llm: LLM, prompts: list[dict[str, list[int]]], params: SamplingParams, s
     return tokens, time.process_time() - start, stats
 
 
-def compare(title: str, kinds: dict[str, tuple[LLM, dict[str, Any]]], questions: list[str], params: SamplingParams, repeats: int) -> None:
+def compare(title: str, kinds: dict[str, tuple[LLM, Speculative]], questions: list[str], params: SamplingParams, repeats: int) -> None:
     """The first kind is what the others are compared with."""
     speeds: dict[str, list[float]] = {name: [] for name in kinds}
     said = {}
@@ -107,13 +109,14 @@ def main() -> None:
 
     def load(**options: Any) -> LLM:
         # Whatever is drafted is not paced by the clock, and no answer helps the next run.
-        speculative = {"method": "ngram", "num_speculative_tokens": 5, "request_methods": ["suffix"], "adaptive": False}
+        speculative = {"method": "none", "request_methods": ["ngram", "suffix"], "adaptive": False}
         speculative["suffix_decoding_max_cached_requests"] = 0
         more = {"kv_cache_memory": "256MiB", "max_model_len": 1024, "num_threads": 1, "enable_prefix_caching": False}
         return LLM(model, dtype="float32", speculative_config=speculative, **more, **options)
 
     free, unforced = load(), load(max_forced_tokens=0)
-    methods: list[tuple[str, dict[str, Any]]] = [("none", {"method": "none"}), ("ngram", {"method": "ngram"}), ("suffix", {"method": "suffix"})]
+    lookups = [(method, {"method": method, "num_speculative_tokens": 5}) for method in ("ngram", "suffix")]
+    methods: list[tuple[str, Speculative]] = [("none", None), *lookups]
     plain = SamplingParams(max_tokens=TOKENS, temperature=0.0)
     for title, questions in (("Questions", QUESTIONS), ("Rewriting a text of the prompt", REWRITES)):
         compare(title, {name: (unforced, method) for name, method in methods}, questions, plain, arguments.repeats)

@@ -40,7 +40,7 @@ from backend.core import (
 from backend.errors import ConfigError, ModelError
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
-from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
+from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, StructuredOutputs
 from deploy import launcher, options, rendering, server
 from deploy.cli import main
 from deploy.server import LaunchError
@@ -755,6 +755,7 @@ BAD_SAMPLING: dict[str, list[Any]] = {
         {"regex": "x" * (MAX_STRUCTURE + 1)},
         {"regex": "a", "disable_any_whitespace": True},
         {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "},
+        {"json": {}, "whitespace_pattern": " " * (MAX_PATTERN_CHARACTERS + 1)},
         {"json": {}, "is_lenient": "yes"},
     ],
 }
@@ -1597,3 +1598,11 @@ def test_check_model_is_about_the_folder(tmp_path: Path) -> None:
     assert launcher.check_model(str(BUNDLED_MODEL)) == BUNDLED_MODEL.resolve()
     with pytest.raises(ModelError, match="does not exist"):
         launcher.check_model(str(tmp_path / "none"))
+
+
+def test_drafts_of_answers_with_a_form() -> None:
+    """Also where requests alone choose methods that draft, and nothing forced is drafted."""
+    methods: list[list[str]] = [[], ["ngram"]]
+    for request_methods, most in zip(methods, (0, 8)):
+        config = EngineConfig.from_dict({"max_forced_tokens": 0, "speculative_config": {"method": "none", "request_methods": request_methods}})
+        assert config.max_masked_drafts == most

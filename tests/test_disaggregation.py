@@ -31,6 +31,8 @@ from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
 from backend.speculative_config import SpeculativeConfig
+from backend.structured_outputs import StructuredOutputs
+from backend.tools import FORMATS, Tools
 from deploy.demo import free_ports
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.redis_server import RedisServer, redis_server
@@ -187,6 +189,31 @@ def test_records_come_back_as_they_were() -> None:
     assert found == message
 
 
+def test_what_the_text_has_to_be_goes_along(llm_all: LLM) -> None:
+    """Also where the tools say it, and as much of it as there may be."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+    called = Tools.from_values([tool], "required").form(FORMATS[0], {})
+    assert called is not None
+    long = StructuredOutputs(choice=["x" * 1000 + str(number) for number in range(100)])
+    for asked in (called, long, StructuredOutputs(json={"type": "integer"}, disable_any_whitespace=True), StructuredOutputs(json_object=True)):
+        params = greedy(4, structured_outputs=None if asked is called else asked)
+        matcher = llm_all.engine.compile_grammar(dataclasses.replace(params, structured_outputs=asked))
+        request = dataclasses.replace(REQUEST, params=params, grammar=matcher, token_ids=[])
+        job = read_job(as_read(write_job(Job("job", "me", request, 0, "layout"))))
+        assert job.request.params == dataclasses.replace(params, structured_outputs=asked) and job.request.grammar is None
+
+
+@pytest.mark.parametrize(
+    "form", [3, {}, {"regex": "a", "choice": ["b"]}, {"regex": "a" * 200_000}, {"other": 1}], ids=["number", "none", "two", "long", "unknown"]
+)
+def test_a_job_whose_text_has_to_be_what_cannot_be(form: object) -> None:
+    fields = as_read(write_job(Job("job", "me", REQUEST, 0, "layout")))
+    head = json.loads(fields[b"head"])
+    head["params"]["structured_outputs"] = json.dumps(form)
+    with pytest.raises(RecordError, match="a job cannot be read: ValueError: structured_outputs"):
+        read_job({**fields, b"head": json.dumps(head).encode()})
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -195,11 +222,12 @@ def test_records_come_back_as_they_were() -> None:
         {b"head": b"[]"},
         {b"head": b"null"},
         {b"head": b"{}"},
+        {b"head": b"[" * 100_000},
         {b"head": json.dumps({"version": 99}).encode()},
         {b"head": json.dumps({"version": VERSION}).encode()},
         {b"head": json.dumps({"version": VERSION, "job_id": "j", "sender": "s", "params": 3}).encode(), b"prompt": b"123"},
     ],
-    ids=["empty", "cut", "list", "null", "no version", "another version", "no fields", "wrong types"],
+    ids=["empty", "cut", "list", "null", "no version", "deep", "another version", "no fields", "wrong types"],
 )
 def test_damaged_records_are_errors_of_their_own(fields: dict[bytes, bytes]) -> None:
     for read in (read_job, read_message):
@@ -353,12 +381,15 @@ def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
     here = cluster.make("decode")
     cluster.see(here, *nodes)
     prompts = prompts_of(llm_all, 6, seed=41, lengths=(300, 1200))
-    choices = ({"method": "ngram"}, {"method": "mtp", "verify_strategy": "rejection"})
-    for number, choice in enumerate(choices):
-        params = dataclasses.replace(SAMPLED, n=2) if number % 2 else greedy(10)
+    asked: list[tuple[dict[str, Any], SamplingParams]] = [
+        ({"method": "ngram"}, greedy(10)),
+        ({"method": "mtp", "verify_strategy": "rejection"}, dataclasses.replace(SAMPLED, n=2)),
+        ({"method": "mtp"}, dataclasses.replace(SAMPLED, max_tokens=32, structured_outputs={"regex": "<(class|def) [a-z]+>[0-9]{4}"})),
+    ]
+    for number, (choice, params) in enumerate(asked):
         own = [{"prompt_token_ids": [4 + number, *p["prompt_token_ids"]]} for p in prompts]  # that no cache knows
         assert here.generate(own, params, choice) == expect(llm_all, own, params, choice)
-    assert not here.fallbacks and here.num_fetched >= 6 * len(choices)
+    assert not here.fallbacks and here.num_fetched >= 6 * len(asked)
     for one in (here, *nodes):
         one.check_idle()
     assert all(one.prefill.results["done"] > 2 for one in nodes), "work is shared out"

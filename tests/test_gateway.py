@@ -511,6 +511,12 @@ class TestErrors:
             status, _, answer = ask(address, path, b"{}" if method == "POST" else None, method=method)
             assert status == wanted and json.loads(answer)["error"]["type"] == "invalid_request_error"
 
+    @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models"])
+    def test_head(self, address, path):
+        """As aiperf asks whether there are metrics."""
+        status, headers, answer = ask(address, path, method="HEAD")
+        assert status == 200 and headers["content-type"] == ask(address, path)[1]["content-type"] and not answer
+
     def test_no_other_content_type(self, address):
         """A web page of somebody else may send text/plain with no preflight: CORS would not hold it back."""
         status, _, answer = ask(address, "/v1/completions", {"prompt": "x"}, {"content-type": "text/plain"})

@@ -197,10 +197,14 @@ def test_forced_tokens_are_drafts_without_a_drafter(llm_plain):
     assert forced.stats.steps < without.stats.steps
 
 
-def test_forced_tokens_can_be_left_out():
-    own = LLM(max_forced_tokens=0)
+def test_forced_tokens_can_be_left_out(llm_all):
+    """Of requests without a drafter, and of those with one."""
+    own = LLM(max_forced_tokens=0, speculative_config={"method": "none", "request_methods": ["ngram"]})
     asked = SamplingParams(max_tokens=TOKENS, temperature=0.8, seed=3, structured_outputs=FORMS[0])
     assert own.generate("class Box:\n", asked, use_tqdm=False)[0].outputs[0].stats.drafted == 0
+    choice = {"method": "ngram", "num_speculative_tokens": 5}
+    without, forced = (o.generate("class Box:\n", asked, speculative=choice, use_tqdm=False)[0].outputs[0] for o in (own, llm_all))
+    assert without.token_ids == forced.token_ids and "grammar" in forced.sources and "grammar" not in without.sources
 
 
 class TestDrafts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ class Direct:
         self.here, self.there = here, there
         self.jobs: dict[str, tuple[Request, int]] = {}
         self.is_wanted = True
+        self.change: Callable[[HandOff], None] = lambda hand_off: None
+        """Done to what comes."""
         self.num_failures = 0
         here.hand_overs.use(self)
         there.hand_overs.sink = self
@@ -35,6 +38,7 @@ class Direct:
         fields = write_job(Job(f"job {request.request_id}", "here", request, num_cached_pages, self.here.worker.store.fingerprint))
         job = read_job({key.encode(): value for key, value in fields.items()})
         self.jobs[job.job_id] = request, num_cached_pages
+        job.request.grammar = self.there.compile_grammar(job.request.params)
         self.there.submit_requests([job.request], self.note_end)
 
     def note_end(self, delta: Delta) -> None:
@@ -50,6 +54,7 @@ class Direct:
         pass
 
     def done(self, request: Request, hand_off: HandOff) -> None:
+        self.change(hand_off)
         own, num_cached = self.jobs.pop(request.request_id)
         store = self.there.worker.store
         content = store.export_pages(request.page_ids[num_cached:])
@@ -104,6 +109,7 @@ CHOICES = [
     *({"method": m, "verify_strategy": s} for m in ("ngram", "mtp") for s in ("rejection", "topp")),
     {"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 5, "verify_strategy": "rejection"},
 ]
+FORM = {"regex": r"self\.(width|height) = [0-9]{3}\n(    return [a-z_.]{3,12}\n){2}"}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "ignore_eos": True}
 PARAMETERS = {
     "greedy": greedy(16),
@@ -111,6 +117,8 @@ PARAMETERS = {
     "logprobs": SamplingParams(max_tokens=8, logprobs=3, logit_bias={40: 1.5}, min_tokens=4, **SAMPLED),
     "n": SamplingParams(max_tokens=8, n=2, temperature=1.0, seed=5, ignore_eos=True),
     "one": greedy(1),
+    "form": SamplingParams(max_tokens=48, temperature=0.8, seed=3, structured_outputs=FORM),
+    "greedy form": greedy(32, structured_outputs=FORM, logprobs=1),
 }
 
 
@@ -145,4 +153,18 @@ def test_as_on_one_engine(llm_all, pair, choice) -> None:
             parts = slice(0, 4)
         assert [own[parts] for own in found] == [own[parts] for own in expected], name
     assert llm.engine.hand_overs.num_fetched > before and not llm.engine.hand_overs.fallbacks
+    check_idle(link)
+
+
+@pytest.mark.parametrize("pair", [False], indirect=True)
+def test_a_first_token_that_the_form_forbids(llm_all, pair, monkeypatch) -> None:
+    """As of a node with another tokenizer: the prompt is computed here, and the answer is right."""
+    llm, link = pair
+    (prompt,) = code_prompts(1, (40, 500), seed=32)
+    (wrong,) = llm.engine.tokenizer.encode(")", add_special_tokens=False)
+    monkeypatch.setattr(link, "change", lambda hand_off: hand_off.outcome.token_ids.__setitem__(0, wrong))
+    before = llm.engine.hand_overs.num_fetched
+    expected, found = (summary(one, [prompt], PARAMETERS["form"], {"method": "mtp"}) for one in (llm_all, llm))
+    assert found == expected and llm.engine.hand_overs.num_fetched == before
+    assert llm.engine.hand_overs.fallbacks.pop("internal") == 1
     check_idle(link)

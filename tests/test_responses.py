@@ -33,6 +33,15 @@ def test_whole_and_streamed(api):
     assert [e.sequence_number for e in events] == list(range(len(events))) and final.usage == whole.usage
 
 
+def test_what_load_generators_send(api):
+    """guidellm's request: vLLM's names beside OpenAI's."""
+    own: Any = {"model": "foretoken", "input": "read a file", "max_output_tokens": 40, "temperature": 0}
+    whole = api.responses.create(**own, extra_body={"stop": None, "ignore_eos": True})
+    assert whole.usage.output_tokens == 40
+    stop = whole.output_text[5:9]
+    assert api.responses.create(**own, extra_body={"stop": [stop]}).output_text == whole.output_text.partition(stop)[0]
+
+
 def test_a_conversation_with_instructions(api):
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},

@@ -18,7 +18,7 @@ from backend.disaggregation.node import BLOCK_MS, JOIN_SECONDS, RETRY_SECONDS, N
 from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
 from backend.engine import Engine
-from backend.errors import CapacityError, EngineError
+from backend.errors import CapacityError, EngineError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,8 @@ class PrefillService:
             return
         try:
             check_job(job, self._engine.config.speculative_config, self._engine.worker.model.vocab_size, self._engine.config.page_size)
-        except RecordError as error:
+            job.request.grammar = self._engine.compile_grammar(job.request.params)
+        except (RecordError, RequestError) as error:
             self._refuse(job, entry_id, "refused", str(error))
             return
         self._open[job.job_id] = _Open(job, entry_id, job.num_cached_pages)

@@ -13,7 +13,7 @@ import torch
 
 from backend.core import HandOff, Outcome, Request, SamplingParams, Speculation
 
-VERSION = 2
+VERSION = 3
 """Of these records. Nodes of different versions do not work for each other."""
 
 Fields = dict[str, bytes]
@@ -31,7 +31,7 @@ class Job:
     sender: str
     """The decode node."""
     request: Request
-    """As the prefill node runs it."""
+    """As the prefill node runs it; what its text has to be, by its tools too, is in `params`, and the grammar is yet to be compiled."""
     num_cached_pages: int
     """Leading pages that the decode node has."""
     fingerprint: str
@@ -72,7 +72,9 @@ _REQUEST_FIELDS = ("seed", "index", "priority")
 def write_job(job: Job) -> Fields:
     """The request as it stands: nothing of it is computed yet."""
     request = job.request
-    params = dataclasses.asdict(request.params)
+    params = dataclasses.asdict(dataclasses.replace(request.params, structured_outputs=None))
+    if request.grammar is not None:
+        params["structured_outputs"] = request.grammar.asked.as_json()
     params["logit_bias"] = [[token_id, bias] for token_id, bias in request.params.logit_bias.items()]
     head = {
         "version": VERSION,
@@ -95,6 +97,8 @@ def read_job(fields: Mapping[bytes, bytes]) -> Job:
     try:
         params = dict(head["params"])
         params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"]}
+        if params["structured_outputs"] is not None:
+            params["structured_outputs"] = json.loads(params["structured_outputs"])
         request = Request(
             request_id=head["job_id"],
             prompt_token_ids=np.frombuffer(fields[b"prompt"], dtype=np.int32).tolist(),
@@ -106,7 +110,7 @@ def read_job(fields: Mapping[bytes, bytes]) -> Job:
             **{name: head[name] for name in _REQUEST_FIELDS},
         )
         return Job(head["job_id"], head["sender"], request, head["num_cached_pages"], head["fingerprint"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"a job cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -150,7 +154,7 @@ def _read_head(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
     try:
         head = json.loads(fields[b"head"])
         version = head["version"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"a record has no head that can be read: {type(error).__name__}: {error}") from None
     if version != VERSION:
         raise RecordError(f"a record is of version {version}; this node reads version {VERSION}")

@@ -78,7 +78,7 @@ class Grammars:
         ends = [token_id for token_id in vocabulary.end_ids if mask[token_id // 32] >> token_id % 32 & 1]
         if inner.is_error() or int(np.unpackbits(mask.view(np.uint8)).sum()) <= len(ends):
             raise RequestError(f"{name}: no text but the empty one fulfils it")
-        return Matcher(inner, vocabulary)
+        return Matcher(inner, vocabulary, asked)
 
     def load(self) -> None:
         """Reads the vocabulary, which takes up to a second and holds Python's lock: before requests come. The first one does it else."""

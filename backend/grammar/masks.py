@@ -12,8 +12,10 @@ SOURCE = "grammar"
 """As in `token_sources`."""
 
 
-def fit_drafts(matcher: Matcher, token_ids: Sequence[int], sources: Sequence[str], num_drawn: int, limit: int) -> tuple[list[int], list[str], int]:
-    """Drafts without what the grammar forbids, and with what it forces after them, at most `limit` -> (token ids, sources, drawn ones).
+def fit_drafts(
+    matcher: Matcher, token_ids: Sequence[int], sources: Sequence[str], num_drawn: int, limit: int, wants_forced: bool = True
+) -> tuple[list[int], list[str], int]:
+    """Drafts without what the grammar forbids, and, if wanted, with what it forces after them, at most `limit` -> (token ids, sources, drawn ones).
 
     num_drawn: leading drafts that were drawn from a distribution, for `rejection`. Of these the first forbidden one stays: it is rejected, and
     what takes its place is drawn from what is left of the target's distribution. Without it that position would be drawn from all of it, and
@@ -21,7 +23,7 @@ def fit_drafts(matcher: Matcher, token_ids: Sequence[int], sources: Sequence[str
     """
     token_ids = token_ids[:limit]
     num_drawn = min(num_drawn, len(token_ids))
-    count, forced = matcher.look_ahead(token_ids, limit)
+    count, forced = matcher.look_ahead(token_ids, limit, wants_forced)
     if count < num_drawn:
         return list(token_ids[: count + 1]), list(sources[: count + 1]), count + 1
     return [*token_ids[:count], *forced], [*sources[:count], *[SOURCE] * len(forced)], num_drawn

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from backend.errors import RequestError
+from backend.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -26,15 +27,19 @@ class Vocabulary:
 class Matcher:
     """Follows the tokens that a request emits, and looks ahead over drafts."""
 
-    def __init__(self, inner: LLMatcher, vocabulary: Vocabulary, ignores_end: bool = False) -> None:
-        """ignores_end: the text goes on while the grammar lets it."""
-        self.inner, self.vocabulary, self.ignores_end = inner, vocabulary, ignores_end
+    def __init__(self, inner: LLMatcher, vocabulary: Vocabulary, asked: StructuredOutputs, ignores_end: bool = False) -> None:
+        """asked: what the grammar was compiled from; ignores_end: the text goes on while the grammar lets it."""
+        self.inner, self.vocabulary, self.asked, self.ignores_end = inner, vocabulary, asked, ignores_end
         self.is_complete = False
         """Nothing may follow."""
 
     def copy(self, ignores_end: bool = False) -> Matcher:
         """One at the same place."""
-        return Matcher(self.inner.deep_copy(), self.vocabulary, ignores_end)
+        return Matcher(self.inner.deep_copy(), self.vocabulary, self.asked, ignores_end)
+
+    def allows(self, token_id: int) -> bool:
+        """Whether `advance` would take it."""
+        return self.inner.is_accepting() if token_id in self.vocabulary.end_ids else self.inner.validate_tokens([token_id]) == 1
 
     def advance(self, token_ids: Sequence[int]) -> int:
         """Takes in what was emitted -> how many of these tokens count: none does after the text's end.
@@ -57,7 +62,7 @@ class Matcher:
         lines = self.inner.get_error().splitlines()
         return f" ({lines[0]:.200})" if lines else ""
 
-    def look_ahead(self, token_ids: Sequence[int], limit: int) -> tuple[int, list[int]]:
+    def look_ahead(self, token_ids: Sequence[int], limit: int, wants_forced: bool = True) -> tuple[int, list[int]]:
         """How many leading tokens the grammar allows here, and those that it forces after them, as the tokenizer writes them; `limit`: of both."""
         inner, end_ids = self.inner, self.vocabulary.end_ids
         end = next((place for place, token_id in enumerate(token_ids) if token_id in end_ids), None)
@@ -65,7 +70,7 @@ class Matcher:
         count = inner.validate_tokens(known) if known else 0
         if end is not None and count == end and not self.ignores_end and inner.validate_tokens([*known, token_ids[end]]) > end:
             return end + 1, []
-        if count >= limit:
+        if count >= limit or not wants_forced:
             return count, []
         if count and not inner.consume_tokens(known[:count]):
             return 0, []

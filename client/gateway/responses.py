@@ -8,7 +8,7 @@ import orjson
 from pydantic import Field, ValidationError, model_validator
 
 from client.gateway.no_ops import ANY, one_of
-from client.gateway.openai import ChatRequest, Int32, Strict, Text
+from client.gateway.openai import ChatRequest, Int32, Strict, Strings, Text
 from client.gateway.structured import JsonSchema, ObjectFormat, SchemaFormat, TextFormat
 
 _NO_OPS = {
@@ -121,6 +121,9 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool = True
     stream: bool = False
     metadata: dict[str, Any] | None = None
+    stop: str | Strings | None = None
+    ignore_eos: bool | None = None
+    """These two are vLLM's; load generators send them, for answers of the length that they ask for."""
     speculative: dict[str, Any] | None = None
 
     @model_validator(mode="before")
@@ -165,6 +168,8 @@ class ResponsesRequest(Strict):
                 temperature=self.temperature,
                 top_p=self.top_p,
                 stream=self.stream,
+                stop=self.stop,
+                ignore_eos=self.ignore_eos,
                 speculative=self.speculative,
                 **values,
             )
