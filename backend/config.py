@@ -191,7 +191,7 @@ class EngineConfig(Section):
     @property
     def max_masked_drafts(self) -> int:
         """Most drafts a step of a request whose answer has a form; the engine's own method may be none where requests choose one that drafts."""
-        asked = MAX_ASKED_MASKED if {*self.speculative_config.loaded_methods} - {"none", "naive"} else 0
+        asked = MAX_ASKED_MASKED if self.speculative_config.can_draft else 0
         return max(self.speculative_config.num_speculative_tokens or 0, self.max_forced_tokens, asked)
 
     def max_step_ms_on(self, device_type: str) -> float:

@@ -267,6 +267,11 @@ class SpeculativeConfig(Section):
         return next((method for method in self.loaded_methods if method in MODEL_METHODS), "")
 
     @property
+    def can_draft(self) -> bool:
+        """Whether some method that requests may have makes drafts."""
+        return bool({*self.loaded_methods} - {"none", "naive"})
+
+    @property
     def loaded_methods(self) -> tuple[str, ...]:
         """What requests may choose, `method` first. ngram costs nothing to have."""
         methods = [self.method or "none", *self.request_methods, *(["suffix"] if self.mtp_strategy == "with_suffix" else [])]
