@@ -11,6 +11,7 @@ import torch
 from backend import LLM, SamplingParams
 from backend.core import Delta
 from backend.engine import Engine
+from backend.pacing import ChunkLimit
 from backend.planned import PlannedStep
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.models import make_tiny
@@ -134,9 +135,12 @@ def test_a_step_of_chunks_alone(llm_chunked, texts, name) -> None:
     assert deltas[-1].error is None and sum(len(d.token_ids) for d in deltas) >= 8
 
 
-def test_chunks_of_prompts_are_cut_to_max_step_ms(llm_all, texts, planned) -> None:
+def test_chunks_of_prompts_are_cut_to_max_step_ms(llm_all, texts, planned, monkeypatch) -> None:
     """Beside requests that decode; how the size is chosen from measured times: test_pacing."""
-    llm = LLM(max_step_ms=1e-6, max_num_batched_tokens=512)
+    seen = []
+    monkeypatch.setattr(ChunkLimit, "choose", lambda self, num_decoding: 32 if num_decoding else None)
+    monkeypatch.setattr(ChunkLimit, "observe", lambda self, count, seconds: seen.append((count, seconds)))
+    llm = LLM(max_step_ms=5.0, max_num_batched_tokens=512)
     first = submit(llm, "first", texts[0], greedy(100))
     while len(first) < 3:
         llm.engine.step()
@@ -145,7 +149,8 @@ def test_chunks_of_prompts_are_cut_to_max_step_ms(llm_all, texts, planned) -> No
     while not any(e.request.request_id == "second" and e.is_decoding for step, _ in planned for e in step.entries):
         llm.engine.step()
     chunks = [e.num_tokens for step, _ in planned for e in step.entries if e.request.request_id == "second" and not e.is_decoding]
-    assert sum(chunks) == len(ids) and set(chunks[:-1]) == {32} and chunks[-1] <= 32, "no step is fast enough, and a prompt goes on all the same"
+    assert sum(chunks) == len(ids) and set(chunks[:-1]) == {32} and chunks[-1] <= 32
+    assert [count for count, _ in seen if count] == [len(texts[0]), *chunks] and all(seconds > 0 for _, seconds in seen)
     llm.engine.end_all(RuntimeError("enough"))
 
 
