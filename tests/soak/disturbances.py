@@ -17,6 +17,7 @@ from tests.soak.book import Book, Disturbance
 from tests.soak.system import HANG_SECONDS, KINDS, System
 
 RECOVERY_SECONDS = 60.0
+SETTLE_SECONDS = 3.0
 END_SECONDS = 60.0
 """For the gateway and the supervisor to end in order: longer than they give open requests."""
 STARTED_HERE = ("gateway", "supervisor")
@@ -102,14 +103,24 @@ class Disturber(threading.Thread):
         time.sleep(seconds)
         os.kill(pid, signal.SIGCONT)
 
+    def _stays_well(self) -> bool:
+        """tritonserver may crash a second after a model's process was killed, when all looks well again."""
+        ending = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < ending:
+            if not self._system.is_well():
+                return False
+            time.sleep(0.1)
+        return True
+
     def _recover(self, disturbance: Disturbance) -> None:
         started = time.monotonic()
         # What has died must be missed first: in its first tenths of a second all may look well.
         time.sleep(1.0)
-        while not self._system.wait_until_well(RECOVERY_SECONDS):
-            self._book.add_fault(f"{disturbance.what}: not well {time.monotonic() - started:.0f} s later: {self._system.health()}")
-            if self._is_over.is_set():
-                break
+        while not (self._system.wait_until_well(RECOVERY_SECONDS) and self._stays_well()):
+            if (seconds := time.monotonic() - started) > RECOVERY_SECONDS:
+                self._book.add_fault(f"{disturbance.what}: not well {seconds:.0f} s later: {self._system.health()}")
+                if self._is_over.is_set():
+                    break
         self._book.end(disturbance, time.monotonic() - started)
 
 
