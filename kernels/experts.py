@@ -8,7 +8,7 @@ that no kernel takes: every expert over every token, by torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,7 @@ def mix_experts(
     if not num_tokens:
         return x.new_empty(0, hidden) if residual is None else residual
     if not has_kernel(x, hidden, inner):
-        made = _mix_every(x, experts, weights, gate_up, down, activation, first)
+        made = mix_every(x, experts, weights, zip(gate_up, down, strict=True), activation, first)
         return made if residual is None else residual.add_(made)
     num_chosen = experts.shape[1]
     if is_many(num_tokens, num_chosen, num_own) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
@@ -127,18 +127,22 @@ def _check(
             f"mix_experts: x {tuple(x.shape)} {x.dtype} must be [T, hidden], gate_up {tuple(gate_up.shape)} [E, 2 inner, hidden] and "
             f"down {tuple(down.shape)} [E, hidden, inner], of one type"
         )
+    check_routing("mix_experts", x, {"experts": experts, "weights": weights, "gate_up": gate_up, "down": down}, residual)
+
+
+def check_routing(name: str, x: torch.Tensor, tensors: dict[str, torch.Tensor], residual: torch.Tensor | None) -> None:
+    """Of x [T, hidden]. tensors: experts, weights and all that must be contiguous. Raises ValueError."""
+    experts, weights = tensors["experts"], tensors["weights"]
     if experts.shape != weights.shape or experts.shape[:1] != x.shape[:1] or experts.dtype != torch.int64 or weights.dtype != torch.float32:
         raise ValueError(
-            f"mix_experts: experts {tuple(experts.shape)} {experts.dtype} must be int64 [{len(x)}, k], weights {tuple(weights.shape)} "
+            f"{name}: experts {tuple(experts.shape)} {experts.dtype} must be int64 [{len(x)}, k], weights {tuple(weights.shape)} "
             f"{weights.dtype} float32"
         )
-    tensors = {"experts": experts, "weights": weights, "gate_up": gate_up, "down": down}
-    tensors |= {} if residual is None else {"residual": residual}
-    for name, tensor in tensors.items():
+    for key, tensor in (tensors if residual is None else {**tensors, "residual": residual}).items():
         if not tensor.is_contiguous():
-            raise ValueError(f"mix_experts: {name} {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
+            raise ValueError(f"{name}: {key} {tuple(tensor.shape)} must be contiguous, has strides {tensor.stride()}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"mix_experts: residual {tuple(residual.shape)} {residual.dtype} must be {tuple(x.shape)} {x.dtype}")
+        raise ValueError(f"{name}: residual {tuple(residual.shape)} {residual.dtype} must be {tuple(x.shape)} {x.dtype}")
 
 
 def has_kernel(x: torch.Tensor, hidden: int, inner: int) -> bool:
@@ -151,18 +155,17 @@ def has_kernel(x: torch.Tensor, hidden: int, inner: int) -> bool:
     )
 
 
-def _mix_every(
+def mix_every(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    own: Iterable[tuple[torch.Tensor, torch.Tensor]],
     activation: Activation,
     first: int,
 ) -> torch.Tensor:
-    """Every expert over every token: its shapes are the same whatever the tokens take."""
+    """Every expert over every token: its shapes are the same whatever the tokens take. own: gate_up and down of each expert from `first` on."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for number, (into, back) in enumerate(zip(gate_up, down, strict=True), first):
+    for number, (into, back) in enumerate(own, first):
         share = (weights * (experts == number)).sum(dim=1, keepdim=True)
         made = F.linear(activation(F.linear(x, into)), back)
         out += torch.where(share != 0, made.float() * share, 0)  # what nobody takes may overflow

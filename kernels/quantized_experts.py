@@ -8,11 +8,10 @@ after the other over all tokens, by torch.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from kernels import experts as plain
 from kernels._load import gpu_of, load
-from kernels.experts import Activation, combine, is_many, multiply_sorted, sort_pairs
+from kernels.experts import Activation, combine, is_many, mix_every, multiply_sorted, sort_pairs
 from kernels.quantized import STEP, THREADS, TILE, QuantizedWeight, can_expand, expand_weight, kind_of
 
 BLOCKS = 2
@@ -51,8 +50,9 @@ def mix_quantized_experts(
             first,
         )
     elif not is_skinny:
-        made_alone = _mix_every(x, experts, weights, gate_up, down, num_own, activation, first)
-        return made_alone if residual is None else residual.add_(made_alone)
+        own = ((gate_up.part(e, num_own).expand().to(x.dtype), down.part(e, num_own).expand().to(x.dtype)) for e in range(num_own))
+        made = mix_every(x, experts, weights, own, activation, first)
+        return made if residual is None else residual.add_(made)
     elif num_tokens * num_chosen > plain.MAX_PAIRS:
         out = torch.empty_like(x) if residual is None else residual
         for part in (slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)):
@@ -89,13 +89,7 @@ def _check(
         )
     if gate_up.order is not None or down.order is not None:
         raise ValueError("mix_quantized_experts: the columns of experts' weights must lie as x's do")
-    if experts.shape != weights.shape or experts.shape[:1] != x.shape[:1] or experts.dtype != torch.int64 or weights.dtype != torch.float32:
-        raise ValueError(
-            f"mix_quantized_experts: experts {tuple(experts.shape)} {experts.dtype} must be int64 [{len(x)}, k], weights {tuple(weights.shape)} "
-            f"{weights.dtype} float32"
-        )
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous()):
-        raise ValueError(f"mix_quantized_experts: residual {tuple(residual.shape)} {residual.dtype} must be contiguous {tuple(x.shape)} {x.dtype}")
+    plain.check_routing("mix_quantized_experts", x, {"experts": experts, "weights": weights}, residual)
 
 
 def _is_skinny(x: torch.Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, hidden: int, inner: int) -> bool:
@@ -152,23 +146,3 @@ def _multiply_chunks(
     act = multiply(x.new_empty(num_pairs, inner if is_silu else 2 * inner), x, gate_up, 2 * inner, is_silu, True)
     act = act if is_silu else activation(act)
     return multiply(x.new_empty(num_pairs, hidden), act, down, hidden, False, False)
-
-
-def _mix_every(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: QuantizedWeight,
-    down: QuantizedWeight,
-    num_own: int,
-    activation: Activation,
-    first: int,
-) -> torch.Tensor:
-    """Every expert over every token: its shapes are the same whatever the tokens take."""
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for number in range(num_own):
-        share = (weights * (experts == first + number)).sum(dim=1, keepdim=True)
-        into, back = (weight.part(number, num_own).expand().to(x.dtype) for weight in (gate_up, down))
-        made = F.linear(activation(F.linear(x, into)), back)
-        out += torch.where(share != 0, made.float() * share, 0)  # what nobody takes may overflow
-    return out.to(x.dtype)

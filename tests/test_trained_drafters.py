@@ -149,8 +149,8 @@ def accepted(llm: LLM) -> float:
 
 
 EXTRA = {"eagle3": ["--taps", "1,2,3"]}
-STEPS = {"medusa": 200, "hydra": 120, "mlp_speculator": 100}
-"""Short ones: no attention, and no layers to learn."""
+STEPS = {"medusa": 200, "hydra": 120, "mlp_speculator": 100, "eagle3": 35}
+"""Short ones: no attention, and no layers to learn. EAGLE-3 learns to make do with any layer's states by and by: by 50 steps the next layers' do half as well."""
 
 
 @pytest.mark.parametrize("method", list(KINDS))
@@ -171,6 +171,4 @@ def test_a_trained_drafter_is_accepted_and_a_shifted_tap_is_not(method: str, lea
         found["a layer on"] = measure(folder, tmp_path / "trained", method)
     best = found.pop("trained")
     assert best > 0.8, (best, found)
-    # States of neighbouring layers are alike: with those of the next ones the drafter still knows something.
-    assert found.pop("a layer on", 0.0) < 0.8 * best, (best, found)
     assert max(found.values()) < 0.6 * best, (best, found)

@@ -139,13 +139,12 @@ def test_many_tokens_and_odd_sizes(stored: torch.dtype, device: torch.device) ->
         (4, 48, 260, 130),
         (4, 96, 96, 32),
         (4, 96, 256, 32),
-        (3, 7, 26, None),
+        (50, 7, 26, None),
     ):
         weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, torch.bfloat16, device)
         assert not is_skinny(x, weight)
         exact = x.double() @ exact_weight(weight).T
-        # Of few numbers torch's rounding can be small by luck.
-        allowed = max(1.5 * relative_error(F.linear(x, weight.expand().bfloat16()), exact), 2.0**-8)
+        allowed = 1.5 * relative_error(F.linear(x, weight.expand().bfloat16()), exact) + 1e-6
         assert relative_error(quantized_linear(x, weight), exact) <= allowed
         residual = torch.randn(num_tokens, out_size, device=device, dtype=torch.bfloat16)
         before = residual.double()
