@@ -150,7 +150,7 @@ def accepted(llm: LLM) -> float:
 
 EXTRA = {"eagle3": ["--taps", "1,2,3"]}
 STEPS = {"medusa": 200, "hydra": 120, "mlp_speculator": 100, "eagle3": 35}
-"""Short ones: no attention, and no layers to learn. EAGLE-3 learns to make do with any layer's states by and by: by 50 steps the next layers' do half as well."""
+"""Short ones: no attention, and no layers to learn. EAGLE-3's learns by and by to make do with other layers' states than its own."""
 
 
 @pytest.mark.parametrize("method", list(KINDS))
