@@ -21,6 +21,11 @@ MIXED = "mix_quant"
 """FastDeploy's name for a type of each part."""
 
 
+def asks_for_activations(value: object) -> bool:
+    """Whether an option's name is one of PaddleNLP's and FastDeploy's for e4m3 weights and activations."""
+    return isinstance(value, str) and value.lower() in ("a8w8_fp8", "wfp8afp8", *NESTED_ALIASES)
+
+
 def normalize_scheme(key: str, value: object) -> str:
     """A scheme's own name from any accepted spelling. Raises ConfigError."""
     name = value.lower() if isinstance(value, str) else ""

@@ -14,7 +14,8 @@ import torch
 from benchmarks.gpu_linear import SHAPES, measure, measure_bandwidth
 from kernels._load import device_stream
 from kernels.linear import linear
-from kernels.quantized import QuantizedWeight, quantized_linear
+from kernels.quantized import quantized_linear
+from kernels.quantized_weight import QuantizedWeight
 
 SCHEMES: dict[str, tuple[torch.dtype, int | None]] = {
     "wint8": (torch.int8, None),
@@ -30,7 +31,7 @@ def make(stored: torch.dtype, group: int | None, out_size: int, in_size: int, de
     """Random codes: the time does not depend on them."""
     row_bytes, bits = (in_size // 2, 4) if stored == torch.uint8 else (in_size, 8)
     codes = torch.randint(0, 120, (out_size, row_bytes), dtype=torch.uint8, device=device).view(stored)
-    return QuantizedWeight(codes, torch.full((out_size, in_size // (group or in_size)), 1e-3, device=device), bits=bits)
+    return QuantizedWeight(codes, torch.full((out_size, in_size // (group or in_size)), 1e-3, device=device), bits=bits).interleave()
 
 
 def main() -> None:

@@ -79,7 +79,8 @@ def _launch(
     defines = _choose(x.dtype, num_tokens, out_size, in_size, norm_weight is not None, is_gated, num_blocks)
     kernel = load(x.device, "linear", "linear", defines, shared=int(defines["SHARED"]), programmatic=True)
     pointers = (0 if t is None else t for t in (bias, residual, norm_weight))
-    kernel((min(out_size // TILE, num_blocks), 1), (THREADS, 1, 1), out, x, weight, *pointers, num_tokens, out_size, in_size, x.stride(0), eps)
+    sizes = (num_tokens, out_size, in_size * x.element_size(), 0, 0, x.stride(0))
+    kernel((min(out_size // TILE, num_blocks), 1), (THREADS, 1, 1), out, x, weight, *pointers, 0, 0, *sizes, eps)
     return out
 
 

@@ -29,6 +29,19 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
                : "memory");
 }
 
+// A box of a tensor of three dimensions, all of the innermost.
+__device__ __forceinline__ void copy_block(uint32_t target, const CUtensorMap* map, uint32_t barrier, int row, int line) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
+               "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(line)
+               : "memory");
+}
+// Neighbouring bytes to this block: a multiple of 16, as both addresses.
+__device__ __forceinline__ void copy_line(uint32_t target, const void* source, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+
 // To a block of the cluster, whose barrier is told.
 __device__ __forceinline__ void store_remote(uint32_t address, uint32_t barrier, int rank, const float* v) {
   asm volatile(

@@ -1,5 +1,7 @@
 // Stored bytes of quantized weights as numbers of x's type: integers up to 256 and e4m3's values are exact in it.
 //
+// Of sixteen neighbouring columns bytes 4t..4t+3 are columns 2t, 2t+1, 2t+8 and 2t+9: what a thread of tensor cores' A operand holds.
+//
 // ELEMENT: __nv_bfloat16 or __half; KIND: 0 int8, 1 e4m3, 2 digits of 4 bits, those of the first half of the columns low; ZEROS: zeros are subtracted.
 #pragma once
 
@@ -66,17 +68,15 @@ __device__ __forceinline__ uint32_t offset_of(float zero) {
     return twice(zero + (KIND == 0 ? 0.0f : 128.0f));
 }
 
-// Part `part` of sixteen stored bytes -> sixteen numbers.
+// Of a byte's digits those of part `part`, a byte each.
+__device__ __forceinline__ uint32_t digits_of(uint32_t word, int part) { return KIND == 2 ? (part ? word >> 4 : word) & 0x0f0f0f0fu : word; }
+
+// Part `part` of sixteen stored bytes -> sixteen numbers: columns 2i and 2i+1 at 2i, columns 2i+8 and 2i+9 at 2i+1.
 __device__ __forceinline__ void expand(uint4 bytes, int part, uint32_t zero, uint32_t (&numbers)[8]) {
     const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t word = KIND == 2 ? (part ? words[i] >> 4 : words[i]) & 0x0f0f0f0fu : words[i];
-        expand(word, zero, numbers[2 * i], numbers[2 * i + 1]);
-    }
+    for (int i = 0; i < 4; ++i) expand(digits_of(words[i], part), zero, numbers[2 * i], numbers[2 * i + 1]);
 }
 
-// The zero of a row's group, as `expand` takes it.
-__device__ __forceinline__ uint32_t zero_of(const float* zeros, size_t place) {
-    return offset_of(ZEROS ? __ldg(zeros + place) : KIND == 2 ? 8.0f : 0.0f);
-}
+// What `expand` subtracts where a row's groups have no zeros of their own.
+__device__ __forceinline__ uint32_t usual_offset() { return offset_of(KIND == 2 ? 8.0f : 0.0f); }

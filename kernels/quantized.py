@@ -1,127 +1,165 @@
-"""Projections whose weights are stored in 8 or 4 bits, by groups of inputs that share a scale.
+"""Projections of quantized weights.
 
-On a GPU few tokens are multiplied with the stored weights themselves, which are read once; for many the weights are written out in the
-activations' type first (`expand_weight`). A row of a result does not depend on how many rows there are as long as one of the two computes it.
+On a GPU few tokens are multiplied with the stored weights themselves, which are read once: up to 16 by `linear.cu`, 9 to 192 by
+`wide_quantized.cu` on Hopper (128 of 4 bits) where that is on (`wide_quantized.IS_PROVEN`). Somewhat more have their turns, many have the
+weights written out in the activations' type first (`expand_weight`). A row of a result does not depend on how many rows there are as long as
+one of the three computes it.
+
+Inside `rounding_prompts` products of many prompts' rows with e4m3 weights take these rows rounded to e4m3, too (w8a8; Micikevicius et al., 2022).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
-from kernels import reference
+from kernels import linear, reference, wide_quantized
 from kernels._load import ELEMENTS, gpu_of, load
 from kernels.activation import silu_mul
+from kernels.norm import rms_norm
+from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
 
-MAX_TOKENS, MAX_GROUPED_TOKENS = 64, 32
-"""From which on writing the weights out takes no longer; where rows have several scales that is earlier."""
-TILE, STEP, THREADS = 16, 64, 256
+MAX_TURNS, MAX_WIDE_TURNS = 4, 2
+"""Times that `linear.cu` and `wide_quantized.cu` may read the weights, from which on writing them out takes no longer."""
+TILE, THREADS = linear.TILE, linear.THREADS
 PIECE = 16
 """Bytes that a thread writes out."""
-KINDS = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.uint8: 2}
+SMALL_SHARED = 88 * 1024
+"""Bytes of shared memory of a block where a GPU has no more."""
+
+MIN_ROUNDED = wide_quantized.MAX_TOKENS * MAX_WIDE_TURNS + 1
+"""Rows of prompts from which on they are rounded."""
 
 Defines = dict[str, "int | str"]
+_prompt_rows = _all_rows = 0  # of the forward that runs, where its prompts may be rounded
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
-    """A weight [N, K] as kernels read it: (digit - zero) * scale."""
-
-    codes: torch.Tensor
-    """[N, K] int8 or float8_e4m3fn; of 4 bits [N, K / 2] uint8, whose byte j holds the digits 0 to 15 of columns j (low) and j + K / 2 (high)."""
-    scales: torch.Tensor
-    """[N, G] float32: each is of K / G neighbouring columns."""
-    zeros: torch.Tensor | None = None
-    """[N, G] float32; None: 0, and 8 of 4 bits."""
-    order: torch.Tensor | None = None
-    """[K] int64: which column of x each column is multiplied with; one past x's last is a padding of zeros. None: they lie as x's do."""
-    bits: int = 8
-
-    @property
-    def num_columns(self) -> int:
-        """K, paddings included."""
-        return self.codes.shape[1] * (2 if self.bits == 4 else 1)
-
-    @property
-    def group_size(self) -> int:
-        return self.num_columns // self.scales.shape[1]
-
-    def ordered(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, in] -> [M, K] as the columns lie. A column of zeros is there for the paddings."""
-        return x if self.order is None else F.pad(x, (0, 1)).index_select(1, self.order)
-
-    def part(self, number: int, count: int) -> QuantizedWeight:
-        """One of so many parts of equal size, one below the other."""
-        size = len(self.codes) // count
-        rows = slice(number * size, (number + 1) * size)
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=None if self.zeros is None else self.zeros[rows])
-
-    def expand(self) -> torch.Tensor:
-        """The weights [N, K] in float32, in the stored order of columns."""
-        shape = (len(self.scales), self.num_columns)
-        return reference.expand_rows(self, slice(None), torch.empty(shape, dtype=torch.float32, device=self.scales.device))
+@contextlib.contextmanager
+def rounding_prompts(prompt_rows: int, all_rows: int) -> Iterator[None]:
+    """In a forward of all_rows rows, of which the first prompt_rows are prompts'. By one thread at a time."""
+    global _prompt_rows, _all_rows
+    _prompt_rows, _all_rows = prompt_rows, all_rows
+    try:
+        yield
+    finally:
+        _prompt_rows = _all_rows = 0
 
 
-def is_skinny(x: torch.Tensor, weight: QuantizedWeight, is_gated: bool = False) -> bool:
-    """Whether `quantized_linear.cu` computes x [M, K], as the columns lie, times the weight."""
-    return (
-        x.is_cuda
-        and 0 < x.shape[0] <= (MAX_TOKENS if weight.scales.shape[1] == 1 else MAX_GROUPED_TOKENS)
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and weight.codes.shape[1] % STEP == 0
-        and weight.group_size % STEP == 0
-        and len(weight.codes) % (2 * TILE if is_gated else TILE) == 0
+def _count_rounded(x: torch.Tensor, weight: QuantizedWeight) -> int:
+    """Leading rows of x [M, K] that are rounded to e4m3."""
+    is_fit = (
+        len(x) == _all_rows
+        and _prompt_rows >= MIN_ROUNDED
+        and weight.codes.dtype == torch.float8_e4m3fn
+        and not is_grouped(weight)
+        and weight.is_interleaved
+        and weight.order is None
+        and len(weight.codes) % 16 == 0
+        and x.dtype == torch.bfloat16
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
+        and gpu_of(x.device).generation >= 9
     )
+    return _prompt_rows if is_fit else 0
+
+
+def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] on a GPU -> e4m3 codes [M, K], interleaved, and scales [M, 1] float32: a row's largest number is 448 steps."""
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    kernel = load(x.device, "round_rows", "round_rows", {"ELEMENT": ELEMENTS[x.dtype]}, programmatic=True)
+    kernel((len(x), 1), (THREADS, 1, 1), codes, scales, x, x.shape[1], x.stride(0))
+    return codes, scales
+
+
+def _multiply_rounded(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    codes, scales = round_rows(x)
+    return torch._scaled_mm(codes, weight.codes.t(), scales, weight.scales.view(1, -1), bias, out_dtype=x.dtype, use_fast_accum=True)
+
+
+def is_readable(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+    """Whether `linear.cu` reads the stored weight for x [M, K], as the columns lie: up to 16 rows at a time."""
+    return (
+        x.is_cuda
+        and len(x) > 0
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_interleaved
+        and weight.codes.shape[1] % STEP == 0
+        and weight.group_size % STEP == 0
+        and len(weight.codes) % TILE == 0
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and gpu_of(x.device).block_memory > SMALL_SHARED
+    )
+
+
+def _is_large(x: torch.Tensor) -> bool:
+    """Whether a block has shared memory for 16 tokens and a norm's weight."""
+    return gpu_of(x.device).block_memory >= 200 * 1024
 
 
 def can_expand(x: torch.Tensor, weight: QuantizedWeight) -> bool:
     """Whether `expand_weight` writes the weight out for x."""
-    is_fit = weight.codes.shape[1] % PIECE == 0 and weight.group_size % PIECE == 0
+    is_fit = weight.is_interleaved and weight.group_size % PIECE == 0
     return x.is_cuda and len(x) > 0 and x.dtype in (torch.bfloat16, torch.float16) and is_fit
 
 
-def kind_of(dtype: torch.dtype, weight: QuantizedWeight) -> Defines:
-    """What quantized.cuh is compiled for."""
-    return {"ELEMENT": ELEMENTS[dtype], "KIND": KINDS[weight.codes.dtype], "ZEROS": int(weight.zeros is not None)}
+def _stages(weight: QuantizedWeight, tokens: int, tiles: int, num_norm: int, shared: int) -> int:
+    """Of linear.cu's pipeline, as it counts them itself."""
+    parts = 2 if weight.bits == 4 else 1
+    scales = parts * TILE * 4 * (0 if not is_grouped(weight) else 1 if weight.zeros is None else 2)
+    stage = 2 * tiles * 512 + tokens // 8 * parts * 2 * 512 + tiles * scales
+    return (shared - 2 * 8 * min(tiles, 2) * tokens * (TILE + 4) * 4 - num_norm * 2) // (8 * stage)
 
 
-def _launch(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, is_gated: bool = False
+def _choose(x: torch.Tensor, weight: QuantizedWeight, num_norm: int, is_gated: bool) -> Defines:
+    """How `linear.cu` is compiled for a product. Nothing here changes the order in which an output's terms are added."""
+    tokens, gpu = -(-len(x) // 8) * 8, gpu_of(x.device)
+    # Tiles to a pass: more read x less often, of fewer the pipeline is longer. Few tiles, or little memory: as many as there are.
+    most = min(-(-len(weight.codes) // TILE // gpu.num_multiprocessors), (4 if weight.bits == 4 else 3) if tokens == 8 else 2)
+    sizes = (linear.SHARED[tokens], linear.MAX_SHARED, 200 * 1024) if _is_large(x) else (SMALL_SHARED,)
+    tiles, shared = next(
+        (tiles, size) for size in sizes for tiles in range(max(1, most), 0, -1) if _stages(weight, tokens, tiles, num_norm, size) >= 2
+    )
+    defines = {"TOKENS": tokens, "TILES": tiles, "SHARED": shared, "NORM": num_norm, "GATED": int(is_gated), "GROUPED": int(is_grouped(weight))}
+    return kind_of(x.dtype, weight) | defines
+
+
+def _launch_skinny(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    is_gated: bool,
 ) -> torch.Tensor:
-    (num_tokens, _), out_size, num_groups = x.shape, *weight.scales.shape
-    num_outputs = out_size // 2 if is_gated else out_size
-    out = x.new_empty(num_tokens, num_outputs) if residual is None else residual
-    num_tiles = out_size // TILE
-    tokens = next(size for size in (8, 16, 32, 64) if num_tokens <= size)
-    # Two tiles to a block read x half as often; of few tiles each has a block of its own, or multiprocessors would be idle.
-    tiles = 2 if is_gated or num_tiles >= 4 * gpu_of(x.device).num_multiprocessors else 1
-    defines = kind_of(x.dtype, weight) | {
-        "TOKENS": tokens,
-        "TILES": tiles,
-        "DEPTH": 4 // tiles,
-        "GROUPED": int(num_groups > 1),
-        "GATED": int(is_gated),
-    }
-    kernel = load(x.device, "quantized_linear", "quantized_linear", defines)
-    pointers = (0 if t is None else t for t in (weight.zeros, bias, residual))
-    sizes = (num_tokens, out_size, weight.codes.shape[1], num_groups, weight.group_size, x.stride(0))
-    kernel((-(-num_tiles // tiles), 1), (THREADS, 1, 1), out, x, weight.codes, weight.scales, *pointers, *sizes)
+    (num_tokens, in_size), (out_size, row_bytes) = x.shape, weight.codes.shape
+    out = x.new_empty(num_tokens, out_size // 2 if is_gated else out_size) if residual is None else residual
+    defines = _choose(x, weight, 0 if norm_weight is None else in_size, is_gated)
+    kernel = load(x.device, "linear", "linear", defines, shared=int(defines["SHARED"]), programmatic=True)
+    pointers = (pointer(bias), pointer(residual), pointer(norm_weight), weight.scales, pointer(weight.zeros))
+    sizes = (num_tokens, out_size, row_bytes, weight.group_size, weight.scale_stride, x.stride(0))
+    grid = (min(out_size // TILE, gpu_of(x.device).num_multiprocessors), 1)
+    kernel(grid, (THREADS, 1, 1), out, x, weight.codes, *pointers, *sizes, eps)
     return out
 
 
 def expand_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weights [N, K] on a GPU, rounded to bf16 or fp16."""
-    (num_rows, row_bytes), num_groups = weight.codes.shape, weight.scales.shape[1]
+    num_rows, row_bytes = weight.codes.shape
     out = torch.empty(num_rows, weight.num_columns, dtype=dtype, device=weight.codes.device)
     kernel = load(out.device, "quantized_expand", "quantized_expand", kind_of(dtype, weight))
+    if weight.codes.dtype == torch.float8_e4m3fn:
+        load(out.device, "round_rows", "round_rows", {"ELEMENT": ELEMENTS[dtype]})  # the first long prompts must not wait for nvcc either
     num_blocks = -(-num_rows * (row_bytes // PIECE) // THREADS)
-    zeros = 0 if weight.zeros is None else weight.zeros
-    kernel((num_blocks, 1), (THREADS, 1, 1), out, weight.codes, weight.scales, zeros, num_rows, row_bytes, num_groups, weight.group_size)
+    sizes = (num_rows, row_bytes, weight.group_size, weight.scale_stride)
+    kernel((num_blocks, 1), (THREADS, 1, 1), out, weight.codes, weight.scales, pointer(weight.zeros), *sizes)
     return out
 
 
@@ -133,12 +171,53 @@ def _check(name: str, x: torch.Tensor, weight: QuantizedWeight) -> None:
         )
 
 
+def _multiply_stored(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
+    is_gated: bool = False,
+) -> torch.Tensor | None:
+    """The product by a kernel that reads the stored weights; None: there is none for it. x as the columns lie; norm: weight and eps."""
+    is_wide = len(x) >= wide_quantized.MIN_TOKENS and wide_quantized.is_wide(x, weight, is_gated)
+    if not (is_wide or is_readable(x, weight)):
+        return None
+    most, turns = (linear.MAX_TOKENS if _is_large(x) else 8), (1 if gpu_of(x.device).generation == 9 else MAX_TURNS)
+    if is_wide:
+        most, turns = wide_quantized.most_tokens(weight), MAX_WIDE_TURNS
+    if len(x) > most * turns:
+        return None
+    can_fuse = not is_wide and len(x) <= most and x.dtype == torch.bfloat16 and x.shape[1] <= linear.MAX_NORM and _is_large(x)
+    if norm is not None and not can_fuse:
+        x, norm = rms_norm(x, *norm), None
+
+    def run(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if is_wide:
+            return wide_quantized.launch(x, weight, bias, residual, is_gated)
+        norm_weight, eps = norm or (None, 0.0)
+        return _launch_skinny(x, weight, bias, residual, norm_weight, eps, is_gated)
+
+    if len(x) <= most:
+        return run(x, residual)
+    size = -(-len(x) // -(-len(x) // most) // 8) * 8
+    if residual is None:
+        return torch.cat([run(part, None) for part in x.split(size)])
+    for part, target in zip(x.split(size), residual.split(size), strict=True):
+        run(part, target)
+    return residual
+
+
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, in] times a quantized weight [N, in] transposed, plus bias [N] -> [M, N]."""
     _check("quantized_linear", x, weight)
+    if count := _count_rounded(x, weight):
+        first = _multiply_rounded(x[:count], weight, bias)
+        return first if count == len(x) else torch.cat([first, quantized_linear(x[count:], weight, bias)])
     x = weight.ordered(x)
-    if is_skinny(x, weight):
-        return _launch(x, weight, bias)
+    made = _multiply_stored(x, weight, bias)
+    if made is not None:
+        return made
     return F.linear(x, expand_weight(weight, x.dtype), bias) if can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
 
 
@@ -148,20 +227,48 @@ def quantized_add_linear(residual: torch.Tensor, x: torch.Tensor, weight: Quanti
     if residual.shape != (len(x), len(weight.scales)) or residual.dtype != x.dtype or not residual.is_contiguous():
         wanted = f"[{len(x)}, {len(weight.scales)}] {x.dtype}, contiguous"
         raise ValueError(f"quantized_add_linear: residual {tuple(residual.shape)} {residual.dtype} must be {wanted}")
+    if count := _count_rounded(x, weight):
+        residual[:count].add_(_multiply_rounded(x[:count], weight, bias))
+        if count < len(x):
+            quantized_add_linear(residual[count:], x[count:], weight, bias)
+        return residual
     x = weight.ordered(x)
-    if is_skinny(x, weight):
-        return _launch(x, weight, bias, residual)
+    made = _multiply_stored(x, weight, bias, residual) if residual.data_ptr() % 16 == 0 else None
+    if made is not None:
+        return made
     if can_expand(x, weight) and bias is None:
         return residual.addmm_(x, expand_weight(weight, x.dtype).t())  # cuBLAS adds in float32
     made = F.linear(x, expand_weight(weight, x.dtype), bias) if can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
     return residual.add_(made)
 
 
+def quantized_norm_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: QuantizedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """quantized_linear(rms_norm(x, norm_weight, eps), weight, bias), for few tokens in bf16 in one kernel as `linear.norm_linear`."""
+    if weight.order is None and (made := _multiply_stored(x, weight, bias, norm=(norm_weight, eps))) is not None:
+        _check("quantized_norm_linear", x, weight)
+        return made
+    return quantized_linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+
+def quantized_norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: QuantizedWeight) -> torch.Tensor:
+    """silu_mul(quantized_norm_linear(x, norm_weight, eps, weight)): weight [2N, in] = gate | up -> [M, N]."""
+    if weight.order is None and (made := _multiply_stored(x, weight, norm=(norm_weight, eps), is_gated=True)) is not None:
+        _check("quantized_norm_gated_linear", x, weight)
+        return made
+    return quantized_gated_linear(rms_norm(x, norm_weight, eps), weight)
+
+
 def quantized_gated_linear(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """silu_mul(quantized_linear(x, weight)): weight [2N, in] = gate | up -> [M, N]."""
     _check("quantized_gated_linear", x, weight)
+    if count := _count_rounded(x, weight):
+        first = silu_mul(_multiply_rounded(x[:count], weight))
+        return first if count == len(x) else torch.cat([first, quantized_gated_linear(x[count:], weight)])
     x = weight.ordered(x)
-    if is_skinny(x, weight, is_gated=True):
-        return _launch(x, weight, is_gated=True)
+    made = _multiply_stored(x, weight, is_gated=True)
+    if made is not None:
+        return made
     made = F.linear(x, expand_weight(weight, x.dtype)) if can_expand(x, weight) else reference.quantized_linear(x, weight)
     return silu_mul(made)

@@ -15,11 +15,11 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS, TILE = 16, STEP = 64, COLUMNS = T
 constexpr int STRIDE = TILE + 4;                        // of a row's sums in shared memory, apart from each other's banks
 constexpr int OUTPUT_TILES = GATED ? TILES / 2 : TILES;  // of a unit
 
-// codes [num_own, N, row_bytes]; scales and zeros [num_own, N, num_groups], zeros null where not ZEROS; x and out: see GATHER; num_chosen: pairs of a
+// codes [num_own, N, row_bytes]; scales and zeros [groups, num_own, N], a group scale_stride after the other, zeros null where not ZEROS; x and out: see GATHER; num_chosen: pairs of a
 // token. The outputs, N or N / 2 gated, are a multiple of TILE, group_size and row_bytes of STEP.
 extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS > 2 ? 1 : 2)
     quantized_expert_linear(Element* out, const Element* x, const uint8_t* codes, const float* scales, const float* zeros, int* lists, int max_chunks,
-                            int num_pairs, int num_chosen, int N, int row_bytes, int num_groups, int group_size, int x_stride) {
+                            int num_pairs, int num_chosen, int N, int row_bytes, int group_size, int scale_stride, int x_stride) {
     __shared__ float sums[WARPS][TOKENS][STRIDE];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const ExpertLists own(lists, max_chunks, num_pairs);
@@ -84,9 +84,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS > 2 ? 1 : 2)
                             if (!is_there(unit.tile, r)) continue;
 #pragma unroll
                             for (int half = 0; half < 2; ++half) {
-                                const size_t place_of_group = (first_row + row_of(unit.tile, r) + g + half * 8) * num_groups + group;
+                                const size_t place_of_group = static_cast<size_t>(group) * scale_stride + first_row + row_of(unit.tile, r) + g + half * 8;
                                 scale[r][half] = GROUPED ? __ldg(scales + place_of_group) : 1.0f;
-                                expand(ring[place][r][half], part, zero_of(zeros, place_of_group), a[r][half]);
+                                expand(ring[place][r][half], part, ZEROS ? offset_of(__ldg(zeros + place_of_group)) : usual_offset(), a[r][half]);
                             }
                         }
 #pragma unroll
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, COLUMNS > 2 ? 1 : 2)
                                 const uint4* source = reinterpret_cast<const uint4*>(x + static_cast<size_t>(rows[c]) * x_stride + column + t * 16);
                                 b[0] = __ldcg(source), b[1] = __ldcg(source + 1);
                             }
-                            const uint32_t pairs[8] = {b[0].x, b[0].y, b[0].z, b[0].w, b[1].x, b[1].y, b[1].z, b[1].w};
+                            const uint32_t pairs[8] = {b[0].x, b[1].x, b[0].y, b[1].y, b[0].z, b[1].z, b[0].w, b[1].w};
 #pragma unroll
                             for (int r = 0; r < TILES; ++r) {
                                 if (!is_there(unit.tile, r)) continue;

@@ -12,7 +12,8 @@ import torch
 from kernels import experts as plain
 from kernels._load import gpu_of, load
 from kernels.experts import Activation, combine, is_many, mix_every, multiply_sorted, sort_pairs
-from kernels.quantized import STEP, THREADS, TILE, QuantizedWeight, can_expand, expand_weight, kind_of
+from kernels.quantized import THREADS, TILE, can_expand, expand_weight
+from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
 
 BLOCKS = 2
 """To a multiprocessor; of chunks of more than 16 rows one."""
@@ -97,7 +98,7 @@ def _is_skinny(x: torch.Tensor, gate_up: QuantizedWeight, down: QuantizedWeight,
         plain.has_kernel(x, hidden, inner)
         and hidden % TILE == 0
         and inner % TILE == 0
-        and all(weight.codes.shape[1] % STEP == 0 and weight.group_size % STEP == 0 for weight in (gate_up, down))
+        and all(weight.is_interleaved and weight.codes.shape[1] % STEP == 0 and weight.group_size % STEP == 0 for weight in (gate_up, down))
     )
 
 
@@ -133,14 +134,12 @@ def _multiply_chunks(
     grid = (gpu.num_multiprocessors * (BLOCKS if rows <= 16 else 1), 1)
 
     def multiply(out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, num_rows: int, is_gated: bool, is_gathered: bool) -> torch.Tensor:
-        num_groups = weight.scales.shape[1]
         kind = kind_of(x.dtype, weight)
-        defines = kind | {"TOKENS": rows, "GROUPED": int(num_groups > 1), "GATED": int(is_gated), "GATHER": int(is_gathered)}
+        defines = kind | {"TOKENS": rows, "GROUPED": int(is_grouped(weight)), "GATED": int(is_gated), "GATHER": int(is_gathered)}
         kernel = load(x.device, "quantized_experts", "quantized_expert_linear", defines, programmatic=True)
         load(x.device, "quantized_expand", "quantized_expand", kind)  # forwards of many tokens must not wait for nvcc either
-        zeros = 0 if weight.zeros is None else weight.zeros
-        sizes = (max_chunks, num_pairs, num_chosen, num_rows, weight.codes.shape[1], num_groups, weight.group_size, x.stride(0))
-        kernel(grid, (THREADS, 1, 1), out, x, weight.codes, weight.scales, zeros, lists, *sizes)
+        sizes = (max_chunks, num_pairs, num_chosen, num_rows, weight.codes.shape[1], weight.group_size, weight.scale_stride, x.stride(0))
+        kernel(grid, (THREADS, 1, 1), out, x, weight.codes, weight.scales, pointer(weight.zeros), lists, *sizes)
         return out
 
     act = multiply(x.new_empty(num_pairs, inner if is_silu else 2 * inner), x, gate_up, 2 * inner, is_silu, True)

@@ -6,7 +6,7 @@
 using Element = ELEMENT;
 using V = Vector<Element>;
 
-__device__ __forceinline__ void copy_async(uint32_t target, const Element* source) {
+__device__ __forceinline__ void copy_async(uint32_t target, const void* source) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
 

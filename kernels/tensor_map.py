@@ -17,12 +17,12 @@ def _encoder() -> ctypes._NamedFuncPointer:
 
 @functools.lru_cache(maxsize=8192)
 def tensor_map(address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
-    """A CUtensorMap of a tensor in float16 or bfloat16, innermost dimension first, for boxes with rows of 128 swizzled bytes.
+    """A CUtensorMap of a tensor in float16, bfloat16 or uint8, innermost dimension first, for boxes whose rows are 128 or 64 bytes, swizzled.
 
     strides: bytes, without the innermost. What is read past the tensor's end is zero. Raises KernelError with what the driver refuses.
     """
-    types = {torch.float16: 6, torch.bfloat16: 9}
-    swizzle_128, promotion_256, none = 3, 3, 0
+    types = {torch.uint8: 0, torch.float16: 6, torch.bfloat16: 9}
+    swizzle, promotion_256, none = {64: 2, 128: 3}[box[0] * dtype.itemsize], 3, 0
     rank = len(sizes)
     buffer = ctypes.create_string_buffer(128 + 64)
     start = -ctypes.addressof(buffer) % 64
@@ -36,7 +36,7 @@ def tensor_map(address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         none,
-        swizzle_128,
+        swizzle,
         promotion_256,
         none,
     )

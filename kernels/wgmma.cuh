@@ -33,43 +33,43 @@
 #define S96 S88, EIGHT(88)
 #if WGMMA_N == 32
 #define SUMS S16
-#define OPERANDS "n32", R16, "%16", "%17", "%18"
+#define OPERANDS "n32", R16, "%16", "%17", "%18", "%19", "%20", "%21"
 #elif WGMMA_N == 48
 #define SUMS S24
-#define OPERANDS "n48", R24, "%24", "%25", "%26"
+#define OPERANDS "n48", R24, "%24", "%25", "%26", "%27", "%28", "%29"
 #elif WGMMA_N == 64
 #define SUMS S32
-#define OPERANDS "n64", R32, "%32", "%33", "%34"
+#define OPERANDS "n64", R32, "%32", "%33", "%34", "%35", "%36", "%37"
 #elif WGMMA_N == 80
 #define SUMS S40
-#define OPERANDS "n80", R40, "%40", "%41", "%42"
+#define OPERANDS "n80", R40, "%40", "%41", "%42", "%43", "%44", "%45"
 #elif WGMMA_N == 96
 #define SUMS S48
-#define OPERANDS "n96", R48, "%48", "%49", "%50"
+#define OPERANDS "n96", R48, "%48", "%49", "%50", "%51", "%52", "%53"
 #elif WGMMA_N == 112
 #define SUMS S56
-#define OPERANDS "n112", R56, "%56", "%57", "%58"
+#define OPERANDS "n112", R56, "%56", "%57", "%58", "%59", "%60", "%61"
 #elif WGMMA_N == 128
 #define SUMS S64
-#define OPERANDS "n128", R64, "%64", "%65", "%66"
+#define OPERANDS "n128", R64, "%64", "%65", "%66", "%67", "%68", "%69"
 #elif WGMMA_N == 144
 #define SUMS S72
-#define OPERANDS "n144", R72, "%72", "%73", "%74"
+#define OPERANDS "n144", R72, "%72", "%73", "%74", "%75", "%76", "%77"
 #elif WGMMA_N == 160
 #define SUMS S80
-#define OPERANDS "n160", R80, "%80", "%81", "%82"
+#define OPERANDS "n160", R80, "%80", "%81", "%82", "%83", "%84", "%85"
 #elif WGMMA_N == 176
 #define SUMS S88
-#define OPERANDS "n176", R88, "%88", "%89", "%90"
+#define OPERANDS "n176", R88, "%88", "%89", "%90", "%91", "%92", "%93"
 #elif WGMMA_N == 192
 #define SUMS S96
-#define OPERANDS "n192", R96, "%96", "%97", "%98"
+#define OPERANDS "n192", R96, "%96", "%97", "%98", "%99", "%100", "%101"
 #else
 #error "WGMMA_N must be a multiple of 16 from 32 to 192"
 #endif
 #define MULTIPLY(TYPE) MULTIPLY_WITH(TYPE, OPERANDS)
 #define MULTIPLY_WITH(...) MULTIPLY_AS(__VA_ARGS__)
-#define MULTIPLY_AS(TYPE, N, REGISTERS, A, B, IS_ADDED)                                                                                 \
+#define MULTIPLY_AS(TYPE, N, REGISTERS, A, B, IS_ADDED, ...)                                                                                 \
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " IS_ADDED ", 0;\n"                                                                       \
                "wgmma.mma_async.sync.aligned.m64" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " A ", " B ", p, 1, 1, 0, 0; }\n"         \
                : SUMS                                                                                                                    \
@@ -80,6 +80,21 @@ template <class Element>
 __device__ __forceinline__ void multiply(float (&c)[WGMMA_N / 2], uint64_t a, uint64_t b, int is_added) {
   if constexpr (std::is_same<Element, __half>::value) MULTIPLY("f16");
   else MULTIPLY("bf16");
+}
+
+#define MULTIPLY_HELD(TYPE) MULTIPLY_HELD_WITH(TYPE, OPERANDS)
+#define MULTIPLY_HELD_WITH(...) MULTIPLY_HELD_AS(__VA_ARGS__)
+#define MULTIPLY_HELD_AS(TYPE, N, REGISTERS, A0, A1, A2, A3, B, IS_ADDED)                                                                \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, " IS_ADDED ", 0;\n"                                                                       \
+               "wgmma.mma_async.sync.aligned.m64" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, 0; }\n" \
+               : SUMS                                                                                                                    \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added))
+
+// The same of an A that the warpgroup's threads hold: elements 2t, 2t+1 of rows g and g+8, then 2t+8 and 2t+9 of both.
+template <class Element>
+__device__ __forceinline__ void multiply(float (&c)[WGMMA_N / 2], const uint32_t (&a)[4], uint64_t b, int is_added) {
+  if constexpr (std::is_same<Element, __half>::value) MULTIPLY_HELD("f16");
+  else MULTIPLY_HELD("bf16");
 }
 
 // Of an operand at a 1024-byte aligned address; rows are 128 bytes, swizzled in groups of eight. Sixteen elements on are 2 more.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from backend.config import EngineConfig
 from backend.errors import ConfigError, ModelError
 from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
@@ -20,6 +21,7 @@ from backend.quantization.quantized_linear import QuantizedLinear
 from backend.quantization.schemes import BLOCK, GROUP
 from backend.quantization.stored import Quantized
 from backend.quantization_config import SCHEMES, QuantizationConfig, normalize_quantization, read_quantization
+from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import quantized
 
 OUT, IN, ROWS = 96, 320, 33
@@ -293,3 +295,25 @@ def test_experts_are_stacked_as_each_is_packed() -> None:
         stack([own[0], zeros], 2, "layers.0")
     with pytest.raises(ModelError, match="desc_act"):
         stack([dataclasses.replace(own[0], groups=own[0].groups.flip(0))], 1, "layers.0")
+
+
+def test_interleaved_codes_are_the_same_weight() -> None:
+    """As GPUs' kernels have them, for every width of codes, zeros and parts of a weight as well."""
+    for scheme in ("wint8", "wint4", "fp8", "block_wise_fp8"):
+        packed = quantize(random_weight(), scheme).pack()
+        packed = dataclasses.replace(packed, zeros=torch.full_like(packed.scales, 3.0) if scheme != "fp8" else None)
+        made = packed.interleave()
+        assert made.is_interleaved and made.interleave() is made and not torch.equal(made.codes.view(torch.uint8), packed.codes.view(torch.uint8))
+        assert (made.scales.shape[1] == 1 or made.scales.stride() == (1, len(made.scales))) and torch.equal(made.expand(), packed.expand())
+        assert torch.equal(made.part(1, 2).expand(), packed.expand()[len(packed.codes) // 2 :])
+    odd = QuantizedWeight(torch.zeros(4, 24, dtype=torch.int8), torch.ones(4, 1))
+    assert odd.interleave() is odd
+
+
+@pytest.mark.parametrize(("own", "expected"), [({}, "model"), ({"quantization": "fp8"}, "model"), ({"quantization": "A8W8_FP8"}, "fp8")])
+def test_names_that_ask_for_activations(own: dict[str, str], expected: str) -> None:
+    config = EngineConfig.from_dict(own)
+    assert config.prompt_activations == expected and dataclasses.replace(config).prompt_activations == expected
+    assert EngineConfig.from_dict(own | {"prompt_activations": "model"}).prompt_activations == "model"
+    with pytest.raises(ConfigError, match="prompt_activations must be one of auto, model, fp8, got 'int8'"):
+        EngineConfig.from_dict(own | {"prompt_activations": "int8"})

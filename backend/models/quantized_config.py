@@ -29,10 +29,8 @@ def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Pat
     """How the checkpoint beside config.json is quantized; None: it is not. Raises ModelError."""
     where, path = f"{directory}/config.json", Path(directory) / FILE
     for key in KEYS:
-        if found := config.get(key):
-            if not isinstance(found, dict):
-                raise ModelError(f"{where}: {key} is {found!r:.80}; it must be an object")
-            return _read(Values(found, f"{where}: {key}"))
+        if not (found := Values(config, where).section(key)).is_empty:
+            return _read(found)
     if path.exists():
         values = Values(read_json(path), str(path)).section("quantization")
         return None if values.names("quant_algo") and not values.has("quant_algo") else _read_modelopt(values)
@@ -104,9 +102,7 @@ def _compile(values: Values, key: str, pattern: str) -> re.Pattern[str]:
 def _read_awq(values: Values) -> CheckpointQuantization:
     bits = _bits(values, "bits" if values.has("bits") else "w_bit", (4,))
     group = _group(values, "group_size" if values.has("group_size") else "q_group_size")
-    version = str(values.get("version") or "gemm").lower()
-    if version != "gemm":
-        raise ModelError(f"{values.where}: version {values.get('version')!r:.80} is not supported; known: gemm")
+    values.choice("version", ("gemm", "GEMM"), "gemm")
     if not values.flag("zero_point", default=True):
         raise values.refuse("zero_point", "true")
     return _all("awq", Layout("awq", bits, group))
@@ -155,7 +151,7 @@ def _read_compressed(values: Values) -> CheckpointQuantization:
     for name in values.get("config_groups") or {}:
         group = groups.section(name)
         layout = _compressed_layout(group.section("weights"), group.get("format") or general, group.where)
-        targets = group.get("targets") or [CLASS]
+        targets = group.get("targets") if group.has("targets") else [CLASS]
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise group.refuse("targets", "a list of names")
         for target in targets:
@@ -176,7 +172,7 @@ def _read_compressed(values: Values) -> CheckpointQuantization:
 
 
 def _matcher(values: Values, key: str) -> Callable[[str], bool]:
-    names = values.get(key) or []
+    names = values.get(key) if values.has(key) else []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise values.refuse(key, "a list of names")
     plain = {name for name in names if not name.startswith("re:")}
@@ -200,10 +196,10 @@ def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
         return _float4(weights, Layout("float4", 4, 32, weight="weight_packed"))
     group = weights.integer("group_size", 2**17) if strategy == "group" else None
     if form == "pack-quantized":
-        bits, order = _bits(weights, "num_bits", (4, 8)), str(weights.get("actorder") or "").lower()
+        bits, has_order = _bits(weights, "num_bits", (4, 8)), _read_order(weights)
         if kind != "int" or strategy not in ("group", "channel"):
             raise weights.refuse("strategy" if kind == "int" else "type", "group or channel of int, where the format is pack-quantized")
-        return Layout("packed", bits, group, is_symmetric=is_symmetric, has_order=order in ("group", "dynamic"))
+        return Layout("packed", bits, group, is_symmetric=is_symmetric, has_order=has_order)
     _bits(weights, "num_bits", (8,))
     if (form == "int-quantized") > (kind == "int") or (form == "float-quantized") > (kind == "float"):
         raise weights.refuse("type", f"{form.split('-')[0]}, where the format is {form}")
@@ -215,6 +211,15 @@ def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
     return Layout("scaled", 8, group, None if block is None else (block[0], block[1]), "I8" if kind == "int" else E4M3, is_symmetric=is_symmetric)
 
 
+def _read_order(weights: Values) -> bool:
+    """Whether inputs are put in groups by a table; true and false are older files' names of group and none (compressed-tensors)."""
+    order = weights.get("actorder")
+    if order is None or isinstance(order, bool):
+        return bool(order)
+    return weights.choice("actorder", ORDERS) in ("group", "dynamic")
+
+
+ORDERS = ("group", "dynamic", "weight", "static")
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 

@@ -11,12 +11,13 @@ import torch
 from backend.errors import ModelError
 from backend.quantization.experts import Activation, Experts, QuantizedExperts, SingleExperts, StackedExperts, stack
 from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear, count_written
-from backend.quantization.schemes import quantize
+from backend.quantization.schemes import PIECE, quantize
 from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows, join
 from backend.quantization.unfused import UnfusedLinear
 from kernels import ops
 
 __all__ = [
+    "PIECE",
     "Activation",
     "DenseLinear",
     "Experts",

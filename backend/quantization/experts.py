@@ -105,9 +105,10 @@ def stack(weights: Iterable[Quantized], count: int, where: str) -> ops.Quantized
         if own.order is not None:
             raise ModelError(f"{where}: on a GPU experts' columns must lie in order, in groups of one size (no desc_act); use --device cpu")
         if stacked is None:
-            parts = [None if part is None else part.new_empty(count * len(part), part.shape[1]) for part in (own.codes, own.scales, own.zeros)]
-            assert parts[0] is not None and parts[1] is not None
-            stacked = ops.QuantizedWeight(parts[0], parts[1], parts[2], None, own.bits)
+            codes = own.codes.new_empty(count * len(own.codes), own.codes.shape[1])
+            scales, zeros = (None if part is None else part.new_empty(part.shape[1], count * len(part)).t() for part in (own.scales, own.zeros))
+            assert scales is not None
+            stacked = ops.QuantizedWeight(codes, scales, zeros, None, own.bits, own.is_interleaved)
         for target, part in zip((stacked.codes, stacked.scales, stacked.zeros), (own.codes, own.scales, own.zeros)):
             if target is None and part is None:
                 continue

@@ -27,10 +27,13 @@ class QuantizedLinear(UnfusedLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return ops.quantized_linear(x, self.weight, self.bias)
 
+    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return ops.quantized_norm_linear(x, norm, eps, self.weight, self.bias)
+
     def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
         if self.bias is not None:
             return super().gated_after_norm(x, norm, eps)
-        return ops.quantized_gated_linear(ops.rms_norm(x, norm, eps), self.weight)
+        return ops.quantized_norm_gated_linear(x, norm, eps, self.weight)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         ops.quantized_add_linear(residual, x, self.weight, self.bias)

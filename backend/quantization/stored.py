@@ -66,7 +66,8 @@ class Quantized:
         if self.bits == 4:
             half = codes.shape[1] // 2
             codes = codes[:, :half].to(torch.uint8) | codes[:, half:].to(torch.uint8) << 4
-        return ops.QuantizedWeight(codes.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous(), kept, self.bits)
+        packed = ops.QuantizedWeight(codes.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous(), kept, self.bits)
+        return packed.interleave() if codes.is_cuda else packed
 
 
 def _pad_groups(order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

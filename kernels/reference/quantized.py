@@ -1,4 +1,5 @@
-"""Products of quantized weights, expanded tile by tile: the specification of `quantized_linear.cu`, and what runs on CPU."""
+"""Products of quantized weights, expanded tile by tile: the specification of what `linear.cu` and
+`wide_quantized.cu` do with them, and what runs on CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ tiles are the faster ones."""
 
 def expand_rows(weight: QuantizedWeight, rows: slice, out: torch.Tensor, *, is_scaled: bool = True) -> torch.Tensor:
     """Writes (digit - zero) * scale of these rows, or what is scaled, to out [n, K] float32 and returns it; columns lie in the stored order."""
-    codes, scales = weight.codes[rows], weight.scales[rows]
+    codes, scales = weight.natural_codes(rows), weight.scales[rows]
     if weight.bits == 4:
         half = codes.shape[1]
         out[:, :half] = codes & 15
@@ -55,7 +56,7 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     parts = []
     for begin in range(0, num_rows, tile):
         rows = slice(begin, min(begin + tile, num_rows))
-        own = weight.codes[rows] if weight.codes.dtype == torch.int8 and weight.zeros is None and not is_scaled else None
+        own = weight.natural_codes(rows) if weight.codes.dtype == torch.int8 and weight.zeros is None and not is_scaled else None
         if own is None:
             own = expand_rows(weight, rows, expanded[: rows.stop - begin], is_scaled=is_scaled)
         parts.append(F.linear(x, own.to(x.dtype)))

@@ -6,25 +6,42 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import reference
+from kernels import linear, reference, wide_quantized
 from kernels.activation import silu_mul
+from kernels.norm import rms_norm
 from kernels.quantized import (
-    KINDS,
-    MAX_GROUPED_TOKENS,
-    QuantizedWeight,
+    MAX_WIDE_TURNS,
+    _multiply_stored,
     expand_weight,
-    is_skinny,
     quantized_add_linear,
     quantized_gated_linear,
     quantized_linear,
+    quantized_norm_gated_linear,
+    quantized_norm_linear,
+    round_rows,
+    rounding_prompts,
 )
+from kernels.quantized_weight import KINDS, NATURAL, QuantizedWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
 STORED = tuple(KINDS)
 """Dtypes of stored codes."""
-SHAPES = [(1, 6144, 4096), (8, 4096, 4096), (5, 4096, 14336), (16, 28672, 4096), (30, 6144, 4096), (64, 4096, 14336)]
-CORNER = [(1, 32, 128), (8, 32, 256), (9, 576, 640), (17, 4256, 384), (33, 12832, 128), (64, 64, 8192), (64, 33824, 256), (3, 48, 1152)]
-CASES = [(*shape, torch.bfloat16) for shape in SHAPES + CORNER] + [(*shape, torch.float16) for shape in (SHAPES[1], CORNER[2], CORNER[5])]
+SHAPES = [(1, 6144, 4096), (8, 4096, 4096), (5, 4096, 14336), (16, 28672, 4096), (30, 6144, 4096), (64, 4096, 14336), (192, 28672, 4096)]
+CORNER = [
+    (1, 32, 128),
+    (8, 32, 256),
+    (9, 576, 640),
+    (16, 64, 8192),
+    (17, 4256, 384),
+    (33, 12832, 128),
+    (65, 64, 8192),
+    (100, 160, 1152),
+    (129, 33824, 256),
+    (250, 96, 640),
+    (3, 48, 1152),
+    (150, 8480, 128),
+]
+CASES = [(*shape, torch.bfloat16) for shape in SHAPES + CORNER] + [(*shape, torch.float16) for shape in (SHAPES[1], CORNER[2], CORNER[5], CORNER[7])]
 
 
 def make(stored: torch.dtype, out_size: int, in_size: int, group: int | None, device: torch.device, has_zeros: bool = False) -> QuantizedWeight:
@@ -40,12 +57,12 @@ def make(stored: torch.dtype, out_size: int, in_size: int, group: int | None, de
     if has_zeros:
         low, high = (0, 17) if stored == torch.uint8 else (-128, 129)
         zeros = torch.randint(low, high, (out_size, num_groups), device=device).float()
-    return QuantizedWeight(codes.view(stored), scales, zeros, None, 4 if stored == torch.uint8 else 8)
+    return QuantizedWeight(codes.view(stored), scales, zeros, None, 4 if stored == torch.uint8 else 8).interleave()
 
 
 def exact_weight(weight: QuantizedWeight) -> torch.Tensor:
     """[N, K] float64, without any rounding."""
-    codes = weight.codes
+    codes = weight.natural_codes(slice(None))
     digits = torch.cat([codes & 15, codes >> 4], dim=1).double() if weight.bits == 4 else codes.double()
     zeros = 8.0 if weight.bits == 4 else 0.0
     if weight.zeros is not None:
@@ -69,15 +86,36 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
+@pytest.fixture(autouse=True)
+def proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_quantized, "IS_PROVEN", True)
+
+
+@pytest.fixture(params=["linear", "wide"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which one has the few tokens that either can have."""
+    monkeypatch.setattr(wide_quantized, "MIN_TOKENS", 1 if request.param == "wide" else linear.MAX_TOKENS + 1)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("group", [None, 64, 128])
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize(("num_tokens", "out_size", "in_size", "dtype"), CASES)
 def test_linear(
-    num_tokens: int, out_size: int, in_size: int, stored: torch.dtype, group: int | None, dtype: torch.dtype, device: torch.device
+    num_tokens: int,
+    out_size: int,
+    in_size: int,
+    stored: torch.dtype,
+    group: int | None,
+    dtype: torch.dtype,
+    kernel: str,
+    device: torch.device,
 ) -> None:
+    if kernel == "wide" and num_tokens > linear.MAX_TOKENS:
+        pytest.skip("which has so many anyway")
     weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, dtype, device)
     bias, residual = torch.randn(out_size, device=device).to(dtype), torch.randn(num_tokens, out_size, device=device).to(dtype)
-    assert is_skinny(x, weight) == (group in (None, in_size) or num_tokens <= MAX_GROUPED_TOKENS)
+    assert _multiply_stored(x, weight) is not None
     exact, twin = x.double() @ exact_weight(weight).T, reference.quantized_linear(x, weight)
     poison(num_tokens, out_size, dtype=dtype, device=device)
     out = quantized_linear(x, weight)
@@ -91,16 +129,42 @@ def test_linear(
     assert torch.equal(residual, expected)
     if out_size % 32 == 0:
         poison(num_tokens, out_size // 2, dtype=dtype, device=device)
-        assert torch.equal(quantized_gated_linear(x, weight), silu_mul(out))
+        check_gated(quantized_gated_linear(x, weight), silu_mul(out))
+
+
+def check_gated(gated: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same but for the order of sums, in which linear.cu's blocks differ, and what that makes of their rounding."""
+    assert relative_error(gated, expected.double()) <= 4 * torch.finfo(gated.dtype).eps
+
+
+@pytest.mark.parametrize("group", [None, 64])
+@pytest.mark.parametrize("stored", STORED, ids=str)
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), [(1, 6144, 4096), (7, 96, 8192), (16, 28672, 4096), (40, 576, 640)])
+def test_with_the_norm_before_it(
+    num_tokens: int, out_size: int, in_size: int, stored: torch.dtype, group: int | None, kernel: str, device: torch.device
+) -> None:
+    """Where one kernel does both, x is not rounded between them: as near to exact as one after the other."""
+    weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, torch.bfloat16, device)
+    norm = torch.rand(in_size, device=device).bfloat16() + 0.5
+    exact = F.rms_norm(x.double(), (in_size,), norm.double(), 1e-5) @ exact_weight(weight).T
+    apart = quantized_linear(rms_norm(x, norm, 1e-5), weight)
+    allowed = 1.5 * relative_error(apart, exact)
+    poison(num_tokens, out_size, dtype=torch.bfloat16, device=device)
+    out = quantized_norm_linear(x, norm, 1e-5, weight)
+    assert relative_error(out, exact) <= allowed
+    check_gated(quantized_norm_gated_linear(x, norm, 1e-5, weight), silu_mul(out))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [None, 64])
+@pytest.mark.parametrize("num_tokens", [7, 16, 40, 130])
 @pytest.mark.parametrize("stored", [torch.int8, torch.uint8], ids=str)
-def test_zeros(stored: torch.dtype, group: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    weight, x = make(stored, 576, 640, group, device, has_zeros=True), tokens(7, 640, dtype, device)
+def test_zeros(stored: torch.dtype, num_tokens: int, group: int | None, dtype: torch.dtype, kernel: str, device: torch.device) -> None:
+    weight, x = make(stored, 576, 640, group, device, has_zeros=True), tokens(num_tokens, 640, dtype, device)
     exact = x.double() @ exact_weight(weight).T
-    assert relative_error(quantized_linear(x, weight), exact) <= 1.1 * relative_error(reference.quantized_linear(x, weight), exact) + 1e-6
+    out = quantized_linear(x, weight)
+    assert relative_error(out, exact) <= 1.1 * relative_error(reference.quantized_linear(x, weight), exact) + 1e-6
+    check_gated(quantized_gated_linear(x, weight), silu_mul(out))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,29 +184,37 @@ def test_expanded_weights_are_the_twins(stored: torch.dtype, has_zeros: bool, gr
         assert torch.equal(expand_weight(weight, dtype), weight.expand().to(dtype))
 
 
+@pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 640)])
-def test_rows_do_not_depend_on_their_number(out_size: int, in_size: int, stored: torch.dtype, device: torch.device) -> None:
-    weight, x = make(stored, out_size, in_size, 128, device), tokens(MAX_GROUPED_TOKENS, in_size, torch.bfloat16, device)
-    whole, gated = quantized_linear(x, weight), quantized_gated_linear(x, weight)
-    for start, stop in ((0, 1), (3, 4), (31, 32), (0, 6), (5, 13), (0, 9), (4, 20), (1, 30)):
-        assert torch.equal(quantized_linear(x[start:stop], weight), whole[start:stop])
-        assert torch.equal(quantized_gated_linear(x[start:stop], weight), gated[start:stop])
+def test_rows_do_not_depend_on_their_number(out_size: int, in_size: int, stored: torch.dtype, group: int | None, device: torch.device) -> None:
+    """As long as one kernel has them."""
+    weight = make(stored, out_size, in_size, group, device)
+    few, many = ((0, 1), (3, 4), (15, 16), (0, 6), (5, 13), (0, 9)), ((0, 17), (20, 60), (100, 192), (3, 131), (150, 182))
+    most = wide_quantized.most_tokens(weight)
+    many = tuple(part for part in many if part[1] <= most)
+    ranges = ((linear.MAX_TOKENS, few), (most, many)) if kernel == "linear" else ((most, few + many),)
+    for most, parts in ranges:
+        x = tokens(most, in_size, torch.bfloat16, device)
+        whole, gated = quantized_linear(x, weight), quantized_gated_linear(x, weight)
+        for start, stop in parts:
+            assert torch.equal(quantized_linear(x[start:stop], weight), whole[start:stop])
+            assert torch.equal(quantized_gated_linear(x[start:stop], weight), gated[start:stop])
 
 
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_many_tokens_and_odd_sizes(stored: torch.dtype, device: torch.device) -> None:
     """The first are multiplied with weights that are written out, the others by torch alone."""
     for num_tokens, out_size, in_size, group in (
-        (65, 96, 256, 64),
-        (300, 96, 256, None),
+        (wide_quantized.MAX_TOKENS * MAX_WIDE_TURNS + 1, 96, 256, 64),  # of 4 bits from 257 on
+        (700, 96, 256, None),
         (4, 48, 260, 130),
         (4, 96, 96, 32),
         (4, 96, 256, 32),
         (50, 7, 26, None),
     ):
         weight, x = make(stored, out_size, in_size, group, device), tokens(num_tokens, in_size, torch.bfloat16, device)
-        assert not is_skinny(x, weight)
+        assert _multiply_stored(x, weight) is None
         exact = x.double() @ exact_weight(weight).T
         allowed = 1.5 * relative_error(F.linear(x, weight.expand().bfloat16()), exact) + 1e-6
         assert relative_error(quantized_linear(x, weight), exact) <= allowed
@@ -154,10 +226,34 @@ def test_many_tokens_and_odd_sizes(stored: torch.dtype, device: torch.device) ->
             assert relative_error(quantized_gated_linear(x, weight), silu_mul(exact.float().cpu()).double().to(device)) <= 4 * allowed
 
 
+def test_prompts_with_rounded_activations(device: torch.device) -> None:
+    """The first rows are rounded to e4m3, each with its own scale; those behind them are what they are alone."""
+    weight, x = make(torch.float8_e4m3fn, 96, 640, None, device), tokens(510, 640, torch.bfloat16, device)
+    x[:, 5] *= 40  # as some channels are
+    codes, scales = round_rows(x[:500])
+    rounded = (x[:500].float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    pieces = codes.view(torch.uint8).unflatten(1, (-1, 16))[:, :, NATURAL].flatten(1).view(torch.float8_e4m3fn)
+    assert (pieces.float() - rounded.float()).abs().max() <= 32 and (pieces.float() == rounded.float()).float().mean() > 0.99
+    exact = (pieces.double() * scales.double()) @ exact_weight(weight).T
+    bias, residual = torch.randn(96, device=device).bfloat16(), torch.randn(510, 96, device=device).bfloat16()
+    alone, part = quantized_linear(x[500:], weight, bias), quantized_linear(x[:300], weight)
+    expected = residual.double()
+    with rounding_prompts(500, 510):
+        out = quantized_linear(x, weight, bias)
+        added = quantized_add_linear(residual, x, weight)
+        gated = quantized_gated_linear(x, weight)
+        assert torch.equal(quantized_linear(x[:300], weight), part), "not all of the forward's rows"
+    assert torch.equal(out[500:], alone)
+    assert relative_error(out[:500], exact + bias.double()) < 4e-3
+    assert relative_error(added[:500], expected[:500] + exact) < 4e-3 and added is residual
+    assert relative_error(gated[:500], silu_mul(exact.bfloat16()).double()) < 2e-2
+    assert relative_error(quantized_linear(x, weight), x.double() @ exact_weight(weight).T) < 4e-3
+
+
 def test_columns_in_another_order(device: torch.device) -> None:
     """As of GPTQ's act-order; one past the last is a padding."""
     weight, order = make(torch.uint8, 64, 256, 64, device), torch.randperm(201, device=device)
-    weight = QuantizedWeight(weight.codes, weight.scales, None, torch.cat([order, order.new_full((55,), 200)]), 4)
+    weight = QuantizedWeight(weight.codes, weight.scales, None, torch.cat([order, order.new_full((55,), 200)]), 4, True)
     x = tokens(5, 200, torch.bfloat16, device)
     wide = torch.cat([x, x.new_zeros(5, 1)], dim=1)[:, weight.order]
     exact = wide.double() @ exact_weight(weight).T

@@ -13,8 +13,9 @@ from backend.errors import ModelError
 from backend.quantization import Quantized, make_stored_experts, quantize
 from kernels import quantized_experts
 from kernels.activation import silu_mul
-from kernels.quantized import QuantizedWeight, quantized_gated_linear, quantized_linear
+from kernels.quantized import quantized_gated_linear, quantized_linear
 from kernels.quantized_experts import mix_quantized_experts
+from kernels.quantized_weight import QuantizedWeight
 from tests.families import Case, make_model, random_tokens
 from tests.gpu.test_experts import exact, relative_error
 from tests.gpu.test_quantized import exact_weight, make
@@ -67,7 +68,7 @@ def test_mix(shape: Shape, kind: tuple[torch.dtype, int | None], dtype: torch.dt
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 8, 16, 64])
 def test_an_expert_is_a_projection(num_tokens: int, kind: tuple[torch.dtype, int | None], device: torch.device) -> None:
-    """Each token alone, by the kernel of one projection: the same bits, however many tokens an expert has."""
+    """Each token alone: the same bits, however many tokens an expert has, and but for the order of sums what the kernel of one projection makes."""
     shape = (num_tokens, 6, 2, 384, 256)
     gate_up, down = make_weights(kind, shape, device)
     x = torch.randn(num_tokens, 384, device=device).to(BF16)
@@ -78,8 +79,12 @@ def test_an_expert_is_a_projection(num_tokens: int, kind: tuple[torch.dtype, int
         out = mix_quantized_experts(x, experts, weights, gate_up, down, silu_mul, True)
         for token in range(num_tokens):
             number = int(experts[token, place])
-            act = quantized_gated_linear(x[token : token + 1], gate_up.part(number, 6))
-            assert torch.equal(out[token : token + 1], quantized_linear(act, down.part(number, 6)))
+            own, alone = (
+                slice(token, token + 1),
+                quantized_linear(quantized_gated_linear(x[token : token + 1], gate_up.part(number, 6)), down.part(number, 6)),
+            )
+            assert torch.equal(out[own], mix_quantized_experts(x[own], experts[own], weights[own], gate_up, down, silu_mul, True))
+            assert relative_error(out[own], alone.double()) < 2**-7
 
 
 @pytest.mark.parametrize("num_tokens", [4, 200])

@@ -1,0 +1,340 @@
+// x [M, K] times weights of 8 or 4 bits [N, K] transposed, for 17 to 192 rows of x: bound by the memory, from about 100 on by arithmetic.
+//
+// A tile is 64 rows of the weights: the A operand of wgmma, whose numbers are made of the stored bytes in registers; tokens are its columns. So
+// each weight is read once, whatever M. A thread of the first warpgroup copies UNITS times 64 bytes of each row, the tokens' columns that belong to
+// them and their scales to shared memory (bulk copies, STAGES under way), in turn of the first half of K and of the second, which belong to the
+// other two warpgroups: one makes numbers while the other one's are multiplied. Their sums are added, with SPLIT those of two blocks of a cluster that
+// share a tile, each with half of K. What shares a scale is summed first, then scaled in float32. So the sum for an output is the same whatever M and
+// the timing are.
+//
+// Like wide_linear.cu's blocks these let the next kernel's in when the last weights are on their way, and begin before the one ahead has ended.
+//
+// ELEMENT, KIND, ZEROS: see quantized.cuh; GROUPED: scales are of group_size columns each, or there are zeros; TOKENS: 32, 64, 128 or 192 (not of 4 bits), most rows of
+// x; SPLIT: 1 or 2; GATED: weights are gate | up, the output silu(gate) * up, and a tile has as many rows of either; UNITS: 1, 2 or 4; STAGES.
+#include "quantized.cuh"
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Sums of a group's columns lie beside those of all: where that would take too many registers, half of the tokens have their turn after the others.
+#define TURNS (GROUPED && TOKENS > 128 ? 2 : 1)
+#if GROUPED && TOKENS > 128
+#define WGMMA_N 96
+#else
+#define WGMMA_N TOKENS
+#endif
+#define CLUSTER SPLIT
+#include "cluster.cuh"
+#include "pipeline.cuh"
+#include "wgmma.cuh"
+
+constexpr int TILE = 64, UNIT = 64, STEP = UNITS * UNIT;  // rows of a tile; bytes of each of a unit, and columns of each part; of a step
+constexpr int LINE = UNITS > 1 ? 128 : 64, LINES = STEP / LINE;  // bytes that lie together in shared memory, swizzled
+constexpr int TOKEN_BYTES = PARTS * UNITS * TOKENS * 128, CODE_BYTES = TILE * STEP, ROW_BYTES = TILE * 4;  // ROW_BYTES: of the rows' scales
+constexpr int SCALE_PLACE = TOKEN_BYTES + CODE_BYTES, ZERO_PLACE = SCALE_PLACE + (GROUPED ? UNITS * PARTS * ROW_BYTES : 0);
+constexpr int STAGE_BYTES = (ZERO_PLACE + (ZEROS ? UNITS * PARTS * ROW_BYTES : 0) + 1023) / 1024 * 1024;
+constexpr int GROUPS = 2, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;  // warpgroups that multiply, their threads
+constexpr int BLOCKS = TOKENS / 8, HALF = BLOCKS / GROUPS, OWN = HALF / SPLIT;  // of eight tokens: all, a warpgroup's in the end, and with SPLIT
+constexpr int OUTPUTS = GATED ? TILE / 2 : TILE, PITCH = OUTPUTS * 2 + 16;       // of a tile; bytes of a token's in shared memory
+constexpr int SUM_BYTES = TOKENS * TILE * 4, REMOTE_BYTES = SPLIT > 1 ? SUM_BYTES / 2 : 0;
+// As many registers as leave room for other kernels' blocks, but where a thread has many sums.
+constexpr int MOST_THREADS = GROUPED && TOKENS > 64 ? 384 : 512, LAUNCH_REGISTERS = 65536 / MOST_THREADS / 8 * 8, PRODUCER_REGISTERS = GROUPED ? 56 : 32;
+constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGISTERS * 128) / CONSUMERS / 8 * 8;
+static_assert(TOKENS * PITCH <= SUM_BYTES, "outputs have no room where sums were");
+// A barrier's wait cannot tell a phase from the one after the next, so a stage belongs to one warpgroup.
+static_assert(STAGES % GROUPS == 0, "warpgroups have stages of their own");
+// Where scales are of groups, a step is awaited before the stage of the one before is given back.
+static_assert(STAGES >= 2 * GROUPS, "a warpgroup would wait for itself");
+
+using Sums = float[TURNS][WGMMA_N / 2];
+// A thread's four of eight tokens: two neighbouring ones of each of two rows.
+__device__ __forceinline__ float* sum(Sums& sums, int block) { return &sums[block * 8 / WGMMA_N][block * 8 % WGMMA_N / 2]; }
+
+__device__ __forceinline__ void load_fragments(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ float load_word(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+  return v;
+}
+template <int NUMBER, int COUNT>
+__device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory"); }
+__device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
+
+// Grid: a cluster of SPLIT a tile, or without SPLIT blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; codes:
+// rows of row_bytes bytes; scales and zeros [groups, N], a group scale_stride after the other, group_size a multiple of 64; rows of x to copy, M
+// rounded up to eight. N is a multiple of 16, of 32 where gated.
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
+    wide_quantized(const __grid_constant__ CUtensorMap codes, const __grid_constant__ CUtensorMap tokens, Element* out, const float* scales,
+                   const float* zeros, const Element* bias, const Element* residual, int M, int N, int row_bytes, int group_size, int scale_stride,
+                   int num_tiles, int num_rows) {
+  extern __shared__ unsigned char dynamic_memory[];
+  __shared__ __align__(8) uint64_t barriers[2 * STAGES + 1];
+  const uint32_t stages = (uint32_t(__cvta_generic_to_shared(dynamic_memory)) + 1023) & ~1023u;
+  const uint32_t exchange = stages + STAGES * STAGE_BYTES, remote = exchange + SUM_BYTES;
+  const uint32_t full = uint32_t(__cvta_generic_to_shared(barriers)), empty = full + 8 * STAGES, parts = empty + 8 * STAGES;
+  const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, first_tile = blockIdx.x / SPLIT, tile_step = SPLIT > 1 ? num_tiles : gridDim.x;
+  const int num_steps = row_bytes / STEP, begin = num_steps * rank / SPLIT, num_own = num_steps * (rank + 1) / SPLIT - begin;
+  const int num_outputs = GATED ? N / 2 : N;
+  if (threadIdx.x == 0) {
+    prefetch(&codes), prefetch(&tokens);
+    for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, 4);
+    if constexpr (SPLIT > 1) {
+      init_barrier(parts, 1);
+      arrive_expecting(parts, REMOTE_BYTES);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  arrive_cluster_relaxed();
+
+  if (threadIdx.x < 128) {
+    keep_registers<PRODUCER_REGISTERS>();
+    const auto copy_codes = [&](int stage, int tile, int step) {
+      const uint32_t place = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
+      const int row = tile * OUTPUTS, size = min(OUTPUTS, num_outputs - row) * 4;  // bytes of the scales that there are
+      int bytes = PARTS * UNITS * num_rows * 128 + CODE_BYTES;
+      if constexpr (GROUPED) bytes += UNITS * PARTS * (GATED ? 2 : 1) * (ZEROS ? 2 : 1) * size;
+      arrive_expecting(barrier, bytes);
+      copy_block(place + TOKEN_BYTES, &codes, barrier, row, step * LINES);
+      if constexpr (GATED) copy_block(place + TOKEN_BYTES + CODE_BYTES / 2, &codes, barrier, num_outputs + row, step * LINES);
+      if constexpr (GROUPED)
+        for (int i = 0; i < UNITS * PARTS; ++i) {
+          const size_t line = size_t(((step * UNITS + i / PARTS) * UNIT + i % PARTS * row_bytes) / group_size) * scale_stride + row;
+          copy_line(place + SCALE_PLACE + i * ROW_BYTES, scales + line, size, barrier);
+          if constexpr (GATED) copy_line(place + SCALE_PLACE + i * ROW_BYTES + ROW_BYTES / 2, scales + line + num_outputs, size, barrier);
+          if constexpr (ZEROS) {
+            copy_line(place + ZERO_PLACE + i * ROW_BYTES, zeros + line, size, barrier);
+            if constexpr (GATED) copy_line(place + ZERO_PLACE + i * ROW_BYTES + ROW_BYTES / 2, zeros + line + num_outputs, size, barrier);
+          }
+        }
+    };
+    // Of a tile's copies, which step of K one is.
+    const auto step_of = [&](int i) { return begin + i / 2 + (i % 2 ? (num_own + 1) / 2 : 0); };
+    const auto copy_tokens = [&](int stage, int step) {
+      for (int p = 0; p < PARTS; ++p)
+        copy_block(stages + stage * STAGE_BYTES + p * UNITS * num_rows * 128, &tokens, full + 8 * stage, 0, step * UNITS + p * (row_bytes / UNIT));
+    };
+    const int num_early = min(STAGES, num_own);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < num_early; ++i) copy_codes(i, first_tile, step_of(i));
+      wait_for_earlier();
+      for (int i = 0; i < num_early; ++i) copy_tokens(i, step_of(i));
+      int stage = num_early % STAGES, parity = num_early == STAGES;  // of `empty`, as it was before
+      for (int tile = first_tile; tile < num_tiles; tile += tile_step)
+        for (int i = tile == first_tile ? num_early : 0; i < num_own; ++i) {
+          await(empty + 8 * stage, parity ^ 1);
+          copy_codes(stage, tile, step_of(i));
+          copy_tokens(stage, step_of(i));
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+      launch_dependents();
+    }
+    __syncwarp();
+    await_cluster();
+    return;
+  }
+
+  take_registers<CONSUMER_REGISTERS>();
+  const int thread = threadIdx.x - 128, group = thread / 128, own_thread = thread % 128, warp = own_thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+  await_cluster();
+  wait_for_earlier();
+
+  // Of the tile, the rows whose sums a thread has. Of a gated one the first is gate's and the second is up's for the same output.
+  const int rows[2] = {GATED ? warp * 8 + g : warp * 16 + g, GATED ? TILE / 2 + warp * 8 + g : warp * 16 + 8 + g};
+  // What a lane loads of a unit for ldmatrix: eight rows of 16 bytes, the first rows' and the second's, of two neighbouring pieces.
+  const int read_row = (GATED ? warp * 8 : warp * 16 + lane / 8 % 2 * 8) + lane % 8;
+  const auto read_place = [&](int unit, int pair) {
+    const int piece = unit * 4 % (LINE / 16) + pair * 2 + lane / 16, swizzled = piece ^ (LINE == 128 ? read_row % 8 : read_row / 2 % 4);
+    constexpr int ROWS = GATED ? TILE / 2 : TILE;  // of a copied block
+    return TOKEN_BYTES + (GATED ? lane / 8 % 2 * (CODE_BYTES / 2) : 0) + unit * UNIT / LINE * ROWS * LINE + read_row * LINE + swizzled * 16;
+  };
+
+  int count = 0;  // of the block's steps so far
+  for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
+    const int first_row = tile * OUTPUTS;
+    float channel[2] = {1.0f, 1.0f};
+    if constexpr (!GROUPED)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = GATED ? first_row + warp * 8 + g + i * num_outputs : first_row + rows[i];
+        if (GATED ? first_row + warp * 8 + g < num_outputs : row < N) channel[i] = __ldg(scales + row);
+      }
+    Sums sums;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum(sums, block)[e] = 0;
+    const int last = count + num_own;
+    int number = count + ((count & 1) != group), stage = number % STAGES, parity = number / STAGES & 1;  // a stage's steps are all one warpgroup's
+    count = last;
+    const auto advance = [&] {
+      number += GROUPS, stage += GROUPS;
+      if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+    };
+    const auto release = [&](int stage) {  // -1: there is none yet
+      if (lane == 0 && stage >= 0) arrive(empty + 8 * stage);
+    };
+    // Part of a unit as numbers, four times what wgmma takes.
+    using Numbers = uint32_t[UNIT / 16][4];
+    const auto load = [&](int unit, uint32_t(&words)[2][4]) {
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) load_fragments(stages + stage * STAGE_BYTES + read_place(unit, pair), words[pair]);
+    };
+    const auto make_numbers = [&](const uint32_t(&words)[2][4], int unit, int part, Numbers& a) {
+      uint32_t offsets[2] = {usual_offset(), usual_offset()};
+      if constexpr (ZEROS)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          offsets[i] = offset_of(load_word(stages + stage * STAGE_BYTES + ZERO_PLACE + (unit * PARTS + part) * ROW_BYTES + rows[i] * 4));
+#pragma unroll
+      for (int k = 0; k < UNIT / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) expand(digits_of(words[k / 2][k % 2 * 2 + i], part), offsets[i], a[k][i], a[k][2 + i]);
+    };
+    const auto tokens_of = [&](int unit, int part) { return describe(stages + stage * STAGE_BYTES + (part * UNITS + unit) * num_rows * 128); };
+    // Numbers are made while the ones before them are multiplied, in registers that products under way do not read.
+    int before = -1;
+    if constexpr (GROUPED) {
+      Numbers both[2];
+      float own[WGMMA_N / 2] = {}, scale[2] = {};  // at first nothing is added
+      const auto finish = [&](int turn) {
+        await_products<0>();
+        hold(own);
+#pragma unroll
+        for (int i = 0; i < WGMMA_N / 2; ++i) sums[turn][i] = __fmaf_rn(own[i], scale[i / 2 % 2], sums[turn][i]);
+      };
+      for (; number < last; before = stage, advance()) {
+        await(full + 8 * stage, parity);
+        uint32_t words[2][4];
+#pragma unroll
+        for (int i = 0; i < UNITS * PARTS; ++i) {
+          const int unit = i / PARTS, part = i % PARTS;
+          if (part == 0) load(unit, words);
+          Numbers& a = both[i % 2];
+          if (UNITS * PARTS > 1) make_numbers(words, unit, part, a);
+#pragma unroll
+          for (int turn = 0; turn < TURNS; ++turn) {
+            finish(turn ? turn - 1 : TURNS - 1);
+            if (i == 0 && turn == 0) release(before);
+            if (UNITS * PARTS == 1 && turn == 0) make_numbers(words, unit, part, a);
+            if (turn == 0)
+#pragma unroll
+              for (int h = 0; h < 2; ++h) scale[h] = load_word(stages + stage * STAGE_BYTES + SCALE_PLACE + i * ROW_BYTES + rows[h] * 4);
+            const uint64_t b = tokens_of(unit, part) + turn * (WGMMA_N * 128 / 16);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < UNIT / 16; ++k) multiply<Element>(own, a[k], b + 2 * k, k > 0);
+            end_products();
+          }
+        }
+      }
+      finish(TURNS - 1);
+      release(before);
+    } else {
+      for (; number < last; before = stage, advance()) {
+        await_products<0>();
+        release(before);
+        await(full + 8 * stage, parity);
+        uint32_t words[UNITS][2][4];
+        Numbers all[UNITS * PARTS];
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) load(unit, words[unit]);
+#pragma unroll
+        for (int i = 0; i < UNITS * PARTS; ++i) {
+          make_numbers(words[i / PARTS], i / PARTS, i % PARTS, all[i]);
+          begin_products();
+#pragma unroll
+          for (int k = 0; k < UNIT / 16; ++k) multiply<Element>(sums[0], all[i][k], tokens_of(i / PARTS, i % PARTS) + 2 * k, 1);
+          end_products();
+        }
+      }
+      await_products<0>();
+      release(before);
+      hold(sums[0]);
+    }
+
+    // Each warpgroup has half of the tokens in the end, with SPLIT each block half of these.
+    const auto cell = [&](int owner, int block) { return exchange + ((owner * HALF + block) * 128 + own_thread) * 16; };
+#pragma unroll
+    for (int owner = 0; owner < GROUPS; ++owner)
+      if (owner != group)
+#pragma unroll
+        for (int i = 0; i < HALF; ++i) {
+          const float* v = sum(sums, owner * HALF + i);
+          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cell(owner, i)), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+        }
+    meet<1, CONSUMERS>();
+    float totals[HALF][4];
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+      const float4 other = load_shared(cell(group, i));
+      const float others[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) totals[i][e] = (group ? sum(sums, HALF + i)[e] : sum(sums, i)[e]) + others[e];
+    }
+    if constexpr (SPLIT > 1) {
+      const auto remote_cell = [&](int i) { return remote + ((group * OWN + i) * 128 + own_thread) * 16; };
+#pragma unroll
+      for (int i = 0; i < OWN; ++i) {
+        float others[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) others[e] = rank ? totals[i][e] : totals[OWN + i][e];
+        store_remote(remote_cell(i), parts, rank ^ 1, others);
+      }
+      await(parts, 0);
+#pragma unroll
+      for (int i = 0; i < OWN; ++i) {
+        const float4 other = load_shared(remote_cell(i));
+        const float others[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) totals[i][e] = (rank ? totals[OWN + i][e] : totals[i][e]) + others[e];
+      }
+    }
+    meet<1, CONSUMERS>();  // what was exchanged has been read
+
+    // Rounded outputs by token, so that whole lines are stored.
+    const int first_token = (group * HALF + rank * OWN) * 8;
+    float added[2] = {0, 0};
+    if (bias) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int output = GATED ? first_row + warp * 8 + g : first_row + rows[i];
+        if (output < num_outputs) added[i] = to_float(__ldg(bias + output + (GATED ? i * num_outputs : 0)));
+      }
+    }
+    const auto round = [&](float v, int i) {
+      const float value = v * FACTOR * channel[i];
+      return from_float<Element>(bias ? value + added[i] : value);
+    };
+    const auto keep = [&](int token, int output, Element v) {
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(exchange + token * PITCH + output * 2), "h"(*reinterpret_cast<const uint16_t*>(&v)) : "memory");
+    };
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = first_token + i * 8 + t * 2 + e;
+        if constexpr (GATED) keep(token, rows[0], gate_mul(round(totals[i][e], 0), round(totals[i][2 + e], 1)));
+        else keep(token, rows[0], round(totals[i][e], 0)), keep(token, rows[1], round(totals[i][2 + e], 1));
+      }
+    meet_group(group);
+    constexpr int LINES = OUTPUTS / 8;
+    for (int i = own_thread; i < OWN * 8 * LINES; i += 128) {
+      const int token = first_token + i / LINES, output = first_row + i % LINES * 8;
+      if (token >= M || output >= num_outputs) continue;
+      const float4 line = load_shared(exchange + token * PITCH + i % LINES * 16);
+      Vector<Element> v(*reinterpret_cast<const uint4*>(&line));
+      const size_t target = size_t(token) * num_outputs + output;
+      if (residual) {
+        const Vector<Element> before = load_fresh(residual + target);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v.values[e] = from_float<Element>(to_float(before.values[e]) + to_float(v.values[e]));
+      }
+      store(out + target, v);
+    }
+    if constexpr (SPLIT == 1) meet<1, CONSUMERS>();  // outputs have been read where the next tile's sums will lie
+  }
+}
+#endif

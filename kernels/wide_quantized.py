@@ -1,0 +1,99 @@
+"""Projections of quantized weights for 9 to 192 tokens on Hopper GPUs: see wide_quantized.cu.
+
+A row of a result does not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kernels._load import gpu_of, load
+from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
+from kernels.tensor_map import tensor_map
+
+MIN_TOKENS, MAX_TOKENS, MAX_4_BIT_TOKENS = 9, 192, 128
+"""Fewer are `linear.cu`'s: a draft of one request is verified with the sums of plain decoding. Of 4 bits stages have twice as many columns of x."""
+SIZES = (32, 64, 128, 192)
+"""Tokens that a kernel has room for."""
+TILE, THREADS = 64, 384
+SHARED = 222 * 1024
+"""Bytes of dynamic shared memory: all but what two small blocks of other kernels need."""
+MAX_STAGES, LEAST_STAGES, GROUPS = 16, 4, 2
+"""GROUPS: warpgroups that take stages in turn."""
+
+IS_PROVEN = False
+"""Until a whole model's answers with it were held against others on a GPU: its products were, one by one. Without it weights are written out."""
+
+Defines = dict[str, "int | str"]
+
+
+def most_tokens(weight: QuantizedWeight) -> int:
+    """Rows of x that `launch` takes."""
+    return MAX_4_BIT_TOKENS if weight.bits == 4 else MAX_TOKENS
+
+
+def is_wide(x: torch.Tensor, weight: QuantizedWeight, is_gated: bool = False) -> bool:
+    """Whether `wide_quantized.cu` computes x [M, K], as the columns lie, times the weight, for M from MIN_TOKENS to MAX_TOKENS."""
+    return (
+        IS_PROVEN
+        and x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_interleaved
+        and weight.codes.shape[1] % STEP == 0
+        and weight.group_size % STEP == 0
+        and (weight.scales.shape[1] == 1 or weight.scale_stride % 4 == 0)
+        and weight.scales.data_ptr() % 16 == 0
+        and len(weight.codes) % (32 if is_gated else 16) == 0
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and gpu_of(x.device).generation == 9
+    )
+
+
+@functools.cache
+def choose_shape(num_tokens: int, num_tiles: int, num_units: int, parts: int, lines: int, num_multiprocessors: int) -> Defines:
+    """How `wide_quantized.cu` is compiled for a product. num_units: of STEP bytes in a row; parts: of a byte; lines: of scales and zeros of a
+    unit. SPLIT, which decides in which order terms are added, does not depend on the tokens."""
+    tokens = next(size for size in SIZES if num_tokens <= size)
+    split = 2 if 2 * num_tiles <= num_multiprocessors and num_units >= 8 else 1
+    room = SHARED - 1024 - tokens * TILE * (6 if split > 1 else 4)  # but what sums are exchanged in
+    for units in (4, 2, 1):
+        stage_bytes = -(-units * (parts * tokens * 128 + TILE * STEP + lines * TILE * 4) // 1024) * 1024
+        stages = min(MAX_STAGES, room // stage_bytes // GROUPS * GROUPS)
+        # Warpgroups have halves of a block's K, whatever the size of a step.
+        is_even = num_units % (2 * split * units) == 0
+        if units == 1 or (is_even and units * parts <= 4 and stages >= LEAST_STAGES):
+            break
+    return {"TOKENS": tokens, "SPLIT": split, "UNITS": units, "STAGES": stages}
+
+
+def launch(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, is_gated: bool = False
+) -> torch.Tensor:
+    """x [M, K] times the weight [N, K] transposed, plus bias [N]; added to residual [M, N] in place; gated: silu(gate) * up [M, N / 2]."""
+    num_tokens, (out_size, row_bytes) = len(x), weight.codes.shape
+    num_outputs, size = out_size // 2 if is_gated else out_size, x.element_size()
+    out = x.new_empty(num_tokens, num_outputs) if residual is None else residual
+    num_multiprocessors = gpu_of(x.device).num_multiprocessors
+    outputs = TILE // 2 if is_gated else TILE
+    num_tiles, parts, grouped = -(-num_outputs // outputs), 2 if weight.bits == 4 else 1, is_grouped(weight)
+    lines = parts * grouped * (1 if weight.zeros is None else 2)
+    shape = choose_shape(num_tokens, num_tiles, row_bytes // STEP, parts, lines, num_multiprocessors)
+    defines = kind_of(x.dtype, weight) | shape | {"GROUPED": int(grouped), "GATED": int(is_gated)}
+    num_rows = -(-num_tokens // 8) * 8
+    units = int(shape["UNITS"])
+    line = min(2, units) * STEP
+    block = (line, outputs, units * STEP // line)
+    codes = tensor_map(weight.codes.data_ptr(), torch.uint8, (line, out_size, row_bytes // line), (row_bytes, line), block)
+    strides = (x.stride(0) * size, STEP * size)
+    tokens = tensor_map(x.data_ptr(), x.dtype, (STEP, num_tokens, x.shape[1] // STEP), strides, (STEP, num_rows, units))
+    kernel = load(x.device, "wide_quantized", "wide_quantized", defines, shared=SHARED, programmatic=True)
+    split = int(shape["SPLIT"])
+    grid = num_tiles * split if split > 1 else min(num_tiles, num_multiprocessors)
+    pointers = (weight.scales, pointer(weight.zeros), pointer(bias), pointer(residual))
+    sizes = (num_tokens, out_size, row_bytes, weight.group_size, weight.scale_stride, num_tiles, num_rows)
+    kernel((grid, 1), (THREADS, 1, 1), codes, tokens, out, *pointers, *sizes)
+    return out
