@@ -3,7 +3,7 @@
 // Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; GROUP query heads per KV head; NUM_KV_HEADS; HEAD_DIM; PAGE_SIZE;
 // MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; TILE keys, 64 or 128, of each of the STAGES of the KV
 // pipeline, with a warp for every sixteen; MIN_CTAS per SM; CASCADE: requests may share a prefix, which then is read once for all of them;
-// WINDOW, CAP_BITS: see attention_items.cuh.
+// WINDOW, CAP_BITS, TREE: see attention_items.cuh.
 
 #include "attention_merge.cuh"
 #if DTYPE == 2
@@ -39,8 +39,8 @@ template <int N> struct Count { static constexpr int value = N; };
 // value leaves shared memory once, and no warp has sums that another needs.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     append_attention(Number* out, const Number* query, const Number* key_pages, const Number* value_pages, const int* page_table, const Start* starts,
-                     const Item* items, float* partial_sums, float2* partial_stats, int* counters, int query_stride, int table_stride,
-                     int page_bytes) {
+                     const Item* items, float* partial_sums, float2* partial_stats, int* counters, const unsigned long long* seen_rows,
+                     int query_stride, int table_stride, int page_bytes) {
     extern __shared__ __align__(1024) uint8_t memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
     const uint32_t base = shared_address(memory);
@@ -204,17 +204,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                     for (int i = 0; i < 8; ++i) scores[m][i / 4][i % 4] = cap_score(scores[m][i / 4][i % 4], rsqrtf(HEAD_DIM));
             }
             const bool is_past_window = WINDOW && token <= item.first_visible + (item.row_start + item.num_rows - 1) / GROUP - WINDOW;
-            if (is_past_window || token + TILE > min(last, item.first_visible + item.row_start / GROUP + 1)) {
+            if (is_past_window || token + TILE > min(last, item.first_visible + (TREE ? 0 : item.row_start / GROUP) + 1)) {
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         const int row = m * 16 + (lane >> 2) + h * 8;
-                        const int first_key = token + warp * 16 + (lane & 3) * 2, newest = item.first_visible + (item.row_start + row) / GROUP;
-                        const int seen = min(last, newest + 1) - first_key, unseen = newest + 1 - WINDOW - first_key;
+                        const int first_key = token + warp * 16 + (lane & 3) * 2, query = (item.row_start + min(row, item.num_rows - 1)) / GROUP;
+                        const unsigned long long own = TREE && !item.is_prefix ? seen_rows[item.query_start + query] | 1 : 1;
+                        const int newest = item.first_visible + (TREE ? __popcll(own) - 1 : (item.row_start + row) / GROUP);  // by position
+                        const int seen = min(last, TREE ? last : newest + 1) - first_key, unseen = newest + 1 - WINDOW - first_key;
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            if ((i >> 1) * 8 + (i & 1) >= seen || (WINDOW && (i >> 1) * 8 + (i & 1) < unseen)) scores[m][i >> 1][2 * h + (i & 1)] = -INFINITY;
+                        for (int i = 0; i < 4; ++i) {
+                            const int key = (i >> 1) * 8 + (i & 1);
+                            const bool is_other = TREE && !is_on_path(own, first_key + key - item.first_visible);
+                            if (key >= seen || (WINDOW && key < unseen) || is_other) scores[m][i >> 1][2 * h + (i & 1)] = -INFINITY;
+                        }
                     }
             }
             auto largest = [&](int m, int h) {

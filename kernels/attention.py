@@ -10,7 +10,7 @@ import torch
 
 from kernels._load import Gpu, Kernel, KernelError, gpu_of, load
 from kernels.append_kv import check_planes
-from kernels.structs import PlanSizes
+from kernels.structs import MAX_NODES, PlanSizes
 
 MAX_ITEM_ROWS = {64: 80, 128: 80, 256: 48}
 """Most rows (queries x heads that share a KV head) of one work item by head size, so that the sums stay in registers."""
@@ -52,14 +52,18 @@ def choose_shape(
     gpu: Gpu | None = None,
     window: int | None = None,
     cap: float | None = None,
+    has_trees: bool = False,
 ) -> dict[str, int]:
     """What attention.cu is compiled with for a batch size and its bounds. heads: of queries, of keys and values, and their size; gpu: the
-    current one when not given; window: tokens that a query sees, itself with them; cap: of scores. Neither goes with prefixes.
+    current one when not given; window: tokens that a query sees, itself with them; cap: of scores. Neither goes with prefixes. has_trees: new
+    tokens of some requests are trees.
 
     Raises KernelError where the GPU has too little shared memory for such heads."""
     if has_prefixes and (window is not None or cap is not None):
         raise ValueError(f"window is {window} and cap {cap}: attention with shared prefixes has neither")
     defines = dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu or gpu_of()))
+    if has_trees:
+        defines["TREE"] = 1
     if window is not None:
         defines["WINDOW"] = window
     if cap is not None:
@@ -165,8 +169,10 @@ class AttentionPlan:
         first_token: int = 0,
         window: int | None = None,
         cap: float | None = None,
+        seen: torch.Tensor | None = None,
     ) -> None:
-        """window: tokens that a query sees, itself with them; cap: scores become cap tanh(score / cap)."""
+        """window: tokens that a query sees, itself with them; cap: scores become cap tanh(score / cap). seen [T] int64, of packed rows: where new
+        tokens are trees, which of its request's each sees, a bit each; a window is larger than a tree is deep then."""
         batch, (num_query_heads, num_kv_heads, head_dim) = len(seq_lens), heads
         lists = {"cu_query_lens": cu_query_lens, "seq_lens": seq_lens, "table_rows": table_rows}
         if prefixes is not None:
@@ -190,7 +196,12 @@ class AttentionPlan:
         self.cu_query_lens, self.seq_lens, self.page_table, self.table_rows = cu_query_lens, seq_lens, page_table, table_rows
         self.page_size, self.num_query_heads, self.num_kv_heads, self.head_dim, self.dtype = page_size, num_query_heads, num_kv_heads, head_dim, dtype
         self.prefixes, self.device = prefixes, seq_lens.device
-        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None, None, window, cap)
+        if seen is not None and (seen.dtype != torch.int64 or seen.ndim != 1 or not seen.is_contiguous()):
+            raise ValueError(f"seen is {seen.dtype} {list(seen.shape)}; must be int64 [T], contiguous")
+        if seen is not None and max_query_len > MAX_NODES + 1:
+            raise ValueError(f"max_query_len is {max_query_len}; the limit is {MAX_NODES + 1} where new tokens are trees")
+        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None, None, window, cap, seen is not None)
+        self.seen = seen
         cluster, rows, tile = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "TILE"))
         self._block, self._min_tiles = (2 * tile, 1, 1), MIN_KEYS // tile
         self.has_prefixes = bool(defines["CASCADE"])
@@ -268,6 +279,7 @@ def append_attention(
         sums,
         stats,
         plan._counters,
+        0 if plan.seen is None else plan.seen,
         query.stride(0),
         plan.page_table.stride(0),
         key_pages.stride(0) * key_pages.element_size(),

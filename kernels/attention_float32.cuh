@@ -5,7 +5,8 @@
 extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* out, const Number* query, const Number* key_pages,
                                                                        const Number* value_pages, const int* page_table, const Start* starts,
                                                                        const Item* items, float* partial_sums, float2* partial_stats, int* counters,
-                                                                       int query_stride, int table_stride, int page_bytes) {
+                                                                       const unsigned long long* seen, int query_stride, int table_stride,
+                                                                       int page_bytes) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Partials partials{partial_sums, partial_stats};
     __shared__ int flag;
@@ -17,7 +18,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
             const int r = item.row_start + row, visible = min(item.token_end, item.first_visible + r / GROUP + 1);
             const float4* q = (const float4*)(query + (int64_t)(item.query_start + r / GROUP) * query_stride + (item.kv_head * GROUP + r % GROUP) * HEAD_DIM);
             float peak = -INFINITY, total = 0, sums[HEAD_DIM / 32] = {};
-            const int oldest = WINDOW ? max(item.token_begin, item.first_visible + r / GROUP + 1 - WINDOW) : item.token_begin;
+            const unsigned long long own = TREE ? seen[item.query_start + r / GROUP] | 1 : 1;
+            const int newest = item.first_visible + (TREE ? __popcll(own) - 1 : r / GROUP);  // by position
+            const int oldest = WINDOW ? max(item.token_begin, newest + 1 - WINDOW) : item.token_begin;
             for (int token = oldest; token < visible; token += 32) {
                 const int key = min(token + lane, visible - 1);
                 const int64_t page = page_table[(int64_t)item.table_row * table_stride + (key >> PAGE_SHIFT)];
@@ -28,10 +31,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
                     const float4 a = q[d], b = ((const float4*)(key_pages + offset))[d];
                     score = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score))));
                 }
-                score = token + lane < visible ? cap_score(score, rsqrtf(HEAD_DIM)) * (LOG2E * rsqrtf(HEAD_DIM)) : -INFINITY;
+                const bool is_seen = token + lane < visible && (!TREE || is_on_path(own, token + lane - item.first_visible));
+                score = is_seen ? cap_score(score, rsqrtf(HEAD_DIM)) * (LOG2E * rsqrtf(HEAD_DIM)) : -INFINITY;
                 float larger = fmaxf(peak, score);
                 for (int d = 16; d; d /= 2) larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, d));
-                const float old = exp2f(peak - larger), weight = exp2f(score - larger);
+                const float reference = larger == -INFINITY ? 0 : larger, old = exp2f(peak - reference), weight = exp2f(score - reference);
                 total = total * old + weight;
                 for (int c = 0; c < HEAD_DIM / 32; ++c) sums[c] *= old;
                 for (int k = 0; k < min(32, visible - token); ++k) {

@@ -14,6 +14,9 @@ constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;
 #ifndef CAP_BITS
 #define CAP_BITS 0  // of a float: scores become cap tanh(score / cap); 0: they stay
 #endif
+#ifndef TREE
+#define TREE 0  // 1: a query sees, of its request's new tokens, those that its word says
+#endif
 #ifndef MERGE_APART
 #define MERGE_APART 0  // 1: pieces of a split are merged by a kernel of its own, also without CASCADE
 #endif
@@ -25,6 +28,9 @@ __device__ __forceinline__ float cap_score(float score, float inverse_root) {
     const float cap = __int_as_float(CAP_BITS);
     return cap / inverse_root * tanhf(score * (inverse_root / cap));
 }
+
+// Whether a query sees a key that lies so far after its request's newest known token. seen: a bit for each of the request's new tokens.
+__device__ __forceinline__ bool is_on_path(unsigned long long seen, int ahead) { return ahead <= 0 || (ahead < 64 && (seen >> ahead & 1)); }
 
 // One piece of work: some rows of one request and KV head against a range of its keys. A row is a query head of a query.
 struct Item {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
 from kernels.attention import Heads
+from kernels.candidates import choose_candidates
+from kernels.compact import compact_rows
 from kernels.distribution import draw_tokens, probabilities
 from kernels.experts import choose_groups
 from kernels.experts import mix_experts as mix_experts_on_gpu
@@ -12,19 +14,27 @@ from kernels.latent import append_latent
 from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
-from kernels.quantized import QuantizedWeight, quantized_add_linear, quantized_gated_linear, quantized_linear
+from kernels.quantized import (
+    quantized_add_linear,
+    quantized_gated_linear,
+    quantized_linear,
+    quantized_norm_gated_linear,
+    quantized_norm_linear,
+    rounding_prompts,
+)
 from kernels.quantized_experts import count_expanded, mix_quantized_experts
+from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
 from kernels.route import Routing, route_tokens
 from kernels.sampling import choose, process_and_choose, sample
-from kernels.step import append_draft, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
+from kernels.step import append_draft, append_tree, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
 from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
 from kernels.step_rows import DrafterRows, StepRows
 from kernels.structs import DRAFT_STREAM, SAMPLE_STREAM, Policy, StepSizes
 from kernels.token_mask import mask_logits
-from kernels.verify import sample_candidates, top_p_candidates, verify, verify_drafts, verify_rejection, verify_top_p
+from kernels.verify import sample_candidates, top_p_candidates, verify, verify_drafts, verify_rejection, verify_top_p, verify_tree
 
 __all__ = [
     "DRAFT_STREAM",
@@ -45,11 +55,14 @@ __all__ = [
     "append_draft",
     "append_kv",
     "append_latent",
+    "append_tree",
     "apply_penalties",
     "argmax",
     "choose",
+    "choose_candidates",
     "choose_groups",
     "commit",
+    "compact_rows",
     "count_expanded",
     "draft_ngram",
     "draw_tokens",
@@ -72,7 +85,10 @@ __all__ = [
     "quantized_add_linear",
     "quantized_gated_linear",
     "quantized_linear",
+    "quantized_norm_gated_linear",
+    "quantized_norm_linear",
     "rms_norm",
+    "rounding_prompts",
     "route",
     "route_tokens",
     "sample",
@@ -86,5 +102,6 @@ __all__ = [
     "verify_drafts",
     "verify_rejection",
     "verify_top_p",
+    "verify_tree",
     "write_values",
 ]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.reference.attention import token_rows
+from kernels.structs import MAX_NODES
 
 ROWS, KEYS = 64, 16384
 """Rows, and keys of all of them, that are looked at together."""
@@ -29,10 +30,13 @@ class PlainAttention:
         page_table: torch.Tensor,
         page_size: int,
         max_seq_len: int,
+        seen: torch.Tensor | None = None,
     ) -> None:
+        """seen [T] int64: see `kernels.step_rows.StepRows`."""
         self._cu, self._seq_lens, self._indices, self._table = cu_query_lens, seq_lens, request_indices, page_table
-        self._page_size, self._max_seq_len = page_size, max_seq_len
+        self._page_size, self._max_seq_len, self._seen = page_size, max_seq_len, seen
         self._rows: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self._trees: _Trees | None = None
 
     def refresh(self) -> None:
         """The lengths that the tensors hold are others now."""
@@ -45,6 +49,8 @@ class PlainAttention:
             owners = torch.searchsorted(self._cu[1:], rows, right=True).clamp_(max=len(self._seq_lens) - 1)
             last = self._seq_lens[owners] - (self._cu[owners + 1] - rows)
             self._rows = (count, self._indices[owners].long(), last)
+            if self._seen is not None:
+                self._trees = _Trees(self._seen[first : first + count], self._cu[owners] - first, self._seq_lens[owners] - self._cu.diff()[owners])
         return self._rows[1:]
 
     def attend(
@@ -95,18 +101,24 @@ class PlainAttention:
         indices, lasts = self._locate(first, num_rows)
         out = query.new_empty(num_rows, num_heads, value_size)
         width, span = self._table.shape[1], self._max_seq_len if window is None else min(window, self._max_seq_len)
+        trees = self._trees
+        if trees is not None and window is not None:  # slots go on further than positions do
+            span = min(span + MAX_NODES, self._max_seq_len)
         for begin in range(0, num_rows, ROWS):
             rows = slice(begin, begin + ROWS)
             q, last = query[rows].float().unflatten(1, (num_kv, -1)), lasts[rows, None]
             table = self._table[indices[rows]].long()
             peak = q.new_full(q.shape[:-1], float("-inf"))
             total, sums = torch.zeros_like(peak), q.new_zeros(*q.shape[:-1], value_size)
-            low = torch.zeros_like(last) if window is None else (last - window + 1).clamp_(min=0)  # the first key that each row sees
+            newest = last if trees is None else trees.positions[rows, None]
+            low = torch.zeros_like(last) if window is None else (newest - window + 1).clamp_(min=0)  # the first key that each row sees
             count = min(KEYS // len(last), span)
             for start in range(0, span, count):
                 numbers = low + torch.arange(start, start + count, device=query.device)
                 pages = table.gather(1, (numbers // self._page_size).clamp_(max=width - 1))
                 is_hidden = numbers > last
+                if trees is not None:
+                    is_hidden |= trees.hide(rows, numbers, window)
                 keys, values = fetch(pages, numbers % self._page_size)
                 values = values.masked_fill(is_hidden[..., None, None], 0)  # it may be no number
                 scores = torch.einsum("tkgd,tskd->tkgs", q, keys) * scale
@@ -120,3 +132,25 @@ class PlainAttention:
                 sums = sums * old[..., None] + torch.einsum("tkgs,tskd->tkgd", shares, values)
             out[rows] = (sums / total.clamp(min=1e-30)[..., None]).flatten(1, 2).to(out.dtype)
         return out
+
+
+class _Trees:
+    """What rows see of new tokens that are trees."""
+
+    def __init__(self, seen: torch.Tensor, begins: torch.Tensor, first_new: torch.Tensor) -> None:
+        """Each [T]; begins: the row that is the first of the owner's; first_new: the number of its token."""
+        bits = torch.arange(MAX_NODES + 1, device=seen.device)
+        self._is_seen = (seen[:, None] | 1) >> bits & 1 != 0
+        self._depths = self._is_seen.sum(dim=1) - 1
+        self._begins, self._first_new = begins.long(), first_new.long()
+        self.positions = self._first_new + self._depths
+
+    def hide(self, rows: slice, numbers: torch.Tensor, window: int | None) -> torch.Tensor:
+        """[t, S] of rows and the numbers of tokens [t, S]."""
+        ahead = numbers - self._first_new[rows, None]
+        places = ahead.clamp(0, MAX_NODES)
+        is_seen = self._is_seen[rows].gather(1, places) & (ahead <= MAX_NODES)
+        if window is not None:  # of positions: those of a tree's tokens follow their depths
+            owners = (self._begins[rows, None] + places).clamp_(max=len(self._depths) - 1)
+            is_seen &= self._depths[rows, None] - self._depths[owners] < window
+        return (ahead > 0) & ~is_seen

@@ -19,6 +19,7 @@ from kernels.structs import (
     MAX_BANNED,
     MAX_BIASES,
     MAX_DRAFTS,
+    MAX_NODES,
     RequestParams,
     Requests,
     dtype_of,
@@ -72,6 +73,7 @@ class Arrays(NamedTuple):
     tokens: np.ndarray
     num_tokens: np.ndarray
     drafts: np.ndarray
+    parents: np.ndarray
     num_drafts: np.ndarray
     num_drafter_tokens: np.ndarray
     params: np.ndarray
@@ -88,15 +90,18 @@ class RequestState:
     """State of S = max_requests + 1 places. V: vocab_size. The last place belongs to no request: padding rows name it.
 
     tokens [S, max_len], num_tokens [S]: prompt and output. drafts [S, max_drafts], num_drafts [S]: proposed for the next step.
+    parents [S, max_drafts]: where drafts may be trees, the number of the draft that each follows, which comes before it; -1: the newest token.
     num_drafter_tokens [S]: leading tokens that the step's model drafter has computed.
     seen [S, N, 2], num_seen [S], seen_place [S, V]: the distinct tokens of a request with penalties, each with its count. All int32.
     params [S, 16] int32: the parameters; each also has a name of its own here, a strided view [S].
     """
 
-    def __init__(self, max_requests: int, max_len: int, max_drafts: int, vocab_size: int, device: torch.device) -> None:
-        if not 0 <= max_drafts <= MAX_DRAFTS:
-            raise ValueError(f"max_drafts is {max_drafts}; the limit is {MAX_DRAFTS}")
-        self.device, self.vocab_size, self.max_drafts = device, vocab_size, max_drafts
+    def __init__(self, max_requests: int, max_len: int, max_drafts: int, vocab_size: int, device: torch.device, *, has_trees: bool = False) -> None:
+        """has_trees: drafts of some requests may be trees."""
+        most = MAX_NODES if has_trees else MAX_DRAFTS
+        if not 0 <= max_drafts <= most:
+            raise ValueError(f"max_drafts is {max_drafts}; the limit is {most}")
+        self.device, self.vocab_size, self.max_drafts, self.has_trees = device, vocab_size, max_drafts, has_trees
         self.max_len = -(-max_len // 4) * 4  # rows are read four tokens at a time
         self.size = size = max_requests + 1
         self.dummy_index = max_requests
@@ -107,6 +112,8 @@ class RequestState:
 
         self.tokens, self.num_tokens = zeros(size, self.max_len), zeros(size)
         self.drafts, self.num_drafts, self.num_drafter_tokens = zeros(size, max(max_drafts, 1)), zeros(size), zeros(size)
+        self.parents = zeros(size if has_trees else 0, self.drafts.shape[1])
+        self.parents += torch.arange(-1, self.drafts.shape[1] - 1, dtype=torch.int32, device=device)
         self.params = zeros(size, _PARAMS.itemsize // 4)
         self.seen, self.seen_place, self.num_seen = zeros(size, self.max_seen, 2), zeros(size, vocab_size), zeros(size)
         self.bias_ids, self.biases = zeros(size, MAX_BIASES), zeros(size, MAX_BIASES, dtype=torch.float32)
@@ -120,9 +127,11 @@ class RequestState:
         self.min_known, self.num_biases, self.num_banned = (self.params[:, places[name]] for name in ("min_known", "num_biases", "num_banned"))
         self.max_total_tokens, self.num_prompt_tokens = (self.params[:, places[name]] for name in ("max_total_tokens", "num_prompt_tokens"))
         lists = (self.bias_ids, self.biases, self.banned_ids)
-        tensors = (self.tokens, self.num_tokens, self.drafts, self.num_drafts, self.num_drafter_tokens, self.params)
+        tensors = (self.tokens, self.num_tokens, self.drafts, self.parents, self.num_drafts, self.num_drafter_tokens, self.params)
         self._tensors = (*tensors, self.seen, self.seen_place, self.num_seen, *lists)
         self.arguments = Requests(*self._tensors, self.max_len, self.drafts.shape[1], self.max_seen, vocab_size)
+        if not has_trees:
+            self.arguments = self.arguments._replace(parents=0)
         """The table as a kernel takes it."""
         if device.type == "cpu":
             arrays = [tensor.numpy() for tensor in self._tensors]

@@ -48,6 +48,8 @@ extern "C" __global__ void __launch_bounds__(1024) admit(Requests table, const i
       else atomicAdd(count, 1);
     }
   }
+  // Its drafts are a chain until somebody says otherwise.
+  for (int i = threadIdx.x; table.parents && i < table.max_drafts; i += blockDim.x) table.parents[size_t(index) * table.max_drafts + i] = i - 1;
   if (threadIdx.x == 0) {
     table.num_seen[index] = num_seen;
     table.num_tokens[index] = num_tokens;

@@ -13,14 +13,14 @@ import torch
 from kernels._load import load
 from kernels.reference import request_table as reference
 from kernels.request_state import Admission, RequestState
-from kernels.structs import MAX_DRAFTS
+from kernels.structs import MAX_NODES
 
 
 class RequestTable(RequestState):
     """A RequestState that requests are admitted to."""
 
-    def __init__(self, max_requests: int, max_len: int, max_drafts: int, vocab_size: int, device: torch.device) -> None:
-        super().__init__(max_requests, max_len, max_drafts, vocab_size, device)
+    def __init__(self, max_requests: int, max_len: int, max_drafts: int, vocab_size: int, device: torch.device, *, has_trees: bool = False) -> None:
+        super().__init__(max_requests, max_len, max_drafts, vocab_size, device, has_trees=has_trees)
         self._staging: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def admit(self, admissions: Sequence[Admission], ring: int = 0) -> None:
@@ -64,8 +64,8 @@ def commit(emitted: torch.Tensor, num_emitted: torch.Tensor, table: RequestState
 
     What goes past a request's max_total_tokens is cut, there and in emitted (-1) and num_emitted. Drafts of rows that emit are used up.
     """
-    if emitted.ndim != 2 or emitted.shape[1] > MAX_DRAFTS + 1 or emitted.dtype != torch.int32:
-        raise ValueError(f"emitted is {emitted.dtype} {list(emitted.shape)}; int32 [B, K + 1] with K + 1 <= {MAX_DRAFTS + 1} is needed")
+    if emitted.ndim != 2 or emitted.shape[1] > MAX_NODES + 1 or emitted.dtype != torch.int32:
+        raise ValueError(f"emitted is {emitted.dtype} {list(emitted.shape)}; int32 [B, K + 1] with K + 1 <= {MAX_NODES + 1} is needed")
     batch = len(emitted)
     for name, tensor in (("num_emitted", num_emitted), ("request_indices", request_indices)):
         if tensor.shape != (batch,) or tensor.dtype != torch.int32:

@@ -57,7 +57,7 @@ __device__ __forceinline__ int draw(const Row& row, bool has_mark, const Raw& sa
   return choose_among_many(row, params, top_k, limit, is_tried, all, mark, turn);
 }
 
-// Grid: rows * CLUSTER. Row j of a request follows its known tokens and its first j drafts; `ahead` of that are the positions that are drawn for. Padding rows get token 0.
+// Grid: rows * CLUSTER. Row j of a request follows its known tokens and the j drafts, or fewer of a tree, that lead to it; `ahead` of that are the positions that are drawn for. Padding rows get token 0.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREADS)
     choose(int* token_ids, bool* is_broken, Logit* logits, Requests table, const int* request_indices, const int* cu_logit_rows, int batch, int vocab_size,
            int is_processed, int ahead) {
@@ -89,7 +89,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1024 / THREAD
     token_id = best.key ? key_token(best.key) : -1;
     broken = !(best.greatest < INF);
   } else {
-    row.position = num_tokens + owner.place + ahead;
+    row.position = num_tokens + count_depth(table, owner.index, owner.place) + ahead;
     // From one lane, by which the compiler knows that a warp has one seed.
     row.seed_low = __shfl_sync(~0u, params.seed_low, 0), row.seed_high = __shfl_sync(~0u, params.seed_high, 0);
     row.temperature = params.temperature;

@@ -1,12 +1,13 @@
 // Penalties, biases and bans.
 #pragma once
 #include "logits.cuh"
+#include "paths.cuh"
 #include "request_table.cuh"
 
-// The penalties of a row that has `place` drafts before it. What depends on the request alone is read at once, and so are the logits that
+// The penalties of a row that `depth` drafts lead to. What depends on the request alone is read at once, and so are the logits that
 // it names: each reading takes as long as all of them.
 template <class IsOwn>
-__device__ __forceinline__ void penalize(Logit* row, const Requests& table, const RequestParams& params, int index, int place, const IsOwn& is_own) {
+__device__ __forceinline__ void penalize(Logit* row, const Requests& table, const RequestParams& params, int index, int place, int depth, const IsOwn& is_own) {
   __shared__ int drafts[32], is_seen[32];
   constexpr int AHEAD = 2;  // entries of a thread
   const float repetition = params.repetition, presence = params.presence, frequency = params.frequency;
@@ -15,7 +16,7 @@ __device__ __forceinline__ void penalize(Logit* row, const Requests& table, cons
     x = __fsub_rn(x, count > 0 ? presence : 0.0f);
     row[token_id] = from_float(__fsub_rn(x, __fmul_rn(frequency, float(count))));
   };
-  const int num_drafts = min(place, 32), num_seen = table.num_seen[index];
+  const int num_drafts = min(depth, 32), num_seen = table.num_seen[index];
   const int2* seen = table.seen + size_t(index) * table.max_seen;
   int2 entries[AHEAD];
   Logit logits[AHEAD], own_logit = from_float(0);
@@ -25,7 +26,7 @@ __device__ __forceinline__ void penalize(Logit* row, const Requests& table, cons
     entries[a] = i < table.max_seen ? seen[i] : make_int2(0, 0);
   }
   const bool has_draft = int(threadIdx.x) < num_drafts;
-  const int own_draft = has_draft ? table.drafts[size_t(index) * table.max_drafts + threadIdx.x] : -1;
+  const int own_draft = has_draft ? table.drafts[size_t(index) * table.max_drafts + find_draft(table, index, place, depth - 1 - int(threadIdx.x))] : -1;
   const bool is_draft = unsigned(own_draft) < unsigned(table.vocab_size) && is_own(own_draft);
   for (int start = 0;;) {
 #pragma unroll
@@ -65,11 +66,11 @@ __device__ __forceinline__ void penalize(Logit* row, const Requests& table, cons
 // Penalties, biases and bans of a row, in place, each rounded to the logits' type as the reference does. A block changes the chunks
 // that it reads in `choose`.
 __device__ void process(Logit* row, const Requests& table, const Owner& owner, int block) {
-  const int index = owner.index, place = owner.place;
+  const int index = owner.index, place = owner.place, depth = count_depth(table, index, place);
   const RequestParams& params = table.params[index];
   const int flags = params.flags;
   const auto is_own = [&](int token_id) { return CLUSTER == 1 || token_id / 8 / THREADS % CLUSTER == block; };
-  if (flags & HAS_PENALTIES) penalize(row, table, params, index, place, is_own);
+  if (flags & HAS_PENALTIES) penalize(row, table, params, index, place, depth, is_own);
   if (flags & HAS_BIAS) {
     const int count = params.num_biases;
     for (int i = threadIdx.x; i < count; i += THREADS) {
@@ -79,7 +80,7 @@ __device__ void process(Logit* row, const Requests& table, const Owner& owner, i
     }
     __syncthreads();
   }
-  if (flags & HAS_BANS && table.num_tokens[index] + place < params.min_known) {
+  if (flags & HAS_BANS && table.num_tokens[index] + depth < params.min_known) {
     const int count = params.num_banned;
     for (int i = threadIdx.x; i < count; i += THREADS) {
       const int token_id = table.banned_ids[index * MAX_BANNED + i];

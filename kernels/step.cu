@@ -3,7 +3,7 @@
 // begin, and lays out its share of the rows.
 
 #include <cstdint>
-#include "generated.cuh"
+#include "paths.cuh"
 
 constexpr int THREADS = MAX_BATCH;
 
@@ -44,10 +44,10 @@ __device__ __forceinline__ int owner_of(const int* starts, int batch, int row) {
   return low;
 }
 
-// packed [4][rows]: token ids, positions, KV slots and tap slots.
+// packed [4][rows]: token ids, positions, KV slots and tap slots. seen [rows], in steps with trees: the rows of its request that each row sees.
 extern "C" __global__ void __launch_bounds__(THREADS)
     prepare_step(int64_t* packed, int* cu_query_lens, int* seq_lens, int* num_verified, int* cu_logit_rows, int64_t* logit_rows,
-                 int most_logit_rows, Requests table, const int* fields, const int* page_table, StepSizes s) {
+                 unsigned long long* seen, int most_logit_rows, Requests table, const int* fields, const int* page_table, StepSizes s) {
   __shared__ int starts[THREADS + 1], logit_starts[THREADS + 1], firsts[THREADS], knowns[THREADS];
   const int b = threadIdx.x;
   const bool is_row = b < s.batch;
@@ -80,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int total = starts[THREADS];
   for (int row = blockIdx.x * THREADS + threadIdx.x; row < s.rows; row += gridDim.x * THREADS) {
     int64_t token = 0, position = 0, slot = (int64_t)s.scratch_page * s.page_stride, tap = (int64_t)s.scratch_page * s.tap_stride;
+    unsigned long long own_seen = 0;
     if (row < total) {
       const int owner = owner_of(starts, s.batch, row), own = field(INDEX, owner), place = firsts[owner] + row - starts[owner];
       const int ahead = place - knowns[owner];
@@ -89,11 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int64_t page = page_of(page_table, s, own, field(NUM_PAGES, owner), place);
       slot = page * s.page_stride + place % s.page_size;
       tap = page * s.tap_stride + place % s.page_size;
+      if (seen && field(FIRST, owner) < 0) {
+        own_seen = find_seen(table, own, row - starts[owner]);
+        position = firsts[owner] + __popcll(own_seen) - 1;
+      }
     }
     packed[row] = token;
     packed[s.rows + row] = position;
     packed[2 * s.rows + row] = slot;
     packed[3 * s.rows + row] = tap;
+    if (seen) seen[row] = own_seen;
   }
 }
 
@@ -111,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (index != s.dummy_index) {
     known = table.num_tokens[index], first = table.num_drafter_tokens[index];
     const int asked = field(DRAFTER_COUNT, b), target_len = target_lens[b];
-    count = asked >= 0 ? asked : target_len > 0 ? max(target_len + 1 - first, 0) : 0;
+    count = asked >= 0 ? asked : target_len > 0 ? max((s.has_trees ? known : target_len + 1) - first, 0) : 0;
   }
   firsts[b] = first, knowns[b] = known;
   const int begin = allot(count, rows, starts);
@@ -172,6 +178,32 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   packed[s.batch + b] = position;
   packed[2 * s.batch + b] = page * s.drafter_stride + position % s.page_size;
   seq_lens[b] = position + 1;
+}
+
+// Makes a tree of the tokens that are offered to a request, as many as it wants: those below 0, and what follows them, are none. Grid: requests;
+// one warp. parents: parent_stride 0: of all requests.
+extern "C" __global__ void __launch_bounds__(32)
+    append_tree(Requests table, const int* fields, const int* token_ids, const int* parents, int parent_stride, int count, int batch, int dummy_index) {
+  __shared__ int tokens[MAX_NODES], above[MAX_NODES], places[MAX_NODES];
+  const int b = blockIdx.x;
+  const auto field = [&](int name) { return fields[name * batch + b]; };
+  const int index = field(INDEX);
+  if (index == dummy_index || field(DRAFTER_COUNT) == 0) return;
+  const int limit = min(field(MODEL_LIMIT), field(END) - table.num_tokens[index] - 1);
+  if (limit <= 0) return;
+  for (int i = threadIdx.x; i < count; i += 32) tokens[i] = token_ids[b * count + i], above[i] = parents[b * parent_stride + i];
+  __syncwarp();
+  if (threadIdx.x) return;
+  int made = 0;
+  for (int i = 0; i < count; ++i) {
+    const int parent = above[i] < 0 ? -1 : places[above[i]];
+    const bool is_draft = tokens[i] >= 0 && made < limit && (above[i] < 0 || parent >= 0);
+    places[i] = is_draft ? made : -1;
+    if (!is_draft) continue;
+    table.drafts[size_t(index) * table.max_drafts + made] = tokens[i];
+    table.parents[size_t(index) * table.max_drafts + made++] = parent;
+  }
+  table.num_drafts[index] = made;
 }
 
 // The heads and the tokens of each row, in one piece for one copy to the host. Grid: requests; one warp.

@@ -13,7 +13,7 @@ from kernels._load import Kernel, load
 from kernels.reference import step as reference
 from kernels.request_state import RequestState
 from kernels.step_rows import DrafterRows, StepRows
-from kernels.structs import INDEX, MAX_BATCH, NUM_FIELDS, RESULT_HEAD, StepSizes
+from kernels.structs import INDEX, MAX_BATCH, MAX_NODES, NUM_FIELDS, RESULT_HEAD, StepSizes
 
 THREADS = MAX_BATCH
 BLOCK_ROWS, MAX_BLOCKS = 1024, 64
@@ -39,6 +39,8 @@ def _check_inputs(table: RequestState, fields: torch.Tensor, page_table: torch.T
     if not 1 <= sizes.batch <= MAX_BATCH:
         raise ValueError(f"a step has {sizes.batch} rows; the limit is {MAX_BATCH}")
     own = (table.max_len, table.drafts.shape[1], table.dummy_index)
+    if sizes.has_trees and not table.has_trees:
+        raise ValueError("sizes say has_trees; the request table was made without")
     if (sizes.max_tokens, sizes.max_drafts, sizes.dummy_index) != own:
         raise ValueError(
             f"sizes say max_tokens, max_drafts, dummy_index = {sizes.max_tokens, sizes.max_drafts, sizes.dummy_index}; the table has {own}"
@@ -59,7 +61,10 @@ def prepare_step(table: RequestState, fields: torch.Tensor, page_table: torch.Te
     _check("logit_rows", rows.logit_rows, (len(rows.logit_rows),), torch.int64)
     for name, length in (("cu_query_lens", batch + 1), ("seq_lens", batch), ("num_verified", batch), ("cu_logit_rows", batch + 1)):
         _check(name, getattr(rows, name), (length,))
-    outputs = (rows.packed, rows.cu_query_lens, rows.seq_lens, rows.num_verified, rows.cu_logit_rows, rows.logit_rows)
+    if rows.seen is not None:
+        _check("seen", rows.seen, (sizes.rows,), torch.int64)
+    seen = 0 if rows.seen is None else rows.seen
+    outputs = (rows.packed, rows.cu_query_lens, rows.seq_lens, rows.num_verified, rows.cu_logit_rows, rows.logit_rows, seen)
     kernel = _kernel(fields, "prepare_step")
     grid = (_num_blocks(sizes.rows), 1)
     kernel(grid, (THREADS, 1, 1), *outputs, len(rows.logit_rows), table.arguments, fields, page_table, sizes)
@@ -119,6 +124,25 @@ def append_draft(
         return
     skipped = 0 if is_skipped is None else is_skipped
     _kernel(packed, "append_draft")((1, 1), (THREADS, 1, 1), packed, seq_lens, table.arguments, fields, chosen, skipped, page_table, sizes, step)
+
+
+def append_tree(table: RequestState, fields: torch.Tensor, token_ids: torch.Tensor, parents: torch.Tensor) -> None:
+    """Makes drafts of what is offered to each request, token_ids [B, N] int32, as many as it wants, the first ones.
+
+    parents [N] or [B, N] int32: the number of the one that each follows, which comes before it; -1: the newest token. A token below 0 is none,
+    and those that follow it are none.
+    """
+    batch, count = token_ids.shape
+    _check("fields", fields, (NUM_FIELDS, batch))
+    _check("token_ids", token_ids, (batch, count))
+    _check("parents", parents, (batch, count) if parents.ndim == 2 else (count,))
+    if not table.has_trees or count > MAX_NODES:
+        raise ValueError(f"{count} tokens are offered to each request; the limit is {MAX_NODES}, of a request table with has_trees")
+    if not token_ids.is_cuda:
+        reference.append_tree(table, fields, token_ids, parents)
+        return
+    stride = count if parents.ndim == 2 else 0
+    _kernel(token_ids, "append_tree")((batch, 1), (32, 1, 1), table.arguments, fields, token_ids, parents, stride, count, batch, table.dummy_index)
 
 
 def pack_results(

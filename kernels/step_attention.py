@@ -19,6 +19,7 @@ from kernels.attention import Heads
 from kernels.latent import head_linear
 from kernels.plain_attention import PlainAttention
 from kernels.prompt_attention import PromptAttention
+from kernels.structs import MAX_DEPTH
 
 MAX_SHORT_QUERIES = 17
 """Lists of requests with at most this many query tokens each are what `append_attention` is for."""
@@ -58,6 +59,8 @@ class StepAttention:
     for all of them. A group is numbered by its first such row; -1: none. Prompts take no part."""
     prefix_len: torch.Tensor | None = None
     """[B] int32: a multiple of page_size, and no more than the tokens before the new ones."""
+    seen: torch.Tensor | None = None
+    """[T] int64: what rows that decode see of their request's, where some are trees: see `step_rows.StepRows`."""
     _decoding: attention.AttentionPlan | latents.LatentPlan | None = field(default=None, init=False)
     """Where a kernel computes rows that decode."""
     _kinds: dict[tuple[int | None, float | None], attention.AttentionPlan] = field(default_factory=dict, init=False)
@@ -85,7 +88,7 @@ class StepAttention:
         if self.seq_lens.device.type != "cuda" or batch == prompts:
             return
         lists = (self.cu_query_lens[prompts:], self.seq_lens[prompts:], self.request_indices[prompts:])
-        self._plain = PlainAttention(*lists, self.page_table, self.page_size, self.max_seq_len)
+        self._plain = PlainAttention(*lists, self.page_table, self.page_size, self.max_seq_len, self.seen)
         self._decoding = self._plan_latents(*lists) if self.heads.latent_rank else self._plan_keys()
 
     @property
@@ -94,6 +97,8 @@ class StepAttention:
         return self.num_prompt_rows if self.num_prompts else 0
 
     def _plan_latents(self, cu_query_lens: torch.Tensor, seq_lens: torch.Tensor, table_rows: torch.Tensor) -> latents.LatentPlan | None:
+        if self.seen is not None:
+            return None
         defines = latents.choose_shape(self.max_query_len, self.page_size, self.heads, self.dtype, gpu_of(seq_lens.device))
         if defines is None:
             return None
@@ -110,7 +115,7 @@ class StepAttention:
         )
 
     def _plan_keys(self, window: int | None = None, cap: float | None = None) -> attention.AttentionPlan | None:
-        if not attention.is_known(self.page_size, self.heads):
+        if not attention.is_known(self.page_size, self.heads) or (self.seen is not None and window is not None and window <= MAX_DEPTH):
             return None
         groups, lens, prompts = self.prefix_group, self.prefix_len, self.num_prompts
         if window is not None or cap is not None:
@@ -131,6 +136,7 @@ class StepAttention:
             first_token=self._first,
             window=window,
             cap=cap,
+            seen=self.seen,
         )
 
     def _kind(self, window: int | None, cap: float | None) -> attention.AttentionPlan | None:
@@ -257,7 +263,8 @@ class StepAttention:
         pages = [table[indices[b], : -(-lens[b] // self.page_size)] for b in active]
         query_lens = [starts[b + 1] - starts[b] for b in active]
         num_groups = self.heads.num_query // self.heads.num_kv
-        return reference.plan_attention(query_lens, [lens[b] for b in active], pages, self.page_size, num_groups, self.dtype)
+        seen = None if self.seen is None else self.seen.numpy()  # of active requests, as the others have no rows
+        return reference.plan_attention(query_lens, [lens[b] for b in active], pages, self.page_size, num_groups, self.dtype, seen=seen)
 
 
 def plan_attention(

@@ -25,6 +25,9 @@ class StepRows:
     """[B + 1] int32: request b has the rows cu[b] to cu[b + 1] of the logits."""
     logit_rows: torch.Tensor
     """[R] int64: their packed rows; 0 past the last."""
+    seen: torch.Tensor | None = None
+    """[T] int64, of a step with trees: which rows of its request a decoding row sees, itself with them: a bit each, the lowest for the newest
+    token's row. 0: a row of a prompt. Row i has the KV slot i after the newest token's, whatever its position."""
 
     @classmethod
     def make(cls, sizes: StepSizes, num_logit_rows: int, device: torch.device) -> StepRows:
@@ -34,7 +37,8 @@ class StepRows:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         lists = (zeros(sizes.batch + 1), zeros(sizes.batch), zeros(sizes.batch), zeros(sizes.batch + 1))
-        return cls(zeros(4, sizes.rows, dtype=torch.long), *lists, zeros(num_logit_rows, dtype=torch.long))
+        seen = zeros(sizes.rows, dtype=torch.long) if sizes.has_trees else None
+        return cls(zeros(4, sizes.rows, dtype=torch.long), *lists, zeros(num_logit_rows, dtype=torch.long), seen)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,11 @@ Params = Annotated["torch.Tensor | int", "RequestParams*"]
 
 MAX_BIASES, MAX_BANNED = 1024, 512
 MAX_DRAFTS = 31
-"""One warp verifies a request."""
+"""Of a chain: one warp verifies a request."""
+MAX_NODES = 63
+"""Drafts of a tree: a row says which of its request's rows it sees in 64 bits."""
+MAX_DEPTH = 16
+"""Drafts on one path of a tree."""
 MAX_BATCH = 256
 """Requests of a step: one block lays them out, a thread for each."""
 MAX_SCORE_PAST = 16
@@ -118,6 +122,8 @@ class Requests(NamedTuple):
     num_tokens: Ints = 0
     drafts: Ints = 0
     """[S, max_drafts]"""
+    parents: Ints = 0
+    """[S, max_drafts] number of the draft before each; -1: the newest token. 0: all drafts are chains."""
     num_drafts: Ints = 0
     num_drafter_tokens: Ints = 0
     """[S] leading tokens that the step's model drafter has computed."""
@@ -168,6 +174,8 @@ class StepSizes(NamedTuple):
     scratch_page: int
     """Where tokens go that belong to nobody, or lie past their request's pages."""
     dummy_index: int
+    has_trees: int = 0
+    """Other than 0: some row's drafts are a tree; positions, and what rows see, follow the parents."""
 
 
 class PlanSizes(NamedTuple):

@@ -22,6 +22,43 @@ extern "C" __global__ void __launch_bounds__(32)
   if (lane == 0) num_accepted[request] = num_rows <= 0 ? 0 : accepted, num_emitted[request] = num_rows <= 0 ? 0 : accepted + 1;
 }
 
+// Accepts children while one is what the target chose at their parent, and says which rows chose. Grid: requests; one warp, of which each lane has
+// two drafts. width: K + 1 <= 64.
+extern "C" __global__ void __launch_bounds__(32)
+    verify_tree(int* emitted, int* num_emitted, int* num_accepted, int* path, const int* chosen, Requests table, const int* request_indices,
+                const int* cu_logit_rows, int width, int policy) {
+  const int request = blockIdx.x, lane = threadIdx.x, start = cu_logit_rows[request];
+  const int num_rows = min(cu_logit_rows[request + 1] - start, width), num_drafts = num_rows - 1;
+  const size_t own = size_t(request_indices[request]) * table.max_drafts;
+  int drafts[2], parents[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int node = lane + 32 * h;
+    drafts[h] = node < num_drafts ? table.drafts[own + node] : -1;
+    parents[h] = node < num_drafts ? table.parents[own + node] : -2;
+  }
+  for (int i = lane; i < width; i += 32) emitted[request * width + i] = path[request * width + i] = -1;
+  __syncwarp();
+  int row = 0, depth = 0;
+  while (num_rows > 0) {
+    const int token = chosen[start + row];
+    int found = -1;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool is_child = parents[h] == row - 1 && lane + 32 * h >= row;
+      const bool is_good = policy == ACCEPT_ALL || (policy == NORMAL && drafts[h] == token);
+      const unsigned ballot = __ballot_sync(~0u, is_child && is_good);
+      if (found < 0 && ballot) found = 32 * h + __ffs(ballot) - 1;
+    }
+    const int low = __shfl_sync(~0u, drafts[0], found & 31), high = __shfl_sync(~0u, drafts[1], found & 31);
+    if (lane == 0) emitted[request * width + depth] = found < 0 ? token : found < 32 ? low : high, path[request * width + depth] = row;
+    if (found < 0) break;
+    row = found + 1;
+    ++depth;
+  }
+  if (lane == 0) num_accepted[request] = depth, num_emitted[request] = num_rows > 0 ? depth + 1 : 0;
+}
+
 // The same from dense ids. target_ids [B, width].
 extern "C" __global__ void __launch_bounds__(32)
     verify(int* emitted, int* num_accepted, const int* draft_ids, const int* num_drafts, const int* target_ids, int width) {

@@ -8,7 +8,7 @@ from kernels import reference
 from kernels._load import load
 from kernels.reference import request_table as reference_table
 from kernels.request_state import RequestState
-from kernels.structs import MAX_DRAFTS, Policy
+from kernels.structs import MAX_DRAFTS, MAX_NODES, Policy
 
 
 def _ints(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -16,9 +16,20 @@ def _ints(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.int().contiguous() for t in tensors)
 
 
-def _check_width(width: int) -> None:
-    if not 1 <= width <= MAX_DRAFTS + 1:
-        raise ValueError(f"K + 1 is {width}; the limit is {MAX_DRAFTS + 1}")
+def _check_width(width: int, most: int = MAX_DRAFTS) -> None:
+    if not 1 <= width <= most + 1:
+        raise ValueError(f"K + 1 is {width}; the limit is {most + 1}")
+
+
+def _check_rows(chosen: torch.Tensor, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor) -> None:
+    batch = len(request_indices)
+    for name, tensor, length in (
+        ("chosen", chosen, len(chosen)),
+        ("request_indices", request_indices, batch),
+        ("cu_logit_rows", cu_logit_rows, batch + 1),
+    ):
+        if tensor.shape != (length,) or tensor.dtype != torch.int32:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; int32 [{length}] is needed")
 
 
 def verify_drafts(
@@ -36,19 +47,41 @@ def verify_drafts(
     writes them.
     """
     _check_width(table.max_drafts + 1)
+    _check_rows(chosen, request_indices, cu_logit_rows)
     batch, width = len(request_indices), table.max_drafts + 1
-    for name, tensor, length in (
-        ("chosen", chosen, len(chosen)),
-        ("request_indices", request_indices, batch),
-        ("cu_logit_rows", cu_logit_rows, batch + 1),
-    ):
-        if tensor.shape != (length,) or tensor.dtype != torch.int32:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; int32 [{length}] is needed")
     if not chosen.is_cuda:
         return reference_table.verify_drafts(chosen, table, request_indices, cu_logit_rows, policy)
     if outputs is None:
         outputs = (chosen.new_empty(batch, width), chosen.new_empty(batch), chosen.new_empty(batch))
     kernel = load(chosen.device, "verify", "verify_drafts")
+    kernel((batch, 1), (32, 1, 1), *outputs, chosen, table.arguments, request_indices, cu_logit_rows, width, int(policy))
+    return outputs
+
+
+def verify_tree(
+    chosen: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, policy: Policy = Policy.NORMAL
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same where drafts may be trees -> (emitted, num_emitted, num_accepted, path [B, max_drafts + 1]).
+
+    From the newest token on, the child is accepted that is what the target chose at its parent, the first of equal ones. path: the number of
+    the row, among its request's, that chose each emitted token; padded with -1. ACCEPT_ALL takes first children.
+
+    This is `target_match`, and `rejection` too: the recursive rule over siblings that are not drawn (Miao et al. 2023, SpecInfer: accept
+    child x with the probability that the residual has for it, else take x out of the residual, and go on with the next) accepts each child
+    with the probability that the target has for it, and else emits a draw from the target without the children. So does one draw from the
+    target that is looked for among the children. Children are the drafter's likeliest tokens, never drawn.
+    """
+    _check_width(table.max_drafts + 1, MAX_NODES)
+    _check_rows(chosen, request_indices, cu_logit_rows)
+    if not table.has_trees:
+        raise ValueError("the request table was made without has_trees; verify_tree needs the drafts' parents")
+    if not chosen.is_cuda:
+        return reference_table.verify_tree(chosen, table, request_indices, cu_logit_rows, policy)
+    batch, width = len(request_indices), table.max_drafts + 1
+    emitted, path = chosen.new_empty(batch, width), chosen.new_empty(batch, width)
+    num_emitted, num_accepted = chosen.new_empty(batch), chosen.new_empty(batch)
+    outputs = (emitted, num_emitted, num_accepted, path)
+    kernel = load(chosen.device, "verify", "verify_tree")
     kernel((batch, 1), (32, 1, 1), *outputs, chosen, table.arguments, request_indices, cu_logit_rows, width, int(policy))
     return outputs
 

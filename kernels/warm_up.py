@@ -12,20 +12,26 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from kernels import attention, distribution, latent_attention, linear, ngram, sampling, token_mask, wide_linear
+from kernels import attention, distribution, latent_attention, linear, ngram, quantized, sampling, token_mask, wide_linear, wide_quantized
 from kernels._load import SOURCES, compiling, gpu_of, load
 from kernels._signature import kernels_of
 from kernels.attention import Heads
 
 __all__ = ["TOKEN_COUNTS", "compiling", "load_attention", "load_step"]
 
-TOKEN_COUNTS = (8, linear.MAX_TOKENS, *wide_linear.SIZES, wide_linear.MAX_TOKENS + 1)
+TOKEN_COUNTS = (
+    8,
+    linear.MAX_TOKENS,
+    *sorted({*wide_linear.SIZES, *wide_quantized.SIZES}),
+    wide_linear.MAX_TOKENS + 1,
+    wide_quantized.MAX_TOKENS * quantized.MAX_WIDE_TURNS + 1,
+)
 """Forwards of these many tokens use every kernel of the dense operations that forwards of any number use."""
 
 
 def load_step(device: torch.device, dtypes: Sequence[torch.dtype], vocab_size: int, max_rows: int) -> None:
     """What a step does besides its forwards, with up to max_rows rows of logits of any of the dtypes."""
-    for source in ("request_table", "step", "verify"):
+    for source in ("request_table", "step", "verify", "compact"):
         for name in kernels_of(SOURCES / f"{source}.cu"):
             load(device, source, name)
     load(device, "ngram", "draft_ngram", {"THREADS": ngram.THREADS})
@@ -44,9 +50,10 @@ def load_attention(
     dtype: torch.dtype,
     has_prefixes: bool = False,
     kinds: Collection[tuple[int | None, float | None]] = (),
+    has_trees: bool = False,
 ) -> None:
     """Attention of up to max_batch rows that decode, at most `widths` queries each. kinds: windows and caps of scores that layers
-    have, where they have any."""
+    have, where they have any; has_trees: some of the queries are trees."""
     gpu = gpu_of(device)
     if heads.latent_rank:
         for latent_shape in {latent_attention.choose_shape(width, page_size, heads, dtype, gpu) for width in widths} - {None}:
@@ -58,7 +65,7 @@ def load_attention(
     for width in widths:
         for batch in range(1, max_batch + 1):
             for kind in ((None, None), *(() if has_prefixes else kinds)):
-                defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu, *kind)
+                defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu, *kind, has_trees)
                 shapes[tuple(defines.items())] = defines
     for defines in shapes.values():
         attention.load_all(device, defines)

@@ -46,19 +46,31 @@ class BadWords:
         grown[:, :old_count, length - old_length :] = self._sequences
         self._sequences = grown
 
+    def _climb(self, indices: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
+        """[B, W, L - 1]: of trees, the draft so many before each row's choice; -1: the newest token, -2 the one before it, and so on."""
+        parents, node = self._table.parents[indices].long(), (places - 1).expand(len(indices), -1)
+        found = []
+        for _ in range(length - 1):
+            found.append(node)
+            above = parents.gather(1, node.clamp(0, parents.shape[1] - 1))
+            node = torch.where(node >= 0, above, node - 1)
+        return torch.stack(found[::-1], dim=-1) if found else node[:, :, None][:, :, :0]
+
     def ban(self, logits: torch.Tensor, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, width: int) -> None:
-        """Sets logits [R, V] to -inf, in place. Request b has rows cu[b] to cu[b + 1], at most `width`; row j has its first j drafts before it."""
+        """Sets logits [R, V] to -inf, in place. Request b has rows cu[b] to cu[b + 1], at most `width`; row j has its first j drafts before it, or
+        draft j - 1 and those that it follows, where drafts may be trees."""
         if not len(logits):  # chunks of prompts alone: nobody chooses
             return
         table, indices, length = self._table, request_indices.long(), self._sequences.shape[2]
         sequences, known = self._sequences[indices], table.num_tokens[indices].long()
         places = torch.arange(width, device=logits.device)
-        # [B, W, L - 1]: positions before the token that each row chooses.
-        positions = known[:, None, None] + places[:, None] - torch.arange(length - 1, 0, -1, device=logits.device)
-        own = indices[:, None, None]
+        own, back = indices[:, None, None], torch.arange(length - 1, 0, -1, device=logits.device)
+        # [B, W, L - 1]: numbers of the drafts that lead to each row, negative ones for tokens before them.
+        numbers = self._climb(indices, places, length) if table.has_trees else (places[:, None] - back).expand(len(indices), -1, -1)
+        drafts = table.drafts[own, numbers.clamp(0, table.drafts.shape[1] - 1)]
+        positions = known[:, None, None] + numbers
         tokens = table.tokens[own, positions.clamp(0, table.max_len - 1)]
-        drafts = table.drafts[own, (positions - known[:, None, None]).clamp(0, table.drafts.shape[1] - 1)]
-        before = torch.where(positions >= known[:, None, None], drafts, tokens).masked_fill_(positions < 0, -2)
+        before = torch.where(numbers >= 0, drafts, tokens).masked_fill_(positions < 0, -2)
         spelled = sequences[:, None, :, :-1]  # [B, 1, N, L - 1]
         is_match = ((spelled == before[:, :, None, :]) | (spelled == _ANY)).all(dim=-1)
         banned = sequences[:, None, :, -1].expand_as(is_match)

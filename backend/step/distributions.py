@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backend.speculative_config import SpeculativeConfig
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.step.options import Options
 from backend.step.scores import padded_rows
 from kernels import ops
@@ -65,6 +65,7 @@ class Distributions:
 
         logits [R, V]: processed; indices [B]; num_verified [B]: drafts of each request; width: most of them in this step, and one.
         """
+        width = min(width, 1 + MAX_SPECULATIVE_TOKENS)  # of chains: trees are verified otherwise
         step = max(1, MAX_ROWS // width)
         for begin in range(0, len(indices), step):
             part = slice(begin, begin + step)

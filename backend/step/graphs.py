@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -46,11 +46,16 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 
 def _phases(shape: StepShape) -> list[Phase]:
     batch, queries = shape.batch, shape.num_queries
-    phases: list[Phase] = [("forward", batch, queries, (shape.has_prefixes,)), ("decide", batch, queries, (shape.options,))]
+    trees = shape.has_trees
+    phases: list[Phase] = [("forward", batch, queries, (shape.has_prefixes, trees)), ("decide", batch, queries, (shape.options, trees))]
     if shape.num_model_drafts or shape.has_lookup or shape.reports_drafts:
-        what = (shape.num_model_drafts, shape.has_lookup, shape.has_lookup_alone, shape.reports_drafts, shape.options & DISTRIBUTIONS)
+        what = (shape.num_model_drafts, shape.has_lookup, shape.has_lookup_alone, shape.reports_drafts, shape.options & DISTRIBUTIONS, trees)
         phases.append(("draft", batch, queries, what))
     return phases
+
+
+def _key(shape: StepShape) -> tuple[int, int, bool]:
+    return shape.batch, shape.num_queries, shape.has_trees
 
 
 class Graphs:
@@ -60,22 +65,34 @@ class Graphs:
         """num_words: that the host sends for one step at most."""
         self._program, self._table, self.device = program, table, device
         self._is_cascade = config.cascade_attention
+        tree = config.speculative_config.tree
+        self._tree_width = 1 + tree.num_nodes if tree is not None else 0
+        """Tokens of a tree's row; 0: there are no trees."""
+        self._tree_widths = sorted({self._tree_width, max(self._tree_width, WIDTHS[-1])}) if self._tree_width else []
+        """Of rows in steps with trees: chains beside them may be longer."""
         self._batch_sizes = batch_sizes(config.max_batch_size)
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=device)
         """What the host sent: the fields first."""
         self._queries: list[int] = []
         self._drafts: list[tuple[int, bool]] = []
-        self._tensors: dict[tuple[int, int], StepTensors] = {}
-        """What the graphs of all phases of a batch size and width share."""
+        self._tensors: dict[tuple[int, int, bool], StepTensors] = {}
+        """What the graphs of all phases of a batch size and width share, with trees or without."""
         self._graphs: dict[Phase, tuple[torch.cuda.CUDAGraph, StepTensors]] = {}
         self._later: OrderedDict[Phase, None] = OrderedDict()
         self._waiting: OrderedDict[StepShape, None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
 
+    @property
+    def _chain_widths(self) -> list[int]:
+        return [width for width in self._queries if width != self._tree_width]
+
     def fit(self, shape: StepShape) -> StepShape:
         """The least shape made in advance that such a step fits in; a step with prompts keeps its rows."""
         # What was captured is worth some idle rows; a step with prompts is not captured anyway.
-        widths = sorted({*self._queries, *WIDTHS}) if shape.num_prompts else (*self._queries, *WIDTHS)
+        own = self._chain_widths
+        widths: Sequence[int] = sorted({*own, *WIDTHS}) if shape.num_prompts else (*own, *WIDTHS)
+        if shape.has_trees:
+            widths = self._tree_widths
         queries = next(n for n in widths if n >= shape.num_queries)
         drafts = next(((m, has) for m, has in self._drafts if m >= shape.num_model_drafts and has >= shape.has_lookup), None)
         if not shape.num_prompts:
@@ -89,7 +106,7 @@ class Graphs:
     @torch.inference_mode()
     def run(self, shape: StepShape) -> tuple[StepTensors, list[torch.cuda.Event]]:
         """Starts a step whose plan was staged: its tensors, and events at its beginning and at each phase's end."""
-        if shape.num_prompts or (shape.batch, shape.num_queries) not in self._tensors:
+        if shape.num_prompts or _key(shape) not in self._tensors:
             if not shape.num_prompts:
                 self._wait_for_capture(shape)
             step = self._program.make_tensors(shape, self._fields(shape.batch))
@@ -130,7 +147,7 @@ class Graphs:
 
     def _run_eagerly(self, phase: Phase, step: StepTensors) -> None:
         {"forward": self._program.forward, "decide": self._program.decide, "draft": self._program.draft}[phase[0]](step)
-        base = self._tensors.get((step.shape.batch, step.shape.num_queries))
+        base = self._tensors.get(_key(step.shape))
         if phase[0] == "forward" and base is not None and base is not step and step.hidden.shape == base.hidden.shape:
             base.hidden.copy_(step.hidden)
             step.hidden = base.hidden
@@ -140,7 +157,7 @@ class Graphs:
 
     def _select(self, shape: StepShape) -> StepTensors:
         """Tensors for a step of this shape over those that the phases' graphs share."""
-        base = self._tensors[shape.batch, shape.num_queries]
+        base = self._tensors[_key(shape)]
         plain = not (shape.has_prefixes or shape.num_model_drafts or shape.reports_drafts or Options.LOGPROBS in shape.options)
         if plain or all(phase in self._graphs for phase in _phases(shape)):
             return dataclasses.replace(base, shape=shape)
@@ -174,11 +191,11 @@ class Graphs:
     def _capture(self, shape: StepShape) -> list[Phase]:
         """The phases of a shape that have no graph yet."""
         self._clear_fields(shape.batch)
-        key = (shape.batch, shape.num_queries)
+        key = _key(shape)
         if key not in self._tensors:
-            plain = StepShape(shape.batch, shape.num_queries)
+            plain = StepShape(shape.batch, shape.num_queries, has_trees=shape.has_trees)
             base = self._program.make_tensors(plain, self._fields(shape.batch))
-            self._graphs[("forward", *key, (False,))] = (self._capture_phase(self._program.forward, base), base)
+            self._graphs[_phases(plain)[0]] = (self._capture_phase(self._program.forward, base), base)
             self._tensors[key] = base
         made = []
         step = None
@@ -224,7 +241,11 @@ class Graphs:
         self._queries, self._drafts = sorted(set(queries)), sorted(set(drafts))
         kinds = [(n, m, has) for n in self._queries for m, has in (self._drafts or [(0, False)])]
         # As plans say it: where there is a model drafter the host wants to see how far it came, and a lookup may take its place.
-        shapes = [StepShape(b, n, m, has, has and m > 0, reports_drafts=m > 0) for b in reversed(self._batch_sizes) for n, m, has in kinds]
+        shapes = [
+            StepShape(b, n, m, has, has and m > 0, has_trees=n == self._tree_width, reports_drafts=m > 0)
+            for b in reversed(self._batch_sizes)
+            for n, m, has in kinds
+        ]
         if self._is_cascade:
             shapes += [dataclasses.replace(shape, has_prefixes=True) for shape in shapes if shape.batch >= MIN_SHARERS]
         with warm_up.compiling(self.device):
@@ -238,13 +259,17 @@ class Graphs:
     def _load_kernels(self, max_prompt: int) -> None:
         """Everything that a step of any shape launches: the first time inside `compiling`, then to have it at hand."""
         program, table = self._program, self._table
-        widths, most = sorted({*WIDTHS, *self._queries}), self._batch_sizes[-1]
-        dtype = program.dtype
-        warm_up.load_step(self.device, (dtype, torch.float32) if dtype != torch.float32 else (dtype,), table.vocab_size, most * widths[-1])
+        widths, most = sorted({*WIDTHS, *self._chain_widths}), self._batch_sizes[-1]
+        dtype, num_rows = program.dtype, most * max(widths[-1], self._tree_width)
+        warm_up.load_step(self.device, (dtype, torch.float32) if dtype != torch.float32 else (dtype,), table.vocab_size, num_rows)
         for heads in program.all_heads:
             for has_prefixes in (False, True) if self._is_cascade else (False,):
                 kinds = program.attention_kinds if heads == program.all_heads[0] else ()
                 warm_up.load_attention(self.device, widths, most, program.page_size, heads, dtype, has_prefixes, kinds)
+                if self._tree_width and heads == program.all_heads[0]:
+                    warm_up.load_attention(self.device, self._tree_widths, most, program.page_size, heads, dtype, has_prefixes, kinds, True)
+        for own, counts in program.tree_widths:
+            warm_up.load_attention(self.device, counts, most, program.page_size, own, dtype, has_trees=True)
         for count in warm_up.TOKEN_COUNTS:
             count = min(count, max_prompt)
             prompt = StepShape(1, 1, prompt_lens=(count,), prompt_seq_lens=(count,), drafter_counts=(0,), drafter_seq_lens=(0,))

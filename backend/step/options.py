@@ -38,6 +38,8 @@ def options_of(request: Request, policy: str) -> Options:
         options |= Options.FLOAT32
     if policy != "normal" or is_deterministic(request) or not request.speculation.num_speculative_tokens:
         return options
+    if request.speculation.num_nodes:  # `ops.verify_tree` says why its rule is `rejection` too
+        return options
     if strategy not in ("rejection", "topp"):
         return options
     is_filtered = params.top_k > 0 or params.min_p > 0 or (strategy == "rejection" and params.top_p < 1)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backend.drafters.choice import NEVER
+from backend.core import NEVER
 from kernels.request_state import Admission
 from kernels.structs import COUNT, EMITS, FIRST, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, NUM_FIELDS, PREFIX_GROUP
 
-VERSION = 2
+VERSION = 4
+MILLION = 1_000_000
 
 
 @dataclass(slots=True)
@@ -39,11 +40,16 @@ class StepPlan:
     """Most tokens of a decoding row: its drafts and one more."""
     num_model_drafts: int = 0
     """Most drafts that the model drafter makes for a row."""
+    least_standing: int = 0
+    """Millionths of a request: the model makes no more drafts once all drafts so far stand for fewer requests than that, by the greatest
+    probability at each. On CPU with one rank; elsewhere a step makes as many as it was planned with."""
     options: int = 0
     """Bits of `backend.step.options.Options`."""
     has_lookup: bool = False
     has_lookup_alone: bool = False
     """Some row's lookup may take the model drafter's place."""
+    has_trees: bool = False
+    """Some row's drafts are a tree."""
     has_prefixes: bool = False
     """Some rows share the beginning of their context, whose keys are read once."""
     reports_drafts: bool = False
@@ -65,6 +71,9 @@ class StepPlan:
     """Pairs (place among the drafts, token): what the host drafted."""
     num_draft_writes: list[int] = field(default_factory=list)
     """Pairs (request index, drafts)."""
+    parent_writes: list[int] = field(default_factory=list)
+    """Pairs (place among the drafts, number of the draft before it; -1: the newest token), of trees. From its admission on a request's drafts are
+    a chain until this, or the step's drafter, says otherwise."""
     num_drawn_writes: list[int] = field(default_factory=list)
     """Pairs (request index, leading drafts that were drawn from a distribution): where the host's drafts take the place of the step's."""
     masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
@@ -72,8 +81,8 @@ class StepPlan:
 
     @property
     def write_lists(self) -> tuple[list[int], ...]:
-        """For the page table, the drafts, their numbers, and the numbers of those that were drawn."""
-        return self.page_writes, self.draft_writes, self.num_draft_writes, self.num_drawn_writes
+        """For the page table, the drafts, their parents, their numbers, and the numbers of those that were drawn."""
+        return self.page_writes, self.draft_writes, self.parent_writes, self.num_draft_writes, self.num_drawn_writes
 
     @property
     def written(self) -> list[int]:

@@ -5,7 +5,6 @@ What one phase leaves to the next lies in the request table, the paged memory an
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import torch
@@ -14,17 +13,29 @@ from backend.drafters.protocol import ATTENTION as DRAFTER_ATTENTION
 from backend.drafters.protocol import HIDDEN, DrafterRows, StepDrafter
 from backend.kv_store import KvStore
 from backend.models import ATTENTION, Model, Wanted
-from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.speculative_config import SpeculativeConfig
 from backend.step.bad_words import BadWords
 from backend.step.block import BlockForward
 from backend.step.distributions import Distributions
+from backend.step.draft_masks import Grammars, mask_draft
 from backend.step.options import Options
 from backend.step.scores import score_emitted, score_prompt, score_width
-from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
+from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors, select_drafting
+from backend.step.trees import TreeForward
 from kernels import ops, step_rows
 from kernels.request_table import RequestTable
-from kernels.structs import DRAFTER_COUNT, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, PREFIX_GROUP, PREFIX_LEN, RESULT_HEAD, Policy, StepSizes
+from kernels.structs import (
+    IS_REJECTION,
+    LOOKUP_ALONE,
+    LOOKUP_LIMIT,
+    MASK,
+    MAX_DEPTH,
+    PREFIX_GROUP,
+    PREFIX_LEN,
+    RESULT_HEAD,
+    Policy,
+    StepSizes,
+)
 
 
 class Program:
@@ -45,16 +56,25 @@ class Program:
         self._drafter, self._max_model_len, self.dtype = drafter, max_model_len, dtype
         block = drafter.block if drafter is not None else None
         self._block = BlockForward(block, table, page_table, max_model_len, dtype) if block is not None else None
+        self._tree: TreeForward | None = None
+        if drafter is not None and config.tree is not None:
+            self._tree = TreeForward(config, drafter, table, page_table, max_model_len, dtype)
         planes = store.planes(ATTENTION)
         count = len(planes) // model.num_layers
         self._cache: list[tuple[torch.Tensor, ...]] = [tuple(planes[i : i + count]) for i in range(0, len(planes), count)]
         self._tap = store.rows(HIDDEN) if HIDDEN in store.specs else None
         self._policy = {"accept_all": Policy.ACCEPT_ALL, "reject_all": Policy.REJECT_ALL}.get(config.accept_policy, Policy.NORMAL)
-        most = (config.num_model_steps or 1) if drafter is not None else 0
+        most = (config.num_model_steps or 1) if drafter is not None and config.tree is None else 0
         self.distributions = Distributions(table, config, most)
         self.bad_words = BadWords(table)
+        self.rounds_prompts = False
+        """Whether prompts' activations are rounded to 8 bits."""
+        reports_chances = drafter is not None and table.device.type == "cpu" and config.tree is None
+        self._chances = torch.zeros(table.size, table.max_drafts) if reports_chances else None
         self.masks = torch.empty(0, 0, dtype=torch.int32)
         """[M, V / 32] int32: the tokens that positions may choose, where the step has such rows. On a GPU graphs hold the address."""
+        self.grammars: Grammars = {}
+        """That the model drafter's drafts are to follow."""
 
     def run(self, step: StepTensors) -> list[float]:
         """All phases one after the other, on CPU -> when each of them began, and the last one ended."""
@@ -105,9 +125,10 @@ class Program:
             drafter_stride=store.stride(DRAFTER_ATTENTION) if DRAFTER_ATTENTION in store.specs else store.page_size,
             scratch_page=store.scratch_page,
             dummy_index=table.dummy_index,
+            has_trees=int(shape.has_trees),
         )
         device = fields.device
-        results = torch.zeros(batch, RESULT_HEAD + MAX_DRAFTS + 1, dtype=torch.int32, device=device)
+        results = torch.zeros(batch, RESULT_HEAD + table.max_drafts + 1, dtype=torch.int32, device=device)
         step = StepTensors(shape, sizes, fields, results)
         if Options.LOGPROBS in shape.options:
             step.scores = results.new_zeros(batch, shape.num_queries, score_width(table.vocab_size))
@@ -115,16 +136,28 @@ class Program:
             step.draft_packed = torch.zeros(3, batch, dtype=torch.long, device=device)
             step.draft_lens = results.new_zeros(batch)
         if shape.reports_drafts:
-            step.report = results.new_zeros(batch, REPORT_HEAD + MAX_DRAFTS)
+            step.report = results.new_zeros(batch, REPORT_HEAD + table.max_drafts)
+            step.chances = self._chances
         if device.type == "cuda":
             step.rows = rows or step_rows.StepRows.make(sizes, shape.num_prompts + num_decoding * shape.num_queries, device)
             self._plan_target(step, step.rows)
             if self._drafter is not None and self._drafts_with_model(shape):
-                drafter_rows = sum(shape.drafter_counts) + num_decoding * shape.num_queries
+                drafter_rows = sum(shape.drafter_counts) + num_decoding * self._count_known(shape)
                 step.drafter_rows = step_rows.DrafterRows.make(sizes, drafter_rows, device)
                 self._plan_drafter(step, step.drafter_rows)
                 self._plan_drafts(step)
         return step
+
+    @property
+    def tree_widths(self) -> list[tuple[ops.Heads, tuple[int, ...]]]:
+        """Of attention where queries are trees that the drafter computes: its heads, and how many queries a request has."""
+        if self._tree is None or self._drafter is None or self._drafter.heads is None:
+            return []
+        return [(self._drafter.heads, self._tree.row_counts)]
+
+    def _count_known(self, shape: StepShape) -> int:
+        """Tokens of a decoding row that the model drafter may have to compute."""
+        return shape.num_queries if self._tree is None or not shape.has_trees else min(shape.num_queries, 1 + self._tree.depth)
 
     @staticmethod
     def _drafts_with_model(shape: StepShape) -> bool:
@@ -139,6 +172,7 @@ class Program:
         prompt_seq_lens: tuple[int, ...],
         heads: ops.Heads,
         num_queries: int | None = None,
+        seen: torch.Tensor | None = None,
     ) -> ops.StepAttention:
         has_prefixes = step.shape.has_prefixes and heads == self._model.heads and num_queries is None
         if not any(prompt_lens):  # of prompts that are not the drafter's business: rows without queries
@@ -160,23 +194,27 @@ class Program:
             dtype=self.dtype,
             prefix_group=step.fields[PREFIX_GROUP] if has_prefixes else None,
             prefix_len=step.fields[PREFIX_LEN] if has_prefixes else None,
+            seen=seen,
         )
 
     def _plan_target(self, step: StepTensors, rows: step_rows.StepRows) -> None:
-        shape = step.shape
-        step.attention = self._attend(step, rows.cu_query_lens, rows.seq_lens, shape.prompt_lens, shape.prompt_seq_lens, self._model.heads)
+        shape, lists = step.shape, (rows.cu_query_lens, rows.seq_lens)
+        step.attention = self._attend(step, *lists, shape.prompt_lens, shape.prompt_seq_lens, self._model.heads, seen=rows.seen)
 
     def _plan_drafter(self, step: StepTensors, rows: step_rows.DrafterRows) -> None:
         assert self._drafter is not None
         shape, heads = step.shape, self._drafter.heads
         if heads is not None:
-            step.drafter_attention = self._attend(step, rows.cu_rows, rows.seq_lens, shape.drafter_counts, shape.drafter_seq_lens, heads)
+            width = 1 + MAX_DEPTH if shape.has_trees else None  # one that kernels are compiled for
+            lists = (rows.cu_rows, rows.seq_lens, shape.drafter_counts, shape.drafter_seq_lens)
+            step.drafter_attention = self._attend(step, *lists, heads, width)
 
     def _plan_drafts(self, step: StepTensors) -> None:
         """Of the forwards that make one draft more for each request."""
-        if step.draft_lens is not None and self._drafter is not None and self._drafter.heads is not None and self._block is None:
-            ones = torch.arange(step.shape.batch + 1, dtype=torch.int32, device=step.fields.device)
-            step.draft_attention = self._attend(step, ones, step.draft_lens, (), (), self._drafter.heads, 1)
+        if step.draft_lens is None or self._drafter is None or self._drafter.heads is None or self._block is not None or self._tree is not None:
+            return
+        ones = torch.arange(step.shape.batch + 1, dtype=torch.int32, device=step.fields.device)
+        step.draft_attention = self._attend(step, ones, step.draft_lens, (), (), self._drafter.heads, 1)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -192,11 +230,13 @@ class Program:
         token_ids, positions, slots, tap_slots = rows.packed
         wanted = None
         if self._wants_few(step.shape):
-            step.wanted_attention = self._attend(step, rows.cu_logit_rows, rows.seq_lens, (), (), self._model.heads)
+            seen = None if rows.seen is None else rows.seen[rows.logit_rows]
+            step.wanted_attention = self._attend(step, rows.cu_logit_rows, rows.seq_lens, (), (), self._model.heads, seen=seen)
             step.wanted_attention.refresh()
             wanted = Wanted(rows.logit_rows, step.wanted_attention)
         entering = dict.fromkeys(self._drafter.tapped_layers, slots) if self._drafter is not None else {}
-        step.hidden = self._model.forward(token_ids, positions, slots, self._cache, step.attention, wanted, entering)
+        with ops.rounding_prompts(sum(step.shape.prompt_lens) if self.rounds_prompts else 0, len(token_ids)):
+            step.hidden = self._model.forward(token_ids, positions, slots, self._cache, step.attention, wanted, entering)
         if self._tap is not None:
             kept = step.hidden if self._drafter is None else self._drafter.tap(step.hidden, entering)
             self._tap.index_copy_(0, tap_slots, kept)
@@ -221,6 +261,8 @@ class Program:
         if Options.FLOAT32 in options:
             logits = logits.float()
         raw = logits.clone() if Options.LOGPROBS in options else logits
+        if self._drafter is not None and self._drafter.memory is not None:
+            self._drafter.memory.learn(rows.packed[0][rows.logit_rows], logits)
         if Options.MASKS in options:
             ops.mask_logits(logits, self.masks, step.fields[MASK], cu)
         if Options.BAD_WORDS in options:
@@ -228,14 +270,23 @@ class Program:
         chosen, is_broken = ops.process_and_choose(logits, table, indices, cu)
         if self._config.accept_policy == "simulated":
             ops.simulate_acceptance(chosen, table, indices, cu, self._config.simulated_acceptance_rate)
-        emitted, num_emitted, num_accepted = ops.verify_drafts(chosen, table, indices, cu, self._policy)
+        path = None
+        if table.has_trees:
+            emitted, num_emitted, num_accepted, path = ops.verify_tree(chosen, table, indices, cu, self._policy)
+        else:
+            emitted, num_emitted, num_accepted = ops.verify_drafts(chosen, table, indices, cu, self._policy)
         if options & (Options.REJECTION | Options.TOP_P):
             verified = (emitted, num_emitted, num_accepted)
             self.distributions.verify(logits, indices, cu, rows.num_verified, step.shape.num_queries, options, verified)
+            if path is not None:  # these drafts are chains
+                is_chain = table.flags[indices.long()] & IS_REJECTION != 0
+                path = torch.where(is_chain[:, None], torch.arange(path.shape[1], dtype=path.dtype, device=path.device), path)
+        if path is not None and step.shape.has_trees:
+            self._store.compact(rows.packed[2], step.sizes.page_stride, rows.cu_query_lens, path, num_accepted)
         ops.commit(emitted, num_emitted, table, indices)
         ops.pack_results(step.results, emitted, num_emitted, num_accepted, rows.num_verified, is_broken, cu)
         if step.scores is not None and len(raw):  # none: chunks of prompts alone
-            score_emitted(step.scores, raw, emitted, cu)
+            score_emitted(step.scores, raw, emitted, cu, path)
         self._score_prompts(step)
 
     def _score_prompts(self, step: StepTensors) -> None:
@@ -260,7 +311,8 @@ class Program:
             is_alone = ((scores >= fields[LOOKUP_ALONE]) & (fields[LOOKUP_LIMIT] >= 0)).int()
         if self._drafter is not None and self._drafts_with_model(shape):
             self._draft_with_model(step, is_alone)
-        if shape.has_lookup:
+        # Where a lookup was asked for its score already, only drafts of the model are left to lengthen.
+        if shape.has_lookup and (is_alone is None or shape.num_model_drafts):
             limits, given = fields[LOOKUP_LIMIT], table.num_drafts[step.indices.long()]
             if is_alone is not None:
                 limits = torch.where(is_alone != 0, -1, limits)
@@ -289,7 +341,7 @@ class Program:
         table, drafter = self._table, self._drafter
         if step.fields.device.type == "cpu":
             # Nothing is captured here: the model is spared the requests that do not ask it, and catches up when they do.
-            step, is_alone = self._select_drafting(step, is_alone), None
+            step, is_alone = select_drafting(step, is_alone), None
             if not step.shape.batch:
                 return
         sizes, shape, fields = step.sizes, step.shape, step.fields
@@ -304,6 +356,9 @@ class Program:
         states = drafter.advance(_rows_of(known.packed, step.drafter_attention), known.last_rows)
         if not shape.num_model_drafts:
             return
+        if self._tree is not None:
+            self._tree.draft(fields, known.packed[0][known.last_rows], states, shape.num_model_drafts, sizes)
+            return
         if self._block is not None:
             newest = known.packed[0][known.last_rows]
             states = self._block.run(fields, newest, states, shape.num_model_drafts, sizes, is_alone)
@@ -312,11 +367,23 @@ class Program:
         packed, lengths = step.draft_packed, step.draft_lens
         assert packed is not None and lengths is not None
         is_ended, least = is_alone, self._config.min_draft_confidence
+        chances, together = step.chances, torch.ones(len(step.indices) if step.chances is not None else 0)
+        if chances is not None:
+            chances[step.indices.long()] = 0
         for number in range(shape.num_model_drafts):
             if self._block is not None and least:
                 is_ended = self._block.end(states, number, least, is_ended)
-            chosen = self._choose_draft(step, drafter.logits(states, number), number)
+            logits = drafter.logits(states, number)
+            if self.grammars:
+                logits = mask_draft(logits, table, step.indices, number, self.grammars)
+            if chances is not None:
+                own = greatest_probability(logits)
+                chances[step.indices.long(), number] = own
+                together *= own
+            chosen = self._choose_draft(step, logits, number)
             ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_ended)
+            if chances is not None and float(together.sum()) < shape.least_standing:
+                break
             if number + 1 < shape.num_model_drafts:
                 if step.draft_attention is not None:
                     step.draft_attention.refresh()
@@ -325,27 +392,6 @@ class Program:
                 states = drafter.extend(rows, states, number + 1)
         if Options.REJECTION in shape.options:
             self.distributions.note_drawn(step.indices, is_alone)
-
-    @staticmethod
-    def _select_drafting(step: StepTensors, is_alone: torch.Tensor | None) -> StepTensors:
-        """The step of those requests alone that the model drafter computes; on CPU."""
-        is_asked = step.fields[DRAFTER_COUNT] != 0
-        if is_alone is not None:
-            is_asked &= is_alone == 0
-        own = is_asked.nonzero()[:, 0]
-        count, rows = len(own), step.rows
-        assert rows is not None
-        prompts = [row for row in own.tolist() if row < step.shape.num_prompts]
-        counts, seq_lens = (tuple(values[row] for row in prompts) for values in (step.shape.drafter_counts, step.shape.drafter_seq_lens))
-        return dataclasses.replace(
-            step,
-            shape=dataclasses.replace(step.shape, batch=count, drafter_counts=counts, drafter_seq_lens=seq_lens),
-            sizes=step.sizes._replace(batch=count, num_prompts=len(prompts)),
-            fields=step.fields[:, own].contiguous(),
-            rows=dataclasses.replace(rows, seq_lens=rows.seq_lens[own]),
-            draft_packed=torch.zeros(3, count, dtype=torch.long),
-            draft_lens=torch.zeros(count, dtype=torch.int32),
-        )
 
     def _choose_draft(self, step: StepTensors, logits: torch.Tensor, number: int) -> torch.Tensor:
         """Draft `number` of each request [B] int32, of logits [B, V]."""
@@ -358,6 +404,11 @@ class Program:
         if options & (Options.REJECTION | Options.TOP_P):
             chosen = self.distributions.draw(logits, step.indices, chosen, number, options)
         return chosen
+
+
+def greatest_probability(logits: torch.Tensor) -> torch.Tensor:
+    """[B, V] -> [B] float32, above 0."""
+    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_().clamp_(min=1e-6)
 
 
 def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | None) -> DrafterRows:

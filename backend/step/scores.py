@@ -36,9 +36,13 @@ def _fill(scores: torch.Tensor, raw: torch.Tensor, rows: torch.Tensor, token_ids
     scores[..., 1 + ids.shape[1] :] = values.view(torch.int32)[rows]
 
 
-def score_emitted(scores: torch.Tensor, raw: torch.Tensor, emitted: torch.Tensor, cu_logit_rows: torch.Tensor) -> None:
-    """Fills scores [B, W, 1 + 2 N] of the tokens emitted [B, >= W]."""
+def score_emitted(
+    scores: torch.Tensor, raw: torch.Tensor, emitted: torch.Tensor, cu_logit_rows: torch.Tensor, path: torch.Tensor | None = None
+) -> None:
+    """Fills scores [B, W, 1 + 2 N] of the tokens emitted [B, >= W]; path [B, >= W]: of trees, the row of each among its request's."""
     rows = padded_rows(cu_logit_rows, scores.shape[1], len(raw))
+    if path is not None:
+        rows = rows.gather(1, path[:, : scores.shape[1]].clamp(min=0).long())
     _fill(scores, raw, rows, emitted[:, : scores.shape[1]])
 
 

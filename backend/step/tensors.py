@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
 
 from backend.step.options import Options
 from kernels import ops, step_rows
-from kernels.structs import INDEX, StepSizes
+from kernels.structs import DRAFTER_COUNT, INDEX, StepSizes
 
 REPORT_HEAD = 3
 """Before the drafts of a row of a report: tokens that the model drafter has computed, score of the lookup, number of drafts."""
@@ -22,9 +23,12 @@ class StepShape:
     num_queries: int
     """Most tokens of a decoding row: its drafts and one more."""
     num_model_drafts: int = 0
+    least_standing: float = 0.0
+    """See `StepPlan.least_standing`, in requests; captured shapes have 0."""
     has_lookup: bool = False
     has_lookup_alone: bool = False
     has_prefixes: bool = False
+    has_trees: bool = False
     reports_drafts: bool = False
     options: Options = Options.NONE
     prompt_lens: tuple[int, ...] = ()
@@ -67,8 +71,31 @@ class StepTensors:
     draft_attention: ops.StepAttention | None = None
     report: torch.Tensor | None = None
     """[B, REPORT_HEAD + K] int32: what the step drafted for the next one."""
+    chances: torch.Tensor | None = None
+    """[S, K] float32 by request index: the greatest probability that the model drafter gave at each draft; on CPU."""
 
     @property
     def indices(self) -> torch.Tensor:
         """[B] int32: request indices."""
         return self.fields[INDEX]
+
+
+def select_drafting(step: StepTensors, is_alone: torch.Tensor | None) -> StepTensors:
+    """The step of those requests alone that the model drafter computes; on CPU."""
+    is_asked = step.fields[DRAFTER_COUNT] != 0
+    if is_alone is not None:
+        is_asked &= is_alone == 0
+    own = is_asked.nonzero()[:, 0]
+    count, rows = len(own), step.rows
+    assert rows is not None
+    prompts = [row for row in own.tolist() if row < step.shape.num_prompts]
+    counts, seq_lens = (tuple(values[row] for row in prompts) for values in (step.shape.drafter_counts, step.shape.drafter_seq_lens))
+    return dataclasses.replace(
+        step,
+        shape=dataclasses.replace(step.shape, batch=count, drafter_counts=counts, drafter_seq_lens=seq_lens),
+        sizes=step.sizes._replace(batch=count, num_prompts=len(prompts)),
+        fields=step.fields[:, own].contiguous(),
+        rows=dataclasses.replace(rows, seq_lens=rows.seq_lens[own]),
+        draft_packed=torch.zeros(3, count, dtype=torch.long),
+        draft_lens=torch.zeros(count, dtype=torch.int32),
+    )

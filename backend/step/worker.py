@@ -22,16 +22,16 @@ from backend.model_checks import check_max_model_len
 from backend.model_files import fingerprint
 from backend.models import Model, load_model
 from backend.parallel.ranks import Ranks
-from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.step.distributions import MAX_ROWS
+from backend.step.draft_masks import Grammars
 from backend.step.graphs import Graphs
 from backend.step.options import Options
-from backend.step.plan import StepPlan
+from backend.step.plan import MILLION, StepPlan
 from backend.step.program import Program
 from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
 from kernels import ops
 from kernels.request_table import RequestTable
-from kernels.structs import COUNT, NUM_FIELDS, RESULT_HEAD
+from kernels.structs import COUNT, INDEX, NUM_FIELDS, RESULT_HEAD
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,11 @@ class _Read:
     report: np.ndarray | None
     scores: np.ndarray | None
     prompt_scores: dict[int, np.ndarray]
+    chances: np.ndarray | None = None
+
+
+TREES_ON_GPU = False
+"""Their kernels are proven one by one, steps of a whole engine are not."""
 
 
 class Worker:
@@ -101,7 +106,14 @@ class Worker:
         self._config = config
         self.device = pick_device(config)
         self.dtype = pick_dtype(config, self.device)
+        if self.device.type == "cuda" and config.speculative_config.tree is not None and not TREES_ON_GPU:
+            keys = "tree_nodes, tree_paths and token_recycling"
+            raise ConfigError(
+                f"speculative_config: trees of drafts ({keys}) run on CPU only so far, not on {self.device}; leave them out or use device cpu"
+            )
         self._threads_for = threads_for(config)
+        # Ranks that stop at different drafts, for the last bits of a sum, would wait for one another.
+        self._stops_early = self.device.type == "cpu" and ranks.size == 1
         # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
         # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
         with cpu_threads(1):
@@ -129,13 +141,14 @@ class Worker:
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:
             self.drafter.attach(self.store)
-        self.table = RequestTable(config.max_batch_size, self.max_model_len, MAX_DRAFTS, self.model.vocab_size, self.device)
+        speculative = config.speculative_config
+        sizes = (config.max_batch_size, self.max_model_len, speculative.max_drafts, self.model.vocab_size)
+        self.table = RequestTable(*sizes, self.device, has_trees=speculative.tree is not None)
         width = -(-self.max_model_len // config.page_size)
         shape = (self.table.size, width)
         self.page_table = torch.full(shape, self.store.scratch_page, dtype=torch.int32, device=self.device)
-        self.program = Program(
-            config.speculative_config, self.model, self.store, self.table, self.page_table, self.drafter, self.max_model_len, self.dtype
-        )
+        self.program = Program(speculative, self.model, self.store, self.table, self.page_table, self.drafter, self.max_model_len, self.dtype)
+        self.program.rounds_prompts = config.prompt_activations == "fp8"
         if self.device.type == "cuda":
             self.program.masks = torch.zeros(self._mask_shape, dtype=torch.int32, device=self.device)
         self.graphs = Graphs(config, self.program, self.table, self.device, self._stage_words) if self.device.type == "cuda" else None
@@ -150,9 +163,11 @@ class Worker:
         own = speculative.resolve(None)
         place = find_place(make_placements(speculative, has_step_drafter=self.drafter is not None), own)
         num_model = min(own.num_model_steps, self.drafter.max_drafts) if place.has_model and self.drafter is not None else 0
+        num_model = own.num_nodes or num_model
         most = own.num_speculative_tokens if place.has_lookup or place.host else num_model
         # Fewer drafts than the most are for large batches and the ends of requests: there a step may be a little wider than it has to be.
-        counts = sorted({count for count in (1, 2, 3, 5, 7, 11) if count < most} | {most})
+        most = own.num_nodes or most
+        counts = [most] if own.num_nodes else sorted({count for count in (1, 2, 3, 5, 7, 11) if count < most} | {most})
         drafts = {(0, False), *((min(n, num_model), place.has_lookup) for n in counts)}
         self.graphs.warm_up({1, *(1 + n for n in counts)}, drafts if most else {(0, False)}, self.max_model_len - 1)
 
@@ -193,12 +208,13 @@ class Worker:
         Any request may ask for any strategy, so memory for all of them is counted.
         """
         config, model, size = self._config, self.model, self.dtype.itemsize
-        num_rows = config.max_batch_size * (1 + (config.speculative_config.num_speculative_tokens or 0))
+        num_rows = config.max_batch_size * (1 + config.speculative_config.max_own_drafts)
         activations = (self.max_num_batched_tokens + num_rows) * model.hidden_size * ACTIVATIONS_PER_STATE * size
         state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * self.max_model_len) + GRAPHS_BYTES
         # Whole distributions are held for some rows at a time; float32 logits beside the model's own where penalties ask for them.
         logits = num_rows * model.vocab_size * (size + 4) + MAX_ROWS * model.vocab_size * BYTES_PER_PROBABILITY
-        drawn = (config.speculative_config.num_model_steps or 1) if self.drafter is not None else 0
+        speculative = config.speculative_config
+        drawn = (speculative.num_model_steps or 1) if self.drafter is not None and speculative.tree is None else 0
         written = 2 * model.num_written_weights * size  # eagerly, and in graphs
         logits += 4 * math.prod(self._mask_shape)
         return activations + written + logits + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
@@ -211,15 +227,19 @@ class Worker:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Starts a step. On CPU it is over when this returns."""
+    def launch(self, plan: StepPlan, grammars: Grammars | None = None) -> Launched:
+        """Starts a step. On CPU it is over when this returns.
+
+        grammars: that the model drafter's drafts are to follow. On CPU alone: what is allowed after a draft is known once that is chosen, and on
+        a GPU nobody waits for the host in the middle of a step.
+        """
         num_tokens = plan.prompt_rows + (plan.num_rows - plan.num_prompts) * plan.num_queries
         with self._threads_for(num_tokens):
             self._turn = (self._turn + 1) % NUM_BUFFERS
             self._prepare(plan)
             if self.graphs is not None:
                 return self._launch_on_gpu(plan)
-            self.program.masks = torch.from_numpy(plan.masks)
+            self.program.masks, self.program.grammars = torch.from_numpy(plan.masks), grammars or {}
             fields, words = torch.from_numpy(plan.fields), torch.tensor(plan.written, dtype=torch.int32)
             self._write(plan, words)
             step = self.program.make_tensors(self._shape(plan, plan.num_rows), fields)
@@ -250,7 +270,7 @@ class Worker:
     def _write(self, plan: StepPlan, words: torch.Tensor) -> None:
         """What the plan writes into the page table and the request table; words: `plan.written` on the device."""
         table, begin = self.table, 0
-        targets = (self.page_table, table.drafts, table.num_drafts, self.program.distributions.num_drawn)
+        targets = (self.page_table, table.drafts, table.parents, table.num_drafts, self.program.distributions.num_drawn)
         for target, pairs in zip(targets, plan.write_lists):
             ops.write_values(target, words[begin:], len(pairs) // 2)
             begin += len(pairs)
@@ -260,9 +280,11 @@ class Worker:
             batch=batch,
             num_queries=plan.num_queries,
             num_model_drafts=plan.num_model_drafts,
+            least_standing=plan.least_standing / MILLION if self._stops_early else 0.0,
             has_lookup=plan.has_lookup,
             has_lookup_alone=plan.has_lookup_alone,
             has_prefixes=plan.has_prefixes,
+            has_trees=plan.has_trees,
             reports_drafts=plan.reports_drafts,
             options=Options(plan.options),
             prompt_lens=tuple(plan.fields[COUNT, : plan.num_prompts].tolist()),
@@ -277,7 +299,7 @@ class Worker:
     @property
     def _stage_words(self) -> int:
         """Fields of the widest step, and per request a full table of pages and all drafts: what one launch can bring at most."""
-        return self.table.size * (NUM_FIELDS + 2 * (self.page_table.shape[1] + MAX_DRAFTS + 2))
+        return self.table.size * (NUM_FIELDS + 2 * (self.page_table.shape[1] + 2 * self.table.max_drafts + 2))
 
     def _launch_on_gpu(self, plan: StepPlan) -> Launched:
         graphs = self.graphs
@@ -325,6 +347,9 @@ class Worker:
             for outcome, row in zip(outcomes, read.report.tolist()):
                 outcome.num_drafter_tokens, outcome.lookup_score = row[:2]
                 outcome.next_drafts = row[REPORT_HEAD : REPORT_HEAD + row[2]]
+        if read.chances is not None:
+            for outcome, row in zip(outcomes, read.chances[plan.fields[INDEX]].tolist()):
+                outcome.draft_chances = row[: row.index(0.0)] if 0.0 in row else row
         if read.scores is not None:
             for b, outcome in enumerate(outcomes):
                 outcome.scores = read.scores[b]
@@ -336,7 +361,8 @@ class Worker:
 def _host_copies(step: StepTensors) -> _Read:
     prompts = {row: scores.numpy() for row, scores in step.prompt_scores.items()}
     report, scores = step.report, step.scores
-    return _Read(step.results.numpy(), None if report is None else report.numpy(), None if scores is None else scores.numpy(), prompts)
+    chances = None if step.chances is None else step.chances.numpy()
+    return _Read(step.results.numpy(), None if report is None else report.numpy(), None if scores is None else scores.numpy(), prompts, chances)
 
 
 def _start_copies(step: StepTensors) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:

@@ -118,11 +118,14 @@ def plan_attention(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     window: int | None = None,
+    seen: np.ndarray | None = None,
 ) -> AttentionPlan:
     """Groups requests of like length, so that one call serves many of them and little of it is padding.
 
     query_lens and seq_lens [B]: new tokens, and all tokens with them; page_ids [B][>= pages of seq_len]; num_groups =
-    H / Hkv. Page ids past those of seq_len are not read. window: tokens that a query sees, itself with them; None: all.
+    H / Hkv. Page ids past those of seq_len are not read. window: tokens that a query sees, itself with them; None: all. seen [sum of query_lens]
+    int64: of a request whose new tokens are a tree, which of them each query sees, a bit each from the lowest on; it sees all tokens before
+    them too. 0: it sees what comes before it.
     """
     starts = [0, *itertools.accumulate(query_lens)]
     # The pages that hold what the queries see.
@@ -156,6 +159,13 @@ def plan_attention(
             place = place - np.array([firsts[b] for b in bucket])[:, None] * page_size
             numbers = np.arange(most * page_size)
             hidden = (numbers > place[:, :, None]) | (numbers <= place[:, :, None] - window)
+        if seen is not None:
+            for row, b in enumerate(bucket):
+                own = seen[starts[b] : starts[b + 1]]
+                if own.any():
+                    first_new = seq_lens[b] - query_lens[b] - firsts[b] * page_size
+                    hidden[row, : len(own)] = _hide(own, first_new, most * page_size, window)
+                    hidden[row, len(own) :] = hidden[row, len(own) - 1]
         mask = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(device, dtype)
         span = slice(starts[bucket[0]], starts[bucket[0]] + len(bucket) * width)
         is_padded = min(query_lens[b] for b in bucket) < width
@@ -181,9 +191,23 @@ def plan_attention(
         return AttentionPlan(groups, max(seq_lens, default=0))
 
     def make(window: int) -> AttentionPlan:
-        return plan_attention(query_lens, seq_lens, page_ids, page_size, num_groups, dtype, device, window)
+        return plan_attention(query_lens, seq_lens, page_ids, page_size, num_groups, dtype, device, window, seen)
 
     return AttentionPlan(groups, max(seq_lens, default=0), make)
+
+
+def _hide(seen: np.ndarray, first_new: int, num_keys: int, window: int | None) -> np.ndarray:
+    """[Q, num_keys]: the keys that queries of a tree do not see; first_new: the number of its first token among the keys."""
+    numbers, places = np.arange(num_keys), np.arange(len(seen))
+    is_seen = seen[:, None] >> places & 1 != 0
+    depths = is_seen.sum(axis=1) - 1
+    if window is not None:  # of positions: those of a tree's tokens follow their depths
+        is_seen &= depths[:, None] - depths < window
+    hidden = np.repeat((numbers >= first_new)[None], len(seen), axis=0)
+    hidden[:, first_new : first_new + len(seen)] = ~is_seen
+    if window is not None:
+        hidden[:, :first_new] = numbers[:first_new] <= (first_new + depths)[:, None] - window
+    return hidden
 
 
 def append_attention(

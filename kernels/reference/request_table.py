@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kernels.reference import sampling
+from kernels.reference.paths import count_depths, find_paths
 from kernels.request_state import Admission, RequestState
 from kernels.structs import GREEDY, HAS_BANS, HAS_BIAS, HAS_PENALTIES, IN_PROMPT, MAX_SCORE_PAST, RULES, Policy
 
@@ -17,6 +18,8 @@ def admit(table: RequestState, admission: Admission) -> None:
     arrays.params[index] = table.pack_params(admission)[0]
     arrays.tokens[index, :count] = tokens
     arrays.num_tokens[index], arrays.num_drafts[index] = count, 0
+    if table.has_trees:
+        arrays.parents[index] = np.arange(-1, arrays.parents.shape[1] - 1)  # its drafts are a chain until somebody says otherwise
     arrays.num_drafter_tokens[index] = admission.num_drafter_tokens
     biases, banned = admission.logit_bias, admission.banned_ids
     arrays.bias_ids[index, : len(biases)], arrays.biases[index, : len(biases)] = list(biases), list(biases.values())
@@ -60,8 +63,9 @@ def process_logits(logits: torch.Tensor, table: RequestState, request_indices: t
             count = int(params["num_biases"])
             rows[:, table.bias_ids[index, :count].long()] += table.biases[index, :count]
         if flags[b] & HAS_BANS:
-            early = max(int(params["min_known"]) - known, 0)
-            rows[:early, table.banned_ids[index, : int(params["num_banned"])].long()] = float("-inf")
+            depths = count_depths(table, np.full(len(rows), index), np.arange(len(rows)))
+            early = torch.from_numpy(np.flatnonzero(known + depths < params["min_known"]))
+            rows[early[:, None], table.banned_ids[index, : int(params["num_banned"])].long()] = float("-inf")
 
 
 def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_starts: torch.Tensor, cu_logit_rows: torch.Tensor) -> None:
@@ -74,7 +78,7 @@ def mask_logits(logits: torch.Tensor, masks: torch.Tensor, mask_starts: torch.Te
 
 
 def _penalize(rows: torch.Tensor, table: RequestState, index: int) -> None:
-    """Of the tokens that were seen, and of the drafts before each row: the others are as they were."""
+    """Of the tokens that were seen, and of the drafts that lead to each row: the others are as they were."""
     arrays, num_rows = table.arrays, len(rows)
     seen = arrays.seen[index, : arrays.num_seen[index]]
     drafts = arrays.drafts[index, : num_rows - 1]
@@ -83,8 +87,9 @@ def _penalize(rows: torch.Tensor, table: RequestState, index: int) -> None:
     places = np.searchsorted(ids, seen[:, 0])
     counts = np.zeros((num_rows, len(ids)), np.float32)
     counts[:, places] = seen[:, 1] & ~IN_PROMPT
+    is_on_path = find_paths(table, index, num_rows)
     for place, token_id in enumerate(drafts.tolist()):
-        counts[place + 1 :, ids == token_id] += 1
+        counts[:, ids == token_id] += is_on_path[:, place, None]
     is_prompt = np.zeros(len(ids), bool)
     is_prompt[places] = seen[:, 1] & IN_PROMPT != 0
     columns = torch.from_numpy(ids).long()
@@ -114,12 +119,28 @@ def choose(
         owners = np.repeat(np.arange(len(counts)), counts)
         drawn = np.flatnonzero(is_drawn[owners])
         mine, places = indices[owners[drawn]], drawn - starts[owners[drawn]]
-        positions = torch.from_numpy(table.arrays.num_tokens[mine].astype(np.int64) + places + ahead)
+        positions = torch.from_numpy(table.arrays.num_tokens[mine].astype(np.int64) + count_depths(table, mine, places) + ahead)
         own = torch.from_numpy(mine).long()
         parameters = (table.temperature[own], table.top_k[own], table.top_p[own], table.min_p[own], table.seeds[own])
         rows = logits[:total] if len(drawn) == total else logits[torch.from_numpy(drawn)]
         token_ids[drawn] = sampling.sample(rows, *parameters, positions).numpy()
     return torch.from_numpy(token_ids), torch.from_numpy(is_broken)
+
+
+def choose_candidates(
+    logits: torch.Tensor, table: RequestState, request_indices: torch.Tensor, count: int, ahead: int, is_likeliest: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of each row [R, count] int32, or those that would be drawn first, -1: the others are impossible; and their scores."""
+    scores, own = logits.float(), request_indices.long()
+    is_drawn = table.flags[own] & GREEDY == 0
+    if not is_likeliest and is_drawn.any():
+        mine = own[is_drawn]
+        parameters = (table.temperature[mine], table.top_k[mine], table.top_p[mine], table.min_p[mine])
+        noise = sampling.gumbel_noise(table.seeds[mine], table.num_tokens[mine].long() + ahead, logits.shape[1])
+        scores = scores.clone()
+        scores[is_drawn] = sampling.scale_logits(logits[is_drawn], *parameters) + noise
+    values, ids = scores.topk(count, dim=-1)
+    return ids.int().masked_fill_(values == float("-inf"), -1), values - scores.logsumexp(dim=-1, keepdim=True)
 
 
 def verify_drafts(
@@ -146,6 +167,34 @@ def verify_drafts(
         np.copyto(emitted[:, :most], own, where=columns <= np.where(counts > 0, accepted, -1)[:, None])
     num_emitted = (accepted + 1) * (counts > 0)
     return torch.from_numpy(emitted), torch.from_numpy(num_emitted), torch.from_numpy(accepted)
+
+
+def verify_tree(
+    chosen: torch.Tensor, table: RequestState, request_indices: torch.Tensor, cu_logit_rows: torch.Tensor, policy: Policy = Policy.NORMAL
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What each request emits [B, max_drafts + 1], how much of it, how many drafts were accepted, and the rows [B, max_drafts + 1] that chose."""
+    width, starts, arrays = table.max_drafts + 1, cu_logit_rows.tolist(), table.arrays
+    indices, tokens = request_indices.tolist(), chosen.tolist()
+    emitted, path = (np.full((len(indices), width), -1, np.int32) for _ in range(2))
+    accepted, offered = (np.zeros(len(indices), np.int32) for _ in range(2))
+    for b, index in enumerate(indices):
+        count = min(starts[b + 1] - starts[b], width)
+        if not count:
+            continue
+        own, row, depth = tokens[starts[b] : starts[b] + count], 0, 0
+        drafts, parents = arrays.drafts[index, : count - 1].tolist(), arrays.parents[index, : count - 1].tolist()
+        children: list[list[int]] = [[] for _ in range(count)]
+        for node, parent in enumerate(parents):
+            children[parent + 1].append(node + 1)
+        while policy != Policy.REJECT_ALL:
+            found = next((child for child in children[row] if policy == Policy.ACCEPT_ALL or drafts[child - 1] == own[row]), None)
+            if found is None:
+                break
+            emitted[b, depth], path[b, depth] = drafts[found - 1], row
+            row, depth = found, depth + 1
+        emitted[b, depth], path[b, depth] = own[row], row
+        accepted[b], offered[b] = depth, depth + 1
+    return torch.from_numpy(emitted), torch.from_numpy(offered), torch.from_numpy(accepted), torch.from_numpy(path)
 
 
 def commit(emitted: torch.Tensor, num_emitted: torch.Tensor, table: RequestState, request_indices: torch.Tensor) -> None:

@@ -109,12 +109,13 @@ def probabilities(
 
     is_filtered: whether some row's top_k, top_p or min_p is on. None: they are looked at, which waits for a GPU.
     """
-    return _scaled(logits, temperature, top_k, top_p, min_p, is_filtered).softmax(dim=-1)
+    return scale_logits(logits, temperature, top_k, top_p, min_p, is_filtered).softmax(dim=-1)
 
 
-def _scaled(
+def scale_logits(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, is_filtered: bool | None = None
 ) -> torch.Tensor:
+    """float32 logits over temperature, -inf where a filter drops a token: what `sample` adds noise to."""
     logits = logits.float() / temperature[:, None]
     if is_filtered is None:
         is_filtered = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
@@ -135,5 +136,5 @@ def sample(
     The parameters are [R]; temperature > 0. The noise depends on (seed, position, token id) alone, so a row gives the same
     token in every batch.
     """
-    logits = _scaled(logits, temperature, top_k, top_p, min_p)
+    logits = scale_logits(logits, temperature, top_k, top_p, min_p)
     return argmax(logits + gumbel_noise(seeds, positions, logits.shape[-1]))

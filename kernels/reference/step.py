@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kernels.reference.paths import climb
 from kernels.request_state import RequestState
 from kernels.step_rows import DrafterRows, StepRows
 from kernels.structs import (
@@ -68,13 +69,19 @@ def prepare_step(table: RequestState, fields: torch.Tensor, page_table: torch.Te
         ahead = positions - np.repeat(known, lens)
         is_draft = ahead >= 0
         packed[0, is_draft] = arrays.drafts[mine[is_draft], ahead[is_draft]]
-    packed[1] = positions
+    packed[1], seen = positions, None
+    if sizes.has_trees:
+        firsts, is_own = np.repeat(first, lens), np.repeat(is_newest, lens)
+        depths, seen = climb(table, mine, (positions - firsts) * is_own)
+        packed[1, is_own], seen[~is_own] = (firsts + depths)[is_own], 0
     pages, places = _Pages(page_table, sizes).find(mine, np.repeat(own[NUM_PAGES], lens), positions)
     packed[2], packed[3] = pages * sizes.page_stride + places, pages * sizes.tap_stride + places
     kept = logit_starts[1:] - logit_starts[:-1]
     logit_rows = np.repeat(starts[1:] - logit_counts - logit_starts[:-1], kept) + np.arange(logit_starts[-1])
     lists = (starts, (first + lens) * (lens > 0), verified, logit_starts, logit_rows)
-    return StepRows(torch.from_numpy(packed), *(torch.from_numpy(x) for x in lists))
+    rows = StepRows(torch.from_numpy(packed), *(torch.from_numpy(x) for x in lists))
+    rows.seen = None if seen is None else torch.from_numpy(seen)
+    return rows
 
 
 def prepare_drafter(
@@ -83,7 +90,7 @@ def prepare_drafter(
     own, arrays = fields.numpy(), table.arrays
     indices, asked, target_lens = own[INDEX], own[DRAFTER_COUNT], target.seq_lens.numpy()
     known, first = arrays.num_tokens.take(indices), arrays.num_drafter_tokens.take(indices)
-    newest = np.maximum(target_lens + 1 - first, 0) * (target_lens > 0)
+    newest = np.maximum((known if sizes.has_trees else target_lens + 1) - first, 0) * (target_lens > 0)
     starts = _starts_of(np.where(asked < 0, newest, asked) * (indices != sizes.dummy_index), most_rows)
     begins = starts[:-1]
     counts = starts[1:] - begins
@@ -132,6 +139,25 @@ def append_draft(
     out = packed.numpy()
     out[0], out[1], out[2] = tokens, positions, pages * sizes.drafter_stride + places
     seq_lens.numpy()[:] = positions + 1
+
+
+def append_tree(table: RequestState, fields: torch.Tensor, token_ids: torch.Tensor, parents: torch.Tensor) -> None:
+    own, arrays = fields.numpy(), table.arrays
+    known = arrays.num_tokens.take(own[INDEX])
+    limits = np.minimum(own[MODEL_LIMIT], own[END] - known - 1) * (own[DRAFTER_COUNT] != 0) * (own[INDEX] != table.dummy_index)
+    offered, before = token_ids.tolist(), parents.expand(token_ids.shape).tolist()
+    for index, limit, tokens, own_parents in zip(own[INDEX].tolist(), limits.tolist(), offered, before):
+        places: list[int] = []  # of those offered, among those that are drafts; -1: it is none
+        count = 0
+        for token, parent in zip(tokens, own_parents):
+            above = places[parent] if parent >= 0 else -1
+            is_draft = token >= 0 and count < limit and (parent < 0 or above >= 0)
+            places.append(count if is_draft else -1)
+            if is_draft:
+                arrays.drafts[index, count], arrays.parents[index, count] = token, above
+                count += 1
+        if limit > 0:
+            arrays.num_drafts[index] = count
 
 
 def pack_results(

@@ -1,0 +1,172 @@
+"""Shapes of trees and their options: what is a tree, what trees do not go with, and other servers' names for them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from backend import LLM, SamplingParams, trees
+from backend.config import EngineConfig
+from backend.errors import ConfigError
+from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from backend.trees import make_static, shape_static
+from kernels import structs
+
+PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
+RECYCLING = {"method": "token_recycling", "adaptive": False}
+
+# -- shapes -------------------------------------------------------------------------------------------------------------
+
+
+def test_limits_are_the_kernels() -> None:
+    assert (trees.MAX_NODES, trees.MAX_DEPTH) == (structs.MAX_NODES, structs.MAX_DEPTH) == (63, MAX_SPECULATIVE_TOKENS)
+
+
+def test_paths_make_a_tree() -> None:
+    tree = make_static(random.Random(1).sample(PATHS, len(PATHS)), "tree_paths")
+    assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0))
+    assert tree.parents == (-1, -1, 0, 0, 1, 2, 3, 5)
+    assert (tree.num_nodes, tree.depth, tree.num_candidates, [tree.count_within(d) for d in range(5)]) == (8, 4, 2, [0, 2, 5, 7, 8])
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([[0], [0, 1, 2]], r"tree_paths: the path \[0, 1, 2\] goes on from \[0, 1\], which is no path of the tree: add it"),
+        ([[0], [1], [0]], r"tree_paths: the path \[0\] is there twice"),
+        ([[0], []], r"tree_paths: the path \[\] has 0 drafts; it must have from 1 to 16"),
+        ([[0] * n for n in range(1, 18)], r"has 17 drafts; it must have from 1 to 16"),
+        ([[0], [0, -1]], r"tree_paths: the path \[0, -1\] has -1; candidates are numbered from 0 to 31"),
+        ([[32]], r"tree_paths: the path \[32\] has 32; candidates are numbered from 0 to 31"),
+        ([], r"tree_paths has 0 paths; it must have from 1 to 63"),
+        ([[i] for i in range(32)] + [[0, i] for i in range(32)], r"tree_paths has 64 paths; it must have from 1 to 63"),
+    ],
+)
+def test_what_is_no_tree_is_said(paths: list[list[int]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.from_dict({"method": "token_recycling", "tree_paths": paths})
+
+
+@pytest.mark.parametrize(("num_nodes", "depth", "top_k"), [(1, 4, 8), (24, 4, 8), (63, 16, 32), (10, 1, 8), (7, 3, 1), (63, 2, 3)])
+def test_shapes_of_so_many_drafts(num_nodes: int, depth: int, top_k: int) -> None:
+    tree = shape_static(num_nodes, depth, top_k)
+    assert make_static(tree.paths, "x") == tree and tree.depth <= depth and tree.num_candidates <= top_k
+    assert tree.num_nodes == min(num_nodes, sum(top_k**d for d in range(1, depth + 1)))
+
+
+# -- what trees do not go with ------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mtp_strategy": "with_ngram"}, "mtp_strategy must be default with tree_nodes: drafts are trees, got 'with_ngram'"),
+    ({"placement": "bls"}, "placement must be auto or in_process with tree_nodes: drafts are trees, got 'bls'"),
+    ({"verify_strategy": "topp"}, "verify_strategy must be target_match, greedy or rejection with tree_nodes: drafts are trees, got 'topp'"),
+    ({"accept_policy": "simulated"}, "accept_policy must be normal, accept_all or reject_all with tree_nodes"),
+    ({"num_speculative_tokens": 3, "num_model_steps": 2}, r"num_model_steps must be num_speculative_tokens \(3\) or left out with tree_nodes"),
+    ({"tree_paths": [[0]]}, "tree_nodes must be left out with tree_paths, which say it all, got 8"),
+    ({"tree_nodes": None, "tree_top_k": 3}, "tree_top_k must be left out without tree_nodes, got 3"),
+    ({"tree_nodes": None, "tree_paths": [[0], [0, 0]], "num_speculative_tokens": 3}, "num_speculative_tokens must be 2 or left out with tree_paths"),
+    ({"method": "dflash", "model": "x"}, "tree_nodes must be left out with method dflash, which makes all drafts of a chain at once, got 8"),
+    ({"method": "draft_model", "model": "x", "parallel_drafting": True}, "parallel_drafting must be left out with tree_nodes"),
+    ({"method": "suffix"}, "tree_nodes has no effect with method suffix: it is a key of mtp, .*token_recycling"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[" ".join(values) for values, _ in REFUSED])
+def test_keys_that_trees_do_not_go_with(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.from_dict({"method": "mtp", "tree_nodes": 8, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"parallel_config": {"tensor_parallel_size": 2}}, "tensor_parallel_size must be 1 where drafts are trees .*, got 2"),
+        ({"disaggregation": {"scheduler_name": "redis"}}, "disaggregation.scheduler_name must be left out where drafts are trees"),
+    ],
+)
+def test_engines_that_have_no_trees(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_dict({"speculative_config": RECYCLING, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"num_speculative_tokens": 9, "tree_top_k": 8},
+            r"tree_top_k is 8, and 9 drafts follow one another: the drafter goes on from 64; the limit is 63",
+        ),
+        ({"num_speculative_tokens": 16, "tree_top_k": 16}, "the drafter goes on from 240; the limit is 63: take a smaller tree_top_k"),
+    ],
+)
+def test_trees_that_grow_too_wide(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(speculative_config={"method": "mtp", "tree_nodes": 8, **values})
+
+
+def test_what_requests_may_choose() -> None:
+    static, grown = (SpeculativeConfig.from_dict({**RECYCLING, "tree_paths": PATHS}), SpeculativeConfig.from_dict({"method": "mtp", "tree_nodes": 8}))
+    assert [static.resolve({"num_speculative_tokens": n}).num_nodes for n in range(5)] == [0, 2, 5, 7, 8]
+    assert [config.resolve(None).max_drafts for config in (static, grown)] == [8, 8]
+    assert [static.resolve({"method": name}).num_nodes for name in ("ngram", "none")] == [0, 0]
+    for config, choice, message in (
+        (static, {"num_speculative_tokens": 5}, r"num_speculative_tokens must be from 0 \(off\) to 4, the depth of the server's tree, got 5"),
+        (grown, {"num_speculative_tokens": 2}, r"num_speculative_tokens must be 0 \(off\) or 4, the depth of the server's tree, got 2"),
+        (static, {"verify_strategy": "topp"}, "verify_strategy must be target_match, greedy or rejection on a server whose drafts may be trees"),
+        (static, {"method": "ngram", "verify_strategy": "topp"}, "verify_strategy must be target_match, greedy or rejection on a server"),
+        (grown, {"mtp_strategy": "with_ngram"}, "mtp_strategy must be default where drafts are trees"),
+    ):
+        with pytest.raises(ConfigError, match=f"speculative.{message}"):
+            config.resolve(choice)
+
+
+def test_answers_of_a_form_and_predictions_have_chains(llm_plain) -> None:
+    """A grammar's forced tokens, and what a prediction says: with the tokens of a server without trees."""
+    llm = LLM(speculative_config=RECYCLING)
+    form = SamplingParams(max_tokens=24, temperature=0.0, structured_outputs={"choice": ["a long answer of many words", "another answer"]})
+    plain = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    for params in (form, plain):
+        theirs = llm_plain.generate(["def add(a, b):\n"], params, use_tqdm=False)[0].outputs[0]
+        choice = {"prediction": theirs.token_ids} if params is plain else None
+        own = llm.generate(["def add(a, b):\n"], params, speculative=choice, use_tqdm=False)[0].outputs[0]
+        assert own.token_ids == theirs.token_ids and "token_recycling" not in own.sources and own.stats.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"speculative_token_tree": "[(0,), (0, 0), (1,)]", "num_speculative_tokens": 3},
+            {"tree_paths": ((0,), (0, 0), (1,)), "num_speculative_tokens": 2},
+        ),
+        ({"medusa_choices": [[0], [0, 0]]}, {"tree_paths": ((0,), (0, 0))}),
+        (
+            {"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16},
+            {"num_speculative_tokens": 5, "tree_top_k": 4, "tree_nodes": 15},
+        ),
+        (
+            {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4},
+            {"num_speculative_tokens": 3, "tree_nodes": None},
+        ),
+        ({"use_dynamic_tree": True, "dynamic_tree_max_topK": 6, "max_total_draft_tokens": 30}, {"tree_top_k": 6, "tree_nodes": 30}),
+        ({"use_dynamic_tree": False, "dynamic_tree_max_topK": 6, "max_total_draft_tokens": 30}, {"tree_top_k": None, "tree_nodes": None}),
+    ],
+)
+def test_other_servers_names(values: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = SpeculativeConfig.from_dict({"method": "eagle3", "model": "x", **values})
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculative_token_tree": "[(0,"}, r"speculative_token_tree must be a list of paths such as \[\(0,\), \(0, 0\), \(1,\)\], got '\[\(0,'"),
+        ({"speculative_eagle_topk": 4}, "speculative_eagle_topk 4 makes trees: say speculative_num_draft_tokens too, 2 to 64"),
+        ({"speculative_eagle_topk": "4"}, "speculative_eagle_topk must be an integer from 1 on, got '4'"),
+    ],
+)
+def test_other_servers_names_that_are_wrong(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SpeculativeConfig.from_dict({"method": "eagle3", "model": "x", **values})
