@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from backend.structured_outputs import StructuredOutputs
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 
+NEVER = 1 << 20
+"""A score that no lookup reaches."""
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 64
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 8192
@@ -157,6 +160,19 @@ class Speculation:
     num_model_steps: int = 1
     """Drafts that the model drafter makes; the others are looked up."""
     mtp_strategy: str = "default"
+    num_nodes: int = 0
+    """Drafts of a tree, on paths of num_speculative_tokens at most; 0: they are a chain."""
+    is_adaptive: bool = True
+    """Its number of drafts follows measured times and acceptance; else it is fixed."""
+
+    @property
+    def max_drafts(self) -> int:
+        """Of a step."""
+        return self.num_nodes or self.num_speculative_tokens
+
+    def depth_of(self, num_drafts: int) -> int:
+        """Drafts on the longest path of so many, at most."""
+        return min(num_drafts, self.num_speculative_tokens) if self.num_nodes else num_drafts
 
 
 @dataclass(slots=True)
@@ -172,13 +188,14 @@ class SpeculationStats:
     emitted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
 
-    def add(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+    def add(self, num_drafted: int, num_accepted: int, num_emitted: int, depth: int) -> None:
+        """depth: drafts on the longest path, of which a chain has all."""
         self.steps += 1
         self.drafts += num_drafted > 0
         self.drafted += num_drafted
         self.accepted += num_accepted
         self.emitted += num_emitted
-        while len(self.accepted_per_position) < num_drafted:
+        while len(self.accepted_per_position) < depth:
             self.accepted_per_position.append(0)
         for position in range(num_accepted):
             self.accepted_per_position[position] += 1
@@ -226,6 +243,8 @@ class Request:
     """Its `backend.grammar.Matcher`, where its text has to have a form."""
     may_call: bool = False
     """Its text has the special tokens of calls."""
+    begins_thinking: bool = False
+    """Its prompt ends with `<think>`: the answer begins with what the model thinks."""
     prediction_ids: tuple[int, ...] = ()
     """What the answer is expected to be like: drafts are looked up there."""
     arrival: int = 0
@@ -314,6 +333,21 @@ class Batch:
         return bool(self.entries)
 
 
+class Evidence(NamedTuple):
+    """What is known of one draft."""
+
+    source: str
+    """Who made it (a `token_sources` name)."""
+    bucket: int
+    """Drafts of a source in one bucket are alike."""
+    guess: float
+    """The drafter's own: the chance that it stands if those before it do. How many of its bucket stood corrects it."""
+
+
+Chain = Sequence[Evidence]
+"""Of a request's drafts, one after the other."""
+
+
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens, one row per entry of the batch; rows of entries that take no drafts are empty."""
@@ -322,6 +356,8 @@ class Draft:
     """[B][<= K]"""
     sources: list[list[str]]
     """[B][<= K]: who drafted each token (a `token_sources` name)."""
+    evidence: list[Chain] = field(default_factory=list)
+    """[B][<= K]: what is known of each; no rows: no more than the sources say."""
     probs: dict[int, torch.Tensor] = field(default_factory=dict)
     """By entry: [k, V] that its first k drafts were drawn from. Drafts without are certain (one-hot)."""
 
@@ -363,6 +399,8 @@ class Outcome:
     """Of a request that scores its prompt: those of the prompt's tokens after each one computed in this step."""
     next_drafts: list[int] = field(default_factory=list)
     """What the step drafted for the next one, where the host asked for it."""
+    draft_chances: list[float] = field(default_factory=list)
+    """How likely the model drafter held each of its leading drafts' choices to be: the greatest probability there; empty: it was not asked."""
     lookup_score: int = 0
     """How well the lookup's match was at the step's end; 0: none, or not asked for."""
     num_drafter_tokens: int = 0
@@ -397,6 +435,7 @@ class Delta:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    begins_thinking: bool = False
     stats: SpeculationStats | None = None
     prompt_text: str | None = None
     prompt_token_ids: list[int] | None = None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from backend.chunk_limit import ChunkLimit
 from backend.config import EngineConfig
 from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
 from backend.devices import on_stream, pick_device
@@ -25,7 +26,6 @@ from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
 from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
-from backend.pacing import ChunkLimit, Pacer
 from backend.parallel.ranks import Ranks
 from backend.planned import PlannedStep
 from backend.scheduler import cut_at_end
@@ -93,7 +93,7 @@ class Engine:
         model = self.worker.model
         self._intake = Intake(config, self.tokenizer, self.worker.max_model_len, model.vocab_size, model.eos_token_ids)
         self.metrics = Metrics()
-        self._pacer = Pacer() if config.speculative_config.adaptive else None
+        self.budget = self.drafters.budget
         step_ms = config.max_step_ms_on(self._device.type)
         self._chunks = ChunkLimit(step_ms / 1000) if step_ms else None
         self.after_deltas: Callable[[], None] = do_nothing
@@ -152,15 +152,16 @@ class Engine:
         timeout: float | None = None,
         tools: Tools | None = None,
         fills_context: bool = False,
+        template_variables: dict[str, Any] | None = None,
     ) -> None:
         """Queues a prompt (text, token ids or messages); its deltas go to `on_delta`, the last one final, for each of params.n completions.
 
         timeout: seconds from now after which it ends with finish_reason `timeout`; tools: that a chat may call. fills_context: max_tokens is what
-        the prompt leaves of the context, or of what the cache holds. Raises RequestError, ConfigError (both the request's fault), CapacityError or
-        EngineError; then no delta follows.
+        the prompt leaves of the context, or of what the cache holds. template_variables: of a chat, beside those that every template is given.
+        Raises RequestError, ConfigError (both the request's fault), CapacityError or EngineError; then no delta follows.
         """
         most = self.scheduler.max_num_tokens if fills_context else None
-        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools, most), on_delta)
+        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools, most, template_variables), on_delta)
 
     def submit_requests(self, requests: list[Request], on_delta: DeltaSink) -> None:
         """Queues the completions of one call. Raises as `submit` does."""
@@ -247,14 +248,14 @@ class Engine:
         if self._open.has_deadlines:
             self._open.end_late()
         started = time.perf_counter()
-        if self._pacer is not None:
-            self._pacer.choose([r for r in self.scheduler.running if r.is_decoding])
+        budget = self.budget
+        budget.begin([r for r in self.scheduler.running if r.is_decoding])
         if self._is_short:
             self._finish_all()
         batch = self.scheduler.schedule(
-            self._draft_limit,
+            budget.limit,
             may_preempt=not self._in_flight,
-            is_held=lambda r: self.planner.is_held(r, self._draft_limit(r)),
+            is_held=lambda r: self.planner.is_held(r, budget.limit(r)),
             max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None else None,
         )
         self._is_short = batch.is_short
@@ -268,7 +269,7 @@ class Engine:
             self.after_deltas()
             return not is_done
         self.drafters.begin_step(batch)
-        step = self.planner.plan(batch, self._draft_limit)
+        step = self.planner.plan(batch)
         for index, probs in step.host_probs:
             self.worker.put_draft_probs(index, probs)
             if self._group is not None:
@@ -276,18 +277,13 @@ class Engine:
         if self._group is not None:
             self._group.send(step.plan, self._device)
         self.num_launched += 1
-        self._in_flight.append(_InFlight(step, self.worker.launch(step.plan), self.num_launched))
+        self._in_flight.append(_InFlight(step, self.worker.launch(step.plan, step.grammars if self._group is None else None), self.num_launched))
         self.scheduler.launch(step.entries)
         while len(self._in_flight) > self._num_ahead:
             self._finish()
         self.after_deltas()
         self.metrics.add_step(time.perf_counter() - started)
         return True
-
-    def _draft_limit(self, request: Request) -> int:
-        """Most drafts of a request in one step."""
-        wanted = request.speculation.num_speculative_tokens
-        return wanted if self._pacer is None or not wanted or request.is_prefill_only else min(wanted, self._pacer.limit(request))
 
     def _finish(self) -> None:
         """Reads the oldest step under way, and books it. Requests that ended meanwhile are left out."""
@@ -301,12 +297,8 @@ class Engine:
         times = results.times
         draft_seconds = times.draft + step.host_seconds
         self.metrics.add_times(draft_seconds, times.forward, times.decide)
-        if self._pacer is not None:
-            self._pacer.observe(step.entries, results.outcomes, draft_seconds, times.forward + times.decide)
         if self._chunks is not None:
             self._chunks.observe(step.plan.prompt_rows, times.total)
-        if step.plan.num_model_drafts:
-            self.drafters.choice.observe_cost(times.draft, times.forward + times.decide)
         for number, (entry, outcome) in enumerate(zip(step.entries, results.outcomes, strict=True)):
             own = self._open.get(entry.request)
             if own is None:
@@ -317,6 +309,7 @@ class Engine:
                 self._open.fail(own, error)
             except Exception as error:  # it belongs to this request only
                 self._open.fail_internally(own, error)
+        self.planner.observe(step, results.outcomes, times.forward + times.decide, draft_seconds)
         self.planner.keep_pages(step.entries)
 
     def _finish_all(self) -> None:
@@ -352,8 +345,9 @@ class Engine:
         if outcome.scores is not None and request.params.logprobs is not None:
             logprobs = read_scores(outcome.scores, token_ids, request.params.logprobs)
         self.scheduler.commit(entry, token_ids)
-        request.stats.add(outcome.num_drafts, num_accepted, len(token_ids))
-        self.metrics.add_verdict(request.speculation.method, outcome.num_drafts, num_accepted, len(token_ids))
+        depth = request.speculation.depth_of(outcome.num_drafts)
+        request.stats.add(outcome.num_drafts, num_accepted, len(token_ids), depth)
+        self.metrics.add_verdict(request.speculation.method, outcome.num_drafts, num_accepted, len(token_ids), depth)
         delta = Delta(
             request.group_id,
             request.index,

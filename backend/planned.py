@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from backend.core import Scheduled
+from backend.budget import Chain, by_match
+from backend.core import NEVER, Scheduled
 from backend.drafters import Placement
-from backend.drafters.choice import NEVER
+from backend.drafters.lookup import judge_longer, judge_model
 from backend.step.plan import StepPlan
 
 if TYPE_CHECKING:
     import torch
+
+    from backend.grammar import Matcher
 
 
 @dataclass(slots=True)
@@ -24,11 +27,35 @@ class Drafted:
     """Of the lookup, once the step was read."""
     token_ids: list[int] | None = None
     """Where the host knows them: sources says who made them."""
+    evidence: Chain | None = None
+    """Of drafts that the host's drafters made."""
+    chances: list[float] = field(default_factory=list)
+    """What the model drafter says of its own, once the step was read."""
+    has_model: bool = False
+    """The model drafter made the first ones, as far as the host knew."""
+
+    @property
+    def is_alone(self) -> bool:
+        """The step's lookup made them all."""
+        return self.token_ids is None and self.score >= self.alone_score
 
     def who(self, count: int, lookup_name: str) -> list[str]:
-        if self.token_ids is None and self.score >= self.alone_score:
+        if self.is_alone:
             return [lookup_name] * count
         return self.sources[:count]
+
+    def judge(self, count: int, model_name: str, lookup_name: str) -> Chain:
+        """What is known of the first `count` drafts."""
+        if self.evidence is not None:
+            return self.evidence[:count]
+        if self.is_alone:
+            return by_match(lookup_name, self.score, count)
+        sources = self.sources[:count]
+        num_model = next((place for place, source in enumerate(sources) if source != model_name), len(sources))
+        chain = judge_model(model_name, num_model, self.chances)
+        if num_model == len(sources):
+            return chain
+        return [*chain, *(judge_longer(source, place, 1)[0] for place, source in enumerate(sources[num_model:], num_model))]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +90,15 @@ class PlannedStep:
     """[B]: who made the drafts that each entry verifies."""
     made: list[Drafted]
     """[B]: who makes those for the next step."""
+    limits: list[int] = field(default_factory=list)
+    """[B]: most drafts that each entry might have verified, those that were not worth it with them."""
     host_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """(request index, distributions) of drafts that the host writes."""
+    grammars: dict[int, tuple[Matcher, int]] = field(default_factory=dict)
+    """By request index, of requests that the step's model drafter is to draft for: where they are in their grammar, and tokens until there."""
+    num_asked: int = 0
+    """Requests that the step's model drafter may draft for."""
+    is_catching_up: bool = False
+    """The model drafter computes tokens of earlier steps for one of them: its time says nothing of other steps."""
     host_seconds: float = 0.0
     """That it took to make them."""

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import functools
 import operator
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from backend.core import Batch, Draft, HandOff, Outcome, Request, Scheduled
+from backend.core import NEVER, Batch, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters
-from backend.drafters.choice import MODEL, NEVER
-from backend.grammar import SOURCE, fill_masks, fit_drafts
+from backend.grammar import fill_masks
 from backend.pages import SeenPages
 from backend.planned import Drafted, Known, PlannedStep
 from backend.prefixes import find_shared
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.speculative_config import SpeculativeConfig
 from backend.step.options import Options, is_deterministic, options_of
-from backend.step.plan import Arrival, StepPlan
+from backend.step.plan import MILLION, Arrival, StepPlan
+from backend.step_drafting import StepDrafting
 from kernels.request_state import Admission
 from kernels.structs import DRAFTER_COUNT, MASK, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
 
@@ -53,12 +52,12 @@ class Planner:
         drafter catches up on in one step; is_layout_exact: workers lay rows out by what they hold, so that the drafter may catch up beside
         drafts (on CPU); cascade_heads: query and KV heads, if shared prefixes are to be read once; max_masked_drafts: of a request with a
         grammar; drafts_forced: tokens that a grammar forces are drafted; max_model_drafts: that the step's model drafter can make in a step."""
-        self._config, self._drafters = config, drafters
+        self._config, self._drafters, self._budget = config, drafters, drafters.budget
         self._max_model_len, self._page_size = max_model_len, page_size
-        self._table_width = -(-max_model_len // page_size)
+        self._table_width, self._max_drafts, self._has_trees = -(-max_model_len // page_size), config.max_drafts, config.tree is not None
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
-        self._cascade_heads, self._max_masked_drafts, self._max_model_drafts = cascade_heads, max_masked_drafts, max_model_drafts
-        self._drafts_forced = drafts_forced
+        self._cascade_heads, self._max_model_drafts = cascade_heads, max_model_drafts
+        self._drafting = StepDrafting(drafters, self._max_drafts, max_masked_drafts, drafts_forced)
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size, is_complete=has_state_keeper)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
@@ -81,29 +80,23 @@ class Planner:
         known = self._known.get(request.request_id)
         if known is None:
             return False
-        return bool(known.place.host) or (known.place.has_model and not known.is_followed and not self._is_exact)
+        return (bool(known.place.host) and known.place.waits) or (known.place.has_model and not known.is_followed and not self._is_exact)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
-    def plan(self, batch: Batch, draft_limit: Callable[[Request], int]) -> PlannedStep:
-        """The plan of a batch whose pages are held. draft_limit: most drafts of a request in the step after this one."""
+    def plan(self, batch: Batch) -> PlannedStep:
+        """The plan of a batch whose pages are held."""
         if self._has_step_drafter:
             self._seen.reset(batch.fresh_pages)
             self._seen.copy(batch.page_copies)
         plan = StepPlan(page_copies=batch.page_copies, cleared_pages=batch.fresh_pages)
         known = {id(entry): self._take(entry, plan) for entry in batch.entries}
-        decoding = [e for e in batch.entries if self._is_decoding(e, known[id(e)], draft_limit)]
+        decoding = [e for e in batch.entries if self._is_decoding(e, known[id(e)])]
         decoding_ids = {id(e) for e in decoding}
         prompts = [e for e in batch.entries if id(e) not in decoding_ids]
         entries = [*prompts, *decoding]
         step = PlannedStep(plan, entries, [], [])
-        handed = [(e, h, known[id(e)]) for e in decoding if (h := e.request.hand_off) is not None] if plan.admissions else []
-        for entry, hand_off, own in handed:
-            self._put_handed_drafts(step, entry, hand_off, own)
-        self._put_host_drafts(step, decoding, known)
-        self._fit_step_drafts(step, decoding, known)
-        for _, hand_off, own in handed:
-            self._put_handed_probs(step, hand_off, own)
+        self._drafting.put(step, decoding, known)
         for entry in batch.entries if plan.admissions else ():
             entry.request.hand_off = None  # its drafts are for the step that admits it, or for none
         rows = []
@@ -111,7 +104,9 @@ class Planner:
             own = known[id(entry)]
             self._put_pages(plan, own, entry.request)
             is_prompt = id(entry) not in decoding_ids
-            rows.append(self._row(step, entry, own, is_prompt, min(draft_limit(entry.request), MAX_DRAFTS)))
+            rows.append(self._row(step, entry, own, is_prompt))
+        plan.least_standing = int(self._budget.least_standing() * MILLION)
+        self._budget.expect_drafts(plan.num_model_drafts, step.num_asked)
         plan.fields = np.zeros((NUM_FIELDS, len(entries)), dtype=np.int32)
         plan.fields[:PREFIX_GROUP] = np.array(rows, dtype=np.int32).T
         plan.fields[[PREFIX_GROUP, MASK]] = -1
@@ -125,10 +120,10 @@ class Planner:
             self._put_prefixes(plan, entries)
         return step
 
-    def _is_decoding(self, entry: Scheduled, known: Known, draft_limit: Callable[[Request], int]) -> bool:
+    def _is_decoding(self, entry: Scheduled, known: Known) -> bool:
         if not entry.is_decoding or not known.is_admitted:
             return False
-        is_behind = known.place.has_model and not known.is_followed and draft_limit(entry.request) > 0
+        is_behind = known.place.has_model and not known.is_followed and not self._is_exact and self._budget.num_model(entry.request) > 0
         # Rows whose drafter has to catch up are named by the host, where workers do not look themselves.
         return self._is_exact or not is_behind
 
@@ -139,7 +134,8 @@ class Planner:
         if known is None:
             known = Known(self._free.pop(), self._drafters.place(request))
             self._known[request.request_id] = known
-            known.is_reported = known.place.has_model or request.is_prefill_only or (request.grammar is not None and known.place.has_lookup)
+            has_lookup = known.place.has_lookup and (self._is_exact or request.grammar is not None)
+            known.is_reported = known.place.has_model or request.is_prefill_only or has_lookup
             known.options = options_of(request, self._config.accept_policy).value
             # After a hand-off the drafter has seen the newest token too, at the end of the step that emitted it.
             is_handed = request.hand_off is not None
@@ -185,125 +181,51 @@ class Planner:
             plan.page_writes += (begin + number, request.page_ids[number])
         known.num_pages = len(request.page_ids)
 
-    def _put_host_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
-        """Drafts of the host for this step; only of requests all of whose tokens it knows."""
-        asking = [e for e in decoding if e.max_drafts and known[id(e)].place.host and not e.request.num_steps_ahead]
-        if not asking:
-            return
-        started = time.perf_counter()
-        draft: Draft = self._drafters.propose(asking)
-        step.host_seconds = time.perf_counter() - started
-        plan = step.plan
-        for b, entry in enumerate(asking):
-            own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
-            num_model = self._count_model(sources)
-            own.drafted = Drafted(sources)
-            if entry.request.grammar is not None:
-                num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
-                token_ids, own.drafted, num_drawn = self._fit(entry, own, token_ids, num_drawn)
-                probs = None if probs is None else probs[:num_drawn]
-            self._put_drafts(plan, own, token_ids)
-            if own.options & Options.REJECTION and (probs is not None or not own.place.has_model or not num_model):
-                plan.num_drawn_writes += (own.index, 0 if probs is None else len(probs))
-            if probs is not None and own.options & Options.REJECTION:
-                step.host_probs.append((own.index, probs))
-
-    @staticmethod
-    def _put_drafts(plan: StepPlan, known: Known, token_ids: Sequence[int], first: int = 0) -> None:
-        """Those from number `first` on; the workers have the others."""
-        begin = known.index * MAX_DRAFTS
-        for number in range(first, len(token_ids)):
-            plan.draft_writes += (begin + number, token_ids[number])
-        plan.num_draft_writes += (known.index, len(token_ids))
-
     # -- what grammars allow ------------------------------------------------------------------------------------------
-
-    def _fit(self, entry: Scheduled, known: Known, token_ids: Sequence[int], num_drawn: int) -> tuple[list[int], Drafted, int]:
-        """Drafts as the request's grammar wants them, and how many of them were drawn from a distribution."""
-        sources = known.drafted.who(len(token_ids), self._drafters.lookup_name)
-        limit = min(entry.max_drafts, self._max_masked_drafts)
-        num_drawn = num_drawn if known.options & Options.REJECTION else 0
-        fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit, self._drafts_forced)
-        return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
-
-    def _count_model(self, sources: Sequence[str]) -> int:
-        """Leading drafts that the model drafter made."""
-        return next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
-
-    def _fit_step_drafts(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
-        """Of requests with a grammar whose drafts, if any, the last step made."""
-        for entry in decoding:
-            own = known[id(entry)]
-            if entry.request.grammar is None or own.drafted.token_ids is not None:
-                continue
-            made = own.next_drafts[: entry.max_drafts]
-            sources = own.drafted.who(len(made), self._drafters.lookup_name)
-            token_ids, own.drafted, _ = self._fit(entry, own, made, self._count_model(sources))
-            same = next((i for i, (old, new) in enumerate(zip(made, token_ids)) if old != new), min(len(made), len(token_ids)))
-            if len(token_ids) > same:
-                self._put_drafts(step.plan, own, token_ids, same)
 
     def _put_masks(self, step: PlannedStep) -> None:
         """For every position of rows whose request has a grammar."""
         plan, asked = step.plan, []
         for b, (entry, verified) in enumerate(zip(step.entries, step.verified)):
-            if entry.request.grammar is not None and entry.emits:
-                asked.append((b, (entry.request.grammar, verified.token_ids or [])))
+            grammar = entry.request.grammar
+            if grammar is not None and entry.emits:
+                asked.append((b, (grammar, verified.token_ids or [])))
+                step.grammars[self._known[entry.request.request_id].index] = grammar, len(entry.request.token_ids)
         if asked:
             plan.masks, plan.fields[MASK, [b for b, _ in asked]] = fill_masks([own for _, own in asked])
             plan.options |= Options.MASKS
 
-    # -- prompts that another node has computed -----------------------------------------------------------------------
+    # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _put_handed_drafts(self, step: PlannedStep, entry: Scheduled, hand_off: HandOff, known: Known) -> None:
-        """The drafts that came with a prompt: those of the host's drafters that lengthen them come over them."""
-        token_ids = hand_off.outcome.next_drafts[: entry.max_drafts]
-        if known.place.host:
-            if known.place.has_model:
-                self._drafters.put_step_drafts(entry.request, token_ids)
-            return
-        known.drafted = Drafted(hand_off.sources[: len(token_ids)])
-        if entry.request.grammar is not None:  # the other node drafts without it, as every step does
-            token_ids, known.drafted, _ = self._fit(entry, known, token_ids, self._count_model(known.drafted.sources))
-        self._put_drafts(step.plan, known, token_ids)
-
-    def _put_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: Known) -> None:
-        """What they were drawn from, of those that the host's drafters kept."""
-        if not known.options & Options.REJECTION:
-            return
-        sources, probs = known.drafted.sources, hand_off.draft_probs
-        count = 0 if probs is None else min(self._count_model(sources), len(probs))
-        if count or not known.place.host:  # with the host's own they are written
-            step.plan.num_drawn_writes += (known.index, count)
-        if probs is not None and count:
-            step.host_probs.append((known.index, probs[:count]))
-
-    def _row(self, step: PlannedStep, entry: Scheduled, known: Known, is_prompt: bool, limit: int) -> tuple[int, ...]:
+    def _row(self, step: PlannedStep, entry: Scheduled, known: Known, is_prompt: bool) -> tuple[int, ...]:
         """One row's fields up to LOOKUP_ALONE. Notes what the step will have drafted for the request at its end."""
         request, plan = entry.request, step.plan
         verified = Drafted() if is_prompt else known.drafted
+        verified.has_model = bool(verified.sources) and verified.sources[0] == self._drafters.model_name
         if len(verified.sources) > entry.max_drafts:
             verified.sources = verified.sources[: entry.max_drafts]
             verified.token_ids = None if verified.token_ids is None else verified.token_ids[: entry.max_drafts]
         known.is_admitted = True
         model_limit, lookup_limit, alone = 0, -1, NEVER
         end = entry.begin + entry.num_tokens
-        drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, limit)
-        limit = min(limit, request.speculation.num_speculative_tokens) if entry.emits else 0
+        num_model = self._budget.num_model(request) if known.place.has_model else 0
+        drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, num_model)
         is_current = known.place.has_model and (drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits))
-        if limit and is_current:
-            model_limit = min(limit, request.speculation.num_model_steps, self._max_model_drafts)
-        if limit and known.place.has_lookup:
+        if num_model and is_current and entry.emits:
+            model_limit = num_model
+            step.num_asked += 1
+            step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
+        if known.place.has_lookup and entry.emits and (limit := min(self._budget.num_lookup(request), MAX_DRAFTS)):
             lookup_limit = limit
-            if model_limit:
-                alone = self._drafters.choice.threshold(request.request_id)
+            alone = self._budget.alone_score(request, model_limit)
         made = [self._drafters.model_name] * model_limit + [self._drafters.lookup_name] * (lookup_limit - model_limit)
         known.drafted = Drafted(made, alone)
         step.verified.append(verified)
         step.made.append(known.drafted)
         plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
+        plan.has_trees |= request.speculation.num_nodes > 0 and bool(verified.sources)
         plan.has_lookup |= lookup_limit >= 0
-        plan.has_lookup_alone |= lookup_limit >= 0 and model_limit > 0
+        plan.has_lookup_alone |= lookup_limit >= 0 and alone < NEVER
         first, count = (entry.begin, entry.num_tokens) if is_prompt else (-1, 1)
         if is_prompt:
             plan.prompt_seq_lens.append(end)
@@ -314,7 +236,7 @@ class Planner:
         head = (known.index, len(request.page_ids), self._end_of(request), first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone)
 
-    def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, limit: int) -> tuple[int, int]:
+    def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, num_model: int) -> tuple[int, int]:
         """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""
         request = entry.request
         if not known.place.has_model or not request.speculation.num_speculative_tokens:
@@ -322,13 +244,13 @@ class Planner:
         if is_prompt:
             wanted = end + entry.emits
             count = min(wanted - known.num_drafter_tokens, self._max_drafter_tokens)
-            if entry.is_decoding and not limit:
+            if entry.is_decoding and not num_model:
                 count = 0
             begin, known.num_drafter_tokens = known.num_drafter_tokens, known.num_drafter_tokens + count
             known.is_followed = known.num_drafter_tokens == wanted
             self._seen.note(request.page_ids, begin, known.num_drafter_tokens)
             return count, known.num_drafter_tokens
-        known.is_followed = limit > 0 and (known.is_followed or self._is_exact)
+        known.is_followed = num_model > 0 and (known.is_followed or self._is_exact)
         return (-1 if known.is_followed else 0), known.num_drafter_tokens
 
     def _put_prefixes(self, plan: StepPlan, entries: Sequence[Scheduled]) -> None:
@@ -344,21 +266,58 @@ class Planner:
         """Notes one row's outcome, before its tokens are booked -> who made each of the drafts that it verified."""
         entry = step.entries[number]
         request, verified, made = entry.request, step.verified[number], step.made[number]
-        made.score = outcome.lookup_score
+        made.score, made.chances = outcome.lookup_score, outcome.draft_chances
         who = verified.who(outcome.num_drafts, self._drafters.lookup_name)
         known = self._known.get(request.request_id)
         if known is None:
             return who
         known.next_drafts = outcome.next_drafts
-        if known.place.has_model:
-            if entry.emits and outcome.num_drafter_tokens:
-                self._note_drafter(request, known, outcome)
-            if known.place.has_lookup and who:
-                key = verified.score if verified.score >= verified.alone_score else MODEL
-                self._drafters.choice.learn(request.request_id, key, outcome.num_accepted - who[: outcome.num_accepted].count(SOURCE))
-            if known.place.host and entry.emits:
-                self._drafters.put_step_drafts(request, outcome.next_drafts)
+        if known.place.has_model and entry.emits and outcome.num_drafter_tokens:
+            self._note_drafter(request, known, outcome)
+        if known.place.host and entry.emits and known.is_reported:
+            count, names = len(outcome.next_drafts), (self._drafters.model_name, self._drafters.lookup_name)
+            self._drafters.put_step_drafts(request, outcome.next_drafts, made.who(count, names[1]), made.judge(count, *names))
+        if entry.is_decoding and not request.speculation.num_nodes:  # evidence is of chains
+            chain = verified.judge(len(who), self._drafters.model_name, self._drafters.lookup_name)
+            self._budget.learn(request, chain, outcome.num_accepted, verified.has_model and not verified.is_alone)
         return who
+
+    def observe(self, step: PlannedStep, outcomes: Sequence[Outcome], verify_seconds: float, draft_seconds: float) -> None:
+        """A step's times, after its rows were read."""
+        plan = step.plan
+        may_draft = [number for number, limit in enumerate(step.limits) if limit]
+        num_drafts = sum(outcomes[number].num_drafts for number in may_draft)
+        may_draft = [number for number in may_draft if not step.entries[number].request.speculation.num_nodes]
+        verified = [(outcomes[number].num_drafts, outcomes[number].num_accepted) for number in may_draft]
+        limits = [(step.entries[number].request, step.limits[number], step.verified[number].has_model) for number in may_draft]
+        num_model, num_asked = self._count_made(step, outcomes)
+        self._budget.observe(
+            limits,
+            verified,
+            num_requests=len(step.entries),
+            num_rows=len(step.entries) + num_drafts if self._is_exact else plan.num_rows * plan.num_queries,
+            has_prompts=plan.num_prompts > 0,
+            verify_seconds=verify_seconds,
+            draft_seconds=draft_seconds,
+            num_model=num_model,
+            num_asked=num_asked,
+            is_catching_up=step.is_catching_up,
+        )
+
+    def _count_made(self, step: PlannedStep, outcomes: Sequence[Outcome]) -> tuple[int, int]:
+        """Most drafts that the model drafter made for a request, in the step or when it was planned, and for how many requests."""
+        model, most, number = self._drafters.model_name, 0, 0
+        for made, verified, outcome in zip(step.made, step.verified, outcomes):
+            if made.is_alone:
+                count = 0
+            elif outcome.next_drafts:
+                count = self._drafting.count_model(made.sources[: len(outcome.next_drafts)])
+            else:
+                count = self._drafting.count_model(made.sources) if not self._is_exact else 0
+            if not made.sources and verified.evidence is not None:
+                count = sum(evidence.source == model for evidence in verified.evidence)  # of one that is asked by the host
+            most, number = max(most, count), number + (count > 0)
+        return most, number
 
     def _note_drafter(self, request: Request, known: Known, outcome: Outcome) -> None:
         after = min(outcome.num_drafter_tokens, len(request.token_ids) + len(outcome.token_ids))

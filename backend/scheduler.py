@@ -172,7 +172,7 @@ class Scheduler:
                 continue
             # The step's own token comes on top of the drafts. A prompt's step verifies none.
             is_first = request.num_output_tokens == 0 and not request.num_steps_ahead
-            drafts = 0 if is_first else min(request.speculation.num_speculative_tokens, room - 1)
+            drafts = 0 if is_first else min(request.speculation.max_drafts, room - 1)
             if draft_limit is not None and drafts:
                 drafts = min(drafts, draft_limit(request))
             if not self._reserve(request, 1 + drafts + self._num_tokens_after_step, scheduled, batch, may_preempt=False):

@@ -1,6 +1,6 @@
 """Speculative decoding on CPU: every method, number of drafts and concurrency, against plain decoding in the same run.
 
-    python -m benchmarks.speculation [--part grid rounds hybrid noise default placement] [--json FILE] [--svg FILE]
+    python -m benchmarks.speculation [--part planner grid rounds hybrid noise default placement] [--concurrency N ...] [--json FILE] [--svg FILE]
 
 Bundled model and drafter, float32, on held-out code. Each speed-up is over a run of `none` on the same requests, shortly before it.
 The prefix cache is off (but for `rounds`), so that no run profits from the one before. Times per output token are a request's
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from backend import LLM, SamplingParams
-from benchmarks.workloads import Requests, agent_rounds, completion_requests, editing_requests
+from benchmarks.workloads import Requests, agent_rounds, chat_requests, completion_requests, editing_requests
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
@@ -58,6 +58,8 @@ class Run:
     drafts_per_step: float
     acceptance: list[float] = field(default_factory=list)
     """By position in the draft: accepted / drafted there"""
+    tokens_per_cpu_second: float = 0.0
+    """By the process's own processor time: other work on the machine does not count"""
     drafting_share: float = 0.0
     """Of the step time"""
     verification_share: float = 0.0
@@ -96,7 +98,7 @@ class Bench:
                 times.append(1e3 * (now - first[delta.request_id]) / max(1, delta.num_output_tokens - 1))
 
         params = {"temperature": 0.0, "ignore_eos": True, **sampling}
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         while waiting or num_open:
             while waiting and num_open < concurrency:
                 number, (prompt, count) = waiting.pop()
@@ -104,7 +106,7 @@ class Bench:
                 engine.submit(prompt, own, sink, request_id=f"{self._turn}-{number}", speculative=choice)
                 num_open += 1
             engine.step()
-        seconds = time.perf_counter() - started
+        seconds, worked = time.perf_counter() - started, time.process_time() - worked
         tokens = sum(s.emitted for s in stats)
         steps = sum(s.steps for s in stats)
         step_seconds = metrics.step_seconds - before[2]
@@ -114,6 +116,7 @@ class Bench:
         ordered = sorted(times)
         return Run(
             tokens_per_second=tokens / seconds,
+            tokens_per_cpu_second=tokens / worked,
             ms_per_token_p50=statistics.median(ordered),
             ms_per_token_p99=ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))],
             accepted_length=tokens / steps,
@@ -272,20 +275,68 @@ def placement(repeats: int) -> dict[str, Any]:
     return {"placement": results}
 
 
-PARTS = {"hybrid": hybrid, "rounds": rounds, "noise": noise, "placement": placement, "default": default, "grid": grid}
+FIXED: dict[str, dict[str, Any]] = {
+    "none": NONE,
+    "ngram 5": {"method": "ngram", "num_speculative_tokens": 5},
+    "ngram 10": {"method": "ngram", "num_speculative_tokens": 10},
+    "suffix 5": {"method": "suffix", "num_speculative_tokens": 5},
+    "suffix 12": {"method": "suffix", "num_speculative_tokens": 12},
+    "mtp 2": {"method": "mtp", "num_speculative_tokens": 2},
+    "mtp 3": {"method": "mtp", "num_speculative_tokens": 3},
+}
+"""Choices that are the same for every request and step."""
+
+
+def planner(repeats: int, concurrencies: tuple[int, ...] = (1, 4, 16, 64, 128)) -> dict[str, Any]:
+    """Method auto against every fixed choice, side by side: by the process's own processor time, on one thread."""
+    speculative = {"method": "auto", "request_methods": ["mtp", "suffix"], "num_speculative_tokens": 12}
+    torch.set_num_threads(1)
+    own = dict[str, Bench]()
+    for name, num_cached in (("", 0), ("agent loop", -1)):
+        config = {**speculative, "suffix_decoding_max_cached_requests": num_cached}
+        own[name] = Bench(LLM(speculative_config=config, enable_prefix_caching=False, num_threads=1, max_batch_size=128))
+    sets = {"completion": completion_requests, "editing": editing_requests, "chat": chat_requests, "agent loop": agent_rounds}
+
+    def mixed(count: int) -> Requests:
+        return [own for group in zip(*(make(-(-count // 4)) for make in sets.values())) for own in group]
+
+    results: dict[str, Any] = {}
+    print(f"\n{'':28s} {'auto x none':>11s} {'best fixed':>22s} {'auto x best':>11s} {'tokens/step':>11s}", flush=True)
+    for concurrency in concurrencies:
+        for set_name, make in (sets | {"mix": mixed}).items():
+            bench, requests = own.get(set_name, own[""]), make(max(6, concurrency))
+            bench.run(requests, concurrency, None)  # learns, as a server has after its first requests
+            runs: dict[str, list[Run]] = {name: [] for name in (*FIXED, "auto")}
+            for _ in range(repeats):
+                for name in runs:
+                    choice = {**FIXED[name], "adaptive": False} if name in FIXED else None
+                    runs[name].append(bench.run(requests, concurrency, choice))
+            speeds = {name: statistics.median(run.tokens_per_cpu_second for run in column) for name, column in runs.items()}
+            auto, best = speeds.pop("auto"), max(speeds, key=lambda name: speeds[name])
+            length = runs["auto"][0].accepted_length
+            against = f"{best} ({speeds[best] / speeds['none']:.2f})"
+            over = f"{auto / speeds['none']:11.2f} {against:>22s} {auto / speeds[best]:11.2f} {length:11.2f}"
+            print(f"{f'{set_name}, concurrency {concurrency}':28s} {over}", flush=True)
+            results[f"{set_name}, {concurrency}"] = {"auto": auto, **speeds}
+    return results
+
+
+PARTS = {"planner": planner, "hybrid": hybrid, "rounds": rounds, "noise": noise, "placement": placement, "default": default, "grid": grid}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 4, 16, 64, 128], help="of the part planner")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path, help="draws acceptance by position and speed-up by concurrency; needs the parts grid and default")
     args = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cpu = next((row.split(":")[1].strip() for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")), "")
     print(f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, commit {commit}")
-    results = {name: PARTS[name](args.repeats) for name in args.part}
+    parts = PARTS | {"planner": lambda repeats: planner(repeats, tuple(args.concurrency))}
+    results = {name: parts[name](args.repeats) for name in args.part}
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.svg:

@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from backend.budget import Ability, Chain, CostClass, DraftBudget
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled, Speculation
 from backend.drafters.calls import DraftService
-from backend.drafters.choice import LookupChoice
-from backend.drafters.loading import count_tokens_after_step, load_step_drafter, step_drafter_identity, tap_width
+from backend.drafters.hybrid import HybridDrafter
+from backend.drafters.loading import cost_class, count_tokens_after_step, load_step_drafter, step_drafter_identity, tap_width
 from backend.drafters.lookup import LookupDrafter, StepDrafts
 from backend.drafters.ngram import PredictionLookup
 from backend.drafters.protocol import HostDrafter, Lookup
 from backend.errors import RequestError
-from backend.speculative_config import MODEL_METHODS, MTP_STRATEGIES, SpeculativeConfig
+from backend.speculative_config import AUTO, MAX_SPECULATIVE_TOKENS, MTP_STRATEGIES, STEP_METHODS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from backend.drafters.suffix import SuffixLookup
@@ -26,6 +27,7 @@ __all__ = [
     "Drafters",
     "Placement",
     "Placements",
+    "cost_class",
     "count_tokens_after_step",
     "find_place",
     "load_step_drafter",
@@ -49,6 +51,8 @@ class Placement:
     """The step's own lookup makes the others."""
     host: str = ""
     """Key of the host drafter that makes or lengthens them; "": none."""
+    waits: bool = True
+    """The host drafter is asked at every step: the request is in no step until the one before it was read."""
 
 
 class AddedCorpus(NamedTuple):
@@ -75,12 +79,18 @@ def make_placements(config: SpeculativeConfig, *, has_step_drafter: bool) -> Pla
             own_lookup, is_alone = strategy == f"with_{_LOOKUP}", strategy == "default"
             in_step = Placement(has_model=True, has_lookup=own_lookup, host="" if own_lookup or is_alone else f"{model} {strategy}")
             found[model, strategy] = in_step if has_step_drafter else Placement(host=model)
+    if AUTO in config.loaded_methods:
+        others = any(name != _LOOKUP for name in lookups)
+        if config.model_method and not has_step_drafter:
+            found[AUTO, ""] = Placement(host=AUTO)
+        else:  # the host's lookups join where no step is under way
+            found[AUTO, ""] = Placement(bool(config.model_method), has_lookup=True, host=AUTO if others else "", waits=False)
     return found
 
 
 def find_place(placements: Placements, speculation: Speculation) -> Placement:
     """Where a request's drafts are made."""
-    strategy = speculation.mtp_strategy if speculation.method in MODEL_METHODS else ""
+    strategy = speculation.mtp_strategy if speculation.method in STEP_METHODS else ""
     return placements.get((speculation.method, strategy), _NOWHERE)
 
 
@@ -99,18 +109,24 @@ class Drafters:
         make_service: Callable[[], DraftService],
         fingerprint: str,
         encode: Callable[[str], list[int]],
+        is_layout_exact: bool = True,
+        cost_class: CostClass = CostClass.PER_DRAFT,
+        max_model_drafts: int = MAX_SPECULATIVE_TOKENS,
     ) -> None:
         """Loads every method that requests may choose.
 
         make_service: reaches the drafter's model in another process, called only when a method needs one; fingerprint: of the
-        tokenizer, for token ids that outlive this process; encode: of texts by the same. Raises ConfigError, ModelError.
+        tokenizer, for token ids that outlive this process; encode: of texts by the same; is_layout_exact: a step computes no more rows than
+        it has tokens; cost_class, max_model_drafts: of the step's model drafter. Raises ConfigError, ModelError.
         """
         self._vocab_size, self._encode = vocab_size, encode
         self.model_name = config.model_method
         """As in `token_sources`; "": there is no model drafter."""
         self.faults = DraftFaults()
-        self.choice = LookupChoice()
+        self._max_model_drafts = max_model_drafts
+        self.budget = DraftBudget(self._describe, is_exact=is_layout_exact, drafter=cost_class)
         self._step_drafts: StepDrafts | None = None
+        self._has_trees = config.tree is not None
         self._host: dict[str, HostDrafter] = {}
         self._placements = make_placements(config, has_step_drafter=has_step_drafter)
         lookups = _make_lookups(config, fingerprint, encode, vocab_size)
@@ -121,32 +137,54 @@ class Drafters:
                 self._host[host] = LookupDrafter(lookups[name])
         if self.model_name:
             self._load_model_hosts(config, lookups, has_step_drafter, make_service)
+        if AUTO in config.loaded_methods and AUTO not in self._host and self._placements[AUTO, ""].host:
+            self._step_drafts = self._step_drafts or StepDrafts()
+            beside = dict.fromkeys(MTP_STRATEGIES, tuple(lookup for name, lookup in lookups.items() if name != _LOOKUP))
+            self._host[AUTO] = HybridDrafter(self._step_drafts, beside, self.budget, asks=False)
 
     def _load_model_hosts(
         self, config: SpeculativeConfig, lookups: dict[str, Lookup], is_in_step: bool, make_service: Callable[[], DraftService]
     ) -> None:
         """What is on the host of the model drafter's strategies: all of it, or the lookups that lengthen the step's drafts."""
-        from backend.drafters.hybrid import HybridDrafter
-
-        strategies = {f"with_{name}": lookup for name, lookup in lookups.items()}
+        strategies = {f"with_{name}": (lookup,) for name, lookup in lookups.items()}
         if not is_in_step:
             from backend.drafters.remote import RemoteDrafter
 
-            self._host[self.model_name] = HybridDrafter(RemoteDrafter(make_service(), config.draft_sampling), strategies)
+            remote = RemoteDrafter(make_service(), config.draft_sampling)
+            self._host[self.model_name] = HybridDrafter(remote, strategies, self.budget, asks=True)
+            if AUTO in config.loaded_methods:
+                every = dict.fromkeys(MTP_STRATEGIES, tuple(lookups.values()))
+                self._host[AUTO] = HybridDrafter(remote, every, self.budget, asks=True)
             return
-        self._step_drafts = StepDrafts(self.model_name)
-        predicted: dict[str, Lookup] = dict.fromkeys(MTP_STRATEGIES, PredictionLookup(config.max_ngram_size))
-        self._host[f"{self.model_name} {_PREDICTED}"] = HybridDrafter(self._step_drafts, predicted)
+        self._step_drafts = StepDrafts()
+        predicted = dict.fromkeys(MTP_STRATEGIES, (PredictionLookup(config.max_ngram_size),))
+        self._host[f"{self.model_name} {_PREDICTED}"] = HybridDrafter(self._step_drafts, predicted, self.budget, asks=False)
         for strategy, lookup in strategies.items():
             if host := self._placements[self.model_name, strategy].host:
-                self._host[host] = HybridDrafter(self._step_drafts, {strategy: lookup})
+                self._host[host] = HybridDrafter(self._step_drafts, {strategy: lookup}, self.budget, asks=False)
 
     def place(self, request: Request) -> Placement:
         found = find_place(self._placements, request.speculation)
         if not request.prediction_ids or found is _NOWHERE:
             return found
         # Its drafts come from the prediction; those of a model in the step too, where there is one.
-        return Placement(has_model=found.has_model, host=f"{self.model_name} {_PREDICTED}" if found.has_model else _PREDICTION)
+        if found.has_model and not self._has_trees:
+            return Placement(has_model=True, host=f"{self.model_name} {_PREDICTED}")
+        return Placement(host=_PREDICTION)
+
+    def _describe(self, request: Request) -> Ability:
+        place, steps = self.place(request), request.speculation.num_model_steps
+        is_remote = bool(self.model_name) and place.host in (self.model_name, AUTO) and not place.has_model
+        has_model = place.has_model or is_remote
+        # On a server with trees, requests without one have no drafts of the model.
+        num_model = request.speculation.num_nodes if self._has_trees else min(steps, MAX_SPECULATIVE_TOKENS if is_remote else self._max_model_drafts)
+        return Ability(
+            model=self.model_name if has_model else "",
+            num_model=num_model if has_model else 0,
+            lookup=self.lookup_name if place.has_lookup else "",
+            has_host=bool(place.host) and (place.host != self.model_name or request.speculation.mtp_strategy != "default"),
+            is_remote=is_remote,
+        )
 
     def attach(self, store: KvStore) -> None:
         for drafter in self._host.values():
@@ -170,7 +208,7 @@ class Drafters:
             self._guard(key, "start", lambda: self._host[key].start(request))
 
     def stop(self, request: Request) -> None:
-        self.choice.stop(request.request_id)
+        self.budget.stop(request)
         key = self.place(request).host
         if key:
             self._guard(key, "stop", lambda: self._host[key].stop(request))
@@ -184,10 +222,10 @@ class Drafters:
         for key, drafter in self._host.items():
             self._guard(key, "begin_step", lambda drafter=drafter: drafter.begin_step(batch))  # type: ignore[misc]
 
-    def put_step_drafts(self, request: Request, token_ids: list[int]) -> None:
-        """What the step's model drafter made for the request's next step."""
+    def put_step_drafts(self, request: Request, token_ids: list[int], sources: list[str], chain: Chain) -> None:
+        """What the step made for the request's next one, and what is known of each draft."""
         if self._step_drafts is not None:
-            self._step_drafts.put(request, token_ids)
+            self._step_drafts.put(request, token_ids, sources, chain)
 
     def _guard(self, key: str, what: str, action: Callable[[], object]) -> bool:
         try:
@@ -201,7 +239,7 @@ class Drafters:
     def propose(self, entries: Sequence[Scheduled]) -> Draft:
         """A row of drafts per entry, of the host's drafters; empty for those that take none. Drafts are optional: a drafter that fails leaves
         them out."""
-        draft = Draft([[] for _ in entries], [[] for _ in entries])
+        draft = Draft([[] for _ in entries], [[] for _ in entries], [() for _ in entries])
         by_host: dict[str, list[int]] = {}
         for b, entry in enumerate(entries):
             key = self.place(entry.request).host
@@ -220,7 +258,7 @@ class Drafters:
                 continue
             for i, b in enumerate(own):
                 if self._is_good(method, entries[b], part.token_ids[i]):
-                    draft.token_ids[b], draft.sources[b] = part.token_ids[i], part.sources[i]
+                    draft.token_ids[b], draft.sources[b], draft.evidence[b] = part.token_ids[i], part.sources[i], part.evidence[i]
                     if i in part.probs:
                         draft.probs[b] = part.probs[i]
         return draft

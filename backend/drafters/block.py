@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from backend.drafters.protocol import ATTENTION, BlockPass, DrafterRows, StateKeeper
+from backend.drafters.protocol import ATTENTION, BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.kv_store import CacheSpec, KvStore
 from backend.models.dflash import Dflash
 
@@ -18,6 +18,8 @@ class BlockDrafter:
     """
 
     heads, tap_width, first = None, 0, 0
+    memory: CandidateMemory | None = None
+    attends_drafts = False
 
     def __init__(self, model: Dflash, num_drafts: int) -> None:
         """num_drafts: of a step, at most."""

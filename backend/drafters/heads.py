@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from backend.drafters.protocol import ATTENTION, HIDDEN, BlockPass, DrafterRows, StateKeeper
+from backend.drafters.protocol import ATTENTION, HIDDEN, BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.kv_store import CacheSpec, KvStore
 from backend.models.heads import Heads
 
@@ -15,6 +15,8 @@ class HeadsDrafter:
     """A StepDrafter."""
 
     block: BlockPass | None = None
+    memory: CandidateMemory | None = None
+    attends_drafts = False
     keeper: StateKeeper | None = None
 
     def __init__(self, model: Heads) -> None:

@@ -1,177 +1,106 @@
-"""A model and a lookup together: the model drafts and the lookup goes on from there, or the lookup drafts alone.
+"""A model and lookups together: the model drafts and a lookup goes on from there, or a lookup drafts alone.
 
-FastDeploy's MTP + ngram does the first only, and pays for the model where copied text needs none: there the lookup alone is faster.
-Which pays is measured. A lookup costs next to nothing, so one is made at every step, and the text that follows tells how much of
-it was right, used or not; that is averaged by the score of its match, so that long matches are trusted where short ones are not.
+FastDeploy's MTP + ngram does the first only, and pays for the model where copied text needs none. What a request gets is chosen by the
+planner of drafts (`backend.budget`): lookups cost next to nothing, so all are made at every step, and the text that follows tells how much of
+each was right, used or not.
 """
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
+from backend.budget import Chain, DraftBudget
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
+from backend.drafters.lookup import judge_longer, judge_model
 from backend.drafters.protocol import HostDrafter, Lookup
 from backend.kv_store import KvStore
-from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 
-SMOOTHING, OWN_SMOOTHING = 0.05, 0.25
-"""Share of the newest measurement in the averages: of all requests, and of one, which begin where those of all are."""
-PRIOR_MODEL, PRIOR_SCORE_SHARE = 1.5, 0.5
-"""Drafts that are right before anything is measured: of the model's, and as a share of the lookup's score."""
-MAX_PRIOR = 4.0
-MODEL = -1
-MAX_PENDING, MAX_SCORE = 16, 16
-PRIOR_SHARE, PRIOR_CATCH_UP = 0.2, 0.05
-"""Before they are measured: the model's time over the rest of a step, and the time of one more token that it has to catch up on over
-that of a call."""
-AMORTIZED = 8
-"""Steps that catching up is worth: the model, once up to date, is cheap for the steps that follow."""
-
-
-@dataclass(slots=True)
-class _Watched:
-    """What is awaited of one request."""
-
-    lookups: list[tuple[int, list[int], int]] = field(default_factory=list)
-    """(place, tokens, score) of lookups whose text is not all there yet."""
-    model_at: int = -1
-    """Where the model drafted in the last step, or -1."""
-    seen_by_model: int = 0
-    """Tokens it was shown"""
-    right: dict[int, float] = field(default_factory=dict)
-    """Drafts that were right: of lookups by score, and of the model under MODEL."""
+_Found = list[tuple[list[int], Chain, str]]
+"""Tokens, what is known of them, and the lookup's name."""
 
 
 class HybridDrafter:
-    """A HostDrafter over a model drafter and the lookup that the request's mtp_strategy names; with strategy `default`, the model alone."""
+    """A HostDrafter over a model drafter and lookups."""
 
-    def __init__(self, model: HostDrafter, lookups: dict[str, Lookup]) -> None:
-        """lookups: by mtp_strategy."""
-        self._model = model
-        self._lookups = lookups
-        self._watched: dict[str, _Watched] = {}
-        self._right: dict[str, dict[int, float]] = defaultdict(dict)  # as _Watched.right, by strategy
-        self._model_share = PRIOR_SHARE
-        self._call_seconds = 0.0
-        self._catch_up = PRIOR_CATCH_UP
-        self._last_call = 0.0
-        self._last_end = 0.0
+    def __init__(self, model: HostDrafter | None, lookups: Mapping[str, Sequence[Lookup]], budget: DraftBudget, *, asks: bool) -> None:
+        """lookups: by the request's mtp_strategy, where others have none; asks: the model computes when it is called, so that those
+        requests alone are shown to it that are worth it."""
+        self._model, self._lookups, self._budget, self._asks = model, lookups, budget, asks
 
     def attach(self, store: KvStore) -> None:
-        self._model.attach(store)
+        if self._model is not None:
+            self._model.attach(store)
 
     def start(self, request: Request) -> None:
-        self._model.start(request)
-        if lookup := self._lookups.get(request.speculation.mtp_strategy):
+        if self._model is not None:
+            self._model.start(request)
+        for lookup in self._of(request):
             lookup.start(request)
-            self._watched[request.request_id] = _Watched()
+
+    def _of(self, request: Request) -> Sequence[Lookup]:
+        return self._lookups.get(request.speculation.mtp_strategy, ())
 
     def begin_step(self, batch: Batch) -> None:
-        self._model.begin_step(batch)
+        if self._model is not None:
+            self._model.begin_step(batch)
 
     def propose(self, entries: Sequence[Scheduled], faults: DraftFaults) -> Draft:
-        """Asks the model for those requests whose lookup does not promise more for its time."""
-        began = time.perf_counter()
-        if self._last_call and self._last_end:  # the rest of the step that the last model call was part of
-            share = min(2.0, self._last_call / max(1e-6, began - self._last_end))
-            self._model_share += SMOOTHING * (share - self._model_share)
-        draft = Draft([[] for _ in entries], [[] for _ in entries])
-        asked = []
-        for b, entry in enumerate(entries):
-            lookup = self._lookups.get(entry.request.speculation.mtp_strategy)
-            if lookup is None or not self._look_up(b, entry, lookup, draft):
-                asked.append(b)
-        self._last_call = 0.0
-        if asked:
-            started = time.perf_counter()
-            part = self._model.propose([entries[b] for b in asked], faults)
-            self._time_call([entries[b].request for b in asked], time.perf_counter() - started)
-            for i, b in enumerate(asked):
-                draft.token_ids[b], draft.sources[b] = part.token_ids[i], part.sources[i]
-                if i in part.probs:
-                    draft.probs[b] = part.probs[i]
-                self._lengthen(entries[b], draft.token_ids[b], draft.sources[b])
-        self._last_end = time.perf_counter()
+        budget = self._budget
+        found = [self._look_up(entry) for entry in entries]
+        draft = Draft([[] for _ in entries], [[] for _ in entries], [() for _ in entries])
+        asked = range(len(entries)) if self._model is not None else []
+        if self._asks:
+            asked = [b for b, entry in enumerate(entries) if budget.asks_model(entry.request, [chain for _, chain, _ in found[b]])]
+        part = self._model.propose([entries[b] for b in asked], faults) if self._model is not None and asked else Draft([], [])
+        for i, b in enumerate(asked):
+            token_ids, sources = part.token_ids[i], part.sources[i]
+            chain = part.evidence[i] if part.evidence else judge_model(sources[0], len(sources), ()) if sources else ()
+            # A lookup behind drawn drafts depends on what was drawn, and must not decide whether they are verified.
+            judged = chain if entries[b].request.speculation.verify_strategy == "rejection" else None
+            longer, name = self._lengthen(entries[b], token_ids)
+            draft.token_ids[b], draft.sources[b] = token_ids + longer, sources + [name] * len(longer)
+            draft.evidence[b] = [*chain, *judge_longer(name, len(chain), len(longer))]
+            if i in part.probs:
+                draft.probs[b] = part.probs[i]
+            self._pick(b, entries[b].request, found[b], draft, judged)
+        for b in sorted({*range(len(entries))} - {*asked}):
+            self._pick(b, entries[b].request, found[b], draft, None)
         return draft
 
-    def _time_call(self, requests: Sequence[Request], seconds: float) -> None:
-        backlogs = [len(r.token_ids) - self._watched[r.request_id].seen_by_model for r in requests if r.request_id in self._watched]
-        # A request that took part in the last step has no more than these to be shown.
-        if all(backlog <= MAX_SPECULATIVE_TOKENS + 1 for backlog in backlogs):
-            self._last_call = seconds
-            self._call_seconds += SMOOTHING * (seconds - self._call_seconds) if self._call_seconds else seconds
-        elif self._call_seconds:
-            one = max(0.0, seconds - self._call_seconds) / max(1, sum(backlogs)) / self._call_seconds
-            self._catch_up += SMOOTHING * (min(one, 1.0) - self._catch_up)
+    def _look_up(self, entry: Scheduled) -> _Found:
+        """Of each lookup that finds something."""
+        lookups = self._of(entry.request)
+        if lookups:
+            self._budget.compare(entry.request)
+        found = [(*lookup.lookup_judged(entry.request, (), entry.max_drafts), lookup.name) for lookup in lookups]
+        return [one for one in found if one[0]]
 
-    def _look_up(self, b: int, entry: Scheduled, lookup: Lookup, draft: Draft) -> bool:
-        """Whether the lookup drafts alone; what it found is watched either way."""
-        request = entry.request
-        strategy, watched = request.speculation.mtp_strategy, self._watched[request.request_id]
-        self._learn(strategy, request, watched)
-        found, score = lookup.lookup_scored(request, (), entry.max_drafts)
-        if not found:
-            return False
-        bucket = min(round(score), MAX_SCORE)
-        watched.lookups.append((len(request.token_ids), found, bucket))
-        del watched.lookups[:-MAX_PENDING]
-        backlog = len(request.token_ids) - watched.seen_by_model
-        cost = self._model_share * (1 + backlog * self._catch_up / AMORTIZED)
-        if (1 + self._expect(strategy, watched, bucket)) * (1 + cost) < 1 + self._expect(strategy, watched, MODEL):
-            return False
-        draft.token_ids[b], draft.sources[b] = found, [lookup.name] * len(found)
-        return True
-
-    def _expect(self, strategy: str, watched: _Watched, key: int) -> float:
-        """Right drafts of the next lookup with that score, or of the model."""
-        if key not in watched.right:
-            prior = PRIOR_MODEL if key == MODEL else min(MAX_PRIOR, PRIOR_SCORE_SHARE * key)
-            watched.right[key] = self._right[strategy].setdefault(key, prior)
-        return watched.right[key]
-
-    def _add(self, strategy: str, watched: _Watched, key: int, right: int) -> None:
-        watched.right[key] = self._expect(strategy, watched, key) + OWN_SMOOTHING * (right - watched.right[key])
-        self._right[strategy][key] += SMOOTHING * (right - self._right[strategy][key])
-
-    def _learn(self, strategy: str, request: Request, watched: _Watched) -> None:
-        """Compares what was drafted before with the text that came."""
-        known = request.token_ids
-        if watched.model_at >= 0:
-            self._add(strategy, watched, MODEL, max(0, len(known) - watched.model_at - 1))
-            watched.model_at = -1
-        waiting = []
-        for place, found, bucket in watched.lookups:
-            right = 0
-            while right < len(found) and place + right < len(known) and found[right] == known[place + right]:
-                right += 1
-            if right < len(found) and place + right == len(known):
-                waiting.append((place, found, bucket))  # all right so far
+    def _pick(self, b: int, request: Request, found: _Found, draft: Draft, judged: Chain | None) -> None:
+        """Leaves the model's drafts, or puts a lookup's in their place; judged: what may be judged of the model's, where not all may."""
+        own: Chain = draft.evidence[b] if judged is None else judged
+        best = self._budget.pick(request, [own, *(chain for _, chain, _ in found)])
+        for number, (token_ids, chain, name) in enumerate(found, 1):
+            if number == best:
+                draft.token_ids[b], draft.sources[b], draft.evidence[b] = token_ids, [name] * len(token_ids), chain
+                draft.probs.pop(b, None)
             else:
-                self._add(strategy, watched, bucket, right)
-        watched.lookups = waiting
+                self._budget.watch(request, token_ids, chain)
 
-    def _lengthen(self, entry: Scheduled, token_ids: list[int], sources: list[str]) -> None:
+    def _lengthen(self, entry: Scheduled, token_ids: Sequence[int]) -> tuple[list[int], str]:
         """The pattern ends in the model's drafts: what follows a wrong one is rejected with it."""
-        request = entry.request
-        lookup = self._lookups.get(request.speculation.mtp_strategy)
-        if lookup is None:
-            return
-        if token_ids:  # a model that is down says nothing about how good it is
-            watched = self._watched[request.request_id]
-            watched.model_at = watched.seen_by_model = len(request.token_ids)
-        if (room := entry.max_drafts - len(token_ids)) > 0:
-            found = lookup.lookup(request, token_ids, room)
-            token_ids += found
-            sources += [lookup.name] * len(found)
+        room = entry.max_drafts - len(token_ids)
+        if room > 0 and token_ids:
+            for lookup in self._of(entry.request):
+                if found := lookup.lookup(entry.request, token_ids, room):
+                    return found, lookup.name
+        return [], ""
 
     def stop(self, request: Request) -> None:
-        self._model.stop(request)
-        self._watched.pop(request.request_id, None)
-        if lookup := self._lookups.get(request.speculation.mtp_strategy):
+        if self._model is not None:
+            self._model.stop(request)
+        for lookup in self._of(request):
             lookup.stop(request)
 
     def close(self) -> None:
-        self._model.close()  # the lookups are loaded as methods of their own, and closed there
+        if self._model is not None:
+            self._model.close()  # the lookups are loaded as methods of their own, and closed there

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backend.budget import CostClass
 from backend.config import BUNDLED_DRAFTER, EngineConfig
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
-from backend.speculative_config import BLOCK_METHODS, HEAD_METHODS, SpeculativeConfig
+from backend.speculative_config import BLOCK_METHODS, HEAD_METHODS, RECYCLING, SpeculativeConfig
+from kernels.structs import MAX_NODES
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from backend.drafters.recurrent import RecurrentModel
     from backend.models import Model
     from backend.parallel.ranks import Ranks
+
+
+MAX_TREE_LAYERS = 2
+"""That make a draft each: all drafts of a tree but the first level's come from one."""
 
 
 def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> StepDrafter | None:
@@ -30,6 +36,12 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
 
     steps = speculative.num_model_steps or 1
     drafter: StepDrafter
+    tree = speculative.tree
+    if speculative.model_method == RECYCLING:
+        from backend.drafters.recycling import RecyclingDrafter
+
+        assert tree is not None
+        return RecyclingDrafter(target.vocab_size, tree.num_candidates, device)
     if speculative.model_method in HEAD_METHODS:
         from backend.drafters.heads import HeadsDrafter
         from backend.models.heads import load_heads
@@ -51,6 +63,22 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
     else:
         model = _load_recurrent(config, target, dtype, device, ranks)
         drafter = RecurrentDrafter(model, steps) if model.mask_token_id is None else ParallelDrafter(model)
+    if tree is not None and drafter.attends_drafts and sum(tree.computed_by_depth) > MAX_NODES:
+        raise ConfigError(
+            f"speculative_config.tree_top_k is {tree.num_candidates}, and {len(tree.computed_by_depth) + 1} drafts follow one another: the drafter "
+            f"goes on from {sum(tree.computed_by_depth)}; the limit is {MAX_NODES}: take a smaller tree_top_k or num_speculative_tokens"
+        )
+    if drafter.block is not None and tree is not None:
+        raise ConfigError(
+            f"speculative_config.{'tree_paths' if speculative.tree_paths else 'tree_nodes'} makes trees; the drafter in {_find_folder(config)} makes "
+            "all drafts of a chain at once: leave it out, or parallel_drafting false"
+        )
+    if tree is not None and isinstance(drafter, RecurrentDrafter) and drafter.num_layers > MAX_TREE_LAYERS:
+        raise ConfigError(
+            f"speculative_config.{'tree_paths' if speculative.tree_paths else 'tree_nodes'} makes trees; the drafter in {_find_folder(config)} has "
+            f"{drafter.num_layers} layers that make a draft each; the limit is {MAX_TREE_LAYERS} with trees: leave it out, or take fewer "
+            "num_speculative_tokens"
+        )
     if drafter.block is not None and device.type == "cuda":
         raise ModelError(
             f"{_find_folder(config)}: method {speculative.model_method} makes its drafts in one forward, which runs with --device cpu alone so far; "
@@ -98,7 +126,14 @@ def count_tokens_after_step(config: SpeculativeConfig, drafter: StepDrafter | No
     if drafter is None:
         return 0
     steps, block = config.num_model_steps or 1, drafter.block
+    if config.tree is not None and drafter.attends_drafts:
+        return max(1, sum(config.tree.computed_by_depth))
     return steps if block is None else max(steps, block.first + block.count_rows(steps))
+
+
+def cost_class(drafter: StepDrafter | None) -> CostClass:
+    """How the time of the step's model drafter grows with its drafts."""
+    return CostClass.PER_DRAFT if drafter is None or drafter.block is None else CostClass.BLOCK
 
 
 def tap_width(config: SpeculativeConfig, drafter: StepDrafter | None, target: Model) -> int:
@@ -114,7 +149,8 @@ def step_drafter_identity(config: EngineConfig) -> str:
     if not _is_in_step(speculative):
         return ""
     options = f"{speculative.rounding.names} {speculative.draft_vocabulary} {speculative.parallel_drafting}"
-    return f"{speculative.model_method} {fingerprint(_find_folder(config))} {options}"
+    folder = "" if speculative.model_method == RECYCLING else fingerprint(_find_folder(config))
+    return f"{speculative.model_method} {folder} {options}"
 
 
 def _is_in_step(config: SpeculativeConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from backend.budget import Chain, by_match
 from backend.core import Request
 
 TOKEN_BYTES = 4
@@ -32,10 +33,14 @@ class NgramLookup:
         return ()
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
-        return self.lookup_scored(request, drafts, count)[0]
+        return self._look_up(request, drafts, count)[0]
 
-    def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
-        """The score is the number of tokens that matched, counted on past max_size."""
+    def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
+        found, num_matched = self._look_up(request, drafts, count)
+        return found, by_match(self.name, num_matched, len(found))
+
+    def _look_up(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], int]:
+        """Tokens, and how many matched before them, counted on past max_size."""
         text = self._texts[request.request_id]
         known = len(text) // TOKEN_BYTES - len(self._before(request))
         if known < len(request.token_ids):
@@ -51,8 +56,8 @@ class NgramLookup:
             if at >= 0:
                 follow = at + len(pattern)
                 found = array("i", bytes(text[follow : follow + count * TOKEN_BYTES])).tolist()
-                return found, float(size + self._match_back(text, at, end - len(pattern)))
-        return [], 0.0
+                return found, size + self._match_back(text, at, end - len(pattern))
+        return [], 0
 
     @staticmethod
     def _match_back(text: bytearray, first: int, second: int) -> int:
@@ -91,9 +96,9 @@ class PredictionLookup(NgramLookup):
     def _before(self, request: Request) -> Sequence[int]:
         return self._predictions[request.request_id]
 
-    def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
-        found, score = super().lookup_scored(request, drafts, count)
-        return (found[: found.index(BORDER)] if BORDER in found else found), score
+    def _look_up(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], int]:
+        found, num_matched = super()._look_up(request, drafts, count)
+        return (found[: found.index(BORDER)] if BORDER in found else found), num_matched
 
     def stop(self, request: Request) -> None:
         super().stop(request)

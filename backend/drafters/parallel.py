@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from backend.drafters.protocol import BlockPass, DrafterRows, StateKeeper
+from backend.drafters.protocol import BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.drafters.recurrent import RecurrentDrafter, RecurrentModel
 from backend.kv_store import CacheSpec, KvStore
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS
@@ -23,6 +23,8 @@ class ParallelDrafter:
     first, is_causal = 1, True
     max_drafts = MAX_SPECULATIVE_TOKENS
     keeper: StateKeeper | None = None
+    memory: CandidateMemory | None = None
+    attends_drafts = False
 
     def __init__(self, model: RecurrentModel) -> None:
         """model: of one layer."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from backend.budget import Chain
 from backend.core import Batch, Draft, DraftFaults, Request, Scheduled
 from backend.kv_store import CacheSpec, KvStore
 from kernels import ops
@@ -98,6 +99,18 @@ class StateKeeper(Protocol):
         ...
 
 
+class CandidateMemory(Protocol):
+    """What a drafter remembers in place of computing it: which tokens may follow."""
+
+    def learn(self, token_ids: torch.Tensor, logits: torch.Tensor) -> None:
+        """The target's logits [R, V] after tokens [R] int64, before any parameter acts. A token may be there several times."""
+        ...
+
+    def recall(self, states: list[torch.Tensor], count: int) -> torch.Tensor:
+        """What may follow tokens whose states [R, n] `advance` or `extend` made -> [R, count] int32, the likeliest first; -1: it does not know."""
+        ...
+
+
 class StepDrafter(Protocol):
     """A model drafter that runs in the step, on every rank: it computes the tokens that the step computed, then drafts."""
 
@@ -108,6 +121,14 @@ class StepDrafter(Protocol):
 
     @property
     def keeper(self) -> StateKeeper | None: ...
+
+    attends_drafts: bool
+    """Its drafts see one another by keys and values: those of a tree are computed as a tree. It has one layer for all, or another for the first."""
+
+    @property
+    def memory(self) -> CandidateMemory | None:
+        """None: it computes what may follow."""
+        ...
 
     @property
     def heads(self) -> ops.Heads | None:
@@ -164,8 +185,8 @@ class Lookup(Protocol):
         """At most `count` tokens to follow the request's tokens and `drafts`, which another drafter proposed."""
         ...
 
-    def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
-        """As `lookup`, with how good a match it comes from: greater is better, on a scale of the lookup's own."""
+    def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
+        """As `lookup`, with what is known of each draft: its survival estimate."""
         ...
 
     def stop(self, request: Request) -> None: ...

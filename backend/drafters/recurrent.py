@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from backend.drafters.protocol import ATTENTION, HIDDEN, BlockPass, DrafterRows, StateKeeper
+from backend.drafters.protocol import ATTENTION, HIDDEN, BlockPass, CandidateMemory, DrafterRows, StateKeeper
 from backend.kv_store import CacheSpec, KvStore
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from kernels import ops
@@ -64,6 +64,8 @@ class RecurrentDrafter:
 
     max_drafts = MAX_SPECULATIVE_TOKENS
     block: BlockPass | None = None
+    memory: CandidateMemory | None = None
+    attends_drafts = True
     keeper: StateKeeper | None = None
 
     def __init__(self, model: RecurrentModel, max_steps: int) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from backend.budget import Chain, by_probability
 from backend.core import Request
 from backend.drafters.answer_file import AnswerFile
 from backend.drafters.corpus import CALL, MAX_TOKENS
@@ -194,15 +195,28 @@ class SuffixLookup:
 
     def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
         """As `lookup`, with the score: how many of the tokens are expected to be right (0.0 to `count`)."""
+        draft = self._look_up(request, drafts, count)
+        return (draft.token_ids, draft.score) if draft is not None else ([], 0.0)
+
+    def lookup_judged(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], Chain]:
+        """As `lookup`, with the evidence: the tree's share of those that went on as the draft, and how long the match is."""
+        draft = self._look_up(request, drafts, count)
+        if draft is None or not draft.token_ids:
+            return [], ()
+        chances = [own / before for own, before in zip(draft.probs, (1.0, *draft.probs))]
+        return draft.token_ids, by_probability(self.name, chances, draft.match_len)
+
+    def _look_up(self, request: Request, drafts: Sequence[int], count: int) -> Any:
+        """The library's draft, or None."""
         with self._wake:
             own = self._open.get(request)
             if own is None or own.is_queued or count <= 0:
-                return [], 0.0
+                return None
             missing = len(request.token_ids) - own.text.num_inserted
             if missing > SLICE_TOKENS:
                 if not self._is_closed:
                     self._queue(own)
-                return [], 0.0
+                return None
             if missing:
                 self._take_in(own)
             depth = self.max_tree_depth
@@ -212,7 +226,7 @@ class SuffixLookup:
             if self._is_sharing or self._num_corpus_tokens:
                 other = self._speculate(self._shared, context, *limits)
                 draft = other if other.score > draft.score else draft
-            return draft.token_ids, draft.score
+            return draft
 
     def stop(self, request: Request) -> None:
         """Keeps the answer and drops the rest. No effect on a request that is not open."""

@@ -1,0 +1,9 @@
+"""The planner of drafts: who drafts and how many, for each request and step. A new method brings its cost class and its evidence."""
+
+from backend.budget.budget import DraftBudget
+from backend.budget.costs import CostClass
+from backend.budget.known import Ability
+from backend.budget.survival import by_match, by_place, by_probability
+from backend.core import Chain, Evidence
+
+__all__ = ["Ability", "Chain", "CostClass", "DraftBudget", "Evidence", "by_match", "by_place", "by_probability"]

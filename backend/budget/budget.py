@@ -1,0 +1,411 @@
+"""Who drafts for each request in each step, and how many of the drafts are verified: the choice that promises most tokens a second.
+
+Tokens: one for each request, and the survival of each draft (`backend.budget.survival`). Seconds: what steps of that size took
+(`backend.budget.costs`). Where drafts are known when the step is planned, each is judged by what its drafter says of it, and the best ones
+of all requests are verified (`backend.budget.rule`). Where they are not (a step is under way), or where a step computes as many rows for
+each request as for the one with most drafts (captured graphs), one limit holds for all, from what limits have brought so far
+(`backend.budget.forecast`).
+
+A length may follow the distribution that a draft was drawn from, never the drawn token: `rejection` would not keep the target's
+distribution. So what a lookup found behind drawn drafts has no say in whether they are verified. `target_match` and `greedy` emit the same
+tokens whatever is chosen here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from backend.budget.costs import CostClass, StepCosts
+from backend.budget.forecast import Kind
+from backend.budget.known import Ability, Own
+from backend.budget.limits import Group, Limits
+from backend.budget.rule import share
+from backend.budget.survival import Survival, by_match
+from backend.core import NEVER, Chain, Request
+from backend.metrics import Histogram
+
+MAX_SCORE = 16
+"""Scores of lookups from which on they are alike."""
+UNPACED = ("topp",)
+"""Strategies that accept whatever is likely: how many drafts they have decides how often the drafter's taste wins over the target's, so
+that it must not follow the load."""
+EXPLORE_EVERY = 48
+"""Steps between trials: what is never tried cannot be known to have become better."""
+PLAIN_EVERY = 4
+"""Trials of which one begins with a step that verifies nothing: what that takes is what all else is held against."""
+TRIAL_STEPS = 2
+"""A model drafter that was not asked for long catches up in the first; the second is what can be measured."""
+MAX_EXPLORERS = 2
+"""Requests that a trial takes where others do without: a model drafter has to catch up for each."""
+TRY_EVERY = 32
+"""Steps of a request between trials of a lookup that hardly matches, and of the model alone."""
+ALONE_SMOOTHING = 0.1
+"""Share of the newest step in how often a lookup is preferred to the model, by what lookups promised in the step before."""
+SMOOTHING, OWN_SMOOTHING = 0.05, 0.1
+"""Share of the newest step in the means of all requests, and of one, which begin where those of all are."""
+PRIOR_VALUE, PRIOR_MADE, PRIOR_CHANCE = 1.5, 2.0, 0.7
+"""Before anything is measured: the model's drafts that are right in a step, those that it makes, and the chance of one more."""
+CHANCE_SMOOTHING = 0.01
+MAX_PENDING = 16
+CHEAP = 0.01
+"""Share of a step's time that lookups may take whatever they bring."""
+SLOPE = 4
+"""Times as many rows tell what one more takes."""
+DRAFTS = tuple(float(n) for n in range(17))
+
+
+class DraftBudget:
+    """Called by the engine thread only."""
+
+    def __init__(self, describe: Callable[[Request], Ability], *, is_exact: bool, drafter: CostClass = CostClass.PER_DRAFT) -> None:
+        """is_exact: a step computes as many rows as it has tokens; drafter: the model drafter's class."""
+        self._describe, self._is_exact = describe, is_exact
+        self._costs, self._survival = StepCosts(drafter), Survival()
+        self._limits = Limits(self._costs, is_exact)
+        self._own: dict[str, Own] = {}
+        self._steps = 0
+        self._applied: int | None = None  # the limit, or a trial; None: nothing is limited
+        self._applied_model = True
+        self._explorers: frozenset[str] = frozenset()
+        self._is_trial = self._is_plain = False
+        self._speed = 0.0  # tokens a second that the choice promises
+        self._row_seconds = 0.0  # of one row more
+        self._num_requests = 1  # in the step
+        self._num_asking = 0  # those of them that a model drafter may be worth its time for
+        self._asking_value = 0.0  # what it brings them, in tokens
+        self._asking_seconds = 0.0  # of one of them more
+        self._is_model_worth = True
+        self._chance = PRIOR_CHANCE
+        self._next_draft_seconds = 0.0
+        self._mean_draft_seconds = 0.0  # of a request's step
+        self._values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
+        self._lookup_values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
+        self._lookup_seconds = 0.0  # of a request's step without a model
+        self._num_made = self._num_checked = PRIOR_MADE  # drafts that the model makes in a step, and that are verified of a request's
+        self._mean_tokens, self._mean_drafts = PRIOR_VALUE, PRIOR_MADE  # of a request's step: emitted, and drafts that were verified
+        self._has_prompts = False  # in the last step that was read; the next one is likely to as well
+        self._alone: dict[int, float] = {}
+        self.predicted: Counter[str] = Counter()
+        """Drafts that were expected to be accepted, of those that were verified, by method."""
+        self.chosen = Histogram(DRAFTS)
+        """Drafts that were verified for a request in a step."""
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _of(self, request: Request) -> Own:
+        own = self._own.get(request.request_id)
+        if own is None:
+            ability, speculation = self._describe(request), request.speculation
+            kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
+            # A tree is as large as it was configured: what fewer of its drafts would bring, evidence by place does not say.
+            is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED and not speculation.num_nodes
+            own = self._own[request.request_id] = Own(ability, kind, is_paced, self._values[kind], self._lookup_values[kind])
+        return own
+
+    def stop(self, request: Request) -> None:
+        self._own.pop(request.request_id, None)
+        self._survival.stop(request.request_id)
+
+    # -- before a step ------------------------------------------------------------------------------------------------
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Chooses for the next step of these requests, all of them decoding.
+
+        Nothing is tried beside prompts, where no time could be measured.
+        """
+        groups: Counter[Group] = Counter()
+        paced: list[Request] = []
+        has_choice = False
+        num_able, self._num_asking, self._asking_value = 0, 0, 0.0
+        for request in requests:
+            count = request.speculation.num_speculative_tokens
+            if count:
+                own = self._of(request)
+                others = bool(own.ability.lookup) or own.ability.has_host
+                groups[Group(own.kind, count, own.ability.num_model, others, own.is_paced)] += 1
+                if own.ability.num_model:
+                    num_able += 1
+                    if own.value > self._speed * self._asking_seconds:  # by the step before
+                        self._asking_value += own.value
+                        self._num_asking += 1
+                has_choice |= own.is_paced or (others and own.kind.has_model)
+                if own.is_paced:
+                    paced.append(request)
+        self._is_trial = self._is_plain = False
+        self._explorers, self._applied = frozenset(), None
+        if not has_choice:
+            return
+        num_requests = len(requests)
+        self._row_seconds = (self._costs.verify(SLOPE * num_requests) - self._costs.verify(num_requests)) / ((SLOPE - 1) * num_requests)
+        top = max((r.speculation.num_speculative_tokens for r in paced), default=0)
+        speed = self._limits.choose(groups, num_requests, top, self._mean_draft_seconds * num_requests, self._has_prompts)
+        self._num_requests = num_requests
+        self._weigh_model(num_able)
+        self._speed = self._speed_with(self._mean_tokens - 1, self._mean_draft_seconds) if self._is_exact else speed
+        if not paced:
+            return
+        self._steps += 1
+        self._applied, self._applied_model = self._limits.chosen
+        if not self._has_prompts and self._steps >= EXPLORE_EVERY and self._steps % EXPLORE_EVERY < TRIAL_STEPS:
+            self._explore(paced, top)
+
+    def _explore(self, paced: Sequence[Request], top: int) -> None:
+        """Something else for this step."""
+        trial = self._steps // EXPLORE_EVERY
+        start = trial * MAX_EXPLORERS % len(paced)
+        self._is_trial = True
+        explorers = frozenset(r.request_id for r in (*paced, *paced)[start : start + MAX_EXPLORERS])
+        if self._is_exact and not any(request.num_steps_ahead for request in paced):
+            self._explorers = explorers
+            self._is_plain = trial % PLAIN_EVERY == 0 and self._steps % EXPLORE_EVERY == 0
+            return
+        self._applied, self._applied_model = self._limits.another(trial, top)
+        if not self._limits.chosen[0]:
+            self._explorers = explorers
+
+    def limit(self, request: Request) -> int:
+        """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
+        wanted = request.speculation.max_drafts
+        if not wanted or self._applied is None or request.is_prefill_only:
+            return wanted
+        if not self._of(request).is_paced:
+            return wanted
+        if self._is_exact:
+            is_worth = request.request_id in self._explorers or self._is_worth_looking(self._of(request))
+            return (min(wanted, self._applied) if request.num_steps_ahead else wanted) if is_worth else 0
+        if self._is_trial and not self._limits.chosen[0] and request.request_id not in self._explorers:
+            return 0
+        return min(wanted, self._applied)
+
+    def _is_worth_looking(self, own: Own) -> bool:
+        """Whether the lookups of a request bring more than the time that they take; where a model drafts too, it is asked or not by itself."""
+        is_cheap = self._lookup_seconds * self._num_requests < CHEAP * self._costs.verify(self._num_requests)
+        return is_cheap or own.ability.num_model > 0 or own.lookup_value > self._speed * self._lookup_seconds
+
+    # -- drafts that are known ----------------------------------------------------------------------------------------
+
+    def pick(self, request: Request, chains: Sequence[Chain]) -> int:
+        """The one of several drafts of a request that promises most. chains: the first one is the model's, with what may be judged of it."""
+        own = self._of(request)
+        worth = [self._worth(request, chain) for chain in chains]
+        best = max(range(len(worth)), key=lambda number: worth[number])
+        if own.ability.num_model and not own.ability.is_remote:
+            self._note_promise(own, max(worth[1:], default=0.0), best > 0)
+        return best
+
+    def _worth(self, request: Request, chain: Chain) -> float:
+        """Of the leading drafts that are worth their rows, in tokens."""
+        price = self._speed * self._row_seconds
+        return sum(survival - price for survival in self._survival.survivals(request.request_id, chain) if survival > price)
+
+    def _note_promise(self, own: Own, promise: float, is_alone: bool) -> None:
+        """How often a lookup comes to be preferred says whether the model should be asked, by what lookups promised a step earlier."""
+        before = self._alone.setdefault(own.promised, 0.0)
+        if own.was_asked:
+            self._alone[own.promised] = before + ALONE_SMOOTHING * (is_alone - before)
+        own.promised = min(MAX_SCORE, max(0, round(2 * promise)))
+
+    def asks_model(self, request: Request, chains: Sequence[Chain]) -> bool:
+        """Whether a model drafter that can be asked now is worth its time beside other drafts of the request."""
+        own = self._of(request)
+        if request.request_id in self._explorers or (not chains and not own.is_paced):
+            return True
+        if own.is_paced and not self._is_model_worth:
+            return False
+        return self._model_worth(own) > max((self._worth(request, chain) for chain in chains), default=0.0)
+
+    def watch(self, request: Request, token_ids: list[int], chain: Chain) -> None:
+        """Drafts that were not verified: the text that follows tells how many of them were right."""
+        pending = self._of(request).pending
+        pending.append((len(request.token_ids), token_ids, chain))
+        del pending[:-MAX_PENDING]
+
+    def compare(self, request: Request) -> None:
+        """Learns from what was watched and is known by now."""
+        own, known = self._of(request), request.token_ids
+        waiting = []
+        for place, token_ids, chain in own.pending:
+            right, room = 0, len(known) - place
+            while right < min(len(token_ids), room) and token_ids[right] == known[place + right]:
+                right += 1
+            if right == room and right < len(token_ids):
+                waiting.append((place, token_ids, chain))  # all right so far
+            else:
+                self._survival.learn(request.request_id, chain, right, is_own=False)
+        own.pending = waiting
+
+    def allot(self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int) -> list[int]:
+        """How many of each request's drafts, which are known, are verified. num_drawn: leading ones that were drawn from a distribution that
+        verification uses, or 0; num_rows: tokens that the step computes without any draft."""
+        counts = [len(chain) for chain in chains]
+        if self._applied is None or not self._is_exact or not self._costs.is_known:
+            return counts
+        free = [n for n, r in enumerate(requests) if counts[n] and self._is_free(r)]
+        if not free:
+            return counts
+        if self._is_plain:
+            return [0 if n in free else count for n, count in enumerate(counts)]
+        survivals = [self._survival.survivals(requests[n].request_id, chains[n]) for n in free]
+        judged = [own[: num_drawn[n]] if num_drawn[n] else own for n, own in zip(free, survivals)]
+        others = sum(counts) - sum(counts[n] for n in free)
+        rest, verify = self._next_draft_seconds, self._costs.verify
+        found, speed = share(judged, num_rows, lambda number: verify(num_rows + others + number) + rest)
+        for n, own, count in zip(free, survivals, found):
+            if num_drawn[n] and count == num_drawn[n]:
+                while count < len(own) and own[count] > speed * self._row_seconds:
+                    count += 1
+            counts[n] = count
+        return counts
+
+    def _is_free(self, request: Request) -> bool:
+        return self._of(request).is_paced and (self._is_plain or request.request_id not in self._explorers)
+
+    # -- drafts for the step after it ---------------------------------------------------------------------------------
+
+    def num_model(self, request: Request) -> int:
+        """Drafts that the step's model drafter makes for a request at the step's end."""
+        own = self._of(request)
+        count = own.ability.num_model
+        if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
+            if not self._is_exact or request.num_steps_ahead:
+                count = min(count, self.limit(request)) if self._applied_model else 0
+            elif request.request_id not in self._explorers and self._costs.is_known:
+                is_worth = self._is_model_worth and self._model_worth(own, self._alone.get(own.promised, 0.0)) > 0
+                count = count if is_worth else 0
+        own.was_asked = count > 0
+        return count
+
+    def _model_worth(self, own: Own, alone: float = 0.0) -> float:
+        """What the model's drafts for a request bring beyond their cost, in tokens, as they were when it was asked; alone: how likely they are
+        made for nothing. How many it makes of them is seen as it goes (`least_standing`).
+
+        Worth: the step has a higher speed with them than without. It is this request's speed that counts, not what the server had lately: text that
+        is hard to draft takes as many tokens, however fast other text went.
+        """
+        seconds = self._asking_seconds
+        gain = (1 - alone) * own.value
+        return gain - self._speed_with(gain, seconds) * seconds
+
+    def _weigh_model(self, num_able: int) -> None:
+        """Whether the model drafter is worth its time for all that may ask it, and what one of them more takes."""
+        number, made = self._num_asking, max(1, round(self._num_made))
+        whole = self._costs.draft(made, number)
+        plain = self._costs.verify(self._num_requests)
+        rows = self._costs.verify(self._num_requests + number * self._num_checked) - plain
+        self._is_model_worth = not plain or self._asking_value * plain > (whole + rows) * self._num_requests
+        half = num_able // 2
+        one = (self._costs.draft(made, num_able) - self._costs.draft(made, half)) / max(1, num_able - half)
+        self._asking_seconds = one + self._num_checked * self._row_seconds
+
+    def _speed_with(self, gain: float, seconds: float) -> float:
+        """Tokens a second of a step in which one request has `gain` accepted drafts after so much drafting, and the others what they have on
+        average."""
+        others = self._num_requests - 1
+        rest = self._costs.verify(self._num_requests + others * self._mean_drafts) + others * self._mean_draft_seconds
+        return (1 + gain + others * self._mean_tokens) / max(rest + seconds, 1e-9) if rest else 0.0
+
+    def num_lookup(self, request: Request) -> int:
+        """Drafts that the step's own lookup makes, or lengthens the model's to, at most."""
+        return self.limit(request)
+
+    def alone_score(self, request: Request, num_model: int) -> int:
+        """The least score from which the step's lookup drafts alone, and the model is not asked; num_model: drafts that it would make."""
+        own = self._of(request)
+        if not num_model:
+            return 1 if self._is_exact else NEVER  # with a score, what it found can be judged
+        own.num_steps += 1
+        if own.num_steps % TRY_EVERY == 0:
+            return 1 if own.num_steps // TRY_EVERY % 2 else NEVER
+        low, high, limit, worth = 1, MAX_SCORE + 1, self.num_lookup(request), self._model_worth(own)
+        while low < high:
+            middle = (low + high) // 2
+            if self._worth(request, by_match(own.ability.lookup, middle, limit)) >= worth:
+                high = middle
+            else:
+                low = middle + 1
+        return low if low <= MAX_SCORE else NEVER
+
+    def least_standing(self) -> float:
+        """Requests for which all drafts so far have to stand for one draft more of each to be worth the model's time."""
+        if self._applied is None or not self._is_exact or not self._costs.is_known:
+            return 0.0
+        number = max(1, self._num_asking)
+        one = self._costs.draft(2, number) - self._costs.draft(1, number)
+        return self._speed * (max(0.0, one) + self._row_seconds) / self._chance
+
+    def expect_drafts(self, num_drafts: int, num_requests: int) -> None:
+        """What the model drafter is to make at the end of the step that is planned: it is a part of the step's time."""
+        self._next_draft_seconds = self._costs.draft(num_drafts, num_requests)
+
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def learn(self, request: Request, chain: Chain, num_accepted: int, has_model: bool) -> None:
+        """chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not."""
+        own, name = self._of(request), request.request_id
+        if chain:
+            self.predicted[request.speculation.method] += sum(self._survival.survivals(name, chain))  # type: ignore[assignment]
+            self._survival.learn(name, chain, num_accepted)
+        if not own.ability.model:
+            own.lookup_value += OWN_SMOOTHING * (num_accepted - own.lookup_value)
+            self._lookup_values[own.kind] += SMOOTHING * (num_accepted - self._lookup_values[own.kind])
+        elif has_model:
+            right = min(num_accepted, sum(evidence.source == own.ability.model for evidence in chain))
+            for place in range(min(right + 1, len(chain))):
+                self._chance += CHANCE_SMOOTHING * ((place < right) - self._chance)
+            self._num_checked += SMOOTHING / max(1, self._num_asking) * (len(chain) - self._num_checked)
+            own.value += OWN_SMOOTHING * (right - own.value)
+            self._values[own.kind] += SMOOTHING * (right - self._values[own.kind])
+        if request.speculation.num_speculative_tokens:
+            self.chosen.observe(len(chain))
+
+    def observe(
+        self,
+        limits: Sequence[tuple[Request, int, bool]],
+        outcomes: Sequence[tuple[int, int]],
+        *,
+        num_requests: int,
+        num_rows: int,
+        has_prompts: bool,
+        verify_seconds: float,
+        draft_seconds: float,
+        num_model: int,
+        num_asked: int,
+        is_catching_up: bool = False,
+    ) -> None:
+        """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its
+        drafts that were verified, and those accepted; num_rows: that were computed; num_model: most drafts that the model made for one of
+        num_asked requests; is_catching_up: it computed more than the step's own tokens. Steps with prompts in them say nothing about times."""
+        by_kind: dict[Kind, tuple[list[int], list[int], list[int]]] = {}
+        for (request, limit, has_model), (drafts, accepted) in zip(limits, outcomes, strict=True):
+            known = self._own.get(request.request_id)
+            if known is None:
+                continue  # it ended with this step
+            kind = known.kind if self._is_exact else known.kind._replace(has_model=has_model)
+            columns = by_kind.setdefault(kind, ([], [], []))
+            for column, value in zip(columns, (limit, drafts, accepted)):
+                column.append(value)
+        for kind, (own, drafts_of, accepted_of) in by_kind.items():
+            self._limits.forecast.add(kind, own, drafts_of, accepted_of)
+        self._has_prompts = has_prompts
+        if has_prompts:
+            return
+        self._costs.add_verify(num_rows, verify_seconds)
+        if num_model and num_asked and not is_catching_up:
+            self._costs.add_draft(num_model, num_asked, draft_seconds)
+            self._num_made += SMOOTHING * (num_model - self._num_made)
+        if num_requests and (self._applied is not None or self._is_exact):
+            num_drafts, num_tokens = (sum(column) / num_requests for column in zip(*outcomes, (0, num_requests)))
+            self._mean_drafts += SMOOTHING * (num_drafts - self._mean_drafts)
+            self._mean_tokens += SMOOTHING * (num_tokens - self._mean_tokens)
+            if not is_catching_up:
+                self._mean_draft_seconds += SMOOTHING * (draft_seconds / num_requests - self._mean_draft_seconds)
+            if limits and not num_asked:
+                self._lookup_seconds += SMOOTHING * (draft_seconds / len(limits) - self._lookup_seconds)
+            seconds = self._costs.verify(num_rows) + self._costs.draft(num_model, num_asked)
+            self._limits.note_actual(num_requests + sum(accepted for _, accepted in outcomes), seconds)
+
+    @property
+    def regret(self) -> float:
+        """See `Limits.regret`."""
+        return self._limits.regret

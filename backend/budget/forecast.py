@@ -1,0 +1,73 @@
+"""What limits on the number of drafts would bring, from what steps had and accepted at each place: where the drafts themselves are not known yet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MEMORY = 0.998
+"""What is left of old counts after one more step of a request."""
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 4.0
+"""Before anything is measured: of each further draft, and how many measurements that is worth. Hopeful, so that drafts are tried."""
+
+
+class Kind(NamedTuple):
+    """Requests that draft alike."""
+
+    method: str
+    strategy: str
+    has_model: bool
+    """A model drafter was asked."""
+
+
+class _Counts:
+    """By place in the draft: how often there might have been a draft, how often there was one, and how often it was accepted."""
+
+    def __init__(self) -> None:
+        self.tries: list[float] = []
+        self.drafted: list[float] = []
+        self.accepted: list[float] = []
+
+    def add(self, limits: Sequence[int], num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        most = max(limits)
+        while len(self.tries) < most:
+            self.tries.append(PRIOR_WEIGHT)
+            self.drafted.append(PRIOR_WEIGHT)
+            self.accepted.append(PRIOR_WEIGHT * PRIOR_ACCEPTANCE ** len(self.tries))
+        for place in range(most):
+            tries, drafted, accepted = (sum(value > place for value in values) for values in (limits, num_drafts, num_accepted))
+            kept = MEMORY**tries
+            self.tries[place] = self.tries[place] * kept + tries
+            self.drafted[place] = self.drafted[place] * kept + drafted
+            self.accepted[place] = self.accepted[place] * kept + accepted
+
+    def expect(self, top: int) -> list[tuple[float, float]]:
+        drafted, accepted, last, ratio = 0.0, 0.0, 1.0, PRIOR_ACCEPTANCE
+        found = [(drafted, accepted)]
+        for place in range(top):
+            if place < len(self.tries):
+                tries = self.tries[place]
+                drafted, last = drafted + self.drafted[place] / tries, self.accepted[place] / tries
+                ratio = last ** (1 / (place + 1))
+            else:
+                drafted, last = drafted + 1, last * ratio
+            accepted += last
+            found.append((drafted, accepted))
+        return found
+
+
+class Forecast:
+    """Called by the engine thread only."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Kind, _Counts] = defaultdict(_Counts)
+
+    def add(self, kind: Kind, limits: Sequence[int], num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """One step's requests of a kind [N]: the limit of each, its drafts, and those accepted."""
+        if limits and max(limits):
+            self._counts[kind].add(limits, num_drafts, num_accepted)
+
+    def expect(self, kind: Kind, top: int) -> list[tuple[float, float]]:
+        """Drafts and accepted drafts of one request's step with a limit of 0 to `top`."""
+        return self._counts[kind].expect(top)

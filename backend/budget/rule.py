@@ -1,0 +1,38 @@
+"""The rule: of drafts in the order of their worth, as many as bring most tokens a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+MAX_LOOKS = 64
+"""Numbers of drafts that are looked at, evenly apart, where there are more: the rule must not take what it saves."""
+
+
+def best_count(gains: Sequence[float], base: float, seconds: Callable[[int], float]) -> tuple[int, float]:
+    """B that maximises (base + the sum of the B first gains) / seconds(B), and that speed.
+
+    base: tokens that come without any draft. All B are looked at, not the first after which it falls: costs may be a staircase.
+    """
+    best, total, most = 0, base, base / max(seconds(0), 1e-9)
+    apart = -(-len(gains) // MAX_LOOKS)
+    for number, gain in enumerate(gains, 1):
+        total += gain
+        if number % apart and number < len(gains):
+            continue
+        speed = total / max(seconds(number), 1e-9)
+        if speed > most:
+            best, most = number, speed
+    return best, most
+
+
+def share(chains: Sequence[Sequence[float]], base: float, seconds: Callable[[int], float]) -> tuple[list[int], float]:
+    """How many leading drafts of each request are worth it together, and the speed; chains: of each request, the survival of each draft.
+
+    Survivals never rise along a chain, so the best drafts of all requests are leading ones of each. Ties go by place, then by request.
+    """
+    slots = sorted((-survival, place, number) for number, chain in enumerate(chains) for place, survival in enumerate(chain))
+    count, speed = best_count([-slot[0] for slot in slots], base, seconds)
+    counts = [0] * len(chains)
+    for _, _, number in slots[:count]:
+        counts[number] += 1
+    return counts, speed

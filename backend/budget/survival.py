@@ -1,0 +1,108 @@
+"""How likely drafts are to stand, from what stood before.
+
+A drafter says of each of its drafts what it knows (`Evidence`): a bucket of like drafts, and its own guess. How many of a bucket stood, of
+all requests, corrects the guess; a request's own drafts of that source shift it for the request alone (a logistic regression with the
+buckets' log-odds as offset, and one weight). Nothing of it depends on which token was drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+from backend.core import Chain, Evidence
+
+MEMORY = 0.998
+"""What is left of a bucket's old counts after one draft more of it."""
+GUESS_WEIGHT = 6.0
+"""Drafts that a drafter's own guess is worth."""
+OWN_RATE, OWN_MEMORY, MAX_OWN = 0.25, 0.98, 2.5
+"""Of the shift of a request's log-odds: what one draft moves it, what is left of it after that, and the most."""
+PLACES = 10000
+"""Buckets from there on are of places."""
+MAX_MATCH, MAX_PLACES, NUM_SHARES = 16, 4, 10
+"""Matches, places and probabilities that are told apart."""
+
+
+@functools.cache
+def by_place(source: str, count: int, guess: float = 0.7) -> tuple[Evidence, ...]:
+    """Of a drafter that says nothing of its drafts."""
+    return tuple(Evidence(source, PLACES + place, guess) for place in range(count))
+
+
+@functools.cache
+def by_match(source: str, num_matched: int, count: int) -> tuple[Evidence, ...]:
+    """Of a lookup: by the tokens that matched, those that stood before a draft among them."""
+    found = []
+    for place in range(count):
+        matched = min(num_matched + place, MAX_MATCH)
+        found.append(Evidence(source, matched * MAX_PLACES + min(place, MAX_PLACES - 1), matched / (2 + matched)))
+    return tuple(found)
+
+
+@functools.cache
+def _of_share(source: str, num_matched: int, place: int, share: int) -> Evidence:
+    trust = num_matched / (1 + num_matched) if num_matched else 1.0
+    guess = min(max(trust * (share + 0.5) / NUM_SHARES, 0.02), 0.98)
+    return Evidence(source, (num_matched * MAX_PLACES + place) * (NUM_SHARES + 1) + share, guess)
+
+
+def by_probability(source: str, chances: Sequence[float], num_matched: int = 0) -> list[Evidence]:
+    """Of a drafter that says how likely each draft is after those before it; num_matched: of a lookup's, the tokens that matched."""
+    matched = min(num_matched, MAX_MATCH)
+    return [_of_share(source, matched, min(place, MAX_PLACES - 1), min(int(NUM_SHARES * chance), NUM_SHARES)) for place, chance in enumerate(chances)]
+
+
+class _Bucket:
+    __slots__ = ("accepted", "log_odds", "tries")
+
+    def __init__(self, guess: float) -> None:
+        self.tries, self.accepted = GUESS_WEIGHT, GUESS_WEIGHT * guess
+        self.log_odds = math.log(guess / (1 - guess))
+
+    def add(self, is_accepted: bool) -> None:
+        self.tries = self.tries * MEMORY + 1
+        self.accepted = self.accepted * MEMORY + is_accepted
+        share = min(max(self.accepted / self.tries, 1e-3), 1 - 1e-3)
+        self.log_odds = math.log(share / (1 - share))
+
+
+class Survival:
+    """Called by the engine thread only."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[str, int], _Bucket] = {}
+        self._own: dict[str, dict[str, float]] = {}
+
+    def stop(self, request_id: str) -> None:
+        self._own.pop(request_id, None)
+
+    def _bucket(self, evidence: Evidence) -> _Bucket:
+        key = evidence[:2]
+        found = self._buckets.get(key)
+        if found is None:
+            found = self._buckets[key] = _Bucket(evidence.guess)
+        return found
+
+    def survivals(self, request_id: str, chain: Chain) -> list[float]:
+        """The chance that each draft of a request is accepted, all before it with it."""
+        own, left, found = self._own.get(request_id), 1.0, []
+        for evidence in chain:
+            log_odds = self._bucket(evidence).log_odds
+            if own is not None:
+                log_odds += own.get(evidence.source, 0.0)
+            left /= 1 + math.exp(-log_odds)
+            found.append(left)
+        return found
+
+    def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> None:
+        """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too."""
+        own = self._own.setdefault(request_id, {})
+        for place, evidence in enumerate(chain[: num_accepted + 1]):
+            bucket, is_accepted = self._bucket(evidence), place < num_accepted
+            if is_own:
+                shift = own.get(evidence.source, 0.0)
+                chance = 1 / (1 + math.exp(-bucket.log_odds - shift))
+                own[evidence.source] = min(max(OWN_MEMORY * shift + OWN_RATE * (is_accepted - chance), -MAX_OWN), MAX_OWN)
+            bucket.add(is_accepted)

@@ -1,0 +1,139 @@
+"""The drafts that a planned step verifies: those that host drafters, another node or the last step made, as grammars want them, and as many
+of them as are worth it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from backend.core import Draft, HandOff, Scheduled
+from backend.drafters import Drafters
+from backend.grammar import fit_drafts
+from backend.planned import Drafted, Known, PlannedStep
+from backend.step.options import Options
+from backend.step.plan import StepPlan
+
+
+class StepDrafting:
+    """A part of the planner."""
+
+    def __init__(self, drafters: Drafters, max_drafts: int, max_masked_drafts: int, drafts_forced: bool) -> None:
+        """max_drafts: of a request, that the workers have room for; max_masked_drafts: of one with a grammar; drafts_forced: tokens that a grammar
+        forces are drafted."""
+        self._drafters, self._budget = drafters, drafters.budget
+        self._max_drafts, self._max_masked_drafts, self._drafts_forced = max_drafts, max_masked_drafts, drafts_forced
+
+    def put(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
+        """Writes the drafts of decoding requests that the workers lack, and lowers `max_drafts` to what is worth it. known: by id of the entry."""
+        handed = [(e, h, known[id(e)]) for e in decoding if (h := e.request.hand_off) is not None] if step.plan.admissions else []
+        for entry, hand_off, own in handed:
+            self._take_handed(step, entry, hand_off, own)
+        self._ask_host(step, decoding, known)
+        self._fit_made(step, decoding, known)
+        for _, hand_off, own in handed:
+            self._take_handed_probs(step, hand_off, own)
+        step.limits = [entry.max_drafts for entry in step.entries]
+        chains = (e for e in decoding if e.max_drafts and not e.request.num_steps_ahead and not e.request.speculation.num_nodes)
+        self._allot(step, [(entry, known[id(entry)]) for entry in chains])
+
+    def _allot(self, step: PlannedStep, decoding: Sequence[tuple[Scheduled, Known]]) -> None:
+        """Of requests whose drafts are known."""
+        lookup, model = self._drafters.lookup_name, self._drafters.model_name
+        chains, num_drawn = [], []
+        for entry, own in decoding:
+            drafted = own.drafted
+            is_certain = drafted.evidence is not None or drafted.token_ids is not None
+            count = min(len(drafted.sources), entry.max_drafts)
+            chain = drafted.judge(count if is_certain else min(count, len(own.next_drafts)), model, lookup)
+            chains.append(chain)
+            is_drawn = bool(own.options & Options.REJECTION)
+            num_drawn.append(sum(evidence.source == model for evidence in chain) if is_drawn else 0)
+        num_rows = sum(entry.num_tokens for entry in step.entries)
+        counts = self._budget.allot([entry.request for entry, _ in decoding], chains, num_drawn, num_rows)
+        for (entry, _), chain, count in zip(decoding, chains, counts):
+            if count < len(chain):
+                entry.max_drafts = count
+
+    def _ask_host(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
+        """Drafts of the host for this step; only of requests all of whose tokens it knows."""
+        asking = [e for e in decoding if e.max_drafts and known[id(e)].place.host and not e.request.num_steps_ahead]
+        if not asking:
+            return
+        started = time.perf_counter()
+        draft: Draft = self._drafters.propose(asking)
+        step.host_seconds = time.perf_counter() - started
+        plan = step.plan
+        for b, entry in enumerate(asking):
+            own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
+            num_model = self.count_model(sources)
+            own.drafted = Drafted(sources, evidence=draft.evidence[b])
+            if entry.request.grammar is not None:
+                num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
+                token_ids, own.drafted, num_drawn = self._fit(entry, own, token_ids, num_drawn)
+                probs = None if probs is None else probs[:num_drawn]
+            self._put_drafts(plan, own, token_ids)
+            if own.options & Options.REJECTION and (probs is not None or not own.place.has_model or not num_model):
+                plan.num_drawn_writes += (own.index, 0 if probs is None else len(probs))
+            if probs is not None and own.options & Options.REJECTION:
+                step.host_probs.append((own.index, probs))
+
+    def _put_drafts(self, plan: StepPlan, known: Known, token_ids: Sequence[int], first: int = 0) -> None:
+        """Those from number `first` on; the workers have the others."""
+        begin = known.index * self._max_drafts
+        for number in range(first, len(token_ids)):
+            plan.draft_writes += (begin + number, token_ids[number])
+        plan.num_draft_writes += (known.index, len(token_ids))
+
+    # -- what grammars allow ------------------------------------------------------------------------------------------
+
+    def _fit(self, entry: Scheduled, known: Known, token_ids: Sequence[int], num_drawn: int) -> tuple[list[int], Drafted, int]:
+        """Drafts as the request's grammar wants them, and how many of them were drawn from a distribution."""
+        sources = known.drafted.who(len(token_ids), self._drafters.lookup_name)
+        limit = min(entry.max_drafts, self._max_masked_drafts)
+        num_drawn = num_drawn if known.options & Options.REJECTION else 0
+        fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit, self._drafts_forced)
+        return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
+
+    def count_model(self, sources: Sequence[str]) -> int:
+        """Leading drafts that the model drafter made."""
+        return next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
+
+    def _fit_made(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
+        """Of requests with a grammar whose drafts, if any, the last step made."""
+        for entry in decoding:
+            own = known[id(entry)]
+            if entry.request.grammar is None or own.drafted.token_ids is not None:
+                continue
+            made = own.next_drafts[: entry.max_drafts]
+            sources = own.drafted.who(len(made), self._drafters.lookup_name)
+            token_ids, own.drafted, _ = self._fit(entry, own, made, self.count_model(sources))
+            same = next((i for i, (old, new) in enumerate(zip(made, token_ids)) if old != new), min(len(made), len(token_ids)))
+            if len(token_ids) > same:
+                self._put_drafts(step.plan, own, token_ids, same)
+
+    # -- prompts that another node has computed -----------------------------------------------------------------------
+
+    def _take_handed(self, step: PlannedStep, entry: Scheduled, hand_off: HandOff, known: Known) -> None:
+        """The drafts that came with a prompt: those of the host's drafters that lengthen them come over them."""
+        token_ids = hand_off.outcome.next_drafts[: entry.max_drafts]
+        if known.place.host:
+            if known.place.has_model:
+                sources = hand_off.sources[: len(token_ids)]
+                chain = Drafted(sources).judge(len(token_ids), self._drafters.model_name, self._drafters.lookup_name)
+                self._drafters.put_step_drafts(entry.request, token_ids, sources, chain)
+            return
+        known.drafted = Drafted(hand_off.sources[: len(token_ids)], token_ids=token_ids)
+        if entry.request.grammar is not None:  # the other node may have drafted without it, as a GPU does
+            token_ids, known.drafted, _ = self._fit(entry, known, token_ids, self.count_model(known.drafted.sources))
+        self._put_drafts(step.plan, known, token_ids)
+
+    def _take_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: Known) -> None:
+        """What they were drawn from, of those that the host's drafters kept."""
+        if not known.options & Options.REJECTION:
+            return
+        sources, probs = known.drafted.sources, hand_off.draft_probs
+        count = 0 if probs is None else min(self.count_model(sources), len(probs))
+        if count or not known.place.host:  # with the host's own they are written
+            step.plan.num_drawn_writes += (known.index, count)
+        if probs is not None and count:
+            step.host_probs.append((known.index, probs[:count]))

@@ -1,0 +1,319 @@
+"""Who drafts and how many, on simulated machines: no clock, no model. What is asked of it: as fast as the best fixed choice."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, by_probability
+from backend.budget.costs import StepCosts
+from backend.budget.rule import share
+from backend.budget.survival import Survival
+from backend.budget.times import Times
+from backend.core import NEVER, Evidence, Request, SamplingParams, Speculation
+
+Cost = Callable[[int], float]
+TOP, STEPS = 6, 4
+"""Drafts at most, and those of them that a model makes."""
+MEAN_NOISE = 1.05
+"""One step in twenty takes up to three times as long."""
+
+
+def memory_bound(rows: int) -> float:
+    """A GPU: reading the weights takes 4 ms, whatever the batch."""
+    return 4e-3 + 1e-6 * rows
+
+
+def compute_bound(rows: int) -> float:
+    """A CPU: every row is paid for, past the first few."""
+    return 4e-3 + 0.4e-3 * max(0, rows - 4)
+
+
+def half_bound(rows: int) -> float:
+    return 4e-3 + 0.08e-3 * max(0, rows - 4)
+
+
+@dataclass
+class Text:
+    """What drafts for a request are worth."""
+
+    model: tuple[float, ...] = (0.7,)
+    """A model's chances to be right, as it says them itself: one of these for each draft."""
+    copied: float = 0.0
+    """Share of steps in which a lookup matches ten tokens and is right nine times in ten; else it matches one, and is wrong."""
+
+
+ABILITIES = {
+    "none": Ability(),
+    "mtp": Ability("mtp", STEPS),
+    "ngram": Ability(lookup="ngram"),
+    "both": Ability("mtp", STEPS, "ngram"),
+}
+
+
+def make_requests(count: int, method: str = "mtp", text: Text | None = None, first: int = 0, **speculation: object) -> list[tuple[Request, Text]]:
+    wanted = 0 if method == "none" else TOP
+    own = Speculation(method, wanted, num_model_steps=STEPS, **speculation)  # type: ignore[arg-type]
+    return [(Request(f"{method} {first + i}", [1, 2], SamplingParams(), speculation=own), text or Text()) for i in range(count)]
+
+
+@dataclass
+class Machine:
+    """Steps of requests as the engine makes them, and their time."""
+
+    cost: Cost
+    draft_cost: float = 0.3e-3
+    """Of each draft of the model."""
+    is_exact: bool = True
+    fixed: tuple[int, int] | None = None
+    """Drafts of the model, and of all, in the place of what the planner says."""
+    numbers: random.Random = field(default_factory=lambda: random.Random(0))
+    seconds: float = 0.0
+    emitted: int = 0
+    verified: list[dict[str, int]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.budget = DraftBudget(lambda request: ABILITIES[request.speculation.method], is_exact=self.is_exact)
+        self.waiting: dict[str, tuple[list[Evidence], list[bool]]] = {}
+
+    def step(self, requests: list[tuple[Request, Text]], num_prompt_rows: int = 0) -> None:
+        budget, own = self.budget, [request for request, _ in requests]
+        budget.begin(own)
+        limits = [min(budget.limit(r), r.speculation.num_speculative_tokens) for r in own]
+        chains = [self.waiting.get(r.request_id, ([], []))[0][:limit] for r, limit in zip(own, limits)]
+        counts = budget.allot(own, chains, [0] * len(own), len(own) + num_prompt_rows)
+        if self.fixed is not None:
+            counts = [min(len(chain), self.fixed[1]) for chain in chains]
+        outcomes, learned = [], []
+        for request, chain, count in zip(own, chains, counts):
+            rights = self.waiting.get(request.request_id, ([], []))[1][:count]
+            right = rights.index(False) if False in rights else len(rights)
+            outcomes.append((count, right))
+            learned.append((request, chain[:count], right))
+        made, num_asked = self._draft(requests)
+        noise = 1 + (self.numbers.random() < 0.05) * 2 * self.numbers.random()
+        drafts = [count for count, _ in outcomes]
+        rows = num_prompt_rows + (len(own) + sum(drafts) if self.is_exact else len(own) * (1 + max(drafts)))
+        verify, draft = noise * self.cost(rows), noise * made * self.draft_cost * (0.97 + 0.03 * num_asked)
+        for (request, chain, right), whole in zip(learned, chains):
+            budget.learn(request, chain, right, bool(whole) and whole[0].source == "mtp")
+        may = [n for n, limit in enumerate(limits) if limit]
+        budget.observe(
+            [(own[n], limits[n], bool(chains[n]) and chains[n][0].source == "mtp") for n in may],
+            [outcomes[n] for n in may],
+            num_requests=len(own),
+            num_rows=rows,
+            has_prompts=num_prompt_rows > 0,
+            verify_seconds=verify,
+            draft_seconds=draft,
+            num_model=made,
+            num_asked=num_asked,
+        )
+        self.seconds += verify + draft
+        self.emitted += len(own) + sum(right for _, right in outcomes)
+        self.verified.append({r.request_id: count for r, (count, _) in zip(own, outcomes)})
+        self.asked.append(num_asked)
+
+    def _draft(self, requests: list[tuple[Request, Text]]) -> tuple[int, int]:
+        """Drafts for the next step -> the most that the model made for one request, and for how many."""
+        budget, asked, counts = self.budget, dict[str, Text](), dict[str, int]()
+        for request, text in requests:
+            ability = ABILITIES[request.speculation.method]
+            count = budget.num_model(request) if ability.num_model else 0
+            alone = budget.alone_score(request, count) if ability.lookup and budget.num_lookup(request) else NEVER
+            if self.fixed is not None and ability.num_model:
+                count, alone = self.fixed[0], NEVER if self.fixed[0] else 1
+            score, chance = (10, 0.9) if self.numbers.random() < text.copied else (1, 0.03)
+            chain: list[Evidence] = []
+            rights: list[bool] = []
+            if ability.lookup and score >= alone:
+                chain, rights = [*by_match("ngram", score, TOP)], [self.numbers.random() < chance for _ in range(TOP)]
+            elif count:
+                asked[request.request_id], counts[request.request_id] = text, count
+            self.waiting[request.request_id] = chain, rights
+        least = budget.least_standing() if self.fixed is None else 0.0
+        chances: dict[str, list[float]] = {name: [] for name in asked}
+        most = 0
+        while most < max(counts.values(), default=0) and (not most or sum(map(math.prod, chances.values())) >= least):
+            most += 1
+            for name, text in asked.items():
+                chances[name].append(self.numbers.choice(text.model))
+        for name, own in chances.items():
+            made = own[: counts[name]]
+            self.waiting[name] = by_probability("mtp", made), [self.numbers.random() < one for one in made]
+        budget.expect_drafts(most, len(asked))
+        return most, len(asked)
+
+    def speed(self, requests: list[tuple[Request, Text]], steps: int) -> float:
+        self.seconds, self.emitted, self.verified, self.asked = 0.0, 0, [], []
+        for _ in range(steps):
+            self.step(requests)
+        return self.emitted / self.seconds
+
+    def mean(self, name: str) -> float:
+        """Drafts of a request, or of all of a method, that a step verified."""
+        values = [count for step in self.verified for request, count in step.items() if request.startswith(name)]
+        return sum(values) / len(values)
+
+
+def best_fixed(requests: list[tuple[Request, Text]], choices: list[tuple[int, int]], **machine: object) -> float:
+    return max(Machine(fixed=choice, **machine).speed(requests, 150) for choice in choices)  # type: ignore[arg-type]
+
+
+SURE, UNSURE, BAD = Text((0.95,)), Text((0.98, 0.5, 0.1)), Text((0.03,))
+
+
+@pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "padded"])
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound])
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("text", [SURE, UNSURE, BAD], ids=["sure", "unsure", "bad"])
+def test_as_fast_as_the_best_fixed_number(text: Text, batch: int, cost: Cost, is_exact: bool) -> None:
+    requests, machine = make_requests(batch, text=text), Machine(cost, is_exact=is_exact)
+    machine.speed(requests, 150)  # a server's first steps
+    fixed = best_fixed(requests, [(count, count) for count in range(STEPS + 1)], cost=cost, is_exact=is_exact)
+    assert machine.speed(requests, 300) > 0.87 * fixed
+
+
+def test_it_notices_when_the_batch_grows_and_shrinks() -> None:
+    machine, means = Machine(compute_bound), []
+    for batch in (1, 64, 1):
+        requests = make_requests(batch, text=Text((0.6,)))
+        machine.speed(requests, 150)
+        machine.speed(requests, 150)
+        means.append(machine.mean("mtp"))
+    assert means[1] < 0.5 and min(means[0], means[2]) > 1.5
+
+
+def test_a_drafter_that_becomes_bad_stops_costing_and_one_that_becomes_good_is_found() -> None:
+    machine, text = Machine(compute_bound, draft_cost=1e-3), Text((0.9,))
+    requests = make_requests(4, text=text)
+    machine.speed(requests, 200)
+    assert sum(machine.asked[-50:]) > 150
+    text.model = (0.03,)
+    machine.speed(requests, 600)
+    assert sum(machine.asked[-300:]) < 0.1 * 300 * 4, "trials go on"
+    text.model = (0.95,)
+    machine.speed(requests, 3000)
+    assert sum(machine.asked[-100:]) > 300
+
+
+def test_trials_take_few_requests() -> None:
+    machine, requests = Machine(compute_bound, draft_cost=1e-3), make_requests(64, text=BAD)
+    machine.speed(requests, 600)
+    machine.speed(requests, 200)
+    assert sum(count > 2 for count in machine.asked) <= 10, "until it is measured what asking for all of them takes"
+
+
+def test_requests_of_one_batch_each_get_what_is_best_for_them() -> None:
+    """Copied text the lookup alone, other text the model, hopeless text nothing; together faster than any one choice for all."""
+    copying, new = make_requests(4, "both", Text((0.5,), copied=1.0)), make_requests(4, "both", Text((0.9,)), first=4)
+    bad, plain = make_requests(4, "mtp", BAD), make_requests(2, "none")
+    requests, machine = copying + new + bad + plain, Machine(half_bound)
+    machine.speed(requests, 200)
+    speed = machine.speed(requests, 600)
+    assert machine.mean("both 0") > 3 and machine.mean("both 5") > 1.5 and machine.mean("mtp") < 0.3 and machine.mean("none") == 0
+    assert sum(machine.asked) / 600 < 5, "the model is spared copied and hopeless text"
+    choices = [(model, count) for model in (0, 2, STEPS) for count in (0, 2, 4, TOP)]
+    assert speed > 1.1 * best_fixed(requests, choices, cost=half_bound)
+
+
+def test_a_lookup_drafts_alone_from_the_score_on_that_pays() -> None:
+    machine, requests = Machine(half_bound), make_requests(2, "both", Text((0.6,), copied=0.5))
+    machine.speed(requests, 400)
+    assert 1 < machine.budget.alone_score(requests[0][0], STEPS) <= 10
+
+
+@pytest.mark.parametrize("choice", [{"verify_strategy": "topp"}, {"is_adaptive": False}], ids=["topp", "fixed"])
+def test_what_is_fixed_is_left_alone(choice: dict[str, object]) -> None:
+    """Under topp answers would follow the load. The others in the batch are limited all the same, and know what it costs."""
+    fixed, others = make_requests(4, text=BAD, **choice), make_requests(4, text=BAD, first=4)
+    machine = Machine(compute_bound, draft_cost=1e-3)
+    machine.speed(fixed + others, 500)
+    machine.budget.begin([request for request, _ in fixed + others])
+    assert all(machine.budget.limit(r) == TOP and machine.budget.num_model(r) == STEPS for r, _ in fixed)
+    chains = [by_probability("mtp", [0.03] * STEPS)] * 8
+    counts = machine.budget.allot([r for r, _ in fixed + others], chains, [0] * 8, 8)
+    assert counts[:4] == [STEPS] * 4 and sum(counts[4:]) <= 2 * STEPS
+
+
+def test_drawn_drafts_are_not_judged_by_what_was_drawn() -> None:
+    """What a lookup found behind drawn drafts follows from them: it may be left out, but changes nothing for those before it."""
+    machine, requests = Machine(compute_bound), make_requests(8, text=UNSURE)
+    machine.speed(requests, 300)
+    own = [request for request, _ in requests]
+    for chances in ((0.95, 0.9, 0.4), (0.3, 0.3), (0.99,)):
+        drawn = by_probability("mtp", chances)
+        longer = [*drawn, *by_place("ngram", 6, 0.95)[len(drawn) :]]
+        alone = machine.budget.allot(own, [drawn] * 8, [len(drawn)] * 8, 8)
+        with_more = machine.budget.allot(own, [longer] * 4 + [drawn] * 4, [len(drawn)] * 8, 8)
+        assert [min(count, len(drawn)) for count in with_more] == alone
+
+
+def test_prompts_and_plain_requests_change_nothing() -> None:
+    machine, requests = Machine(memory_bound, draft_cost=0.1e-3), make_requests(4, text=SURE)
+    for _ in range(20):
+        machine.step(requests, num_prompt_rows=500)
+    assert all(sum(step.values()) == 16 for step in machine.verified[2:]), "nothing is known of times, so nothing is tried"
+    machine.speed(requests, 200)
+    assert machine.mean("mtp") > 3
+    machine.budget.begin([request for request, _ in make_requests(4, "none")])
+    assert machine.budget.limit(requests[0][0]) == TOP
+
+
+def test_calibration_and_regret() -> None:
+    machine, requests = Machine(compute_bound), make_requests(8, text=UNSURE)
+    machine.speed(requests, 300)
+    before = machine.budget.predicted["mtp"]
+    machine.speed(requests, 600)
+    predicted = machine.budget.predicted["mtp"] - before
+    assert abs(predicted / (machine.emitted - 600 * 8) - 1) < 0.2
+    assert machine.budget.regret < 0.05 and machine.budget.chosen.count == 900 * 8
+
+
+# -- its parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_drafts_are_shared_by_survival() -> None:
+    chains = [[0.9, 0.8, 0.1], [0.5, 0.4], []]
+    assert share(chains, 3, lambda number: 1 + 0.11 * number)[0] == [2, 1, 0]
+    assert share(chains, 3, lambda number: 1.0)[0] == [3, 2, 0]
+    assert share(chains, 3, lambda number: 1.0 + number)[0] == [0, 0, 0]
+    assert share(chains, 3, lambda number: 1 if number in (0, 4) else 2)[0] == [2, 2, 0], "a step of costs that one more draft does not show"
+
+
+def test_times_between_and_beyond_what_was_measured() -> None:
+    times = Times()
+    assert times.at(5) == 0.0
+    times.add(8, 2.0)
+    assert times.at(8) == times.at(16) == 2.0 and times.at(4) == 1.0
+    for seconds in (9.0, 4.0, 5.0):
+        times.add(16, seconds)
+    assert times.at(12) == 3.0 and times.at(24) == 6.0
+    for _ in range(3):
+        times.add(4, 40.0)
+    assert times.at(4) == 2.0, "a smaller step takes no longer"
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(CostClass.PER_DRAFT, (1.0, 4.0)), (CostClass.BLOCK, (2.0, 2.0)), (CostClass.FREE, (0.0, 0.0))])
+def test_a_method_brings_its_cost_class(kind: CostClass, expected: tuple[float, float]) -> None:
+    costs = StepCosts(kind)
+    costs.add_draft(2, 4, 2.0)
+    assert (costs.draft(1, 4), costs.draft(4, 4)) == expected and costs.draft(0, 4) == 0.0
+
+
+def test_survival_is_what_stood_and_a_requests_own() -> None:
+    survival, chain = Survival(), by_probability("mtp", [0.95, 0.55])
+    assert survival.survivals("a", chain)[0] == pytest.approx(0.95)
+    for _ in range(200):
+        survival.learn("a", chain, 2)
+        survival.learn("b", chain, 0)
+    own, other, new = (survival.survivals(name, chain)[0] for name in "abc")
+    assert own > 0.75 > 0.25 > other and new == pytest.approx(0.5, abs=0.1)
+    survival.stop("a")
+    assert survival.survivals("a", chain)[0] == pytest.approx(new)
+    assert by_match("ngram", 12, 3)[0].guess > by_match("ngram", 2, 3)[0].guess
