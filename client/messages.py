@@ -36,7 +36,7 @@ _TYPES: dict[str, str] = {
     "seed": "INT64", "stop": "BYTES", "stop_token_ids": "INT32", "bad_words": "BYTES", "include_stop": "BOOL",
     "ignore_eos": "BOOL", "logprobs": "INT32", "echo": "BOOL", "n": "INT32", "priority": "INT32", "timeout_ms": "INT64",
     "speculative": "BYTES", "structured_outputs": "BYTES", "tools": "BYTES", "tool_choice": "BYTES",
-    "parallel_tool_calls": "BOOL", "stream": "BOOL", "cancel": "BYTES", "describe": "BOOL", "suffix_corpus": "BYTES",
+    "parallel_tool_calls": "BOOL", "chat_template_kwargs": "BYTES", "stream": "BOOL", "cancel": "BYTES", "describe": "BOOL", "suffix_corpus": "BYTES",
 }  # fmt: skip
 _NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
 _FORMATS = {"INT32": "i", "INT64": "q", "FP32": "f", "BOOL": "?"}
@@ -93,7 +93,7 @@ class Chunk:
     logprobs: list[dict[str, Any]] | None = None
     """Of the last of token_ids: all, or with echo all but the prompt's first."""
     usage: dict[str, int] | None = None
-    """In a completion's first chunk, and whole in its last one."""
+    """In a completion's first chunk, and whole in its last one. With `begins_thinking` where the prompt ends with `<think>`."""
     speculation: dict[str, Any] | None = None
     index: int = 0
 
@@ -132,7 +132,7 @@ def prompt_values(prompt: str | Sequence[int] | None, parameters: dict[str, Any]
         raise TypeError(f"unknown parameters {sorted(unknown)}; known: {', '.join(PARAMETERS)}")
     if prompt is not None:
         values["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
-    for name in ("logit_bias", "speculative", "structured_outputs", "tools", "tool_choice", "messages", "suffix_corpus"):
+    for name in ("logit_bias", "speculative", "structured_outputs", "tools", "tool_choice", "messages", "chat_template_kwargs", "suffix_corpus"):
         if name in values and not isinstance(values[name], str):
             # Characters as they are: half a surrogate pair is found before it is sent, as in any text.
             values[name] = json.dumps(values[name], ensure_ascii=False)

@@ -136,7 +136,7 @@ def is_bundled(model: str | Path) -> bool:
 def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors") -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     method = config.model_method
-    if not method:
+    if not config.has_weights:
         return None
     asked = str(find_model(config.model, Source(has_weights=load_format != "dummy", convert=convert_apart))) if config.model else None
     found = model_checks.find_drafter_folder(asked, model)

@@ -6,7 +6,7 @@ compiled in 1 to 7 ms (xgrammar: 15 ms to 65 s), masks in 30 to 120 us (20 to 13
 """
 
 from backend.grammar.compile import Grammars
-from backend.grammar.masks import SOURCE, fill_masks, fit_drafts
+from backend.grammar.masks import SOURCE, fill_draft_masks, fill_masks, fit_drafts
 from backend.grammar.matcher import Matcher
 
-__all__ = ["SOURCE", "Grammars", "Matcher", "fill_masks", "fit_drafts"]
+__all__ = ["SOURCE", "Grammars", "Matcher", "fill_draft_masks", "fill_masks", "fit_drafts"]

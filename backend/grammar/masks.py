@@ -59,6 +59,18 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]]) -> tuple[np.ndarr
     return np.ascontiguousarray(masks[:, : vocabulary.num_words]), starts
 
 
+def fill_draft_masks(asked: Sequence[tuple[Matcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:
+    """Masks [M, W] as above of what may be drafted after tokens that are not taken in yet; -1 in the place of a request's mask: anything."""
+    found = [(place, own) for place, (matcher, token_ids) in enumerate(asked) if (own := matcher.after(token_ids)) is not None]
+    starts = [-1] * len(asked)
+    if not found:
+        return np.empty((0, 0), dtype=np.int32), starts
+    masks, rows = fill_masks([(own, ()) for _, own in found])
+    for (place, _), row in zip(found, rows):
+        starts[place] = row
+    return masks, starts
+
+
 def _forbid(masks: np.ndarray, token_ids: Sequence[int]) -> None:
     """In rows that allow anything else."""
     for row in masks:

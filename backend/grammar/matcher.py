@@ -37,6 +37,15 @@ class Matcher:
         """One at the same place."""
         return Matcher(self.inner.deep_copy(), self.vocabulary, self.asked, ignores_end)
 
+    def after(self, token_ids: Sequence[int]) -> Matcher | None:
+        """One that has taken these in too; None: the text has ended with them, or the grammar does not allow them."""
+        own = self.copy(self.ignores_end)
+        try:
+            own.advance(token_ids)
+        except RequestError:
+            return None
+        return None if own.is_complete else own
+
     def allows(self, token_id: int) -> bool:
         """Whether `advance` would take it."""
         return self.inner.is_accepting() if token_id in self.vocabulary.end_ids else self.inner.validate_tokens([token_id]) == 1

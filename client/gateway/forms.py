@@ -118,7 +118,10 @@ class ChatForm(Form):
     def _content(self, index: int, chunk: Chunk, is_first: bool, is_streamed: bool) -> dict[str, Any]:
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = AnswerParser(uuid.uuid4().hex[:16], has_tools=self._may_call, is_parallel=self._is_parallel)
+            begins_thinking = bool((chunk.usage or {}).get("begins_thinking"))  # a choice's first chunk has its usage
+            parser = self._parsers[index] = AnswerParser(
+                uuid.uuid4().hex[:16], has_tools=self._may_call, is_parallel=self._is_parallel, begins_thinking=begins_thinking
+            )
         part = parser.feed(chunk.text, chunk.finish_reason is not None)
         own: dict[str, Any] = {"reasoning_content": part.reasoning} if part.reasoning else {}
         if not is_streamed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from client.gateway.no_ops import drop_no_ops
 from client.gateway.strict import Strict
@@ -137,6 +137,14 @@ class Message(BaseModel):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     """Null where the message calls tools."""
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _check_parts(cls, value: Any) -> Any:
+        kinds = [part.get("type") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+        if other := [kind for kind in kinds if isinstance(kind, str) and kind != "text"]:
+            raise ValueError(f"messages: a part of type {other[0]!r:.40}: models of text alone are served")
+        return value
+
     @model_validator(mode="after")
     def _check_content(self) -> Message:
         if self.content is None and not (self.model_extra or {}).get("tool_calls"):
@@ -159,6 +167,8 @@ class ChatRequest(GenerateRequest):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: more variables for the template, such as enable_thinking."""
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatRequest:
@@ -166,6 +176,8 @@ class ChatRequest(GenerateRequest):
             raise ValueError("give messages, or text, and not both")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs true")
+        if self.chat_template_kwargs and self.messages is None:
+            raise ValueError("chat_template_kwargs needs messages: text has no template")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice asks for a call, and there are no tools")
         return self
@@ -180,6 +192,8 @@ class ChatRequest(GenerateRequest):
     def parameters(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         values = {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        if self.chat_template_kwargs:
+            values["chat_template_kwargs"] = self.chat_template_kwargs
         if self.tools:
             values |= {"tools": self.tools, "tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
         return values
@@ -199,6 +213,7 @@ class TokenizeRequest(Strict):
     text: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_generation_prompt: Literal[True] = True
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     """As decode has it: true for a prompt; a template writes those of messages itself."""
     return_token_strs: bool = False
@@ -207,6 +222,8 @@ class TokenizeRequest(Strict):
     def _check_prompt(self) -> TokenizeRequest:
         if sum(value is not None for value in (self.prompt, self.text, self.messages)) != 1:
             raise ValueError("give prompt, text or messages, and one of them only")
+        if self.chat_template_kwargs and self.messages is None:
+            raise ValueError("chat_template_kwargs needs messages: text has no template")
         if self.add_special_tokens not in (None, self.messages is None):
             raise ValueError(f"add_special_tokens may be left out, or {str(self.messages is None).lower()}")
         return self
@@ -214,7 +231,9 @@ class TokenizeRequest(Strict):
     def prompt_value(self) -> dict[str, Any]:
         """The prompt as the tokenizer model's input."""
         if self.messages is not None:
-            return {"messages": json.dumps([m.flat() for m in self.messages], ensure_ascii=False)}
+            own = {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
+            found = {"messages": [m.flat() for m in self.messages], **own}
+            return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items()}
         return {"text_input": self.text if self.prompt is None else self.prompt}
 
 

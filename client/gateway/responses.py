@@ -124,6 +124,7 @@ class ResponsesRequest(Strict):
     stop: str | Strings | None = None
     ignore_eos: bool | None = None
     """These two are vLLM's; load generators send them, for answers of the length that they ask for."""
+    chat_template_kwargs: dict[str, Any] | None = None
     speculative: dict[str, Any] | None = None
 
     @model_validator(mode="before")
@@ -170,6 +171,7 @@ class ResponsesRequest(Strict):
                 stream=self.stream,
                 stop=self.stop,
                 ignore_eos=self.ignore_eos,
+                chat_template_kwargs=self.chat_template_kwargs,
                 speculative=self.speculative,
                 **values,
             )

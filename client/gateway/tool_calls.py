@@ -70,9 +70,9 @@ class _Json:
 class AnswerParser:
     """One choice's text. Feed it, then end it."""
 
-    def __init__(self, prefix: str, *, has_tools: bool, is_parallel: bool = True) -> None:
-        """prefix: of the ids of calls; has_tools: else all is text, but for what was thought."""
-        self._prefix, self._has_tools, self._is_parallel = prefix, has_tools, is_parallel
+    def __init__(self, prefix: str, *, has_tools: bool, is_parallel: bool = True, begins_thinking: bool = False) -> None:
+        """prefix: of the ids of calls; has_tools: else all is text, but for what was thought; begins_thinking: the prompt ends with `<think>`."""
+        self._prefix, self._has_tools, self._is_parallel, self._begins_thinking = prefix, has_tools, is_parallel, begins_thinking
         self._state = "begin"
         self._held = ""
         self._lead = ""
@@ -98,12 +98,12 @@ class AnswerParser:
 
     def _begin(self, part: Part, is_last: bool) -> bool:
         bare = self._held.lstrip()
-        if bare.startswith(_THINK):
+        if bare.startswith(_THINK):  # where the prompt has the mark too, some models write it again
             self._held, self._state, self._skips_breaks = bare[len(_THINK) :], "thinking", True
             return True
         if not is_last and len(bare) < len(_THINK) and _THINK.startswith(bare):
             return False
-        if is_last and (end := bare.find(_THOUGHT)) >= 0 and _THINK not in bare[:end]:  # a whole answer, whose prompt has the opening mark
+        if self._begins_thinking:
             self._state, self._skips_breaks = "thinking", True
         elif self._has_tools and bare.startswith("{"):  # Llama's calls are bare
             self._state = "head"
