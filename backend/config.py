@@ -13,7 +13,7 @@ from pathlib import Path
 
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
-from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
+from backend.quantization_config import QuantizationConfig, asks_for_activations, normalize_quantization, read_quantization
 from backend.section import Section, require
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
@@ -30,6 +30,7 @@ MAX_ASKED_MASKED = 8
 RANKS = ("processes", "instances")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
+PROMPT_ACTIVATIONS = ("auto", "model", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 DEFAULT_STEP_MS = {"cuda": 50.0}
@@ -134,6 +135,10 @@ class EngineConfig(Section):
     """Weights are rounded when they are loaded: wint8 or fp8 (a scale for each output), wint4 (for 64 inputs), block_wise_fp8 (for 128 x 128), by one
     of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are, and the name of their own format
     (awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt) asks for nothing."""
+    prompt_activations: str = "auto"
+    """fp8: on Hopper GPUs and later, products of a step's prompts (from 385 tokens on) with e4m3 weights that have a scale for each output take their
+    inputs rounded to e4m3, a scale for each token: twice as fast, and less exact. Other products, and tokens that decode, have them in the model's
+    dtype. model: all have. auto: fp8 where quantization is a name that asks for it (a8w8_fp8, wfp8afp8, a8w8_fp8_wint4)."""
     generation_config: str = "auto"
     """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
     top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""
@@ -150,6 +155,10 @@ class EngineConfig(Section):
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        known = ", ".join(PROMPT_ACTIVATIONS)
+        require(self.prompt_activations in PROMPT_ACTIVATIONS, "prompt_activations", self.prompt_activations, f"one of {known}")
+        if self.prompt_activations == "auto":
+            object.__setattr__(self, "prompt_activations", "fp8" if asks_for_activations(self.quantization) else "model")
         object.__setattr__(self, "quantization", normalize_quantization("quantization", self.quantization))
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
         known = ", ".join(GENERATION_CONFIGS)
@@ -174,6 +183,11 @@ class EngineConfig(Section):
         require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
         good = target == 1 or self.speculative_config.placement != "bls"
         require(good, "speculative_config.placement", "bls", f"in_process where tensor_parallel_size is {target}")
+        trees = "1 where drafts are trees (speculative_config.tree_nodes or tree_paths, or method token_recycling)"
+        require(target == 1 or self.speculative_config.tree is None, "parallel_config.tensor_parallel_size", target, trees)
+        rule = "left out where drafts are trees (speculative_config.tree_nodes or tree_paths, or method token_recycling)"
+        is_apart = self.disaggregation.is_on and self.speculative_config.tree is not None
+        require(not is_apart, "disaggregation.scheduler_name", self.disaggregation.scheduler_name, rule)
         nnodes = self.parallel_config.nnodes
         require(nnodes == 1 or not self.disaggregation.is_on, "nnodes", nnodes, "1 where disaggregation.scheduler_name is redis")
         if self.kv_cache_memory is not None:

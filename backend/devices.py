@@ -89,18 +89,6 @@ def keep_temporaries_on_heap() -> None:
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
-    """On CPU: while weights are read and converted glibc maps large blocks, and what is freed goes back at once; on its heap, weights that stay
-    would lie between the gaps that temporaries leave, which cost as much again. Afterwards it keeps temporaries, as steps want it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD
-    try:
-        yield
-    finally:
-        keep_temporaries_on_heap()
-
-
-@contextlib.contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
     """Runs torch on that many CPU threads, and leaves its setting as it was: it is the whole process's."""
     before = torch.get_num_threads()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backend.config import EngineConfig
-from backend.drafters import Drafters, count_tokens_after_step
+from backend.drafters import Drafters, cost_class, count_tokens_after_step
 from backend.drafters.calls import DraftService
 from backend.errors import ConfigError
 from backend.parallel.ranks import Ranks
@@ -44,6 +44,9 @@ def load_parts(config: EngineConfig, ranks: Ranks, draft_service: DraftService |
         make_service=make_service,
         fingerprint=tokenizer.fingerprint,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        is_layout_exact=worker.graphs is None,
+        cost_class=cost_class(worker.drafter),
+        max_model_drafts=worker.drafter.max_drafts if worker.drafter is not None else 0,
     )
     drafters.attach(worker.store)
     scheduler = Scheduler(

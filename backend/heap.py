@@ -14,6 +14,15 @@ MIN_BUSY_SECONDS = 1.0
 """A process that has done less since then has nothing to give back."""
 
 
+def give_back() -> None:
+    """What is freed, wherever it lies. Where the allocator is another than glibc's: nothing."""
+    if _trim is not None:
+        _trim(0)
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
 class Heap:
     """Gives freed memory back to the system once the process has had little to do for a while, and now and then when it always has much.
 
@@ -21,7 +30,6 @@ class Heap:
     """
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
         self._cpu_seconds, self._looked = time.process_time(), time.monotonic()
         self._busy_since_trim, self._trimmed = 0.0, self._looked
 
@@ -33,9 +41,9 @@ class Heap:
         self._busy_since_trim += busy
         is_idle = busy < IDLE_SHARE * passed
         wait = TRIM_SECONDS if is_idle else MAX_TRIM_SECONDS
-        if self._trim is None or self._busy_since_trim < MIN_BUSY_SECONDS or now - self._trimmed < wait:
+        if _trim is None or self._busy_since_trim < MIN_BUSY_SECONDS or now - self._trimmed < wait:
             return False
-        self._trim(0)
+        give_back()
         self._busy_since_trim, self._trimmed = 0.0, now
         self._cpu_seconds = time.process_time()
         return True

@@ -19,6 +19,8 @@ from backend.tools import Tools, find_format
 
 logger = logging.getLogger(__name__)
 
+THINK = "<think>"
+"""A prompt that ends with it has opened what the model thinks (DeepSeek R1, QwQ, Qwen3's thinking models)."""
 MAX_CHARACTERS_PER_TOKEN = 64
 """No real text is longer in its context: what is, is refused before megabytes are tokenized."""
 
@@ -66,21 +68,26 @@ class Intake:
         timeout: float | None = None,
         tools: Tools | None = None,
         max_num_tokens: int | None = None,
+        template_variables: dict[str, Any] | None = None,
     ) -> list[Request]:
         """One request for each of params.n completions. Raises RequestError, ConfigError (both the request's fault).
 
         timeout: seconds from now; tools: that a chat may call; max_num_tokens: of prompt and output together, where that decides in the place of
-        params.max_tokens.
+        params.max_tokens; template_variables: of a chat, beside those that every template is given.
         """
         received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
         prediction_ids = self._read_prediction(speculative)
-        token_ids = self._read_prompt(prompt, tools)
+        token_ids, text = self._read_prompt(prompt, tools, template_variables)
         self._check_vocabulary(params)
         if max_num_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max(1, max_num_tokens - len(token_ids)))
         asked = self._form_of(params, tools)
+        # What has a form has it from its first token on: nothing is thought before it.
+        is_free = params.structured_outputs is None and (tools is None or tools.choice in ("auto", "none"))
         grammars = [self.compile(asked, params) for _ in range(params.n)]
+        if asked is not None or prediction_ids:  # whose drafts are made from one text: a chain
+            speculation = dataclasses.replace(speculation, num_nodes=0)
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:
             speculation = dataclasses.replace(speculation, num_speculative_tokens=self._config.max_forced_tokens)
         if timeout is not None and not 0 < timeout < 1e9:
@@ -106,6 +113,7 @@ class Intake:
                 bad_word_ids=bad_words,
                 grammar=grammars[i],
                 may_call=tools is not None and tools.choice != "none",
+                begins_thinking=is_free and text.rstrip().endswith(THINK),
                 prediction_ids=prediction_ids,
             )
             for i in range(params.n)
@@ -131,17 +139,21 @@ class Intake:
             return params.structured_outputs
         return tools.form(find_format(self._tokenizer.chat_template), self._tokenizer.special_ids, params.structured_outputs)
 
-    def _read_prompt(self, prompt: Prompt, tools: Tools | None = None) -> list[int]:
+    def _read_prompt(self, prompt: Prompt, tools: Tools | None, template_variables: dict[str, Any] | None) -> tuple[list[int], str]:
+        """Its tokens, and its text where it came as text or messages."""
+        text = ""
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty")
-            token_ids = self._encode(prompt, "the prompt")
+            text = prompt
+            token_ids = self._encode(text, "the prompt")
         elif len(prompt) and isinstance(prompt[0], dict):
             # Limited before it is rendered, too. The template writes the special tokens itself.
             if tools is not None:
                 find_format(self._tokenizer.chat_template)  # which says whether it takes any
+            limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN
             variables = {"tools": list(tools.tools)} if tools is not None else {}
-            text = self._tokenizer.render_chat(prompt, self._max_model_len * MAX_CHARACTERS_PER_TOKEN, **variables)  # type: ignore[arg-type]
+            text = self._tokenizer.render_chat(prompt, limit, template_variables, **variables)  # type: ignore[arg-type]
             token_ids = self._encode(text, "the rendered chat", add_special_tokens=False)
         else:
             token_ids = list(prompt)  # type: ignore[arg-type]
@@ -150,7 +162,7 @@ class Intake:
                     raise RequestError(f"input_ids[{place}] is {token_id!r:.50}; the vocabulary has ids 0 to {self._vocab_size - 1}")
         if not token_ids:
             raise RequestError("the prompt is empty: it has no tokens")
-        return token_ids
+        return token_ids, text
 
     def _read_prediction(self, speculative: dict[str, Any] | None) -> tuple[int, ...]:
         """Of the `speculative` object: a text or token ids that the answer is expected to be like."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from backend.errors import KvStoreError
+from kernels import ops
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class KvStore:
         self.fingerprint = hashlib.blake2b(json.dumps(list(self.layout.items())).encode(), digest_size=16).hexdigest()
         """Of the layout. Only stores with equal ones may exchange pages."""
         self._planes: dict[str, list[torch.Tensor]] = {}
-        offset = 0
+        offset, places = 0, []
         for spec in specs:
             flat, size = self.memory.view(-1).view(spec.dtype), spec.dtype.itemsize
             strides = [self.page_bytes // size, math.prod(spec.shape)]
@@ -86,7 +87,11 @@ class KvStore:
             own = self._planes[spec.name] = []
             for _ in range(spec.num_planes):
                 own.append(flat.as_strided((num_pages + 1, page_size, *spec.shape), strides, offset // size))
+                places.append((offset, spec.token_bytes))
                 offset += _plane_bytes(spec, page_size)
+
+        self._places = torch.tensor(places, dtype=torch.long, device=device).view(-1, 2)
+        """[N, 2]: where each plane begins in a page, and bytes of a token."""
 
     @property
     def scratch_page(self) -> int:
@@ -128,6 +133,10 @@ class KvStore:
         for planes in self._planes.values():
             for plane in planes:
                 plane[places[owners], past] = 0
+
+    def compact(self, slots: torch.Tensor, page_stride: int, cu_query_lens: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        """What is kept of accepted drafts of trees goes where the tokens' own KV slots are, in all planes: see `ops.compact_rows`."""
+        ops.compact_rows(self.memory, self._places, slots, page_stride, cu_query_lens, path, num_accepted)
 
     # By bytes, indexed operations of a CPU take 30 times as long as copying does (0.25 ms to clear a page of 320 KiB, against 6 us).
 

@@ -157,9 +157,16 @@ class LLM:
             return list(prompt["prompt_token_ids"])
         raise RequestError(f'a prompt must be text or {{"prompt_token_ids": [...]}}, got {prompt!r:.80}')
 
-    def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, **options: Any) -> list[Generation]:
-        """Completes one conversation, rendered by the model's chat template."""
-        prompt = self.engine.tokenizer.render_chat(messages)
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Generation]:
+        """Completes one conversation, rendered by the model's chat template, with more variables if it is to have them (such as enable_thinking)."""
+        prompt = self.engine.tokenizer.render_chat(messages, own=chat_template_kwargs)
         ids = self.engine.tokenizer.encode(prompt, add_special_tokens=False)
         if sampling_params is None:  # as long as it takes
             room = max(1, self.engine.scheduler.max_num_tokens - len(ids))

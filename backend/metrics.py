@@ -58,13 +58,14 @@ class Metrics:
     step_time: Histogram = field(default_factory=Histogram)
     accepted_length: Histogram = field(default_factory=lambda: Histogram(LENGTHS))
 
-    def add_verdict(self, method: str, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+    def add_verdict(self, method: str, num_drafted: int, num_accepted: int, num_emitted: int, depth: int) -> None:
+        """Of one request's step; depth: drafts on the longest path, of which a chain has all."""
         self.emitted_tokens[method] += num_emitted
         if num_drafted:
             self.drafts[method] += 1
             self.draft_tokens[method] += num_drafted
             self.accepted_tokens[method] += num_accepted
-            for position in range(num_drafted):
+            for position in range(depth):
                 self.drafted_per_position[method, position] += 1
             for position in range(num_accepted):
                 self.accepted_per_position[method, position] += 1

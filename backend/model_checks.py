@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_weights, open_weights, read_config, read_json
+from backend.model_files import find_weights, has_same_weights, open_weights, read_config, read_json
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
@@ -172,9 +172,21 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
         if quantization is not None:
             _check_any(Path(directory), weights, quantization)
         check_weights(Path(directory), weights, f"num_hidden_layers is {config['num_hidden_layers']}", quantization)
+        if spec.is_tied:
+            _check_tied(Path(directory), f"{spec.head}.weight", f"{spec.embedding}.weight")
     else:
         _refuse_dummy(config, directory)
     return spec
+
+
+def _check_tied(directory: Path, head: str, embedding: str) -> None:
+    """Raises ModelError where the file has another head than the embedding that is to be used for it."""
+    files = find_weights(directory)
+    if head in files and embedding in files and not has_same_weights(files[head], head, files[embedding], embedding):
+        raise ModelError(
+            f"{directory}/config.json: tie_word_embeddings is true, by the file or the family, and the weight {head} is not {embedding}: say false, "
+            "or take the weight out"
+        )
 
 
 def check_drafter(directory: str | Path, *, has_weights: bool = True) -> MtpSpec:

@@ -100,6 +100,32 @@ def open_weights(path: Path, framework: Literal["pt", "np"]) -> Any:
         raise ModelError(f"{path} cannot be read (truncated download?): {error}") from None
 
 
+def has_same_weights(path: Path, name: str, other_path: Path, other: str) -> bool:
+    """Whether two weights of safetensors files hold the same numbers in the same form, by samples of them."""
+    places = [_find_weight(path, name), _find_weight(other_path, other)]
+    (kind, shape, begin, end), (other_kind, other_shape, other_begin, _) = places
+    if (kind, shape) != (other_kind, other_shape):
+        return False
+    step = max(SAMPLE_BYTES, (end - begin) // SAMPLES)
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        for place in range(0, end - begin, step):
+            size = min(SAMPLE_BYTES, end - begin - place)
+            file.seek(begin + place)
+            other_file.seek(other_begin + place)
+            if file.read(size) != other_file.read(size):
+                return False
+    return True
+
+
+def _find_weight(path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape, first and last byte of a weight in a file that opened as safetensors."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(size))[name]
+    begin, end = entry["data_offsets"]
+    return entry["dtype"], tuple(entry["shape"]), 8 + size + begin, 8 + size + end
+
+
 def find_pickled(directory: Path) -> Path | None:
     """The archive of tensors of a drafter's folder that has no safetensors."""
     if (directory / WEIGHTS_FILE).exists() or (directory / INDEX_FILE).exists():

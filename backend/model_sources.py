@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from backend import tiktoken_file
 from backend.errors import ConfigError, ModelError
 from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, sample_bytes
 
@@ -23,7 +24,7 @@ GGUF_SUFFIX = ".gguf"
 SENTENCEPIECE = "tokenizer.model"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """A repository's on the hub."""
-FILES = ("*.json", "*.jinja", SENTENCEPIECE)
+FILES = ("*.json", "*.jinja", SENTENCEPIECE, f"*{tiktoken_file.SUFFIX}", *tiktoken_file.NAMES)
 """Of a repository, what a model is served from, beside its weights."""
 FORMAT = 1
 """Of converted folders: another number, and files are converted anew."""
@@ -106,21 +107,26 @@ def download(name: str, source: Source) -> Path:
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """The folder, or where it has SentencePiece's `tokenizer.model` alone one with links to its files and a tokenizer.json beside them.
+    """The folder, or where it has a file of SentencePiece's or tiktoken's alone one with links to its files and a tokenizer.json beside them.
 
     Raises ModelError, ConfigError.
     """
-    if (folder / "tokenizer.json").exists() or not (folder / SENTENCEPIECE).exists() or not (folder / "config.json").exists():
+    if (folder / "tokenizer.json").exists() or not (folder / "config.json").exists():
         return folder
-    digest = hashlib.blake2b(f"{FORMAT} {folder}".encode(), digest_size=8)
-    for name in (SENTENCEPIECE, "tokenizer_config.json"):
-        digest.update((folder / name).read_bytes() if (folder / name).is_file() else b"")
+    ranks = tiktoken_file.find_tiktoken(folder)
+    if ranks is None and not (folder / SENTENCEPIECE).exists():
+        return folder
+    own = ranks or folder / SENTENCEPIECE
+    digest = hashlib.blake2b(f"{FORMAT} {folder} {own.name}".encode(), digest_size=8)
+    for path in (own, folder / "tokenizer_config.json"):
+        digest.update(path.read_bytes() if path.is_file() else b"")
 
     def link(out: Path) -> None:
         from backend.sentencepiece_file import convert_sentencepiece
 
         out.mkdir()
-        (out / "tokenizer.json").write_text(json.dumps(convert_sentencepiece(folder), ensure_ascii=False), "utf-8")
+        made = convert_sentencepiece(folder) if ranks is None else tiktoken_file.convert_tiktoken(ranks)
+        (out / "tokenizer.json").write_text(json.dumps(made, ensure_ascii=False), "utf-8")
 
     made = _make_once(f"{folder.name}-{digest.hexdigest()}", link)
     for own in made.iterdir():

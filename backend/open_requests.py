@@ -154,6 +154,7 @@ class OpenRequests:
                 self._close(own, now)
             delta.num_prompt_tokens = len(request.prompt_token_ids)
             delta.num_cached_tokens = request.num_cached_tokens
+            delta.begins_thinking = request.begins_thinking
             delta.num_output_tokens = request.num_output_tokens
             own.sink(delta)
         except Exception as error:

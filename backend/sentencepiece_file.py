@@ -91,7 +91,7 @@ def convert_sentencepiece(directory: Path) -> dict[str, Any]:
         Vocabulary(tokens, kinds, str(path)),
         scores,
         has_space_prefix=bool(rules.get(3, 1)) and settings.get("add_prefix_space", True) is not False,
-        before=first if settings.get("add_bos_token", True) and first < len(tokens) else None,
+        before=(first,) if settings.get("add_bos_token", True) and first < len(tokens) else (),
         after=None,
     )
 

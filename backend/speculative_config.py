@@ -15,6 +15,7 @@ from backend.errors import ConfigError
 from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, choose, closest, nearest, require
 from backend.speculative_names import ALIASES, read_other_names
+from backend.trees import DEFAULT_DEPTH, DEFAULT_NODES, TREE_KEYS, DynamicTree, Tree, check_tree, make_static, shape_static
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_SPECULATIVE_TOKENS = 16
+AUTO_TOKENS, AUTO_STEPS = 12, 5
+"""Of method auto, where nothing else is said."""
 MAX_CANDIDATES = 64
 MAX_SUFFIX_LIMIT = 10**6
 """The trees count in 32 bits, and products that overflow them end all drafts without a word."""
@@ -31,7 +34,12 @@ MODEL_METHODS = ("mtp", "draft_model", "eagle", "eagle3", "dflash", "dspark", "m
 """Those that draft with weights of their own: a server has one of them at most."""
 HEAD_METHODS = ("medusa", "hydra", "mlp_speculator")
 BLOCK_METHODS = ("dflash", "dspark")
-METHODS = ("none", "naive", "ngram", "suffix", *MODEL_METHODS)
+AUTO = "auto"
+RECYCLING = "token_recycling"
+"""Drafts without weights, in the step as model drafters do, and trees alone."""
+STEP_METHODS = (*MODEL_METHODS, RECYCLING)
+METHODS = ("none", "naive", "ngram", "suffix", *STEP_METHODS, AUTO)
+TREE_METHODS = tuple(method for method in STEP_METHODS if method not in BLOCK_METHODS)
 METHOD_ALIASES = {
     "ngram_match": "ngram",
     "inference_with_reference": "ngram",
@@ -55,6 +63,7 @@ KEY_METHODS = {
     "parallel_drafting": ("draft_model", "eagle3"),
     "min_draft_confidence": ("dspark",),
     "draft_vocabulary": ("draft_model",),
+    **dict.fromkeys(TREE_KEYS, TREE_METHODS),
 }
 """The methods of keys that do nothing where none of theirs is loaded."""
 PLACEMENTS = ("auto", "in_process", "bls")
@@ -84,13 +93,15 @@ class SpeculativeConfig(Section):
     aliases: ClassVar[dict[str, str]] = ALIASES
 
     method: str | None = None
-    """none (plain decoding), naive (the speculative path without drafts), ngram, suffix, or a model drafter: mtp, draft_model, eagle, eagle3,
-    dflash, dspark, medusa, hydra or mlp_speculator. Needed where any other key is given."""
+    """none (plain decoding), naive (the speculative path without drafts), ngram, suffix, token_recycling, a model drafter (mtp, draft_model,
+    eagle, eagle3, dflash, dspark, medusa, hydra or mlp_speculator), or auto: of ngram and the request_methods, whichever is worth most in each
+    step. Needed where any other key is given."""
     num_speculative_tokens: int | None = None
-    """Drafts a step at most, 1 to 16. Default: 1; model drafters: num_model_steps; suffix: suffix_decoding_max_tree_depth, within 16."""
+    """Drafts a step at most, 1 to 16; of a tree: on one path. Default: 1; model drafters: num_model_steps; suffix: suffix_decoding_max_tree_depth,
+    within 16; auto: 12; trees: what tree_paths say, else 4."""
     adaptive: bool = True
-    """Draft fewer when measured times and acceptance say that fewer give more tokens a second, as in large batches. Not under topp, whose
-    answers would follow the load."""
+    """Who drafts and how many, for each request and step, follows measured times and what drafts are likely to bring: fewer in large batches, down
+    to none. Not under topp, whose answers would follow the load. false: as many as there may be."""
     request_methods: tuple[str, ...] = ()
     """Further methods to load, for requests to choose."""
     verify_strategy: str = "target_match"
@@ -112,7 +123,8 @@ class SpeculativeConfig(Section):
     """Model drafters: folder of the drafter's weights. Only mtp has a default: the model's own, where it has such weights, else the mtp_drafter
     model's version folder."""
     num_model_steps: int | None = None
-    """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; with_ngram and with_suffix: 1."""
+    """Model drafters: drafts that the model makes in a step, 1 to 16. Default: num_speculative_tokens; auto: 5 of them; with_ngram and with_suffix:
+    1."""
     parallel_drafting: bool | None = None
     """draft_model (PARD) and eagle3 (P-EAGLE): all drafts at once, from mask tokens. Default: where the drafter was made for it."""
     draft_vocabulary: str = "same"
@@ -129,6 +141,12 @@ class SpeculativeConfig(Section):
     """Model drafters: how the drafter's weights are rounded, as the engine's quantization."""
     draft_tensor_parallel_size: int = 1
     """Ranks that the drafter's layers are split over: 1 (whole on every rank), or the target's tensor_parallel_size. Heads are whole."""
+    tree_nodes: int | None = None
+    """Model drafters, token_recycling: drafts of a tree, 1 to 63, in place of a chain. Default: no tree; token_recycling: 24."""
+    tree_top_k: int | None = None
+    """With tree_nodes: candidates that may follow a draft, 1 to 32. Default: 8; mtp, draft_model, eagle, eagle3: 4, and so many of a level go on."""
+    tree_paths: tuple[tuple[int, ...], ...] | None = None
+    """A tree of one's own in place of tree_nodes, as Medusa's choices: paths of candidates' ranks, such as [[0], [1], [0, 0]]."""
     suffix_decoding_max_tree_depth: int = 64
     """Longest match, in tokens."""
     suffix_decoding_max_cached_requests: int = -1
@@ -207,6 +225,9 @@ class SpeculativeConfig(Section):
         if self.accept_policy != "normal":
             logger.warning("accept_policy %s is for debugging: answers are not the model's", self.accept_policy)
         self._check_suffix()
+        if self.model_method == RECYCLING and self.tree_paths is None and self.tree_nodes is None:
+            put("tree_nodes", DEFAULT_NODES)
+        check_tree(self, self.model_method, can_make=self.model_method in TREE_METHODS)
         require(self.draft_tensor_parallel_size >= 1, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, ">= 1")
         self._settle_counts()
         put("min_ngram_size", self.min_ngram_size if self.min_ngram_size is not None else 2 if self.mtp_strategy == "with_ngram" else 1)
@@ -216,9 +237,9 @@ class SpeculativeConfig(Section):
         require(good, "max_ngram_size", self.max_ngram_size, f">= min_ngram_size ({self.min_ngram_size})")
 
     def _check_model_methods(self) -> None:
-        own = [method for method in self.loaded_methods if method in MODEL_METHODS]
+        own = [method for method in self.loaded_methods if method in STEP_METHODS]
         require(len(own) < 2, "request_methods", self.request_methods, f"without a second model drafter: {' and '.join(own)} would share `model`")
-        if own and own[0] != "mtp":
+        if own and own[0] in MODEL_METHODS and own[0] != "mtp":
             require(self.model is not None, "model", self.model, f"the folder of the drafter's weights with method {own[0]}")
             good = self.draft_tensor_parallel_size == 1 or own[0] not in HEAD_METHODS
             require(good, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, f"1 with method {own[0]}, whose heads are not split")
@@ -233,6 +254,15 @@ class SpeculativeConfig(Section):
         require(0 <= factor <= MAX_SUFFIX_LIMIT, f"{prefix}max_spec_factor", factor, f"from 0 to {MAX_SUFFIX_LIMIT}")
         require(0 <= probability <= 1, f"{prefix}min_token_prob", probability, "from 0 to 1")
 
+    @property
+    def _default_depth(self) -> int | None:
+        """Of the tree where nothing else says it; None: there is no tree."""
+        if self.model_method not in TREE_METHODS:
+            return None
+        if self.tree_paths is not None:
+            return make_static(self.tree_paths, "tree_paths").depth
+        return None if self.tree_nodes is None else DEFAULT_DEPTH
+
     def _settle_counts(self) -> None:
         """Fills in num_speculative_tokens and num_model_steps; each is checked where it is used."""
         count, steps = self.num_speculative_tokens, self.num_model_steps
@@ -244,13 +274,15 @@ class SpeculativeConfig(Section):
                 logger.warning("method %s drafts nothing: num_speculative_tokens %d is set to 0", self.method, count)
             count = 0
         elif count is None:
-            model_count = dict.fromkeys(MODEL_METHODS, steps or 1)
+            model_count = {**dict.fromkeys(STEP_METHODS, steps or self._default_depth or 1), AUTO: max(AUTO_TOKENS, steps or 1)}
             count = {"suffix": min(self.suffix_decoding_max_tree_depth, limit), **model_count}.get(self.method or "", 1)
         else:
             require(1 <= count <= limit, "num_speculative_tokens", count, rule)
+        if steps is None and self._default_depth and self.method not in STEP_METHODS:
+            steps = self._default_depth
         if steps is None:
-            steps = max(1, count) if self.mtp_strategy == "default" else 1
-        if self.method in MODEL_METHODS and steps > count:
+            steps = min(count, AUTO_STEPS) if self.method == AUTO else max(1, count) if self.mtp_strategy == "default" else 1
+        if self.method in (*STEP_METHODS, AUTO) and steps > count:
             logger.warning("num_speculative_tokens %d is raised to num_model_steps %d", count, steps)
             count = steps
         object.__setattr__(self, "num_speculative_tokens", count)
@@ -263,8 +295,37 @@ class SpeculativeConfig(Section):
 
     @property
     def model_method(self) -> str:
-        """The model drafter among the loaded methods; "": there is none."""
-        return next((method for method in self.loaded_methods if method in MODEL_METHODS), "")
+        """The drafter in the step among the loaded methods, of which a server has one at most; "": there is none."""
+        return next((method for method in self.loaded_methods if method in STEP_METHODS), "")
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the drafter in the step has weights, in a folder."""
+        return self.model_method in MODEL_METHODS
+
+    @property
+    def tree(self) -> Tree | None:
+        """What the step's drafter makes; None: chains."""
+        if self.model_method not in TREE_METHODS:
+            return None
+        if self.tree_paths is not None:
+            return make_static(self.tree_paths, "tree_paths")
+        if self.tree_nodes is None:
+            return None
+        depth = self.num_model_steps or 1
+        if self.model_method in (*HEAD_METHODS, RECYCLING):
+            return shape_static(self.tree_nodes, depth, self.tree_top_k or 8)
+        return DynamicTree(depth, self.tree_top_k or 4, self.tree_nodes)
+
+    @property
+    def max_own_drafts(self) -> int:
+        """Of a request that chooses nothing."""
+        return self.tree.num_nodes if self.tree is not None else self.num_speculative_tokens or 0
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a request in a step, whatever its method."""
+        return max(MAX_SPECULATIVE_TOKENS, self.tree.num_nodes if self.tree is not None else 0)
 
     @property
     def can_draft(self) -> bool:
@@ -288,7 +349,7 @@ class SpeculativeConfig(Section):
             choice = {}
         if not isinstance(choice, dict):
             raise ConfigError(f"speculative must be an object, got {choice!r:.80}")
-        keys = ("method", "num_speculative_tokens", "verify_strategy", "mtp_strategy", "prediction")
+        keys = ("method", "num_speculative_tokens", "adaptive", "verify_strategy", "mtp_strategy", "prediction")
         for key in choice:
             if key not in keys:
                 raise ConfigError(f"speculative: unknown key {key!r:.80}{nearest(str(key), keys)}")
@@ -305,10 +366,23 @@ class SpeculativeConfig(Section):
             lookup = mtp_strategy.removeprefix("with_")
             if lookup != "default" and lookup not in self.loaded_methods:
                 raise ConfigError(f"speculative: mtp_strategy {mtp_strategy} needs method {lookup}, which is not loaded")
+        tree = self.tree if method == self.model_method else None
+        if tree is not None:
+            require(mtp_strategy == "default", "speculative.mtp_strategy", mtp_strategy, "default where drafts are trees (tree_nodes or tree_paths)")
+        if self.tree is not None:
+            rule = "target_match, greedy or rejection on a server whose drafts may be trees (tree_nodes or tree_paths)"
+            require(strategy != "topp", "speculative.verify_strategy", strategy, rule)
+        is_adaptive = choice.get("adaptive", self.adaptive)
+        require(isinstance(is_adaptive, bool), "speculative.adaptive", is_adaptive, "true or false")
         if "num_speculative_tokens" in choice:
-            count = choice["num_speculative_tokens"]
-            good = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= MAX_SPECULATIVE_TOKENS
-            require(good, "speculative.num_speculative_tokens", count, f"from 0 (off) to {MAX_SPECULATIVE_TOKENS}")
+            count, most = choice["num_speculative_tokens"], MAX_SPECULATIVE_TOKENS if tree is None else tree.depth
+            good = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= most
+            rule = f"from 0 (off) to {most}" + ("" if tree is None else ", the depth of the server's tree")
+            if isinstance(tree, DynamicTree):
+                good, rule = good and count in (0, most), f"0 (off) or {most}, the depth of the server's tree"
+            require(good, "speculative.num_speculative_tokens", count, rule)
+        elif tree is not None:
+            count = tree.depth
         elif count == 0 and method not in ("none", "naive"):  # the server's own method drafts nothing
             count = 1
         if choice.get("prediction") is not None:
@@ -318,5 +392,7 @@ class SpeculativeConfig(Section):
             if "num_speculative_tokens" not in choice:  # what is right goes on being right for long
                 count = MAX_SPECULATIVE_TOKENS
         is_own = mtp_strategy == self.mtp_strategy and "num_speculative_tokens" not in choice
-        steps = count if mtp_strategy == "default" and not is_own else min(count, self.num_model_steps or 1)
-        return Speculation(method, 0 if method in ("none", "naive") else count, strategy, steps, mtp_strategy)
+        goes_on = mtp_strategy == "default" and not is_own and method != AUTO
+        steps = count if goes_on else min(count, self.num_model_steps or 1)
+        num_nodes = tree.count_within(count) if tree is not None else 0
+        return Speculation(method, 0 if method in ("none", "naive") else count, strategy, steps, mtp_strategy, num_nodes, is_adaptive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from typing import Any
 
@@ -22,6 +23,11 @@ ALIASES = {
     "speculative_algorithm": "method",
     "speculative_draft_model_path": "model",
     "speculative_num_steps": "num_speculative_tokens",
+    "speculative_token_tree": "tree_paths",
+    "medusa_choices": "tree_paths",
+    "eagle_choices": "tree_paths",
+    "dynamic_tree_max_topk": "tree_top_k",
+    "max_total_draft_tokens": "tree_nodes",
 }
 """Keys that mean the same."""
 PARALLEL = {"pard": "draft_model", "peagle": "eagle3", "p-eagle": "eagle3"}
@@ -45,8 +51,6 @@ REFUSED = {
     "enable_draft_logprob": "log-probabilities are those of the target",
     "disable_by_batch_size": "adaptive true (the default) measures when drafts pay",
     "num_speculative_tokens_per_batch_size": "adaptive true (the default) measures when drafts pay",
-    "speculative_eagle_topk": "drafts are chains, as with 1",
-    "speculative_num_draft_tokens": "num_speculative_tokens says how long a chain is",
     "rejection_sample_method": "say it as verify_strategy: target_match, greedy, rejection or topp",
 }
 """Keys that ask for what is done otherwise; false and null ask for nothing."""
@@ -61,7 +65,7 @@ def read_other_names(values: object, where: str = "") -> Any:
         if key in found:
             logger.warning("%s%s %r has no effect, and none is needed: %s", where, key, found.pop(key), why)
     for key, instead in REFUSED.items():
-        if key in found and (value := found.pop(key)) not in (None, False, "False") and (key, value) != ("speculative_eagle_topk", 1):
+        if key in found and (value := found.pop(key)) not in (None, False, "False"):
             raise ConfigError(f"{where}{key} {value!r:.80} is no key here: {instead}")
     if "speculate_method" in found:
         if found.get("method", found["speculate_method"]) != found["speculate_method"]:
@@ -78,9 +82,39 @@ def read_other_names(values: object, where: str = "") -> Any:
     strategy = found.get("verify_strategy")
     if isinstance(strategy, int) and not isinstance(strategy, bool) and strategy in VERIFY_STRATEGIES:
         found["verify_strategy"] = VERIFY_STRATEGIES[strategy]
+    _read_tree(found, where)
     if "benchmark_mode" in found:
         _read_benchmark_mode(found, where)
     return found
+
+
+def _read_tree(found: dict[str, Any], where: str) -> None:
+    """vLLM's tree as a text, TensorRT-LLM's switch, and SGLang's two keys, which mean a chain where one candidate follows each draft; its number of
+    drafts counts the newest token."""
+    if isinstance(tree := found.get("speculative_token_tree"), str):
+        try:
+            found["speculative_token_tree"] = ast.literal_eval(tree)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise ConfigError(f"{where}speculative_token_tree must be a list of paths such as [(0,), (0, 0), (1,)], got {tree!r:.80}") from None
+    own = found.get("speculative_token_tree")
+    if isinstance(own, list | tuple) and found.get("num_speculative_tokens") == len(own):  # vLLM counts the drafts of the tree
+        del found["num_speculative_tokens"]
+    if "use_dynamic_tree" in found and not found.pop("use_dynamic_tree"):
+        for key in ("dynamic_tree_max_topk", "dynamic_tree_max_topK", "max_total_draft_tokens"):
+            found.pop(key, None)
+    if "dynamic_tree_max_topK" in found:
+        found["dynamic_tree_max_topk"] = found.pop("dynamic_tree_max_topK")
+    top_k, count = found.pop("speculative_eagle_topk", None), found.pop("speculative_num_draft_tokens", None)
+    for key, value in (("speculative_eagle_topk", top_k), ("speculative_num_draft_tokens", count)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{where}{key} must be an integer from 1 on, got {value!r:.80}")
+    if top_k is None or top_k == 1:
+        if count is not None and "speculative_num_steps" not in found and "num_speculative_tokens" not in found:
+            found["num_speculative_tokens"] = max(1, count - 1)
+        return
+    if count is None or count < 2:
+        raise ConfigError(f"{where}speculative_eagle_topk {top_k} makes trees: say speculative_num_draft_tokens too, 2 to 64, with the newest token")
+    found["tree_top_k"], found["tree_nodes"] = top_k, count - 1
 
 
 def _read_benchmark_mode(found: dict[str, Any], where: str) -> None:

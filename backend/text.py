@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from backend.detokenizer import (
 from backend.errors import ModelError, RequestError
 from backend.model_files import read_json
 from backend.tools import CALL_TOKENS, read_history
+
+TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 class Tokenizer:
@@ -118,15 +120,23 @@ class Tokenizer:
             return bytes((byte,))
         return token.replace("▁", " ").encode()
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], max_characters: int = MAX_CHARACTERS, **variables: Any) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        max_characters: int = MAX_CHARACTERS,
+        own: Mapping[str, Any] | None = None,
+        **variables: Any,
+    ) -> str:
         """The prompt for a list of {role, content}.
 
         Raises RequestError when there is no template or it refuses, CapacityError when too many wait for it.
-        max_characters: of the messages, before they are rendered, and of the prompt.
+        max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`).
         """
         if self._template is None:
             raise RequestError("this model has no chat template: send text_input or input_ids")
-        given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **variables}
+        if taken := [name for name in own or () if name in TEMPLATE_VARIABLES]:
+            raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {', '.join(TEMPLATE_VARIABLES)} are given by the request itself")
+        given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **variables, **(own or {})}
         return self._template.render(read_history(messages), given, max_characters)
 
     def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:

@@ -47,6 +47,12 @@ _QWEN2 = PreTokenizer((QWEN2_WORDS,), is_composed=True)
 _DIGITS = PreTokenizer((r"\p{N}", GPT2_WORDS))
 _GLM4 = PreTokenizer((LLAMA3_WORDS,))
 _DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", DEEPSEEK3_WORDS))
+_NOT_HAN = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_WORDS = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}*{_NOT_HAN[1]}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}+{_NOT_HAN[1]}*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CODER = PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama3": _LLAMA3,
@@ -63,6 +69,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "chatglm-bpe": _GLM4,
     "deepseek-v3": _DEEPSEEK3,
     "deepseek-coder": _CODER,
+    "kimi-k2": PreTokenizer((KIMI_WORDS,), is_whole=True),
 }
 """By the names that llama.cpp gives them (llama-vocab.cpp)."""
 
@@ -95,7 +102,7 @@ class Vocabulary:
         ]
 
 
-def byte_level_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre: str, *, before: int | None, after: int | None) -> dict[str, Any]:
+def byte_level_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre: str, *, before: Sequence[int], after: int | None) -> dict[str, Any]:
     """tokenizer.json of a byte-level vocabulary, its merges `left right` in their order.
 
     pre: a key of PRE_TOKENIZERS. before, after: ids of tokens that are put around a text. Raises ModelError.
@@ -121,7 +128,7 @@ def byte_level_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre: str
 
 
 def sentencepiece_tokenizer(
-    vocabulary: Vocabulary, scores: Sequence[float], *, has_space_prefix: bool, before: int | None, after: int | None
+    vocabulary: Vocabulary, scores: Sequence[float], *, has_space_prefix: bool, before: Sequence[int], after: int | None
 ) -> dict[str, Any]:
     """tokenizer.json of a SentencePiece BPE vocabulary with the score of each token. has_space_prefix: texts begin with a space."""
     ids = vocabulary.ids()
@@ -168,7 +175,7 @@ def _file(
     pre_tokenizer: dict[str, Any] | None,
     decoder: dict[str, Any],
     model: dict[str, Any],
-    around: tuple[int | None, int | None],
+    around: tuple[Sequence[int], int | None],
 ) -> dict[str, Any]:
     return {
         "version": "1.0",
@@ -183,20 +190,19 @@ def _file(
     }
 
 
-def _put_around(vocabulary: Vocabulary, before: int | None, after: int | None) -> dict[str, Any] | None:
+def _put_around(vocabulary: Vocabulary, before: Sequence[int], after: int | None) -> dict[str, Any] | None:
     """A template that puts tokens before and after a text."""
-    if before is None and after is None:
+    if not before and after is None:
         return None
 
     def template(names: tuple[str, ...]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for number, name in enumerate(names):
-            found += [{"SpecialToken": {"id": vocabulary.tokens[before], "type_id": number}}] if before is not None else []
+            found += [{"SpecialToken": {"id": vocabulary.tokens[own], "type_id": number}} for own in before]
             found.append({"Sequence": {"id": name, "type_id": number}})
             found += [{"SpecialToken": {"id": vocabulary.tokens[after], "type_id": number}}] if after is not None else []
         return found
 
-    special = {
-        vocabulary.tokens[i]: {"id": vocabulary.tokens[i], "ids": [i], "tokens": [vocabulary.tokens[i]]} for i in (before, after) if i is not None
-    }
+    around = [*before, *([] if after is None else [after])]
+    special = {vocabulary.tokens[i]: {"id": vocabulary.tokens[i], "ids": [i], "tokens": [vocabulary.tokens[i]]} for i in around}
     return {"type": "TemplateProcessing", "single": template(("A",)), "pair": template(("A", "B")), "special_tokens": special}

@@ -110,13 +110,15 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[0], help="known tokens of a step; 0: the default")
     parser.add_argument("--max-step-ms", type=float, nargs="+", default=[-1.0], help="0: no limit; -1: the default")
     parser.add_argument("--adaptive", action="store_true")
+    parser.add_argument("--quantization", help="of the target's weights")
     parser.add_argument("--prompts", action="store_true", help="times prompts alone, and nothing else")
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as folder:
         target = write_target(arguments.shape, Path(folder))
         if arguments.prompts:
-            time_prompts(LLM(model=str(target), load_format="dummy", device="cuda", enable_prefix_caching=False))
+            common: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "enable_prefix_caching": False}
+            time_prompts(LLM(model=str(target), quantization=arguments.quantization, **common))
             return
         columns = ["method", "budget", "limit ms", "tokens/s", "wall s", "first token s p50, p99", "per token ms p50, p99", "idle", "drafting"]
         columns += ["steps (with prompts)", "longest ms"]
@@ -136,6 +138,7 @@ def main() -> None:
                         max_model_len=INPUTS[1] + OUTPUTS[1],
                         max_step_ms=limit if limit >= 0 else None,
                         enable_prefix_caching=False,
+                        quantization=arguments.quantization,
                         speculative_config=speculation,
                         **options,
                     )

@@ -26,6 +26,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
+from backend.step.draft_masks import Grammars
 from backend.step.plan import StepPlan
 from backend.step.worker import Results, StepTimes
 from benchmarks.step_bytes import counted_experts, profiled, read_bytes
@@ -221,8 +222,8 @@ def watch_steps(llm: LLM) -> Iterator[list[WatchedStep]]:
     worker, steps = llm.engine.worker, []
     launch = worker.launch
 
-    def launch_watched(plan: StepPlan) -> Callable[[], Results]:
-        read = launch(plan)
+    def launch_watched(plan: StepPlan, grammars: Grammars | None = None) -> Callable[[], Results]:
+        read = launch(plan, grammars)
 
         def read_watched() -> Results:
             results = read()

@@ -1,24 +1,31 @@
 """What answers with a form cost the engine's thread in a step, on CPU: masks, and what is done for them.
 
-    python -m benchmarks.masks [--requests 32] [--drafts 0 3] [--rounds 30]
+    python -m benchmarks.masks [--requests 32] [--drafts 0 3] [--rounds 30] [--answers]
 
 Requests follow a JSON schema, a regular expression and a choice by turns, each at a place of its own. Ways are run by turns in one process,
 each on copies of its own: together by llguidance's threads, and one after the other. A step of an 8B model on one H200 takes
 some 4.7 ms at batch 32.
+
+--answers: instead, what it brings that a model drafter (MTP, the bundled model's) drafts what the grammar allows: answers with and without, by
+turns, one at a time on one thread; processor time, steps and accepted drafts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import torch
 
+from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
+from backend.step import program
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
 
@@ -96,12 +103,56 @@ def measure(num_requests: int, num_drafts: int, rounds: int) -> None:
         print(f"  {name:20} {value:8.2f} {value / medians['masks, together']:6.2f}")
 
 
+@contextlib.contextmanager
+def without_masks() -> Iterator[None]:
+    own = program.mask_draft
+    program.mask_draft = lambda logits, *_: logits
+    try:
+        yield
+    finally:
+        program.mask_draft = own
+
+
+def measure_answers(rounds: int) -> None:
+    config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, "request_methods": ["ngram"]}
+    llm = LLM(speculative_config=config, enable_prefix_caching=False)
+    prompts = ["import json\n\n\ndefault = ", "person = ", "# The settings of the server\nsettings = ", "boxes = ["]
+    forms = [{"json": SCHEMA}, {"json_object": True}]
+    print("tokens of a step that has them (accepted of drafted; processor time over that without masks), drafters masked and not")
+    for strategy, mtp_strategy in (("target_match", "default"), ("rejection", "default"), ("target_match", "with_ngram")):
+        for temperature in (0.0, 1.0):
+            found: dict[str, list[float]] = {}
+            counts: dict[str, tuple[int, int, int]] = {}
+            for _ in range(rounds):
+                for name, way in (("masked", contextlib.nullcontext), ("not", without_masks)):
+                    with way():
+                        started, tokens, drafted, accepted = time.process_time(), 0, 0, 0
+                        for number, prompt in enumerate(prompts * len(forms)):
+                            form = StructuredOutputs(**forms[number // len(prompts)])
+                            params = SamplingParams(max_tokens=120, temperature=temperature, seed=number, structured_outputs=form)
+                            asked = {"verify_strategy": strategy, "mtp_strategy": mtp_strategy}
+                            (output,) = llm.generate(prompt, params, speculative=asked, use_tqdm=False)[0].outputs
+                            tokens, drafted, accepted = (
+                                tokens + len(output.token_ids), drafted + output.stats.drafted, accepted + output.stats.accepted
+                            )  # fmt: skip
+                        found.setdefault(name, []).append((time.process_time() - started) / tokens)
+                        counts[name] = tokens, drafted, accepted
+            least = {name: min(values) for name, values in found.items()}
+            cells = [f"{n / (n - a):.2f} ({a / d:.2f}; {least[name] / least['not']:.2f})" for name, (n, d, a) in counts.items()]
+            print(f"  {strategy:12} {mtp_strategy:10} temperature {temperature:g}: " + "  |  ".join(cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--answers", action="store_true")
     args = parser.parse_args()
+    if args.answers:
+        torch.set_num_threads(1)
+        measure_answers(args.rounds)
+        return
     for num_drafts in args.drafts:
         measure(args.requests, num_drafts, args.rounds)
 

@@ -39,7 +39,8 @@ class ExpertCount:
         if num_tokens not in self._seen:
             return None
         taken, layers = self._seen[num_tokens].tolist()
-        self._seen[num_tokens].zero_()
+        with torch.inference_mode():  # in which they were made
+            self._seen[num_tokens].zero_()
         return taken / layers if layers else None
 
 

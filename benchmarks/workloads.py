@@ -60,6 +60,17 @@ def editing_requests(count: int) -> Requests:
     return [(prompt, min(96, max(16, len(rest) // 3))) for prompt, rest in (prompts * 2)[:count]]
 
 
+def chat_requests(count: int) -> Requests:
+    """Prose that hardly repeats itself: docstrings to go on with, 64 tokens each."""
+    found = []
+    for text in read_heldout().values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and len(own := ast.get_docstring(node) or "") >= 400:
+                found.append(f'"""{own[:300].rpartition(" ")[0]}')
+    random.Random(7).shuffle(found)
+    return [(prompt, 64) for prompt in (found * (1 + count // len(found)))[:count]]
+
+
 def agent_rounds(count: int) -> Requests:
     """One round of an agent's loop: the same tasks, in the same words, each time."""
     return [(f"# Task {i}: continue the module.\n{prompt}", 96) for i, prompt in enumerate(completion_prompts(count, (300, 600), seed=5))]

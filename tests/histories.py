@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 from backend import LLM
 from backend.core import Delta
@@ -17,10 +19,20 @@ CHOICES = (
 MAX_OUTPUT, MAX_WAITING = 48, 64
 
 
-def run_histories(llm: LLM, plain: LLM, count: int, *, num_prompts: int = 12, arrivals: int = 1, cancels: float = 0.05, check_every: int = 1) -> None:
+def run_histories(
+    llm: LLM,
+    plain: LLM,
+    count: int,
+    *,
+    num_prompts: int = 12,
+    arrivals: int = 1,
+    cancels: float = 0.05,
+    check_every: int = 1,
+    choices: Sequence[dict[str, Any] | None] = CHOICES,
+) -> None:
     """Puts `count` requests through the engine of `llm`. Every one ends with the tokens that `plain` gives, as many as it got, and no page is left.
 
-    arrivals: most requests a step; cancels: share of steps that cancel one.
+    arrivals: most requests a step; cancels: share of steps that cancel one; choices: of `speculative`.
     """
     engine, rng = llm.engine, random.Random(count)
     prompts = [engine.tokenizer.encode(p)[: rng.randint(4, 60)] for p in code_prompts(num_prompts, seed=8)]
@@ -38,7 +50,7 @@ def run_histories(llm: LLM, plain: LLM, count: int, *, num_prompts: int = 12, ar
     while submitted < count or len(ends) < submitted:
         for _ in range(rng.randint(0, arrivals) if submitted < count and engine.scheduler.num_waiting < MAX_WAITING else 0):
             params = greedy(rng.randint(1, MAX_OUTPUT))
-            engine.submit(prompts[submitted % num_prompts], params, sink, request_id=str(submitted), speculative=rng.choice(CHOICES))
+            engine.submit(prompts[submitted % num_prompts], params, sink, request_id=str(submitted), speculative=rng.choice(choices))
             submitted += 1
         if submitted and rng.random() < cancels:
             engine.cancel(str(rng.randrange(max(0, submitted - 64), submitted)))

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from backend.config import EngineConfig
-from backend.drafters.choice import NEVER
+from backend.core import NEVER
 from backend.parallel.ranks import Ranks
-from backend.speculative_config import MAX_SPECULATIVE_TOKENS
 from backend.step.plan import Arrival, StepPlan
 from backend.step.worker import Results, Worker
 from kernels.request_state import Admission
@@ -36,6 +35,8 @@ class Row:
     begin: int = 0
     count: int = 0
     drafts: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    """Of drafts that are a tree."""
     is_end: bool = True
     """The chunk is the prompt's last."""
 
@@ -79,9 +80,11 @@ class Steps:
                 plan.prompt_seq_lens.append(end)
                 plan.drafter_seq_lens.append(0)
                 plan.drafter_counts.append(0)
-            place = row.index * MAX_SPECULATIVE_TOKENS
+            place = row.index * self.worker.table.max_drafts
             plan.draft_writes += [word for i, token_id in enumerate(row.drafts) for word in (place + i, token_id)]
             plan.num_draft_writes += (row.index, len(row.drafts))
+            plan.parent_writes += [word for i, parent in enumerate(row.parents) for word in (place + i, parent)]
+            plan.has_trees |= bool(row.parents)
         if is_whole and plan.num_prompts:
             plan.scored = [(0, 0)]
         plan.fields = np.array(fields, dtype=np.int32).reshape(-1, NUM_FIELDS).T.copy()

@@ -18,7 +18,8 @@ from backend.errors import ConfigError
 from backend.speculative_config import SpeculativeConfig
 from deploy.cli import main, make_parser
 from deploy.options import read_command, split_keys
-from deploy.other_options import OTHERS, Alias, Needless, Refused, explain_environment
+from deploy.other_options import explain_environment
+from deploy.other_tables import OTHERS, Alias, Needless, Refused
 from tests.test_config import parameters_of, read_pbtxt
 
 FASTDEPLOY = "python -m fastdeploy.entrypoints.openai.api_server --model ${path_to_main_model} "
@@ -295,6 +296,20 @@ def test_the_file_may_use_other_names_too(tmp_path: Path) -> None:
 def test_contradictions(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split_keys(serve_values(*words)[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-model-length", "5"], 'unknown option --max-model-length; did you mean "--max-model-len"?'),
+        (["A", "B"], "one word too many: 'B'"),
+        (["--xyzzy=5"], "unknown option --xyzzy\n"),
+    ],
+)
+def test_what_nobody_knows_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        make_parser().parse_args(["serve", *words])
+    assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_an_error_names_the_option_as_it_was_given(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

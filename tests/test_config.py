@@ -273,7 +273,7 @@ def test_keys_of_other_engines_are_taken() -> None:
     [
         (
             {"num_speculative_tokens": 5},
-            r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, .*mlp_speculator$",
+            r"method must be given with other keys \(num_speculative_tokens\): one of none, naive, ngram, .*mlp_speculator, token_recycling, auto$",
         ),
         ({"prompt_lookup_max": 4}, r".* other keys \(prompt_lookup_max\): .*; prompt_lookup_max is a key of ngram$"),
         ({"adaptive": False, "model": "/drafter"}, r".* other keys \(adaptive, model\): .*; model is a key of mtp, draft_model, .*"),
@@ -341,6 +341,9 @@ BAD_SPECULATIVE: dict[str, tuple[list[Any], str]] = {
     "draft_vocabulary": (["other", "", None, 5], "same, shared"),
     "min_draft_confidence": ([-0.1, 1.1, "0.5", True, None], "from 0 to 1"),
     "placement": (["triton", "", None, 5], "auto, in_process, bls"),
+    "tree_nodes": ([0, -1, 64, "8", True], "from 1 to 63"),
+    "tree_top_k": ([0, -1, 33, "8", True], "from 1 to 32"),
+    "tree_paths": (["[[0]]", "", 5, True], "a list"),
     "draft_sampling": (["random", "", None, 5], "shared_noise, greedy"),
     "quantization": (["int8", "wint2", "", 8], "wint8, wint4, fp8, block_wise_fp8"),
     "draft_tensor_parallel_size": ([0, -1, "1", True, None], ">= 1"),
@@ -371,6 +374,9 @@ GOOD_SPECULATIVE: dict[str, list[Any]] = {
     "draft_vocabulary": ["same", "shared"],
     "min_draft_confidence": [0.0, 0.5, 1],
     "placement": ["auto", "in_process", "bls"],
+    "tree_nodes": [None, 1, 63],
+    "tree_top_k": [None, 1, 32],
+    "tree_paths": [None, ((0,), (1,), (0, 0), (1, 31))],
     "draft_sampling": ["shared_noise", "greedy"],
     "quantization": [None, "wint8", "wint4", "fp8"],
     "draft_tensor_parallel_size": [1, 8],
@@ -413,6 +419,8 @@ def test_good_speculative_values_are_taken(key: str, value: Any) -> None:
         others["request_methods"] = ["suffix"]
     if key == "simulated_acceptance_rate":
         others["accept_policy"] = "simulated"
+    if key == "tree_top_k" and value:
+        others["tree_nodes"] = 8
     config = SpeculativeConfig.from_dict({**others, key: list(value) if isinstance(value, tuple) else value})
     assert getattr(config, key) == (1 if key == "num_speculative_tokens" and value is None else value)
     if isinstance(value, str) and key not in ("model", "suffix_decoding_cache_path"):
@@ -552,7 +560,7 @@ def test_settled_values_stay_as_they_are(values: dict[str, Any]) -> None:
         config = SpeculativeConfig.from_dict(values)
     except ConfigError as error:
         depends = ("ngram_size", "has no effect", "method must be given", "unless accept_policy", "model must be", "placement must", "second model")
-        depends += ("heads are not split", "draft_vocabulary shared")
+        depends += ("heads are not split", "draft_vocabulary shared", "with tree_", "without tree_nodes", "all drafts of a chain at once")
         assert any(words in str(error) for words in depends), "each value is good by itself; only these depend on others"
         return
     assert dataclasses.replace(config) == config == SpeculativeConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(config))))

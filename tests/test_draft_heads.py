@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve
+from tests.drafting import NUM_DRAFTS, check_drafts, check_static, check_tokens, check_tree_tokens, serve
 from tests.families import Case, edited, make_model
 
 HIDDEN, VOCABULARY, INNER, EPS = 64, 301, 24, 1e-6
@@ -184,6 +184,16 @@ class Drafter:
             tokens = [*tokens, int(logits[-1].argmax())]
         return logits
 
+    @torch.inference_mode()
+    def after(self, token_ids: list[int], drafts: list[int]) -> torch.Tensor:
+        """The logits after drafts."""
+        found = self.model.model(torch.tensor([token_ids[:-1]]), use_cache=False, output_hidden_states=True)
+        states = found.hidden_states[-1 - self.kind.config.get("hidden_state_offset", 0)][0]
+        states = states if self.prefix is None else self.after_prefix(states)
+        tokens = [token_ids[-1], *drafts]
+        logits: torch.Tensor = self.following(states[-1], list(self.model.model.embed_tokens.weight[torch.tensor(tokens)]), tokens)
+        return logits
+
     def after_prefix(self, states: torch.Tensor) -> torch.Tensor:
         """transformers' layer, with a state of zeros before the first: the row of the first token, which has no state before it."""
         padded = torch.cat([torch.zeros(1, HIDDEN), states])[None]
@@ -237,6 +247,19 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
 @pytest.mark.parametrize("drafter", [KINDS[2], KINDS[6], KINDS[8]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
+
+
+PATHS = [[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 2, 0], [0, 2, 1], [0, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("drafter", [KINDS[0], KINDS[3], KINDS[6], KINDS[9]], ids=str, indirect=True)
+def test_trees_are_those_of_the_formulas(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    """Medusa's, whose heads look at no drafts, and those of heads that do; and that they change no token."""
+    own, folder = drafter
+    method = {"method": own.kind.method, "model": str(folder)}
+    llm = serve(target[1], **method, tree_paths=PATHS, accept_policy="reject_all", num_speculative_tokens=None)
+    check_static(llm, own.after, PATHS)
+    check_tree_tokens(target[1], **method, tree_nodes=20)
 
 
 def test_more_drafts_than_heads(target: tuple[Any, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, serve
+from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, check_tree_tokens, serve
 from tests.families import VOCABULARY, Case, edited, expected_logits, make_model, random_tokens
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import GLM
@@ -122,6 +122,13 @@ def test_a_model_of_another_vocabulary_drafts_what_both_have(policy: str, foreig
 
     check_drafter_folder("draft_model", folder, target, has_other_tokens=True)
     check_drafts(serve(target, method="draft_model", model=str(folder), draft_vocabulary="shared", accept_policy=policy), draft, policy)
+
+
+@pytest.mark.parametrize("drafter", [CASES[1]], ids=str, indirect=True)
+def test_trees_change_no_token(drafter: tuple[Any, Path], foreign: tuple[Any, Path, dict[int, int]], target: Path) -> None:
+    check_tree_tokens(target, method="draft_model", model=str(drafter[1]), tree_nodes=16)
+    other = {"model": str(foreign[1]), "draft_vocabulary": "shared", "tree_paths": [[0], [1], [0, 0]], "num_speculative_tokens": 2}
+    check_tree_tokens(target, method="draft_model", **other)
 
 
 def test_tokens_are_those_without_drafts_of_another_vocabulary(foreign: tuple[Any, Path, dict[int, int]], target: Path) -> None:

@@ -196,7 +196,7 @@ def test_any_drafter_on_the_host_may_raise(llm_all, llm_ahead, plain, monkeypatc
 def test_drafting_on_the_host_is_time_of_drafting(llm_all, llm_ahead, monkeypatch, is_ahead):
     """On /metrics, and for the choice of how many drafts are worth it: they looked free."""
     own = llm_ahead if is_ahead else llm_all
-    lookup, num_calls = SuffixLookup.lookup_scored, 0
+    lookup, num_calls = SuffixLookup.lookup_judged, 0
 
     def slow(self: SuffixLookup, *arguments: object) -> object:
         nonlocal num_calls
@@ -204,7 +204,7 @@ def test_drafting_on_the_host_is_time_of_drafting(llm_all, llm_ahead, monkeypatc
         time.sleep(0.02)
         return lookup(self, *arguments)
 
-    monkeypatch.setattr(SuffixLookup, "lookup_scored", slow)
+    monkeypatch.setattr(SuffixLookup, "lookup_judged", slow)
     before = own.engine.metrics.propose_seconds
     own.generate("x = [1, 2, 3, 1, 2, 3, ", greedy(12), speculative={"method": "suffix"}, use_tqdm=False)
     assert num_calls > 1 and own.engine.metrics.propose_seconds - before >= 0.02 * num_calls

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ModelError
-from tests.drafting import check_drafts, check_tokens, serve
+from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve
 from tests.families import Case, edited, make_model
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY, NUM_LAYERS, EPS = 32, 4, 2, 64, 40, 302, 64, 8, 1e-5
@@ -187,6 +187,15 @@ class Drafter:
             previous = torch.cat([previous, newest])
         return logits
 
+    @torch.inference_mode()
+    def after(self, token_ids: list[int], drafts: list[int]) -> torch.Tensor:
+        """The logits after drafts."""
+        previous, tokens = torch.cat([torch.zeros(1, HIDDEN), self.condense(token_ids[:-1])]), list(token_ids)
+        for draft in drafts:
+            previous = torch.cat([previous, self.states(tokens, previous)[-1:]])
+            tokens.append(draft)
+        return self.logits(self.states(tokens, previous)[-1])
+
 
 def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
@@ -274,6 +283,20 @@ def test_drafts_are_those_of_the_formulas(policy: str, drafter: tuple[Drafter, P
 @pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[8], KINDS[11]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
+
+
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 2], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("drafter", [KINDS[2], KINDS[7], KINDS[10]], ids=str, indirect=True)
+def test_trees_are_those_of_the_formulas(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
+    """Of given paths, and grown by EAGLE-2's rule; and that they change no token."""
+    own, folder = drafter
+    method = {"method": own.kind.method, "model": str(folder)}
+    check_static(serve(target[1], **method, tree_paths=PATHS, accept_policy="reject_all", num_speculative_tokens=None), own.after, PATHS)
+    llm = serve(target[1], **method, tree_nodes=11, tree_top_k=3, accept_policy="reject_all")
+    check_growth(llm, own.after, 4, 3, 11)
+    check_tree_tokens(target[1], **method, tree_nodes=16)
 
 
 # -- what is no drafter of this target --------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_drafts_follow_cold_prompts(llm, monkeypatch):
     prompts = [[7 + number, *llm.engine.tokenizer.encode(p)] for number, p in enumerate(code_prompts(6, (900, 1200), seed=15))]
     assert sum(map(len, prompts)) > 3 * llm.engine.worker.max_num_batched_tokens, "they do not fit one step"
     batches, plan = [], llm.engine.planner.plan
-    monkeypatch.setattr(llm.engine.planner, "plan", lambda batch, limit: batches.append(batch) or plan(batch, limit))
+    monkeypatch.setattr(llm.engine.planner, "plan", lambda batch: batches.append(batch) or plan(batch))
     results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy(16), use_tqdm=False)
     for result in results:
         stats = result.outputs[0].stats

@@ -459,7 +459,7 @@ BAD = [
 BAD_CHATS = [
     ({"messages": []}, "messages: List should have at least 1 item", "messages"),
     ({"messages": [{"role": "user"}]}, "messages: one of role 'user' has no content, and calls no tools", None),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages: Input should be", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: a part of type 'image_url': models of text alone", None),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs true", None),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0] must be", "tools"),
     ({"text": "x", "prompt": "y"}, "unknown or unsupported parameter 'prompt'", "prompt"),

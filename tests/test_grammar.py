@@ -12,9 +12,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from backend import LLM, SamplingParams
+from backend import LLM, SamplingParams, step_drafting
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
+from backend.step import program
 from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
 from kernels.ops import mask_logits
 from tests.conftest import EVERY_METHOD, code_prompts
@@ -164,6 +165,32 @@ def test_parameters_act_together(llm_all, llm_plain, prompts, name):
     for index, output in enumerate(outputs):
         if name not in ("stop string",) and index % 3 != 2 and output.finish_reason == "stop":
             check_form(FORMS[index % len(FORMS)], output.text)
+
+
+@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
+def test_model_drafters_draft_what_is_allowed(llm_all, prompts, strategy, monkeypatch):
+    """On CPU: so nothing is left to be cut, and what comes is what came without."""
+    cut: list[int] = []
+
+    def fit(matcher: Matcher, token_ids: list[int], sources: list[str], num_drawn: int, limit: int, wants_forced: bool) -> Any:
+        given = [i for i, who in zip(token_ids[:limit], sources) if who == "mtp"]
+        count, _ = matcher.look_ahead(given, limit, False)
+        cut.append(len(given) - count if matcher.after(given[:count]) is not None else 0)  # what follows a whole text is of no use
+        return fit_drafts(matcher, token_ids, sources, num_drawn, limit, wants_forced)
+
+    monkeypatch.setattr(step_drafting, "fit_drafts", fit)
+    asked = {"method": "mtp", "num_speculative_tokens": 3, "verify_strategy": strategy}
+    params = [SamplingParams(max_tokens=TOKENS, temperature=0, structured_outputs=StructuredOutputs(**form)) for form in FORMS]
+    texts, numbers = [], []
+    for is_masked in (True, False):
+        if not is_masked:
+            monkeypatch.setattr(program, "mask_draft", lambda logits, *_: logits)
+        cut.clear()
+        outputs = run(llm_all, [Asked(prompt, own, asked) for prompt, own in zip(prompts, params)])
+        texts.append(ids_of(outputs))
+        numbers.append((sum(cut), sum(output.stats.accepted for output in outputs)))
+    (none, more), (some, fewer) = numbers
+    assert none == 0 < some and more > fewer and texts[0] == texts[1]
 
 
 def test_n_completions_each_follow(llm_all):

@@ -197,6 +197,7 @@ PURE = (
     "disaggregation_config",
     "quantization_config",
     "speculative_names",
+    "trees",
     "section",
     "errors",
 )
@@ -236,13 +237,14 @@ LEVELS = (
         "joiners",
         "metrics",
         "sampling_defaults",
+        "trees",
     ),
-    ("vocabularies", "shared_tokens"),
+    ("vocabularies", "shared_tokens", "budget"),
     (
         "pages",
         "prefixes",
         "text",
-        "pacing",
+        "chunk_limit",
         "parallel",
         "quantization",
         "kv_store",
@@ -253,10 +255,13 @@ LEVELS = (
         "drafter_checks",
         "model_sources",
         "sentencepiece_file",
+        "tiktoken_file",
     ),
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),
-    ("planned", "planner", "rank_processes"),
+    ("planned",),
+    ("step_drafting", "rank_processes"),
+    ("planner",),
     ("hand_overs", "group", "following", "engine_parts"),
     ("engine",),
     ("disaggregation",),
@@ -335,6 +340,7 @@ def test_only_drafters_name_methods() -> None:
 def test_drafters_import_what_they_draft_with() -> None:
     names = (
         "drafters",
+        "budget",
         "model_checks",
         "core",
         "config",
@@ -353,7 +359,9 @@ def test_drafters_import_what_they_draft_with() -> None:
 
 def test_the_step_is_below_the_engine() -> None:
     """A worker on another rank has no scheduler, and decides nothing."""
-    above = tuple(f"backend.{name}" for name in ("engine", "scheduler", "planner", "pages", "prefix_cache", "pacing", "intake", "open_requests"))
+    above = tuple(
+        f"backend.{name}" for name in ("engine", "scheduler", "planner", "pages", "prefix_cache", "budget", "chunk_limit", "intake", "open_requests")
+    )
     none_of([i for i in imports_of("backend/step", "backend/models", "backend/kv_store.py") if i.is_in(*above)], "they compute what a plan says")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import itertools
 import shutil
 import struct
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import _load, latent_attention, sampling, wide_linear
+from kernels import _load, latent_attention, sampling, wide_linear, wide_quantized
 from kernels._load import ARCHITECTURES, SOURCES, Gpu, KernelError, compile_source, find_nvcc, target_of
 from kernels._signature import formats_of, kernels_of
 from kernels.attention import Heads, choose_shape
@@ -38,7 +39,18 @@ DEFINES = {
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
     "quantized_expand": {"ELEMENT": "__nv_bfloat16", "KIND": 1, "ZEROS": 0},
     "quantized_experts": {"ELEMENT": "__nv_bfloat16", "KIND": 2, "ZEROS": 1, "TOKENS": 32, "GROUPED": 1, "GATED": 1, "GATHER": 1},
-    "quantized_linear": {"ELEMENT": "__nv_bfloat16", "KIND": 2, "ZEROS": 1, "TOKENS": 64, "TILES": 2, "DEPTH": 2, "GROUPED": 1, "GATED": 1},
+    "round_rows": {"ELEMENT": "__nv_bfloat16"},
+    "wide_quantized": {
+        "ELEMENT": "__nv_bfloat16",
+        "KIND": 2,
+        "ZEROS": 1,
+        "GROUPED": 1,
+        "TOKENS": 128,
+        "SPLIT": 2,
+        "GATED": 1,
+        "UNITS": 1,
+        "STAGES": 4,
+    },
     "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 64, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 13},
     "token_mask": {"LOGIT": 1},
     "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512, "RING": 4},
@@ -71,6 +83,14 @@ def test_compiles(nvcc: str, source: str, architecture: str) -> None:
     if architecture not in _load._known_to(nvcc):
         pytest.skip(f"this nvcc does not know {architecture}")
     assert compile_source(source, architecture, defines).suffix == ".cubin"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_prefixes", [False, True])
+def test_attention_over_trees_compiles(nvcc: str, dtype: torch.dtype, has_prefixes: bool) -> None:
+    window = None if has_prefixes else 512
+    defines = choose_shape(1, 64, 16, (32, 8, 128), dtype, has_prefixes, GPUS["sm_90"], window, has_trees=True)
+    assert compile_source("attention", "sm_90", defines).suffix == ".cubin"
 
 
 def test_an_architecture_that_is_not_on_the_list_gets_ptx(nvcc: str) -> None:
@@ -125,9 +145,9 @@ def test_no_kernel_is_missed() -> None:
 
 def test_arguments_are_packed_as_the_compiler_lays_them_out() -> None:
     formats = formats_of(SOURCES / "step.cu", "prepare_step")
-    assert "".join(formats[:7]) == "PPPPPPi" and struct.calcsize("".join(formats[:7])) == 52
+    assert "".join(formats[:8]) == "PPPPPPPi" and struct.calcsize("".join(formats[:8])) == 60
     # The request table is aligned as its pointers are, and so is what follows it.
-    assert struct.calcsize("".join(formats[:8])) == 56 + struct.calcsize(format_of("Requests")) == 56 + 12 * 8 + 4 * 4
+    assert struct.calcsize("".join(formats[:9])) == 64 + struct.calcsize(format_of("Requests")) == 64 + 13 * 8 + 4 * 4
     assert formats[-1] == "i" * len(StepSizes._fields)
     assert formats_of(SOURCES / "wide_linear.cu", "wide_linear")[:3] == ("128s", "128s", "P")
     with pytest.raises(ValueError, match=r"step.cu has no kernel prepare\b"):
@@ -191,3 +211,15 @@ def test_the_compiler_of_a_wheel_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     spec.submodule_search_locations = [str(tmp_path / "nvidia")]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     assert find_nvcc() == str(compiler)
+
+
+def test_shapes_of_wide_products_of_stored_weights() -> None:
+    """Each warpgroup has two stages at least, all its own; which half of K it has, and SPLIT, do not depend on the tokens."""
+    for tiles, units in itertools.product((1, 20, 66, 67, 448), (1, 2, 3, 5, 8, 10, 24, 64, 172, 224)):
+        for parts, lines, most in ((1, 0, 192), (1, 1, 192), (1, 2, 192), (2, 0, 128), (2, 2, 128), (2, 4, 128)):
+            shapes = [wide_quantized.choose_shape(tokens, tiles, units, parts, lines, 132) for tokens in (1, 40, 100, most)]
+            assert len({shape["SPLIT"] for shape in shapes}) == 1
+            assert all(int(shape["STAGES"]) >= 4 and int(shape["STAGES"]) % 2 == 0 for shape in shapes)
+            own = units // int(shapes[0]["SPLIT"])
+            halves = {-(-(own // int(shape["UNITS"])) // 2) * int(shape["UNITS"]) for shape in shapes}
+            assert len(halves) == 1 and all(units % int(shape["UNITS"]) == 0 for shape in shapes)

@@ -158,11 +158,16 @@ def test_chunks_cache_and_preemption_change_nothing(llm_all, prompts, plain, nam
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
 def test_adaptive_drafting_changes_nothing(prompts, plain, is_ahead):
-    own = LLM(speculative_config={**EVERY_METHOD, "adaptive": True, "num_speculative_tokens": 5}, async_scheduling=is_ahead)
-    choices = list(METHODS.values())
+    """Of any method, and of auto, which takes from all of them."""
+    config = {**EVERY_METHOD, "adaptive": True, "num_speculative_tokens": 5, "num_model_steps": 3, "request_methods": ["suffix", "auto"]}
+    own = LLM(speculative_config=config, async_scheduling=is_ahead)
+    choices = [{"method": "auto", "num_speculative_tokens": 12}, *METHODS.values()]
     for turn in range(2):
         outputs = run(own, [Asked(p, mixed(i), choices[(i + turn) % len(choices)]) for i, p in enumerate(prompts)])
         assert ids_of(outputs) == plain
+    outputs = run(own, [Asked(p, mixed(i), choices[0]) for i, p in enumerate(prompts)])
+    assert ids_of(outputs) == plain
+    assert {source for o in outputs for source in o.sources} <= {"target", "mtp", "ngram", "suffix"}
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])

@@ -136,7 +136,7 @@ def test_answers_of_a_form(page):
     page.get_by_label("Max tokens").fill("80")
     answer = json.loads(say(page, "Which colour?"))
     assert answer["background_colour"] in ("red", "blue")
-    assert page.locator("#on .message .token.grammar").count() > 2, "what the schema forces is drafted, and seen to be"
+    assert page.locator("#on .message .token.grammar").count() > 0, "what the schema forces is drafted, and seen to be"
     expect(page.locator("#on [data-value=reason]")).to_have_text("end of text, or a stop string")
 
 

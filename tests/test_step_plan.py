@@ -18,6 +18,7 @@ from backend.drafters import Drafters
 from backend.planner import Planner
 from backend.prefixes import MANY_SHARED_TOKENS, find_shared
 from backend.speculative_config import SpeculativeConfig
+from backend.step.draft_masks import Grammars
 from backend.step.options import Options
 from backend.step.plan import VERSION, Arrival, StepPlan
 from backend.step.worker import Results, Worker
@@ -120,9 +121,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     plans: list[StepPlan] = []
     launch = Worker.launch
 
-    def launch_sent(worker: Worker, plan: StepPlan) -> Callable[[], Results]:
+    def launch_sent(worker: Worker, plan: StepPlan, grammars: Grammars | None = None) -> Callable[[], Results]:
         plans.append(StepPlan.from_array(plan.to_array().copy()))
-        return launch(worker, plans[-1])
+        return launch(worker, plans[-1], grammars)
 
     monkeypatch.setattr(Worker, "launch", launch_sent)
     return plans
@@ -163,14 +164,14 @@ def make_request(name: str, count: int, pages: list[int], method: str = "ngram",
 def test_prompts_come_first_and_decoding_rows_name_no_position() -> None:
     planner = make_planner("mtp")
     first, second = make_request("a", 9, [3, 4], "mtp"), make_request("b", 20, [5, 6, 7], "mtp")
-    plan = planner.plan(Batch([Scheduled(first, 9)]), lambda r: 4).plan
+    plan = planner.plan(Batch([Scheduled(first, 9)])).plan
     assert [a.admission.token_ids for a in plan.admissions] == [first.token_ids] and plan.num_prompts == 1
     index = plan.fields[INDEX, 0]
     assert plan.page_writes == [index * 8, 3, index * 8 + 1, 4]
     assert plan.fields[[FIRST, COUNT, EMITS, VERIFY_LIMIT, DRAFTER_COUNT, MODEL_LIMIT, LOOKUP_LIMIT], 0].tolist() == [0, 9, 1, 0, 10, 4, -1]
     first.token_ids.append(1)
     batch = Batch([Scheduled(first, 1, 4, 9, is_decoding=True), Scheduled(second, 12, emits=False)])
-    step = planner.plan(batch, lambda r: 4)
+    step = planner.plan(batch)
     assert [e.request for e in step.entries] == [second, first] and step.plan.num_prompts == 1
     rows = step.plan.fields[[FIRST, COUNT, EMITS, VERIFY_LIMIT, DRAFTER_COUNT, MODEL_LIMIT]].T.tolist()
     assert rows == [[0, 12, 0, 0, 12, 0], [-1, 1, 1, 4, -1, 4]], "a chunk that emits nothing drafts nothing, but the drafter computes it"
@@ -180,9 +181,9 @@ def test_prompts_come_first_and_decoding_rows_name_no_position() -> None:
 def test_places_in_the_request_table_are_given_back() -> None:
     planner = make_planner()
     requests = [make_request(str(i), 3, [i]) for i in range(6)]
-    planner.plan(Batch([Scheduled(r, 3) for r in requests[:4]]), lambda r: 4)
+    planner.plan(Batch([Scheduled(r, 3) for r in requests[:4]]))
     planner.stop(requests[1])
-    plan = planner.plan(Batch([Scheduled(requests[4], 3)]), lambda r: 4).plan
+    plan = planner.plan(Batch([Scheduled(requests[4], 3)])).plan
     assert plan.fields[INDEX, 0] == 1
     planner.stop(requests[5])  # that it never saw
 
@@ -190,8 +191,8 @@ def test_places_in_the_request_table_are_given_back() -> None:
 def test_options_are_those_of_the_requests_in_the_step() -> None:
     planner = make_planner()
     plain, scored = make_request("a", 3, [0]), make_request("b", 3, [1], logprobs=2, presence_penalty=0.1)
-    assert planner.plan(Batch([Scheduled(plain, 3)]), lambda r: 0).plan.options == 0
-    assert planner.plan(Batch([Scheduled(scored, 3)]), lambda r: 0).plan.options == Options.LOGPROBS | Options.FLOAT32
+    assert planner.plan(Batch([Scheduled(plain, 3)])).plan.options == 0
+    assert planner.plan(Batch([Scheduled(scored, 3)])).plan.options == Options.LOGPROBS | Options.FLOAT32
 
 
 def test_requests_that_share_a_prefix_are_grouped() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
+from backend.chunk_limit import ChunkLimit
 from backend.core import Delta
 from backend.engine import Engine
-from backend.pacing import ChunkLimit
 from backend.planned import PlannedStep
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.models import make_tiny
@@ -136,7 +136,7 @@ def test_a_step_of_chunks_alone(llm_chunked, texts, name) -> None:
 
 
 def test_chunks_of_prompts_are_cut_to_max_step_ms(llm_all, texts, planned, monkeypatch) -> None:
-    """Beside requests that decode; how the size is chosen from measured times: test_pacing."""
+    """Beside requests that decode; how the size is chosen from measured times: test_chunk_limit."""
     seen = []
     monkeypatch.setattr(ChunkLimit, "choose", lambda self, num_decoding: 32 if num_decoding else None)
     monkeypatch.setattr(ChunkLimit, "observe", lambda self, count, seconds: seen.append((count, seconds)))

@@ -313,7 +313,9 @@ def test_templates_see_what_hugging_face_gives_them(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% endfor %}"
     template += "{{ eos_token }}{{ unk_token }}{% if add_generation_prompt %}>{% endif %}{{ extra }}"
     tokenizer = with_template(tmp_path, template, bos_token={"content": "<s>"}, eos_token="</s>", unk_token=None)
-    assert tokenizer.render_chat(MESSAGES, extra=5) == "<s>Why?</s>>5"
+    assert tokenizer.render_chat(MESSAGES, extra=5) == tokenizer.render_chat(MESSAGES, own={"extra": 5}) == "<s>Why?</s>>5"
+    with pytest.raises(RequestError, match="chat_template_kwargs has 'tools': messages, tools, add_generation_prompt are given"):
+        tokenizer.render_chat(MESSAGES, own={"tools": []})
 
 
 def test_lines_of_blocks_alone_leave_nothing(tmp_path: Path) -> None:

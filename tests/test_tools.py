@@ -221,8 +221,28 @@ def test_what_is_no_call_is_text(text):
 def test_what_was_thought_is_told_apart():
     assert parse(["<think>\nhm, </th", "ink or not\n</think>\n\nyes"], has_tools=False) == ("yes", "hm, </think or not\n", [])
     assert parse(["<think>never done"], has_tools=False) == ("", "never done", [])
-    assert parse(["so\n</think>\n\nyes"], has_tools=False) == ("yes", "so\n", []), "the prompt may have the opening mark"
     assert parse(["a </think> b <think>", " c"], has_tools=False)[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        ("\nso, </th\n</think>\n\nyes </think>", "yes </think>", "so, </th\n"),
+        ("<think>\nso</think>yes", "yes", "so"),
+        ("<thinking", "", "<thinking"),
+        ("</think>\n\nyes", "yes", ""),
+        ("{cut", "", "{cut"),
+        ("", "", ""),
+    ],
+)
+def test_what_is_thought_where_the_prompt_opens_it(text, content, reasoning):
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    rng = random.Random(4)
+    for most in (1, 3, 9, 1000):
+        assert parse([*in_pieces(text, most, rng), ""], has_tools=False, begins_thinking=True) == (content, reasoning, [])
+        if "</think>" in text:
+            assert parse(in_pieces(text + call, most, rng), begins_thinking=True) == (content, reasoning, [("f", '{"a": 1}')])
+    assert parse(in_pieces(call, 3, rng), begins_thinking=True) == ("", call, []), "what was only thought of is no call"
 
 
 # -- on a real server ---------------------------------------------------------------------------------------------------------

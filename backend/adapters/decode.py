@@ -233,6 +233,7 @@ class TritonPythonModel:
                 request_id=exchange.key,
                 speculative=call.speculative,
                 tools=call.tools,
+                template_variables=call.template_variables,
                 priority=call.priority,
                 timeout=None if exchange.deadline is None else max(exchange.deadline - time.monotonic(), LEAST_SECONDS),
                 fills_context=call.fills_context,

@@ -62,10 +62,12 @@ class MetricsPublisher:
 
     def _publish(self) -> None:
         metrics, scheduler, faults = self._engine.metrics, self._engine.scheduler, self._engine.drafters.faults
+        budget = self._engine.budget
         for name, counter, text in (
             ("drafts", metrics.drafts, "Steps of a request that verified at least one draft"),
             ("draft_tokens", metrics.draft_tokens, "Tokens drafted"),
             ("accepted_tokens", metrics.accepted_tokens, "Drafted tokens accepted"),
+            ("predicted_tokens", budget.predicted, "Drafted tokens that were expected to be accepted when they were verified"),
             ("emitted_tokens", metrics.emitted_tokens, "Tokens emitted"),
             ("drafter_failures", faults.failures, "Times a drafter raised or could not be reached"),
             ("invalid_drafts", faults.invalid, "Proposals refused: too long, or with ids outside the vocabulary"),
@@ -108,6 +110,10 @@ class MetricsPublisher:
         self._histogram("request_output_tokens", "Tokens of completions that came to an end", metrics.output_tokens)
         self._histogram("step_seconds", "Time of one step", metrics.step_time)
         self._histogram("spec_decode_accepted_length", "Tokens that a step with drafts emitted", metrics.accepted_length)
+        self._histogram("spec_decode_budget", "Drafts that a step verified for a request", budget.chosen)
+        self._gauge(
+            "spec_decode_regret", "Share of speed that the best fixed number of drafts would have added lately, by measured times", budget.regret
+        )
         self._gauge("requests_running", "Requests in the batch", len(scheduler.running))
         self._gauge("requests_waiting", "Requests waiting for room", scheduler.num_waiting)
         self._gauge("kv_pages_held", "KV pages held by requests", scheduler.pool.num_held)

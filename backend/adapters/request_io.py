@@ -54,6 +54,7 @@ class InputLimits:
             "speculative": MAX_SPECULATIVE_CHARACTERS,
             "tools": MAX_MESSAGES_CHARACTERS,
             "tool_choice": MAX_JSON_CHARACTERS,
+            "chat_template_kwargs": MAX_JSON_CHARACTERS,
             "structured_outputs": 2 * MAX_STRUCTURE_CHARACTERS,
             "stop": MAX_STOP_CHARACTERS,
             "bad_words": MAX_BAD_WORD_CHARACTERS,
@@ -85,6 +86,8 @@ class GenerateCall:
     """A chat that does not say how long its answer may be: what the prompt leaves of the context."""
     is_chat: bool = False
     tools: Tools | None = None
+    template_variables: dict[str, Any] | None = None
+    """Of a chat, beside those that every template is given."""
     speculative: dict[str, Any] | None = None
     priority: int = 0
     timeout: float | None = None
@@ -166,6 +169,11 @@ def _read_tools(values: dict[str, Any]) -> Tools | None:
     return Tools.from_values(tools, choice, values.get("parallel_tool_calls", [True])[0])
 
 
+def read_template_variables(text: str) -> dict[str, Any]:
+    """Raises RequestError for what is no object."""
+    return _json_object("chat_template_kwargs", text)
+
+
 def read_id(request: Any) -> str:
     """The client's name for a request. Raises RequestError for one that is no text."""
     try:
@@ -217,11 +225,15 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
     if timeout_ms is not None and timeout_ms <= 0:
         raise RequestError(f"timeout_ms must be above 0, got {timeout_ms}")
     speculative = values.get("speculative", [""])[0]
+    variables = values.get("chat_template_kwargs", [""])[0]
+    if variables and given[0] != "messages":
+        raise RequestError("chat_template_kwargs is for messages: no template makes the prompt of anything else")
     return GenerateCall(
         prompt=prompt,
         is_chat=given[0] == "messages",
         params=SamplingParams(**arguments),
         tools=_read_tools(values),
+        template_variables=read_template_variables(variables) if variables else None,
         fills_context=fills_context,
         speculative=_json_object("speculative", speculative, MAX_SPECULATIVE_CHARACTERS) if speculative else None,
         priority=values.get("priority", [0])[0],
@@ -270,13 +282,12 @@ class Answer:
             ]
             logprobs = json.dumps(parts[0] if len(parts) == 1 else parts)
         if is_final or is_first:
-            usage = json.dumps(
-                {
-                    "prompt_tokens": deltas[0].num_prompt_tokens,
-                    "cached_tokens": sum(d.num_cached_tokens for d in deltas),
-                    "completion_tokens": sum(d.num_output_tokens for d in deltas),
-                }
-            )
+            counts_of = {
+                "prompt_tokens": deltas[0].num_prompt_tokens,
+                "cached_tokens": sum(d.num_cached_tokens for d in deltas),
+                "completion_tokens": sum(d.num_output_tokens for d in deltas),
+            }
+            usage = json.dumps({**counts_of, "begins_thinking": True} if deltas[0].begins_thinking else counts_of)
         if is_final:
             parts_stats = [d.stats.as_dict() for d in deltas if d.stats is not None]
             statistics = json.dumps(parts_stats[0] if len(parts_stats) == 1 else parts_stats)

@@ -120,7 +120,7 @@ def read_engine_config(arguments: dict[str, str]) -> EngineConfig:
         values["device"] = f"cuda:{arguments['model_instance_device_id']}"
     config = EngineConfig.from_dict(values, f"{arguments['model_name']}: ")
     speculative = config.speculative_config
-    if not speculative.model_method:
+    if not speculative.has_weights:
         return config
     drafter = str((model_folder(arguments) / (speculative.model or DRAFTER_FOLDER)).resolve())
     return dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))

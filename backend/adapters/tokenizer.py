@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages
+from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages, read_template_variables
 from backend.adapters.stub import (
     check_interpreter,
     end_with_server,
@@ -65,13 +65,16 @@ class TritonPythonModel:
         try:
             name = read_id(request)
             values = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
-            if len(values) != 1:
+            variables = values.pop("chat_template_kwargs", None)
+            if len(values) != 1 or (variables is not None and "messages" not in values):
                 raise RequestError(f"give one of {', '.join(INPUTS)}; got {' and '.join(values) or 'none'}")
             if "input_ids" in values:
                 return pb_utils.InferenceResponse(self._decode(values["input_ids"]))
             ((name_of_input, texts),) = values.items()
             text = self._read_text(name_of_input, texts)
-            return pb_utils.InferenceResponse(self._encode_chat(text) if name_of_input == "messages" else self._encode(text))
+            if name_of_input == "messages":
+                return pb_utils.InferenceResponse(self._encode_chat(text, variables))
+            return pb_utils.InferenceResponse(self._encode(text))
         except Exception as error:  # whatever it is, it belongs to this request only
             if error_code(error) == "INTERNAL":
                 logger.error("request %r failed", name, exc_info=error)
@@ -96,9 +99,10 @@ class TritonPythonModel:
     def _encode(self, text: str) -> list[Any]:
         return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(text), dtype=np.int32))]
 
-    def _encode_chat(self, text: str) -> list[Any]:
+    def _encode_chat(self, text: str, variables: np.ndarray | None) -> list[Any]:
         """As the decode model does it: the template writes the special tokens itself."""
-        prompt = self._tokenizer.render_chat(read_messages(text), self._max_characters)
+        own = None if variables is None else read_template_variables(self._read_text("chat_template_kwargs", variables))
+        prompt = self._tokenizer.render_chat(read_messages(text), self._max_characters, own)
         check_unicode(prompt, "the rendered chat")
         return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(prompt, add_special_tokens=False), dtype=np.int32))]
 

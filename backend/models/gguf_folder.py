@@ -134,17 +134,18 @@ def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], di
         names[name] if file.values.get(f"tokenizer.ggml.add_{name}", default) else None
         for name, default in (("bos_token", has_bos), ("eos_token", False))
     )
+    around = () if before is None else (before,)
     if kind == "gpt2":
         merges = _list(file, "merges", str)
         if merges is None:
             raise ModelError(f"{file.path} has no tokenizer.ggml.merges")
-        tokenizer = byte_level_tokenizer(vocabulary, merges, pre, before=before, after=after)
+        tokenizer = byte_level_tokenizer(vocabulary, merges, pre, before=around, after=after)
     elif kind == "llama":
         scores = _list(file, "scores", float, len(tokens))
         if scores is None:
             raise ModelError(f"{file.path} has no tokenizer.ggml.scores")
         has_prefix = file.values.get("tokenizer.ggml.add_space_prefix", True)
-        tokenizer = sentencepiece_tokenizer(vocabulary, scores, has_space_prefix=bool(has_prefix), before=before, after=after)
+        tokenizer = sentencepiece_tokenizer(vocabulary, scores, has_space_prefix=bool(has_prefix), before=around, after=after)
     else:
         raise ModelError(f"{file.path}: tokenizer.ggml.model {kind!r:.40} is not supported; known: gpt2, llama")
     settings: dict[str, Any] = {

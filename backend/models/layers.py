@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from backend.errors import ModelError
+from backend.heap import give_back
 from backend.models.latent_spec import LatentSpec
 from backend.models.loader import Checkpoint
 from backend.models.spec import AttentionSpec, Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import Linear, Quantized, Stored, count_written, cut_columns, cut_rows, make_linear, quantize
+from backend.quantization import PIECE, Linear, Quantized, Stored, count_written, cut_columns, cut_rows, make_linear, quantize
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
 
@@ -72,6 +73,8 @@ class Weights:
         self.is_expert_parallel = is_expert_parallel
         self.most_written = 0
         """Weights that one product writes out, at most."""
+        self._num_rounded = 0
+        """Weights, since freed memory was given back."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for what is read piece by piece."""
@@ -105,7 +108,14 @@ class Weights:
                     f"{self.checkpoint.directory}: {projection.name} is quantized already; leave its type ({scheme}) out of quantization"
                 )
             return weight.to(self.device)
-        return weight.to(self.device, self.dtype) if scheme is None else quantize(weight.to(self.device), scheme)
+        if scheme is None:
+            return weight.to(self.device, self.dtype)
+        rounded = quantize(weight.to(self.device), scheme)
+        self._num_rounded += weight.numel()
+        if self._num_rounded >= 4 * PIECE:  # what they took for a while is much beside what stays
+            self._num_rounded = 0
+            give_back()
+        return rounded
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
         """A norm's weights; offset: what is added to the stored ones."""

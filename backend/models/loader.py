@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from backend.errors import ModelError
+from backend.heap import give_back
 from backend.model_files import check_regular, find_weights, open_weights
 from backend.models.quantized import read_quantized
 from backend.models.quantized_spec import CheckpointQuantization
@@ -34,8 +35,13 @@ class Checkpoint:
         self.release()
 
     def release(self) -> None:
-        """Unmaps the files, whose pages count as the process's memory: once nothing is a view of them. They are opened anew when asked for."""
+        """Unmaps the files, whose pages count as the process's memory: once nothing is a view of them. They are opened anew when asked for.
+
+        Gives freed memory back too: weights that stay lie between the gaps that temporaries leave on the heap, and gaps of all layers together
+        would cost as much again. Once a layer, since mapping each temporary by itself took 1.3 to 2.5 times as long as the heap does (measured).
+        """
         self._handles.clear()
+        give_back()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from backend.devices import loading
+from backend.devices import keep_temporaries_on_heap
 from backend.errors import ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_model, check_rounding
@@ -118,7 +117,9 @@ def load_model(
         raise ModelError(f"{spec.where}: quantization {quantization.names} rounds experts, and the model has none; name a dense_quant_type")
     if is_expert_parallel and not has_experts:
         logger.warning("%s: expert_parallel changes nothing: the model has no experts", spec.where)
-    with loading() if device.type == "cpu" else nullcontext(), open_checkpoint(directory, dtype, device, load_format) as checkpoint:
+    if device.type == "cpu":
+        keep_temporaries_on_heap()
+    with open_checkpoint(directory, dtype, device, load_format) as checkpoint:
         return Decoder(
             spec,
             checkpoint,

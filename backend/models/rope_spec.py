@@ -65,12 +65,12 @@ def read_rope(
         parameters = parameters.section(layer_type)
     elif any(isinstance(parameters.get(name), dict) for name in ("full_attention", "sliding_attention")):
         raise parameters.refuse(layer_type or "rope_type", "an object, as the other type of layer has")
-    scaling = values.section("rope_scaling") if values.get("rope_scaling") else parameters
+    scaling = parameters if values.section("rope_scaling").is_empty else values.section("rope_scaling")
     for place in (parameters, values):
         if place.has("rope_theta"):
             theta = place.number("rope_theta", 1e15)
             break
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = next((scaling.get(key) for key in ("rope_type", "type") if scaling.has(key)), "default")
     kind = (aliases or {}).get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_KINDS:
         raise ModelError(f"{values.where}: rope scaling {kind!r:.80} is not supported; known: {', '.join(ROPE_KINDS)}")

@@ -217,7 +217,9 @@ def read_sizes(values: Values, head_dim: int | None = None) -> Sizes:
     num_kv = values.integer("num_key_value_heads", num_q) if values.has("num_key_value_heads") else num_q
     if num_q % num_kv:
         raise values.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({num_q})")
-    size = values.integer("head_dim", 1024) if values.get("head_dim") else head_dim or hidden // num_q
+    if not values.has("head_dim") and head_dim is None and hidden % num_q:
+        raise values.refuse("num_attention_heads", f"a divisor of hidden_size ({hidden}), where there is no head_dim")
+    size = values.integer("head_dim", 1024, default=head_dim or hidden // num_q)
     if size < 2 or size % 2:
         raise values.refuse("head_dim", f"even, since RoPE turns pairs; hidden_size // num_attention_heads is {hidden // num_q}")
     return Sizes(hidden, values.integer("intermediate_size", 2**20), num_q, num_kv, size)

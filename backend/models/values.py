@@ -67,10 +67,14 @@ class Values:
         return value
 
     def section(self, key: str) -> Values:
-        value = self._values.get(key) or {}
-        if not isinstance(value, dict):
-            raise self.refuse(key, "an object")
-        return Values(value, f"{self.where}: {key}")
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(key, "an object, or null")
+        return Values(value or {}, f"{self.where}: {key}")
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._values
 
     def without(self, *keys: str) -> Values:
         """The same but for these."""

@@ -67,7 +67,7 @@ def _experts(values: Values, prefix: str, sizes: Sizes, activation: str, router:
 
 def _score_scale(values: Values, rope: RopeSpec) -> float:
     """Where yarn has stretched the context, all numbers of queries and keys grow too."""
-    scaling = values.section("rope_scaling") if values.get("rope_scaling") else values.section("rope_parameters")
+    scaling = values.section("rope_parameters" if values.section("rope_scaling").is_empty else "rope_scaling")
     if rope.kind == "default" or not scaling.get("mscale_all_dim") or rope.factor <= 1:
         return 1.0
     return (0.1 * scaling.number("mscale_all_dim", 1e6) * math.log(rope.factor) + 1.0) ** 2
