@@ -30,7 +30,8 @@ def test_an_answer_that_was_predicted(engine: str, method: str, answer: Any, req
     ids = list(answer.token_ids)
     as_ids = ask(llm, method=method, prediction=ids)
     assert as_ids.token_ids == answer.token_ids and as_ids.stats.steps <= 6, as_ids.stats
-    assert as_ids.sources.count("prediction") >= 40
+    # A model drafts first where the planner, which knows the prediction of earlier requests only, believes more in it.
+    assert as_ids.sources.count("prediction") >= (16 if method == "mtp" else 40)
     as_text = ask(llm, method=method, prediction=answer.text)
     assert as_text.token_ids == answer.token_ids and as_text.stats.steps <= 24
     edited = ask(llm, method=method, prediction=[*ids[:20], 7, 8, *ids[21:]])
