@@ -9,12 +9,11 @@ from typing import Protocol
 import torch
 
 from backend.errors import ModelError
+from backend.quantization.dense import DenseLinear, PackedLinear, TransposedLinear
 from backend.quantization.experts import Activation, Experts, QuantizedExperts, SingleExperts, StackedExperts, stack
 from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear, count_written
 from backend.quantization.schemes import PIECE, quantize
 from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows, join
-from backend.quantization.unfused import UnfusedLinear
-from kernels import ops
 
 __all__ = [
     "PIECE",
@@ -27,6 +26,7 @@ __all__ = [
     "Quantized",
     "QuantizedLinear",
     "Stored",
+    "TransposedLinear",
     "count_written",
     "cut_columns",
     "cut_rows",
@@ -55,51 +55,6 @@ class Linear(Protocol):
         ...
 
 
-class DenseLinear:
-    """Weights [out, in] in the model's own dtype."""
-
-    __slots__ = ("bias", "weight")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.linear(x, self.weight, self.bias)
-
-    def after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        return ops.norm_linear(x, norm, eps, self.weight, self.bias)
-
-    def gated_after_norm(self, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        if self.bias is None:
-            return ops.norm_gated_linear(x, norm, eps, self.weight)
-        return ops.silu_mul(self.after_norm(x, norm, eps))
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        ops.add_linear(residual, x, self.weight, self.bias)
-
-
-class PackedLinear(UnfusedLinear):
-    """Dense weights in oneDNN's blocked layout, for CPU: on AMD processors torch's own product (MKL) is the slower one."""
-
-    __slots__ = ("bias", "weight")
-
-    TYPICAL_ROWS = 8
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.TYPICAL_ROWS)
-        self.bias = bias
-
-    @staticmethod
-    def is_usable(weight: torch.Tensor) -> bool:
-        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-            return False
-        return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-
-
 def make_linear(weight: Stored | Sequence[Stored], bias: torch.Tensor | None = None) -> Linear:
     """The projection of weight [out, in], or of several of one input, one below the other, as each is stored; bias [out]."""
     parts = join([weight] if isinstance(weight, (torch.Tensor, Quantized)) else weight)
@@ -112,8 +67,9 @@ def make_linear(weight: Stored | Sequence[Stored], bias: torch.Tensor | None = N
 def _make_single(weight: Stored, bias: torch.Tensor | None) -> Linear:
     if isinstance(weight, Quantized):
         return QuantizedLinear(weight, bias)
-    if PackedLinear.is_usable(weight):
-        return PackedLinear(weight, bias)
+    for kind in (TransposedLinear, PackedLinear):
+        if kind.is_usable(weight):
+            return kind(weight, bias)
     return DenseLinear(weight.clone() if weight.device.type == "cpu" else weight, bias)  # a view of a file would keep all of it mapped
 
 

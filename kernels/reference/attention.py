@@ -5,7 +5,9 @@ A plane of the paged memory [P, page, ...] is a view of one pool: its pages lie 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,11 +26,19 @@ def token_rows(plane: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError when pages do not lie so many tokens apart. What lies between the plane's pages belongs to other planes.
     """
-    num_pages, page_size, size = plane.shape[0], plane.shape[1], plane[0, 0].numel()
-    stride, rest = divmod(plane.stride(0), size)
-    if rest or plane.stride(1) != size or not plane[0].is_contiguous():
-        raise ValueError(f"a plane {list(plane.shape)} has strides {list(plane.stride())}; pages in one piece, {size} n apart, are needed")
-    return plane.as_strided(((num_pages - 1) * stride + page_size, size), (size, 1))
+    return plane.as_strided(*_lay_out(plane.shape, plane.stride()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _lay_out(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shape and strides of a plane's rows. The same few planes come with every layer of every step."""
+    num_pages, page_size, *entry = shape
+    size = math.prod(entry)
+    stride, rest = divmod(strides[0], size)
+    inner = tuple(math.prod(entry[place:]) for place in range(len(entry) + 1))
+    if rest or strides[1:] != inner:
+        raise ValueError(f"a plane {list(shape)} has strides {list(strides)}; pages in one piece, {size} n apart, are needed")
+    return ((num_pages - 1) * stride + page_size, size), (size, 1)
 
 
 def append_kv(
@@ -53,7 +63,7 @@ def append_kv(
     swapped = turning.unflatten(-1, (2, size // 2)).flip(-2).flatten(-2)
     turned = torch.addcmul(turning * cos, swapped, sin)
     keys, values = turned[:, num_q:].flatten(1), qkv[:, num_q + num_kv :].flatten(1)
-    if bool((slots < 0).any()):
+    if slots.numpy().min(initial=0) < 0:
         is_kept = slots >= 0
         slots, keys, values = slots[is_kept], keys[is_kept], values[is_kept]
     for pages, rows in ((key_pages, keys), (value_pages, values)):
