@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -239,6 +239,26 @@ def test_what_is_fixed_is_left_alone(choice: dict[str, object]) -> None:
     chains = [by_probability("mtp", [0.03] * STEPS)] * 8
     counts = machine.budget.allot([r for r, _ in fixed + others], chains, [0] * 8, 8)
     assert counts[:4] == [STEPS] * 4 and sum(counts[4:]) <= 2 * STEPS
+
+
+def test_fixed_counts_do_not_ask_a_model_whose_drafts_are_left_aside() -> None:
+    """While a lookup of the host promises more at every step; the model is tried now and then, and asked again when the lookup finds nothing."""
+    budget = DraftBudget(lambda request: Ability("mtp", STEPS, has_host=True), is_exact=True)
+    ((request, _),) = make_requests(1, is_adaptive=False)
+
+    def ask(copied: Sequence[Evidence], steps: int) -> int:
+        """Steps in which the model was asked."""
+        asked = 0
+        for _ in range(steps):
+            budget.begin([request])
+            best = budget.pick(request, [by_probability("mtp", [0.6] * STEPS), *([copied] if copied else [])])
+            budget.learn(request, by_match("ngram", 16, TOP) if best else (), TOP * best, has_model=not best)
+            asked += budget.num_model(request) > 0
+        return asked
+
+    ask(by_match("ngram", 16, TOP), 150)
+    assert 1 <= ask(by_match("ngram", 16, TOP), 96) <= 6
+    assert ask((), 20) >= 19
 
 
 def test_drawn_drafts_are_not_judged_by_what_was_drawn() -> None:

@@ -20,6 +20,7 @@ from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own
 from backend.budget.limits import Group, Limits
+from backend.budget.prices import PRIOR_VALUE, SMOOTHING, Prices
 from backend.budget.rule import share
 from backend.budget.survival import Survival, by_match
 from backend.core import NEVER, Chain, Request
@@ -40,18 +41,14 @@ MAX_EXPLORERS = 2
 """Requests that a trial takes where others do without: a model drafter has to catch up for each."""
 TRY_EVERY = 32
 """Steps of a request between trials of a lookup that hardly matches, and of the model alone."""
+SURE = 0.8
+"""Share of steps with such a promise in which a lookup was preferred, from which on the model is not asked by requests with fixed counts
+either: its drafts would be left aside."""
 ALONE_SMOOTHING = 0.1
 """Share of the newest step in how often a lookup is preferred to the model, by what lookups promised in the step before."""
-SMOOTHING, OWN_SMOOTHING = 0.05, 0.1
-"""Share of the newest step in the means of all requests, and of one, which begin where those of all are."""
-PRIOR_VALUE, PRIOR_MADE, PRIOR_CHANCE = 1.5, 2.0, 0.7
-"""Before anything is measured: the model's drafts that are right in a step, those that it makes, and the chance of one more."""
-CHANCE_SMOOTHING = 0.01
+OWN_SMOOTHING = 0.1
+"""Share of the newest step in the means of one request, which begin where those of all are."""
 MAX_PENDING = 16
-CHEAP = 0.01
-"""Share of a step's time that lookups may take whatever they bring."""
-SLOPE = 4
-"""Times as many rows tell what one more takes."""
 DRAFTS = tuple(float(n) for n in range(17))
 
 
@@ -62,28 +59,16 @@ class DraftBudget:
         """is_exact: a step computes as many rows as it has tokens; drafter: the model drafter's class."""
         self._describe, self._is_exact = describe, is_exact
         self._costs, self._survival = StepCosts(drafter), Survival()
-        self._limits = Limits(self._costs, is_exact)
+        self._limits, self._prices = Limits(self._costs, is_exact), Prices(self._costs)
         self._own: dict[str, Own] = {}
         self._steps = 0
         self._applied: int | None = None  # the limit, or a trial; None: nothing is limited
         self._applied_model = True
         self._explorers: frozenset[str] = frozenset()
         self._is_trial = self._is_plain = False
-        self._speed = 0.0  # tokens a second that the choice promises
-        self._row_seconds = 0.0  # of one row more
-        self._num_requests = 1  # in the step
-        self._num_asking = 0  # those of them that a model drafter may be worth its time for
-        self._asking_value = 0.0  # what it brings them, in tokens
-        self._asking_seconds = 0.0  # of one of them more
-        self._is_model_worth = True
-        self._chance = PRIOR_CHANCE
         self._next_draft_seconds = 0.0
-        self._mean_draft_seconds = 0.0  # of a request's step
         self._values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
         self._lookup_values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
-        self._lookup_seconds = 0.0  # of a request's step without a model
-        self._num_made = self._num_checked = PRIOR_MADE  # drafts that the model makes in a step, and that are verified of a request's
-        self._mean_tokens, self._mean_drafts = PRIOR_VALUE, PRIOR_MADE  # of a request's step: emitted, and drafts that were verified
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
         self._alone: dict[int, float] = {}
         self.predicted: Counter[str] = Counter()
@@ -117,7 +102,7 @@ class DraftBudget:
         groups: Counter[Group] = Counter()
         paced: list[Request] = []
         has_choice = False
-        num_able, self._num_asking, self._asking_value = 0, 0, 0.0
+        able: list[Own] = []
         for request in requests:
             count = request.speculation.num_speculative_tokens
             if count:
@@ -125,10 +110,7 @@ class DraftBudget:
                 others = bool(own.ability.lookup) or own.ability.has_host
                 groups[Group(own.kind, count, own.ability.num_model, others, own.is_paced)] += 1
                 if own.ability.num_model:
-                    num_able += 1
-                    if own.value > self._speed * self._asking_seconds:  # by the step before
-                        self._asking_value += own.value
-                        self._num_asking += 1
+                    able.append(own)
                 has_choice |= own.is_paced or (others and own.kind.has_model)
                 if own.is_paced:
                     paced.append(request)
@@ -137,12 +119,11 @@ class DraftBudget:
         if not has_choice:
             return
         num_requests = len(requests)
-        self._row_seconds = (self._costs.verify(SLOPE * num_requests) - self._costs.verify(num_requests)) / ((SLOPE - 1) * num_requests)
+        prices = self._prices
         top = max((r.speculation.num_speculative_tokens for r in paced), default=0)
-        speed = self._limits.choose(groups, num_requests, top, self._mean_draft_seconds * num_requests, self._has_prompts)
-        self._num_requests = num_requests
-        self._weigh_model(num_able)
-        self._speed = self._speed_with(self._mean_tokens - 1, self._mean_draft_seconds) if self._is_exact else speed
+        speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
+        prices.begin(num_requests, able)
+        prices.speed = prices.usual_speed if self._is_exact else speed
         if not paced:
             return
         self._steps += 1
@@ -172,16 +153,15 @@ class DraftBudget:
         if not self._of(request).is_paced:
             return wanted
         if self._is_exact:
-            is_worth = request.request_id in self._explorers or self._is_worth_looking(self._of(request))
+            is_worth = request.request_id in self._explorers or self._are_lookups_worth(self._of(request))
             return (min(wanted, self._applied) if request.num_steps_ahead else wanted) if is_worth else 0
         if self._is_trial and not self._limits.chosen[0] and request.request_id not in self._explorers:
             return 0
         return min(wanted, self._applied)
 
-    def _is_worth_looking(self, own: Own) -> bool:
-        """Whether the lookups of a request bring more than the time that they take; where a model drafts too, it is asked or not by itself."""
-        is_cheap = self._lookup_seconds * self._num_requests < CHEAP * self._costs.verify(self._num_requests)
-        return is_cheap or own.ability.num_model > 0 or own.lookup_value > self._speed * self._lookup_seconds
+    def _are_lookups_worth(self, own: Own) -> bool:
+        """Where a model drafts too, it is asked or not by itself."""
+        return own.ability.num_model > 0 or self._prices.are_lookups_worth(own)
 
     # -- drafts that are known ----------------------------------------------------------------------------------------
 
@@ -196,7 +176,7 @@ class DraftBudget:
 
     def _worth(self, request: Request, chain: Chain) -> float:
         """Of the leading drafts that are worth their rows, in tokens."""
-        price = self._speed * self._row_seconds
+        price = self._prices.speed * self._prices.row_seconds
         return sum(survival - price for survival in self._survival.survivals(request.request_id, chain) if survival > price)
 
     def _note_promise(self, own: Own, promise: float, is_alone: bool) -> None:
@@ -211,9 +191,9 @@ class DraftBudget:
         own = self._of(request)
         if request.request_id in self._explorers or (not chains and not own.is_paced):
             return True
-        if own.is_paced and not self._is_model_worth:
+        if own.is_paced and not self._prices.is_model_worth:
             return False
-        return self._model_worth(own) > max((self._worth(request, chain) for chain in chains), default=0.0)
+        return self._prices.model_worth(own) > max((self._worth(request, chain) for chain in chains), default=0.0)
 
     def watch(self, request: Request, token_ids: list[int], chain: Chain) -> None:
         """Drafts that were not verified: the text that follows tells how many of them were right."""
@@ -253,7 +233,7 @@ class DraftBudget:
         found, speed = share(judged, num_rows, lambda number: verify(num_rows + others + number) + rest)
         for n, own, count in zip(free, survivals, found):
             if num_drawn[n] and count == num_drawn[n]:
-                while count < len(own) and own[count] > speed * self._row_seconds:
+                while count < len(own) and own[count] > speed * self._prices.row_seconds:
                     count += 1
             counts[n] = count
         return counts
@@ -271,39 +251,13 @@ class DraftBudget:
             if not self._is_exact or request.num_steps_ahead:
                 count = min(count, self.limit(request)) if self._applied_model else 0
             elif request.request_id not in self._explorers and self._costs.is_known:
-                is_worth = self._is_model_worth and self._model_worth(own, self._alone.get(own.promised, 0.0)) > 0
+                is_worth = self._prices.is_model_worth and self._prices.model_worth(own, self._alone.get(own.promised, 0.0)) > 0
                 count = count if is_worth else 0
+        elif count and own.ability.has_host and self._alone.get(own.promised, 0.0) > SURE:
+            own.num_steps += 1
+            count = count if own.num_steps % TRY_EVERY == 0 else 0
         own.was_asked = count > 0
         return count
-
-    def _model_worth(self, own: Own, alone: float = 0.0) -> float:
-        """What the model's drafts for a request bring beyond their cost, in tokens, as they were when it was asked; alone: how likely they are
-        made for nothing. How many it makes of them is seen as it goes (`least_standing`).
-
-        Worth: the step has a higher speed with them than without. It is this request's speed that counts, not what the server had lately: text that
-        is hard to draft takes as many tokens, however fast other text went.
-        """
-        seconds = self._asking_seconds
-        gain = (1 - alone) * own.value
-        return gain - self._speed_with(gain, seconds) * seconds
-
-    def _weigh_model(self, num_able: int) -> None:
-        """Whether the model drafter is worth its time for all that may ask it, and what one of them more takes."""
-        number, made = self._num_asking, max(1, round(self._num_made))
-        whole = self._costs.draft(made, number)
-        plain = self._costs.verify(self._num_requests)
-        rows = self._costs.verify(self._num_requests + number * self._num_checked) - plain
-        self._is_model_worth = not plain or self._asking_value * plain > (whole + rows) * self._num_requests
-        half = num_able // 2
-        one = (self._costs.draft(made, num_able) - self._costs.draft(made, half)) / max(1, num_able - half)
-        self._asking_seconds = one + self._num_checked * self._row_seconds
-
-    def _speed_with(self, gain: float, seconds: float) -> float:
-        """Tokens a second of a step in which one request has `gain` accepted drafts after so much drafting, and the others what they have on
-        average."""
-        others = self._num_requests - 1
-        rest = self._costs.verify(self._num_requests + others * self._mean_drafts) + others * self._mean_draft_seconds
-        return (1 + gain + others * self._mean_tokens) / max(rest + seconds, 1e-9) if rest else 0.0
 
     def num_lookup(self, request: Request) -> int:
         """Drafts that the step's own lookup makes, or lengthens the model's to, at most."""
@@ -317,7 +271,7 @@ class DraftBudget:
         own.num_steps += 1
         if own.num_steps % TRY_EVERY == 0:
             return 1 if own.num_steps // TRY_EVERY % 2 else NEVER
-        low, high, limit, worth = 1, MAX_SCORE + 1, self.num_lookup(request), self._model_worth(own)
+        low, high, limit, worth = 1, MAX_SCORE + 1, self.num_lookup(request), self._prices.model_worth(own)
         while low < high:
             middle = (low + high) // 2
             if self._worth(request, by_match(own.ability.lookup, middle, limit)) >= worth:
@@ -330,9 +284,7 @@ class DraftBudget:
         """Requests for which all drafts so far have to stand for one draft more of each to be worth the model's time."""
         if self._applied is None or not self._is_exact or not self._costs.is_known:
             return 0.0
-        number = max(1, self._num_asking)
-        one = self._costs.draft(2, number) - self._costs.draft(1, number)
-        return self._speed * (max(0.0, one) + self._row_seconds) / self._chance
+        return self._prices.least_standing
 
     def expect_drafts(self, num_drafts: int, num_requests: int) -> None:
         """What the model drafter is to make at the end of the step that is planned: it is a part of the step's time."""
@@ -351,9 +303,7 @@ class DraftBudget:
             self._lookup_values[own.kind] += SMOOTHING * (num_accepted - self._lookup_values[own.kind])
         elif has_model:
             right = min(num_accepted, sum(evidence.source == own.ability.model for evidence in chain))
-            for place in range(min(right + 1, len(chain))):
-                self._chance += CHANCE_SMOOTHING * ((place < right) - self._chance)
-            self._num_checked += SMOOTHING / max(1, self._num_asking) * (len(chain) - self._num_checked)
+            self._prices.note_model(right, len(chain))
             own.value += OWN_SMOOTHING * (right - own.value)
             self._values[own.kind] += SMOOTHING * (right - self._values[own.kind])
         if request.speculation.num_speculative_tokens:
@@ -392,16 +342,11 @@ class DraftBudget:
             return
         self._costs.add_verify(num_rows, verify_seconds)
         if num_model and num_asked and not is_catching_up:
-            self._costs.add_draft(num_model, num_asked, draft_seconds)
-            self._num_made += SMOOTHING * (num_model - self._num_made)
+            self._prices.observe_draft(num_model, num_asked, draft_seconds)
         if num_requests and (self._applied is not None or self._is_exact):
-            num_drafts, num_tokens = (sum(column) / num_requests for column in zip(*outcomes, (0, num_requests)))
-            self._mean_drafts += SMOOTHING * (num_drafts - self._mean_drafts)
-            self._mean_tokens += SMOOTHING * (num_tokens - self._mean_tokens)
-            if not is_catching_up:
-                self._mean_draft_seconds += SMOOTHING * (draft_seconds / num_requests - self._mean_draft_seconds)
+            self._prices.observe(num_requests, outcomes, None if is_catching_up else draft_seconds)
             if limits and not num_asked:
-                self._lookup_seconds += SMOOTHING * (draft_seconds / len(limits) - self._lookup_seconds)
+                self._prices.observe_lookups(len(limits), draft_seconds)
             seconds = self._costs.verify(num_rows) + self._costs.draft(num_model, num_asked)
             self._limits.note_actual(num_requests + sum(accepted for _, accepted in outcomes), seconds)
 

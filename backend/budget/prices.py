@@ -1,0 +1,123 @@
+"""What the steps that run now are like, and what drafting is worth in them: rows against tokens, a model's time against what it brings.
+
+Tokens are priced by the time of the step that they come in: drafts are worth their time where the step has a higher speed with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend.budget.costs import StepCosts
+from backend.budget.known import Own
+
+PRIOR_VALUE, PRIOR_MADE, PRIOR_CHANCE = 1.5, 2.0, 0.7
+"""Before anything is measured: the model's drafts that are right in a step, those that it makes, and the chance of one more."""
+SMOOTHING = 0.05
+"""Share of the newest step in means."""
+CHANCE_SMOOTHING = 0.01
+CHEAP = 0.01
+"""Share of a step's time that lookups may take whatever they bring."""
+SLOPE = 4
+"""Times as many rows tell what one more takes."""
+
+
+class Prices:
+    """Of one engine's steps. Seconds and tokens; `begin` comes before each step, `observe` after it."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self.speed = 0.0
+        """Tokens a second that the choice promises."""
+        self.row_seconds = 0.0
+        """Of one row more."""
+        self.is_model_worth = True
+        """Whether the model drafter is worth its time for all that may ask it together."""
+        self.draft_seconds = 0.0
+        """Of a request's step, on average."""
+        self._num_requests = 1  # in the step
+        self._num_asking = 0  # those of them that a model drafter may be worth its time for
+        self._asking_value = 0.0  # what it brings them, in tokens
+        self._asking_seconds = 0.0  # of one of them more
+        self._lookup_seconds = 0.0  # of a request's step without a model
+        self._num_made = self._num_checked = PRIOR_MADE  # drafts that the model makes in a step, and that are verified of a request's
+        self._mean_tokens, self._mean_drafts = PRIOR_VALUE, PRIOR_MADE  # of a request's step: emitted, and drafts that were verified
+        self._chance = PRIOR_CHANCE
+
+    # -- before a step ------------------------------------------------------------------------------------------------
+
+    def begin(self, num_requests: int, able: Sequence[Own]) -> None:
+        """able: those of the step's requests that a model may draft for."""
+        asking = [own.value for own in able if own.value > self.speed * self._asking_seconds]  # by the step before
+        self._num_requests, self._num_asking, self._asking_value = num_requests, len(asking), sum(asking)
+        verify = self._costs.verify
+        self.row_seconds = (verify(SLOPE * num_requests) - verify(num_requests)) / ((SLOPE - 1) * num_requests)
+        self._weigh_model(len(able))
+
+    def _weigh_model(self, num_able: int) -> None:
+        number, made = self._num_asking, max(1, round(self._num_made))
+        whole = self._costs.draft(made, number)
+        plain = self._costs.verify(self._num_requests)
+        rows = self._costs.verify(self._num_requests + number * self._num_checked) - plain
+        self.is_model_worth = not plain or self._asking_value * plain > (whole + rows) * self._num_requests
+        half = num_able // 2
+        one = (self._costs.draft(made, num_able) - self._costs.draft(made, half)) / max(1, num_able - half)
+        self._asking_seconds = one + self._num_checked * self.row_seconds
+
+    @property
+    def usual_speed(self) -> float:
+        """Of a step whose requests all have what they have on average."""
+        return self.speed_with(self._mean_tokens - 1, self.draft_seconds)
+
+    def speed_with(self, gain: float, seconds: float) -> float:
+        """Tokens a second of a step in which one request has `gain` accepted drafts after so much drafting, and the others what they have on
+        average."""
+        others = self._num_requests - 1
+        rest = self._costs.verify(self._num_requests + others * self._mean_drafts) + others * self.draft_seconds
+        return (1 + gain + others * self._mean_tokens) / max(rest + seconds, 1e-9) if rest else 0.0
+
+    def model_worth(self, own: Own, alone: float = 0.0) -> float:
+        """What the model's drafts for a request bring beyond their cost, in tokens, as they were when it was asked; alone: how likely they are
+        made for nothing. How many it makes of them is seen as it goes (`least_standing`).
+
+        Worth: the step has a higher speed with them than without. It is this request's speed that counts, not what the server had lately: text that
+        is hard to draft takes as many tokens, however fast other text went.
+        """
+        seconds = self._asking_seconds
+        gain = (1 - alone) * own.value
+        return gain - self.speed_with(gain, seconds) * seconds
+
+    def are_lookups_worth(self, own: Own) -> bool:
+        """Whether the lookups of a request without a model bring more than the time that they take."""
+        is_cheap = self._lookup_seconds * self._num_requests < CHEAP * self._costs.verify(self._num_requests)
+        return is_cheap or own.lookup_value > self.speed * self._lookup_seconds
+
+    @property
+    def least_standing(self) -> float:
+        """Requests for which all drafts so far have to stand for one draft more of each to be worth the model's time."""
+        number = max(1, self._num_asking)
+        one = self._costs.draft(2, number) - self._costs.draft(1, number)
+        return self.speed * (max(0.0, one) + self.row_seconds) / self._chance
+
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def note_model(self, num_right: int, num_verified: int) -> None:
+        """Of a request: the model's drafts that were accepted, and all that were verified."""
+        for place in range(min(num_right + 1, num_verified)):
+            self._chance += CHANCE_SMOOTHING * ((place < num_right) - self._chance)
+        self._num_checked += SMOOTHING / max(1, self._num_asking) * (num_verified - self._num_checked)
+
+    def observe_draft(self, num_model: int, num_asked: int, seconds: float) -> None:
+        self._costs.add_draft(num_model, num_asked, seconds)
+        self._num_made += SMOOTHING * (num_model - self._num_made)
+
+    def observe(self, num_requests: int, outcomes: Sequence[tuple[int, int]], seconds: float | None) -> None:
+        """outcomes: of requests that may have drafts, those verified and accepted; seconds: of drafting, None: not that of such a step."""
+        num_drafts, num_tokens = (sum(column) / num_requests for column in zip(*outcomes, (0, num_requests)))
+        self._mean_drafts += SMOOTHING * (num_drafts - self._mean_drafts)
+        self._mean_tokens += SMOOTHING * (num_tokens - self._mean_tokens)
+        if seconds is not None:
+            self.draft_seconds += SMOOTHING * (seconds / num_requests - self.draft_seconds)
+
+    def observe_lookups(self, num_requests: int, seconds: float) -> None:
+        """Drafting of so many requests without a model."""
+        self._lookup_seconds += SMOOTHING * (seconds / num_requests - self._lookup_seconds)
