@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from backend.core import SamplingParams
     from backend.llm import LLM
+    from backend.sampling_params import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> object:
 
         return LLM
     if name == "SamplingParams":
-        from backend.core import SamplingParams
+        from backend.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module 'backend' has no attribute {name!r}")

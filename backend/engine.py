@@ -15,7 +15,7 @@ import torch
 
 from backend.chunk_limit import ChunkLimit
 from backend.config import EngineConfig
-from backend.core import Delta, Outcome, Request, SamplingParams, Scheduled
+from backend.core import Delta, Outcome, Request, Scheduled
 from backend.devices import on_stream, pick_device
 from backend.drafters.calls import DraftService
 from backend.engine_parts import load_parts
@@ -28,6 +28,7 @@ from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
 from backend.parallel.ranks import Ranks
 from backend.planned import PlannedStep
+from backend.sampling_params import SamplingParams
 from backend.scheduler import cut_at_end
 from backend.step.scores import read_scores
 from backend.step.worker import Results

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from backend.config import EngineConfig
-from backend.core import Request, SamplingParams
+from backend.core import Request
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher
+from backend.sampling_params import SamplingParams
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
 from backend.tools import Tools, find_format

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from backend.config import BUNDLED_MODEL, EngineConfig
-from backend.core import Delta, SamplingParams, SpeculationStats, TokenLogprobs
+from backend.core import Delta, SpeculationStats, TokenLogprobs
 from backend.engine import Engine
 from backend.errors import RequestError
 from backend.intake import check_unicode
@@ -21,6 +21,7 @@ from backend.model_checks import settle_quantization
 from backend.model_sources import find_model
 from backend.open_requests import DeltaSink
 from backend.sampling_defaults import read_sampling_defaults
+from backend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

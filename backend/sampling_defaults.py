@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from backend.core import SamplingParams
 from backend.errors import ModelError
 from backend.model_files import read_json
+from backend.sampling_params import SamplingParams
 
 NAMES = {
     "temperature": "temperature",

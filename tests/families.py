@@ -16,10 +16,10 @@ import transformers
 
 from backend import LLM
 from backend.config import BUNDLED_MODEL
-from backend.core import SamplingParams
 from backend.errors import ModelError
 from backend.models import load_model
 from backend.parallel.ranks import Ranks
+from backend.sampling_params import SamplingParams
 from tests.steps import Row, Steps, make_worker
 
 TOLERANCE = 1e-4

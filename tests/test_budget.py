@@ -14,7 +14,8 @@ from backend.budget.costs import StepCosts
 from backend.budget.rule import share
 from backend.budget.survival import Survival
 from backend.budget.times import Times
-from backend.core import NEVER, Evidence, Request, SamplingParams, Speculation
+from backend.core import NEVER, Evidence, Request, Speculation
+from backend.sampling_params import SamplingParams
 
 Cost = Callable[[int], float]
 TOP, STEPS = 6, 4

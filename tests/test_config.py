@@ -29,15 +29,8 @@ from hypothesis import strategies as st
 
 from backend import LLM
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig, ParallelConfig, parse_bytes
-from backend.core import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIASES,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-)
 from backend.errors import ConfigError, ModelError
+from backend.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
 from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, StructuredOutputs

@@ -16,12 +16,12 @@ import transformers
 from safetensors.torch import load_file
 
 from backend import LLM
-from backend.core import SamplingParams
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_model
 from backend.model_files import read_config
 from backend.model_sources import Source, find_model
 from backend.models.gguf_folder import write_folder
+from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
 from deploy.cli import main
 from tests.families import Case, make_model, rope

@@ -17,13 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend import LLM
 from backend.config import BUNDLED_MODEL
-from backend.core import SamplingParams
 from backend.errors import ConfigError, ModelError
 from backend.model_files import read_config
 from backend.models import load_model
 from backend.models.loader import Checkpoint
 from backend.models.rope import rope_frequencies
 from backend.parallel.ranks import Ranks
+from backend.sampling_params import SamplingParams
 from backend.step.worker import Worker
 from tests.steps import Row, Steps, make_worker
 

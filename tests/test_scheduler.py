@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from backend.core import Batch, Request, SamplingParams, Scheduled, Speculation
+from backend.core import Batch, Request, Scheduled, Speculation
 from backend.errors import CapacityError, RequestError
 from backend.pages import PagePool
 from backend.prefix_cache import MAX_SIBLINGS_SEARCHED, ROOT, PrefixCache, chain_hash
+from backend.sampling_params import SamplingParams
 from backend.scheduler import Scheduler, cut_at_end
 
 VOCABULARY = 6

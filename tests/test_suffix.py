@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from arctic_inference.suffix_decoding import SuffixDecodingCache
 
-from backend.core import Request, SamplingParams
+from backend.core import Request
 from backend.drafters import answer_file, suffix
 from backend.drafters.suffix import SuffixLookup
 from backend.errors import ConfigError, EngineError, RequestError
+from backend.sampling_params import SamplingParams
 
 ids = itertools.count()
 Make = Callable[..., SuffixLookup]

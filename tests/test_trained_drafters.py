@@ -15,8 +15,8 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend import LLM
-from backend.core import SamplingParams
 from backend.drafter_checks import check_drafter_folder
+from backend.sampling_params import SamplingParams
 from tests.drafting import check_drafts, serve
 from tests.families import Case, make_model
 from training import command

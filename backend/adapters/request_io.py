@@ -10,17 +10,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.core import (
-    MAX_BAD_WORD_CHARACTERS,
-    MAX_BAD_WORDS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    Delta,
-    SamplingParams,
-)
+from backend.core import Delta
 from backend.errors import RequestError
 from backend.intake import MAX_CHARACTERS_PER_TOKEN
+from backend.sampling_params import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE_CHARACTERS
 from backend.tools import Tools
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backend.core import HandOff, Outcome, Request, SamplingParams, Speculation
+from backend.core import HandOff, Outcome, Request, Speculation
+from backend.sampling_params import SamplingParams
 
 VERSION = 3
 """Of these records. Nodes of different versions do not work for each other."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from backend.core import MAX_LOGPROBS, TokenLogprobs
+from backend.core import TokenLogprobs
+from backend.sampling_params import MAX_LOGPROBS
 
 PROMPT_ROWS = 128
 """Tokens of a prompt that are scored at a time: each takes a row as wide as the vocabulary."""
