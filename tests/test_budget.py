@@ -58,7 +58,7 @@ ABILITIES = {
 
 def make_requests(count: int, method: str = "mtp", text: Text | None = None, first: int = 0, **speculation: object) -> list[tuple[Request, Text]]:
     wanted = 0 if method == "none" else TOP
-    own = Speculation(method, wanted, num_model_steps=STEPS, **speculation)  # type: ignore[arg-type]
+    own = Speculation(method, **{"num_speculative_tokens": wanted, "num_model_steps": STEPS, **speculation})  # type: ignore[arg-type]
     return [(Request(f"{method} {first + i}", [1, 2], SamplingParams(), speculation=own), text or Text()) for i in range(count)]
 
 
@@ -240,6 +240,25 @@ def test_what_is_fixed_is_left_alone(choice: dict[str, object]) -> None:
     chains = [by_probability("mtp", [0.03] * STEPS)] * 8
     counts = machine.budget.allot([r for r, _ in fixed + others], chains, [0] * 8, 8)
     assert counts[:4] == [STEPS] * 4 and sum(counts[4:]) <= 2 * STEPS
+
+
+def test_good_drafts_are_not_held_against_the_speed_that_they_brought() -> None:
+    """The first rows of a step take most, and answers come twelve tokens a step: a row's time is worth more than a token at that speed, and the
+    lookup that it comes from is the best there is all the same."""
+    budget = DraftBudget(lambda request: Ability("mtp", STEPS, has_host=True), is_exact=True)
+    ((request, _),) = make_requests(1, num_speculative_tokens=12)
+    copied = by_match("suffix", 16, 12)
+    verified = []
+    for number in range(200):
+        budget.begin([request])
+        drafts = (12, 0, 3)[number % 3] if number < 30 else 12
+        assert budget.pick(request, [by_probability("mtp", [0.6] * STEPS), copied]) == 1
+        verified += budget.allot([request], [copied], [0], 1)
+        budget.learn(request, copied[:drafts], drafts, has_model=False)
+        seconds = 0.044 - 0.022 * (1 - drafts / 12) ** 3
+        observed = {"num_requests": 1, "num_rows": 1 + drafts, "has_prompts": False, "verify_seconds": seconds, "draft_seconds": 1e-4}
+        budget.observe([(request, 12, False)], [(drafts, drafts)], num_model=0, num_asked=0, **observed)  # type: ignore[arg-type]
+    assert verified[30:].count(12) >= 0.97 * len(verified[30:]), "but for trials"
 
 
 def test_fixed_counts_do_not_ask_a_model_whose_drafts_are_left_aside() -> None:

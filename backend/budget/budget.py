@@ -41,6 +41,8 @@ MAX_EXPLORERS = 2
 """Requests that a trial takes where others do without: a model drafter has to catch up for each."""
 TRY_EVERY = 32
 """Steps of a request between trials of a lookup that hardly matches, and of the model alone."""
+NOTHING = float("-inf")
+"""What no drafts are worth beside others: how many of those are verified, if any, is seen with all requests together."""
 SURE = 0.8
 """Share of steps with such a promise in which a lookup was preferred, from which on the model is not asked by requests with fixed counts
 either: its drafts would be left aside."""
@@ -168,16 +170,15 @@ class DraftBudget:
     def pick(self, request: Request, chains: Sequence[Chain]) -> int:
         """The one of several drafts of a request that promises most. chains: the first one is the model's, with what may be judged of it."""
         own = self._of(request)
-        worth = [self._worth(request, chain) for chain in chains]
+        worth = [self._worth(request, chain) if chain else NOTHING for chain in chains]
         best = max(range(len(worth)), key=lambda number: worth[number])
         if own.ability.num_model and not own.ability.is_remote:
-            self._note_promise(own, max(worth[1:], default=0.0), best > 0)
+            self._note_promise(own, max((0.0, *worth[1:])), best > 0)
         return best
 
     def _worth(self, request: Request, chain: Chain) -> float:
-        """Of the leading drafts that are worth their rows, in tokens."""
-        price = self._prices.speed * self._prices.row_seconds
-        return sum(survival - price for survival in self._survival.survivals(request.request_id, chain) if survival > price)
+        """What drafts bring beyond their cost, in tokens."""
+        return self._prices.worth(self._survival.survivals(request.request_id, chain))
 
     def _note_promise(self, own: Own, promise: float, is_alone: bool) -> None:
         """How often a lookup comes to be preferred says whether the model should be asked, by what lookups promised a step earlier."""
@@ -193,7 +194,7 @@ class DraftBudget:
             return True
         if own.is_paced and not self._prices.is_model_worth:
             return False
-        return self._prices.model_worth(own) > max((self._worth(request, chain) for chain in chains), default=0.0)
+        return self._prices.model_worth(own) > max((0.0, *(self._worth(request, chain) for chain in chains)))
 
     def watch(self, request: Request, token_ids: list[int], chain: Chain) -> None:
         """Drafts that were not verified: the text that follows tells how many of them were right."""

@@ -19,6 +19,8 @@ CHEAP = 0.01
 """Share of a step's time that lookups may take whatever they bring."""
 SLOPE = 4
 """Times as many rows tell what one more takes."""
+MAX_DRAFTS = 16
+"""Of a chain."""
 
 
 class Prices:
@@ -41,6 +43,8 @@ class Prices:
         self._lookup_seconds = 0.0  # of a request's step without a model
         self._num_made = self._num_checked = PRIOR_MADE  # drafts that the model makes in a step, and that are verified of a request's
         self._mean_tokens, self._mean_drafts = PRIOR_VALUE, PRIOR_MADE  # of a request's step: emitted, and drafts that were verified
+        self._times = [0.0]  # of a step in which one request has so many drafts, and the others what they have on average
+        self._other_tokens = 0.0  # of those others
         self._chance = PRIOR_CHANCE
 
     # -- before a step ------------------------------------------------------------------------------------------------
@@ -49,8 +53,11 @@ class Prices:
         """able: those of the step's requests that a model may draft for."""
         asking = [own.value for own in able if own.value > self.speed * self._asking_seconds]  # by the step before
         self._num_requests, self._num_asking, self._asking_value = num_requests, len(asking), sum(asking)
-        verify = self._costs.verify
+        verify, others = self._costs.verify, num_requests - 1
         self.row_seconds = (verify(SLOPE * num_requests) - verify(num_requests)) / ((SLOPE - 1) * num_requests)
+        rows, rest = num_requests + others * self._mean_drafts, others * self.draft_seconds
+        self._times = [verify(rows + number) + rest for number in range(MAX_DRAFTS + 1)]
+        self._other_tokens = others * self._mean_tokens
         self._weigh_model(len(able))
 
     def _weigh_model(self, num_able: int) -> None:
@@ -66,14 +73,12 @@ class Prices:
     @property
     def usual_speed(self) -> float:
         """Of a step whose requests all have what they have on average."""
-        return self.speed_with(self._mean_tokens - 1, self.draft_seconds)
+        return self._speed_with(self._mean_tokens - 1, self.draft_seconds)
 
-    def speed_with(self, gain: float, seconds: float) -> float:
-        """Tokens a second of a step in which one request has `gain` accepted drafts after so much drafting, and the others what they have on
+    def _speed_with(self, gain: float, seconds: float) -> float:
+        """Tokens a second of a step in which one request has `gain` accepted drafts after so many seconds more, and the others what they have on
         average."""
-        others = self._num_requests - 1
-        rest = self._costs.verify(self._num_requests + others * self._mean_drafts) + others * self.draft_seconds
-        return (1 + gain + others * self._mean_tokens) / max(rest + seconds, 1e-9) if rest else 0.0
+        return (1 + gain + self._other_tokens) / max(self._times[0] + seconds, 1e-9) if self._times[0] else 0.0
 
     def model_worth(self, own: Own, alone: float = 0.0) -> float:
         """What the model's drafts for a request bring beyond their cost, in tokens, as they were when it was asked; alone: how likely they are
@@ -84,7 +89,17 @@ class Prices:
         """
         seconds = self._asking_seconds
         gain = (1 - alone) * own.value
-        return gain - self.speed_with(gain, seconds) * seconds
+        return gain - self._speed_with(gain, seconds) * seconds
+
+    def worth(self, survivals: Sequence[float]) -> float:
+        """The same of drafts that are there, as many leading ones as bring most, and one at least: below 0 where not even that one is worth its
+        row. By the time of whole steps, since the first rows may take longer than later ones."""
+        gain, best = 0.0, float("-inf")
+        for number, survival in enumerate(survivals[:MAX_DRAFTS], 1):
+            gain += survival
+            seconds = self._times[min(number, len(self._times) - 1)] - self._times[0]
+            best = max(best, gain - self._speed_with(gain, seconds) * seconds)
+        return best if survivals else 0.0
 
     def are_lookups_worth(self, own: Own) -> bool:
         """Whether the lookups of a request without a model bring more than the time that they take."""
