@@ -111,7 +111,8 @@ class Prices:
         """Requests for which all drafts so far have to stand for one draft more of each to be worth the model's time."""
         number = max(1, self._num_asking)
         one = self._costs.draft(2, number) - self._costs.draft(1, number)
-        return self.speed * (max(0.0, one) + self.row_seconds) / self._chance
+        speed = self._speed_with(self._asking_value / number, self._asking_seconds)  # of a step with them: those with lookups' may be faster
+        return speed * (max(0.0, one) + self.row_seconds) / self._chance
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
