@@ -351,7 +351,7 @@ class TestOtherRoutes:
         (listed,) = api.models.list()
         model = api.models.retrieve("foretoken")
         assert listed == model and (model.id, model.object, model.max_model_len, model.has_chat_template) == ("foretoken", "model", 2048, True)
-        assert model.is_bundled
+        assert model.is_bundled and model.template_variables == []
         assert model.method == "mtp" and {"mtp", "ngram", "none"} <= set(model.methods) and model.sampling_defaults == {}
         with pytest.raises(openai.NotFoundError):
             api.models.retrieve("gpt")

@@ -36,7 +36,8 @@ PAGE = Path(__file__).parent / "page"
 ANY_MODEL = "default"
 """What PaddleNLP's and FastDeploy's examples call the model."""
 DESCRIBE_SECONDS = 2.0
-DESCRIBED = ("max_model_len", "method", "methods", "num_speculative_tokens", "has_chat_template", "is_bundled", "sampling_defaults")
+DESCRIBED = ("max_model_len", "method", "methods", "num_speculative_tokens")
+DESCRIBED += ("has_chat_template", "template_variables", "is_bundled", "sampling_defaults")
 """Of a model, in the list of models."""
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
