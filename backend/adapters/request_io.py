@@ -257,6 +257,7 @@ class Answer:
             mine.prompt_text, mine.prompt_token_ids = delta.prompt_text, delta.prompt_token_ids
         mine.finish_reason, mine.stats = delta.finish_reason, delta.stats
         mine.num_cached_tokens, mine.num_output_tokens = delta.num_cached_tokens, delta.num_output_tokens
+        mine.num_thought_tokens = delta.num_thought_tokens
 
     def tensors(self) -> list[Any]:
         """Every declared output; those that do not apply are empty strings."""
@@ -279,6 +280,7 @@ class Answer:
                 "prompt_tokens": deltas[0].num_prompt_tokens,
                 "cached_tokens": sum(d.num_cached_tokens for d in deltas),
                 "completion_tokens": sum(d.num_output_tokens for d in deltas),
+                "reasoning_tokens": sum(d.num_thought_tokens for d in deltas),
             }
             usage = json.dumps({**counts_of, "begins_thinking": True} if deltas[0].begins_thinking else counts_of)
         if is_final:

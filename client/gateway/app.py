@@ -36,7 +36,7 @@ PAGE = Path(__file__).parent / "page"
 ANY_MODEL = "default"
 """What PaddleNLP's and FastDeploy's examples call the model."""
 DESCRIBE_SECONDS = 2.0
-DESCRIBED = ("max_model_len", "method", "methods", "num_speculative_tokens")
+DESCRIBED: tuple[str, ...] = ("max_model_len", "method", "methods", "num_speculative_tokens")
 DESCRIBED += ("has_chat_template", "template_variables", "is_bundled", "sampling_defaults")
 """Of a model, in the list of models."""
 PAGE_HEADERS = {

@@ -56,9 +56,9 @@ class ResponsesAnswer(Answer):
             body["completed_at"] = int(time.time())
             body["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": usage["cached_tokens"]},
+                "input_tokens_details": {"cached_tokens": usage["cached_tokens"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage["reasoning_tokens"]},
                 "total_tokens": usage["prompt_tokens"] + usage["completion_tokens"],
             }
             body |= self._metrics_body()
