@@ -102,6 +102,7 @@ class Answer(Response):
         self._form = ChatForm(request) if isinstance(request, ChatRequest) else CompletionForm(request)
         self._prompts = request.prompts()
         self._parameters = request.parameters()
+        self._names = request.server_names()
         self._request_id = request_id
         self._head = {"id": self._form.id_prefix + request_id, "object": self._form.object, "created": int(time.time()), "model": model}
         self._started = time.perf_counter()
@@ -134,7 +135,7 @@ class Answer(Response):
                         self._end(chunk, first.get(choice))
                     yield choice, chunk
             except GenerateError as error:
-                raise from_server(error) from None
+                raise from_server(error, self._names) from None
 
     def _count(self, choice: int, chunk: Chunk) -> None:
         """A choice's first chunk and its last one carry its usage; those between them, tokens."""

@@ -22,6 +22,7 @@ class ResponsesAnswer(Answer):
     def __init__(self, upstream: Servers, metrics: Metrics, model: str, request_id: str, request: ResponsesRequest) -> None:
         super().__init__(upstream, metrics, model, request_id, request.as_chat())
         self._asked = request
+        self._names |= request.server_names()
         self._output = Output(request_id, self._event)
         self._number = 0
         self._finish_reason: str | None = None
