@@ -111,6 +111,10 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "vllm serve ${MODEL_TAG} --tp 2 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:29500",
         {"parallel_config": {"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 0, "master": "10.0.0.1:29500"}},
     ),
+    "a prefill node on two hosts": (
+        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file} --nnodes 2 --dist-init-addr 10.0.0.1:29500"),
+        {"disaggregation.role": "prefill", "parallel_config.nnodes": 2, "parallel_config.master": "10.0.0.1:29500"},
+    ),
     "PaddleNLP's predictor": (
         PREDICTOR.format(launch="--gpus ${CUDA_VISIBLE_DEVICES}", quant=""),
         {"max_model_len": 2048, "speculative_config.method": "mtp", "speculative_config.quantization": "weight_only_int8"},
@@ -163,10 +167,6 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "suffix_decoding_max_tree_depth has no effect with method mtp: it is a key of suffix",
     ),
     "a context beyond the model's": (FASTDEPLOY + "--max-model-len 32768", "max_model_len 32768 is beyond the model's own limit"),
-    "nodes on several hosts": (
-        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file} --nnodes 2 --dist-init-addr 10.0.0.1:29500"),
-        "nnodes must be 1 where disaggregation.scheduler_name is redis, got 2",
-    ),
     "two hosts": (
         PREDICTOR.format(launch='--ips "192.168.0.1,192.168.0.2" --gpus 0', quant=""),
         "ips '192.168.0.1,192.168.0.2' is not an option here",
