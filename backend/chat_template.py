@@ -250,10 +250,12 @@ class ChatTemplate:
             message = f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARACTERS}"
             raise ModelError(f"{where}: {message}")
         try:  # no more than its syntax: to compile it computes what is constant in it, which may take for ever
-            make_environment().parse(source)
+            syntax = make_environment().parse(source)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             raise ModelError(f"{where}: the chat template is not valid: {error}") from None
         self.source = source
+        self.variables = tuple(name for name in find_variables(syntax) if not name.endswith("_token"))
+        """What it reads that is given to it, special tokens apart."""
         self._lock = threading.Lock()
         self._renderer: _Renderer | None = None
 
@@ -297,6 +299,26 @@ class ChatTemplate:
         if self._renderer is not None:
             self._renderer.end()
             self._renderer = None
+
+
+def find_variables(syntax: jinja2.nodes.Template) -> list[str]:
+    """Names that a template reads before it sets them itself, in their order: jinja's own `meta` would compute what is constant."""
+    found: dict[str, None] = {}
+    own = {*make_environment().globals, "loop", "caller", "self", "varargs", "kwargs"}
+    left: list[jinja2.nodes.Node] = [syntax]
+    while left:
+        node = left.pop()
+        if isinstance(node, jinja2.nodes.Name):
+            if node.ctx != "load":
+                own.add(node.name)
+            elif node.name not in own:
+                found[node.name] = None
+        elif isinstance(node, jinja2.nodes.Macro):
+            own.add(node.name)
+        parts = list(node.iter_child_nodes())
+        # `{% set x = x | default(1) %}` reads first; all else comes in the order of its parts.
+        left += parts if isinstance(node, jinja2.nodes.Assign) else reversed(parts)
+    return list(found)
 
 
 def _name_reasoning(message: Any) -> Any:

@@ -188,8 +188,6 @@ class EngineConfig(Section):
         rule = "left out where drafts are trees (speculative_config.tree_nodes or tree_paths, or method token_recycling)"
         is_apart = self.disaggregation.is_on and self.speculative_config.tree is not None
         require(not is_apart, "disaggregation.scheduler_name", self.disaggregation.scheduler_name, rule)
-        nnodes = self.parallel_config.nnodes
-        require(nnodes == 1 or not self.disaggregation.is_on, "nnodes", nnodes, "1 where disaggregation.scheduler_name is redis")
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
 

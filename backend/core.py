@@ -308,6 +308,8 @@ class Delta:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_thought_tokens: int = 0
+    """Of those, the ones up to `</think>` where the answer begins with what the model thinks."""
     begins_thinking: bool = False
     stats: SpeculationStats | None = None
     prompt_text: str | None = None

@@ -16,12 +16,11 @@ from backend.grammar import Grammars, Matcher
 from backend.sampling_params import SamplingParams
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
+from backend.thought import THINK
 from backend.tools import Tools, find_format
 
 logger = logging.getLogger(__name__)
 
-THINK = "<think>"
-"""A prompt that ends with it has opened what the model thinks (DeepSeek R1, QwQ, Qwen3's thinking models)."""
 MAX_CHARACTERS_PER_TOKEN = 64
 """No real text is longer in its context: what is, is refused before megabytes are tokenized."""
 

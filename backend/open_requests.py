@@ -12,6 +12,7 @@ from backend.core import Delta, FinishReason, Request, TokenLogprobs
 from backend.errors import InternalError, RequestError
 from backend.metrics import Metrics
 from backend.text import TextStream, Tokenizer
+from backend.thought import ThoughtCount
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class OpenRequest:
     request: Request
     sink: DeltaSink
     stream: TextStream
+    thought: ThoughtCount
     submitted: float
     begun: float = 0.0
     """When it came among the running."""
@@ -37,6 +39,8 @@ class OpenRequest:
         first, min_tokens = self.request.num_output_tokens, self.request.params.min_tokens
         text = ""
         for count, token_id in enumerate(token_ids, 1):
+            if not self.thought.is_over:
+                self.thought.push(token_id)
             piece, is_stopped = self.stream.append(token_id, first + count > min_tokens)
             text += piece
             if is_stopped:
@@ -90,7 +94,8 @@ class OpenRequests:
 
     def begin(self, request: Request, sink: DeltaSink, submitted: float) -> OpenRequest:
         params = request.params
-        own = OpenRequest(request, sink, TextStream(self._tokenizer, params.stop, params.include_stop, request.may_call), submitted)
+        stream = TextStream(self._tokenizer, params.stop, params.include_stop, request.may_call)
+        own = OpenRequest(request, sink, stream, ThoughtCount(self._tokenizer, request.begins_thinking), submitted)
         self._open[request.request_id] = own
         self.has_deadlines |= request.deadline is not None
         return own
@@ -155,6 +160,7 @@ class OpenRequests:
             delta.num_prompt_tokens = len(request.prompt_token_ids)
             delta.num_cached_tokens = request.num_cached_tokens
             delta.begins_thinking = request.begins_thinking
+            delta.num_thought_tokens = own.thought.num_tokens
             delta.num_output_tokens = request.num_output_tokens
             own.sink(delta)
         except Exception as error:

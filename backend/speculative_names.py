@@ -1,4 +1,4 @@
-"""What other servers call keys and values of `speculative_config`: vLLM, FastDeploy, and PaddleNLP before it."""
+"""What other servers call keys and values of `speculative_config`: vLLM, SGLang, FastDeploy, and PaddleNLP before it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ ALIASES = {
     "max_total_draft_tokens": "tree_nodes",
 }
 """Keys that mean the same."""
+READ_HERE = ("speculate_method", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_use_rejection_sampling")
+"""Keys that stand for what ALIASES cannot say; `read_other_names` takes them away."""
 PARALLEL = {"pard": "draft_model", "peagle": "eagle3", "p-eagle": "eagle3"}
 """Methods that others have for parallel drafting (TensorRT-LLM, speculators)."""
 VERIFY_STRATEGIES = {0: "topp", 1: "greedy", 2: "target_match"}
@@ -79,6 +81,10 @@ def read_other_names(values: object, where: str = "") -> Any:
         found |= {"parallel_drafting": True, key: PARALLEL[method.lower()]}
     elif found.get("parallel_drafting") is False and method not in PARALLEL.values():
         del found["parallel_drafting"]  # as vLLM writes it for every method
+    if key == "speculative_algorithm" and str(method).lower() == "eagle" and not {"model", "speculative_draft_model_path"} & {*found}:
+        found[key] = "mtp"  # SGLang's EAGLE without a drafter's folder is for models that have modules of their own
+    if "speculative_use_rejection_sampling" in found:
+        _read_rejection(found, where)
     strategy = found.get("verify_strategy")
     if isinstance(strategy, int) and not isinstance(strategy, bool) and strategy in VERIFY_STRATEGIES:
         found["verify_strategy"] = VERIFY_STRATEGIES[strategy]
@@ -115,6 +121,16 @@ def _read_tree(found: dict[str, Any], where: str) -> None:
     if count is None or count < 2:
         raise ConfigError(f"{where}speculative_eagle_topk {top_k} makes trees: say speculative_num_draft_tokens too, 2 to 64, with the newest token")
     found["tree_top_k"], found["tree_nodes"] = top_k, count - 1
+
+
+def _read_rejection(found: dict[str, Any], where: str) -> None:
+    """SGLang's switch."""
+    value = found.pop("speculative_use_rejection_sampling")
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}speculative_use_rejection_sampling must be bool, got {value!r:.80}")
+    if value and found.setdefault("verify_strategy", "rejection") != "rejection":
+        strategy = found["verify_strategy"]
+        raise ConfigError(f"{where}speculative_use_rejection_sampling true is verify_strategy rejection, and verify_strategy is {strategy!r:.80}")
 
 
 def _read_benchmark_mode(found: dict[str, Any], where: str) -> None:

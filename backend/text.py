@@ -96,6 +96,11 @@ class Tokenizer:
         return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
 
     @property
+    def template_variables(self) -> list[str]:
+        """What requests may tell the chat template (`chat_template_kwargs`)."""
+        return [] if self._template is None else [name for name in self._template.variables if name not in TEMPLATE_VARIABLES]
+
+    @property
     def chat_template(self) -> str | None:
         return self._template.source if self._template is not None else None
 

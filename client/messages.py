@@ -240,7 +240,7 @@ def _split(whole: Chunk, values: dict[str, list[Any]]) -> list[Chunk]:
         if whole.usage is not None:  # the server gives sums
             chunk.usage = {**whole.usage, "completion_tokens": sum(source != "prompt" for source in chunk.sources)}
             if chunks:
-                chunk.usage["cached_tokens"] = 0
+                chunk.usage["cached_tokens"] = chunk.usage["reasoning_tokens"] = 0
         chunks.append(chunk)
         at += length
     return chunks

@@ -1,4 +1,4 @@
-"""Options of other servers' serve commands (vLLM, FastDeploy, PaddleNLP), so that a pasted command starts, or says what differs.
+"""Options of other servers' serve commands (vLLM, FastDeploy, PaddleNLP, SGLang), so that a pasted command starts, or says what differs.
 
 None is lost without a word: it is another name of an option here, or nothing is needed and one line says why, or it is refused with the name of what
 does it here. An option that this version has itself is not looked for in these tables.
@@ -16,7 +16,8 @@ import yaml
 
 from backend.errors import ConfigError
 from backend.section import closest
-from deploy.other_tables import LISTS, OTHERS, SHORT_FLAGS, VALUES, Alias, Needless, Refused
+from deploy.other_kinds import Alias, Needless, Refused
+from deploy.other_tables import LISTS, OTHERS, SHORT_FLAGS, VALUES
 
 _SPECULATE = {
     "SPECULATE_METHOD": "method",
@@ -30,7 +31,7 @@ _BESIDE = {
     "SERVICE_HTTP_PORT": "--port", "BLOCK_RATIO": None, "BLOCK_BS": None,
 }  # fmt: skip
 """Names so common that they are looked at beside those above alone. None: nothing is needed."""
-_PREFIXES = {"FD_": "FastDeploy", "VLLM_": "vLLM"}
+_PREFIXES = {"FD_": "FastDeploy", "VLLM_": "vLLM", "SGLANG_": "SGLang", "SGL_": "SGLang"}
 
 
 def explain_environment(environment: Mapping[str, str]) -> list[str]:
@@ -97,6 +98,9 @@ def translate(values: Mapping[str, Any], own: Collection[str]) -> Translation:
             continue
         key, other = given_as, OTHERS.get(given_as)
         while isinstance(other, Alias):
+            if value in other.unless:
+                other = Needless(other.why)
+                break
             key, value = other.own, not value if other.is_inverted else value
             other = None if key.split(".")[0] in own else OTHERS.get(key)
         if isinstance(other, Needless):
@@ -130,7 +134,7 @@ def add_other_arguments(parser: argparse.ArgumentParser) -> None:
         if other.is_switch:
             parser.add_argument(*flags, dest=key, action=argparse.BooleanOptionalAction, default=None, help=argparse.SUPPRESS)
         else:
-            nargs = "+" if key in LISTS else None
+            nargs = "*" if key in LISTS else None
             is_text = isinstance(other, Alias) and other.own.endswith("model")
             parser.add_argument(*flags, dest=key, nargs=nargs, type=str if is_text else read_scalar, default=None, help=argparse.SUPPRESS)
 
@@ -152,7 +156,7 @@ class ServeParser(argparse.ArgumentParser):
             if not name.startswith("-"):
                 self.error(f"one word too many: {name!r:.80}")
             own = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
-            self.error(f"unknown option {name}{closest(name, own)}")
+            self.error(f"unknown option {name}{closest(name, own) or closest(name, self._option_string_actions)}")
         return found, left
 
     def _rewrite(self, words: list[str]) -> list[str]:

@@ -91,6 +91,20 @@ def test_what_is_no_template(source: str) -> None:
         ChatTemplate(source, "model")
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ bos_token }}{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}{% if enable_thinking is defined %}x{% endif %}",
+         ("messages", "enable_thinking")),
+        ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}", ("thinking",)),
+        ("{% set tone = tone | default('mild') %}{{ tone }}{{ namespace(a=tone).a }}{{ raise_exception('no') if x.y is none }}", ("tone", "x")),
+        ("{% macro say(it) %}{{ it }}{{ varargs }}{% endmacro %}{{ say(date) }}{% set n = 1 %}{{ n }}{{ 'x' * 10 ** 12 }}", ("date",)),
+    ],
+)  # fmt: skip
+def test_what_a_template_reads(source: str, expected: tuple[str, ...]) -> None:
+    assert ChatTemplate(source, "here").variables == expected
+
+
 def test_a_template_of_megabytes() -> None:
     with pytest.raises(ModelError, match=f"has {MAX_TEMPLATE_CHARACTERS + 1} characters; the limit is {MAX_TEMPLATE_CHARACTERS}"):
         ChatTemplate("x" * (MAX_TEMPLATE_CHARACTERS + 1), "model")

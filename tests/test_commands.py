@@ -1,5 +1,5 @@
-"""Commands as FastDeploy's, PaddleNLP's and vLLM's documentation has them, with `foretoken serve` for their programs and folders that exist for
-theirs: each starts, or its message says what differs."""
+"""Commands as FastDeploy's, PaddleNLP's, vLLM's and SGLang's documentation has them, with `foretoken serve` for their programs and folders that
+exist for theirs: each starts, or its message says what differs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from backend import LLM
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.errors import ConfigError
 from backend.speculative_config import SpeculativeConfig
+from backend.speculative_names import READ_HERE
 from deploy.cli import main, make_parser
 from deploy.options import read_command, split_keys
+from deploy.other_kinds import Alias, Needless, Refused
 from deploy.other_options import explain_environment
-from deploy.other_tables import OTHERS, Alias, Needless, Refused
+from deploy.other_tables import OTHERS
 from tests.test_config import parameters_of, read_pbtxt
 
 FASTDEPLOY = "python -m fastdeploy.entrypoints.openai.api_server --model ${path_to_main_model} "
@@ -66,6 +68,8 @@ PREDICTOR = """python -m paddle.distributed.launch {launch} predictor.py \\
     --draft_model_quant_type ${{DRAFT_MODEL_QUANT_MODE}} --speculate_max_draft_token_num 1 --return_full_hidden_states 1 \\
     --mla_use_matrix_absorption 1"""
 
+SGLANG = "python3 -m sglang.launch_server --model-path ${MODEL_TAG} "
+
 STARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp with a file": (
         FASTDEPLOY + "--tensor-parallel-size 4 --config ${file} "
@@ -107,6 +111,10 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "vllm serve ${MODEL_TAG} --tp 2 --nnodes 2 --node-rank 0 --dist-init-addr 10.0.0.1:29500",
         {"parallel_config": {"tensor_parallel_size": 2, "nnodes": 2, "node_rank": 0, "master": "10.0.0.1:29500"}},
     ),
+    "a prefill node on two hosts": (
+        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file} --nnodes 2 --dist-init-addr 10.0.0.1:29500"),
+        {"disaggregation.role": "prefill", "parallel_config.nnodes": 2, "parallel_config.master": "10.0.0.1:29500"},
+    ),
     "PaddleNLP's predictor": (
         PREDICTOR.format(launch="--gpus ${CUDA_VISIBLE_DEVICES}", quant=""),
         {"max_model_len": 2048, "speculative_config.method": "mtp", "speculative_config.quantization": "weight_only_int8"},
@@ -128,6 +136,26 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         """--speculative-config '{"num_speculative_tokens": 2, "method":"deepseek_mtp", "disable_padded_drafter_batch": "False"}'""",
         {"port": 20004, "served_model_name": "dsv3", "max_batch_size": 10, "parallel_config": {"tensor_parallel_size": 4, "expert_parallel": True}},
     ),
+    "SGLang, a draft model": (
+        SGLANG + "--speculative-algorithm STANDALONE --speculative-draft-model-path ${MODEL_TAG} --speculative-num-steps 3 "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --mem-fraction-static 0.75 --cuda-graph-max-bs 2 --dtype float16 "
+        "--max-running-requests 48 --context-length 1024 --host 0.0.0.0 --port 30000 --log-level warning --skip-server-warmup",
+        {"max_batch_size": 48, "max_model_len": 1024, "gpu_memory_utilization": 0.75, "speculative_config": {
+            "speculative_algorithm": "STANDALONE", "model": str(BUNDLED_MODEL), "speculative_num_steps": 3, "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4}},
+    ),
+    "SGLang, a model's own modules": (
+        "sglang serve --model-path ${MODEL_TAG} --tp 2 --speculative-algorithm EAGLE --speculative-num-steps 1 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 2 --trust-remote-code --disable-radix-cache --disable-overlap-schedule --chunked-prefill-size -1 "
+        "--schedule-policy lpm --attention-backend fa3 --enable-metrics --watchdog-timeout 600 --random-seed 7 --sampling-defaults openai",
+        {"parallel_config": {"tensor_parallel_size": 2}, "enable_prefix_caching": False, "async_scheduling": False, "hang_seconds": 600,
+         "generation_config": "none"},
+    ),
+    "SGLang, ngram and a prefill node": (
+        SGLANG + "--disaggregation-mode prefill --disaggregation-ib-device mlx5_0 --disaggregation-transfer-backend nixl "
+        "--speculative-algorithm NGRAM --speculative-num-draft-tokens 6 --chunked-prefill-size 2048 --max-prefill-tokens 16384 --dp 1 --ep-size 1",
+        {"disaggregation": {"role": "prefill"}, "max_num_batched_tokens": 2048},
+    ),
 }  # fmt: skip
 """By name: the command, and what it means here. The differences from the originals' words are sizes that the bundled model does not have, and the
 options of REFUSALS."""
@@ -139,10 +167,6 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "suffix_decoding_max_tree_depth has no effect with method mtp: it is a key of suffix",
     ),
     "a context beyond the model's": (FASTDEPLOY + "--max-model-len 32768", "max_model_len 32768 is beyond the model's own limit"),
-    "nodes on several hosts": (
-        NODE.format(port=818, quantization="", role="prefill", config="${prefill_file} --nnodes 2 --dist-init-addr 10.0.0.1:29500"),
-        "nnodes must be 1 where disaggregation.scheduler_name is redis, got 2",
-    ),
     "two hosts": (
         PREDICTOR.format(launch='--ips "192.168.0.1,192.168.0.2" --gpus 0', quant=""),
         "ips '192.168.0.1,192.168.0.2' is not an option here",
@@ -163,6 +187,12 @@ REFUSALS: dict[str, tuple[str, str]] = {
     ),
     "names without the interface": ("vllm serve ${MODEL_TAG} --served-model-name dsv3", "served_model_name is an option of OpenAI's interface"),
     "a key on the command line": ("vllm serve ${MODEL_TAG} --port 8000 --api-key abc", "--api-keys FILE"),
+    "vocabularies of drafters": (
+        SGLANG + "--speculative-algorithm EAGLE --speculative-draft-model-path ${DRAFT_MODEL_TAG} "
+        "--speculative-token-map thunlp/FR-Spec/freq_32768.pt",
+        "speculative_token_map 'thunlp/FR-Spec/freq_32768.pt' is not an option here: a drafter scores the tokens that its own weights name",
+    ),
+    "attention apart": (SGLANG + "--tp 8 --dp 8 --enable-dp-attention", "enable_dp_attention True is not an option here: attention is split"),
     "data parallelism": ("vllm serve ${MODEL_TAG} -dp 2", "`foretoken gateway --upstream A,B`"),
 }  # fmt: skip
 
@@ -179,9 +209,11 @@ def words_of(command: str, folder: Path) -> list[str]:
     command = re.sub(r"\$\{(DRAFT_MODEL_)?QUANT_MODE\}", "weight_only_int8", command).replace("${CUDA_VISIBLE_DEVICES}", "0,1,2,3")
     command = command.replace("/deepseek-ai/DeepSeek-V3.2-Exp-W8A8", str(BUNDLED_MODEL)).removesuffix("&")
     words = shlex.split(command.replace("\\\n", " "))
-    if words[:2] == ["vllm", "serve"]:
+    if words[:2] in (["vllm", "serve"], ["sglang", "serve"]):
         return words[2:]
-    program = max((i for i, word in enumerate(words[:6]) if word.endswith((".py", "api_server", ".launch", ".pipeline"))), default=0)
+    program = max(
+        (i for i, word in enumerate(words[:6]) if word.endswith((".py", "api_server", ".launch", ".launch_server", ".pipeline"))), default=0
+    )
     # What comes between Paddle's launcher and its script are options of the launcher.
     scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
     return (
@@ -246,7 +278,7 @@ def test_every_alias_leads_to_an_option() -> None:
     for name, other in OTHERS.items():
         if isinstance(other, Alias):
             section, _, key = other.own.rpartition(".")
-            known = {*sections[section].__dataclass_fields__, *SpeculativeConfig.aliases} if section else set()
+            known = {*sections[section].__dataclass_fields__, *SpeculativeConfig.aliases, *READ_HERE} if section else set()
             own = {*EngineConfig.__dataclass_fields__, *SERVE_KEYS, *PARALLEL_FLAGS, "role", *OTHERS}
             assert key in (known or own), name
 
@@ -302,6 +334,7 @@ def test_contradictions(words: list[str], message: str) -> None:
     ("words", "message"),
     [
         (["--max-model-length", "5"], 'unknown option --max-model-length; did you mean "--max-model-len"?'),
+        (["--mem-fraction-statics", "5"], 'unknown option --mem-fraction-statics; did you mean "--mem-fraction-static"?'),
         (["A", "B"], "one word too many: 'B'"),
         (["--xyzzy=5"], "unknown option --xyzzy\n"),
     ],
@@ -333,6 +366,11 @@ def test_tables_say_something_of_each() -> None:
         ({"method": "mtp", "benchmark_mode": False}, {"accept_policy": "normal"}),
         ({"speculate_method": "mtp", "speculate_max_draft_token_num": 2, "draft_model_quant_type": "a8w8_fp8"},
          {"method": "mtp", "num_speculative_tokens": 2, "quantization": "fp8"}),
+        ({"speculative_algorithm": "EAGLE", "speculative_num_steps": 3}, {"method": "mtp", "num_speculative_tokens": 3}),
+        ({"speculative_algorithm": "NEXTN", "speculative_use_rejection_sampling": True}, {"method": "mtp", "verify_strategy": "rejection"}),
+        ({"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "DIR", "speculative_num_steps": 5, "speculative_eagle_topk": 4,
+          "speculative_num_draft_tokens": 16}, {"method": "eagle", "num_speculative_tokens": 5, "tree_top_k": 4, "tree_nodes": 15}),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}, {"method": "ngram", "num_speculative_tokens": 5}),
         ({"method": "mtp", "quantization": "weight_only_int4"}, {"quantization": "wint4"}),
         ({"method": "ngram", "num_gpu_block_expand_ratio": 1.0, "enf_gen_phase_tag": False, "disable_padded_drafter_batch": "False"}, {}),
     ],
@@ -349,6 +387,7 @@ def test_names_of_speculation(values: dict[str, Any], expected: dict[str, Any]) 
         ({"method": "mtp", "verify_strategy": True}, "verify_strategy must be"),
         ({"method": "mtp", "benchmark_mode": 1}, "benchmark_mode must be bool, got 1"),
         ({"method": "mtp", "benchmark_mode": True, "accept_policy": "normal"}, "benchmark_mode true is accept_policy reject_all"),
+        ({"method": "mtp", "verify_strategy": "greedy", "speculative_use_rejection_sampling": True}, "true is verify_strategy rejection, and"),
         ({"method": "mtp", "enable_draft_logprob": True}, "enable_draft_logprob True is no key here: log-probabilities are those of the target"),
         ({"method": "mtp", "speculate_method": "ngram"}, "method is given twice: 'mtp', and 'ngram' as speculate_method"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import http.server
 import json
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -20,13 +22,15 @@ from backend.config import ParallelConfig
 from client.gateway.aliases import FAMILIES
 from deploy.check_dockerfile import copy_context, parse_dockerfile, read_dockerignore
 from deploy.cli import make_parser
-from deploy.options import read_command
+from deploy.options import ServeConfig, read_command
 from tests.conftest import ROOT
 
 COMPOSE = sorted((ROOT / "deploy").glob("compose*.yaml"))
 OVERLAYS = ("gpu", "disaggregated", "inference-gateway")
 MANIFESTS = sorted(p for p in (ROOT / "deploy/k8s/base").glob("*.yaml") if p.name != "kustomization.yaml")
 OVERLAID = sorted(p for p in (ROOT / "deploy/k8s/disaggregated").glob("*.yaml") if p.name != "kustomization.yaml")
+VERSIONS = ("1.28", kubernetes_validate.latest_version())
+"""Of Kubernetes: the oldest that docs/operations.md names, and the newest whose schemas are at hand."""
 RANKS = sorted(p for p in (ROOT / "deploy/k8s/two-hosts").glob("*.yaml") if p.name != "kustomization.yaml")
 STAGES = parse_dockerfile((ROOT / "Dockerfile").read_text())
 TOOLS = Path(sys.executable).parent
@@ -202,6 +206,30 @@ def read_documents(path: Path) -> list[dict]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
+def check_document(document: dict) -> None:
+    for version in VERSIONS:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+def apply_patches(objects: dict[tuple[str, str], dict], overlay: str) -> dict[tuple[str, str], dict]:
+    """The objects of the base that an overlay changes. JSON patches apply to paths that exist, as `kubectl kustomize` demands."""
+    changed = {}
+    for patch in yaml.safe_load((ROOT / "deploy/k8s" / overlay / "kustomization.yaml").read_text())["patches"]:
+        key = (patch["target"]["kind"], patch["target"]["name"])
+        document = changed.setdefault(key, copy.deepcopy(objects[key]))
+        for operation in yaml.safe_load(patch["patch"]):
+            *parents, last = [p.replace("~1", "/") for p in operation["path"].split("/")[1:]]
+            place = document
+            for part in parents:
+                place = place[int(part)] if isinstance(place, list) else place[part]
+            assert operation["op"] == "add" or last in place
+            if last == "-":
+                place.append(operation["value"])
+            else:
+                place[last] = operation["value"]
+    return changed
+
+
 class TestKubernetes:
     @pytest.fixture(scope="class")
     def objects(self):
@@ -211,12 +239,14 @@ class TestKubernetes:
         "path", [*MANIFESTS, *OVERLAID, *RANKS, ROOT / "deploy/k8s/inference-gateway/endpoint-picker.yaml"], ids=lambda p: f"{p.parent.name}/{p.name}"
     )
     def test_schema(self, path):
-        run(str(TOOLS / "kubernetes-validate"), "--strict", str(path))
+        for document in read_documents(path):
+            check_document(document)
 
-    def test_schema_can_fail(self, tmp_path):
-        (tmp_path / "pdb.yaml").write_text("apiVersion: policy/v1\nkind: PodDisruptionBudget\nmetadata: {name: x}\nspec: {maxAvailable: 1}\n")
-        with pytest.raises(AssertionError, match="maxAvailable"):
-            run(str(TOOLS / "kubernetes-validate"), "--strict", str(tmp_path / "pdb.yaml"))
+    def test_schema_can_fail(self, objects):
+        wrong = {**objects["PodDisruptionBudget", "foretoken"], "spec": {"maxAvailable": 1}}
+        with pytest.raises(kubernetes_validate.ValidationError, match="maxAvailable"):
+            check_document(wrong)
+        assert f"Kubernetes {VERSIONS[0]}" in (ROOT / "docs/operations.md").read_text()
 
     def test_kustomizations_name_every_file(self):
         base = yaml.safe_load((ROOT / "deploy/k8s/base/kustomization.yaml").read_text())
@@ -318,6 +348,10 @@ class TestKubernetes:
         for key in ("startupProbe", "livenessProbe", "readinessProbe", "securityContext", "resources", "volumeMounts"):
             assert container[key] == decode[key], key
         assert spec["volumes"] == base["volumes"] and spec["securityContext"] == base["securityContext"]
+        *shell, sleep = container["lifecycle"]["preStop"]["exec"]["command"]
+        first, second = (int(run("env", f"NODE_RANK={rank}", *shell, sleep.replace("sleep", "echo"))) for rank in (0, 1))
+        drain = ServeConfig().drain_seconds
+        assert first + drain < second < second + drain < spec["terminationGracePeriodSeconds"], "the second computes until the first has drained"
 
     def test_prefill_nodes_are_as_decode_nodes(self, objects):
         """But for their role, and for the gateway and what is published."""
@@ -337,21 +371,14 @@ class TestKubernetes:
         assert [own["Deployment", name]["spec"]["selector"] for name in policies] == [p["podSelector"] for p in policies.values()]
 
     @pytest.mark.parametrize("overlay", OVERLAYS)
-    def test_patches_fit_the_deployment(self, objects, overlay):
-        """JSON patches apply to paths that exist, as `kubectl kustomize` demands."""
-        document = yaml.safe_load((ROOT / "deploy/k8s" / overlay / "kustomization.yaml").read_text())
-        for patch in document["patches"]:
-            document = objects[patch["target"]["kind"], patch["target"]["name"]]
-            for operation in yaml.safe_load(patch["patch"]):
-                *parents, last = [p.replace("~1", "/") for p in operation["path"].split("/")[1:]]
-                place = document
-                for part in parents:
-                    place = place[int(part)] if isinstance(place, list) else place[part]
-                assert operation["op"] == "add" or last in place
-                if last == "args":
-                    check_command(operation["value"])
-                elif parents[-1] == "args":
-                    check_command([*place, operation["value"]])
+    def test_patched_objects(self, objects, overlay):
+        """They are what Kubernetes knows, and their commands what `foretoken` knows."""
+        for document in apply_patches(objects, overlay).values():
+            check_document(document)
+            for container in document["spec"].get("template", {}).get("spec", {}).get("containers", ()):
+                check_command(container["args"])
+                names = {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
+                assert {mount["name"] for mount in container["volumeMounts"]} <= names
 
 
 def test_a_dockerfile_is_read_as_docker_reads_it():

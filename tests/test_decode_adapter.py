@@ -90,6 +90,8 @@ def test_an_answer(model):
         ({"messages": '[{"role": "user", "content": "' + "é" * 140_000 + '"}]'}, "messages has 140"),
         ({"messages": "[5]"}, "messages must be a list of objects with role and content"),
         ({"text_input": "x", "stop": ["a"] * 65}, "stop has 65 strings; the limit is 64"),
+        ({"text_input": "x", "logit_bias": '{"1_0": 1}'}, "logit_bias's keys must be token ids, got '1_0'"),
+        ({"text_input": "x", "logit_bias": '{" 3": 1}'}, "logit_bias's keys must be token ids, got ' 3'"),
         ({"suffix_corpus": '["x"]'}, "suffix_corpus: the method suffix is not loaded"),
         ({"suffix_corpus": "[]"}, "suffix_corpus must be a list of texts or of lists of token ids, got '[]'"),
         ({"suffix_corpus": "[" + " " * 2_000_000}, "suffix_corpus has 2000001 characters; the limit is 2000000"),

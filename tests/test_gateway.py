@@ -350,8 +350,9 @@ class TestOtherRoutes:
     def test_models(self, api):
         (listed,) = api.models.list()
         model = api.models.retrieve("foretoken")
+        assert api.get("/models/", cast_to=object) == api.get("/models", cast_to=object)
         assert listed == model and (model.id, model.object, model.max_model_len, model.has_chat_template) == ("foretoken", "model", 2048, True)
-        assert model.is_bundled
+        assert model.is_bundled and model.template_variables == []
         assert model.method == "mtp" and {"mtp", "ngram", "none"} <= set(model.methods) and model.sampling_defaults == {}
         with pytest.raises(openai.NotFoundError):
             api.models.retrieve("gpt")
@@ -391,7 +392,7 @@ class TestOtherRoutes:
 
     def test_the_tokenizer_model_refuses_what_no_context_holds(self, server, address):
         status, _, body = ask(address, "/tokenize", {"prompt": "x" * 131_073})
-        assert status == 400 and "text_input has 131073 characters; the limit is 131072" in json.loads(body)["error"]["message"]
+        assert status == 400 and json.loads(body)["error"]["message"] == "prompt has 131073 characters; the limit is 131072"
         assert ask(address, "/tokenize", {"prompt": "x" * 131_072})[0] == 200
 
     @pytest.mark.parametrize("values", [b'"text_input": ""', b'"input_ids": [99999]'])
@@ -443,18 +444,22 @@ BAD = [
     ({"prompt": ""}, "the prompt is empty", None),
     ({"prompt": []}, "the prompt is empty", None),
     ({"prompt": [1, -1]}, "prompt: Input should be", "prompt"),
-    ({"prompt": [1, 99999]}, "input_ids[1] is 99999", "prompt"),
+    ({"prompt": [1, 99999]}, "prompt[1] is 99999", "prompt"),
     ({"prompt": ["x"] * 1000}, "prompt has 1000 prompts; the limit is 256", None),
     ({"prompt": [[[]]] * 100_000}, "prompt: Input should be", "prompt"),
     ({"prompt": "x", "text": "y"}, "give prompt, or text, and not both", None),
     ({}, "give prompt, or text", None),
     ([], "the body must be a JSON object", None),
     (b"{", "the body is not valid JSON", None),
-    (b'{"prompt": "\\ud800"}', "text_input is not valid Unicode: '\\ud800' at 0", None),
-    (b"[" * 100_000, "", None),
-    (b"\xff\xfe", "", None),
-    (b"", "", None),
+    (b'{"prompt": "\\ud800"}', "prompt is not valid Unicode: '\\ud800' at 0", "prompt"),
+    (b"[" * 100_000, "the body is not valid JSON: it is nested too deeply", None),
+    (b'{"prompt": "\xff"}', "the body is not valid JSON: it is not UTF-8 at byte 12", None),
+    (b'{"seed": ' + b"9" * 5000 + b"}", "the body is not valid JSON: Exceeds the limit (4300 digits) for integer string conversion", None),
+    (b"", "the body must be a JSON object", None),
     ({"prompt": "x" * 200_000}, "the prompt has 200000 characters", None),
+    ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strng"}}}},
+     "response_format.json_schema.schema: Invalid type: strng", "response_format"),
+    ({"prompt": "x", "guided_json": "{"}, ": guided_json is not valid JSON", "guided_json"),
 ]  # fmt: skip
 BAD_CHATS = [
     ({"messages": []}, "messages: List should have at least 1 item", "messages"),
@@ -462,9 +467,11 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: a part of type 'image_url': models of text alone", None),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs true", None),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0] must be", "tools"),
+    ({"text": "x", "max_completion_tokens": 0}, "max_completion_tokens must be an integer >= 1, got 0", "max_completion_tokens"),
+    ({"text": "x", "logprobs": True, "top_logprobs": 99}, "top_logprobs must be an integer from 0 to 20, got 99", "top_logprobs"),
     ({"text": "x", "prompt": "y"}, "unknown or unsupported parameter 'prompt'", "prompt"),
-    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages is not valid Unicode: '\\ud800' at", None),
-    (b'{"messages": [{"role": "user", "content": "x", "a": ["\\udfff"]}]}', "messages is not valid Unicode: '\\udfff' at", None),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages is not valid Unicode: '\\ud800' at", "messages"),
+    (b'{"messages": [{"role": "user", "content": "x", "a": ["\\udfff"]}]}', "messages is not valid Unicode: '\\udfff' at", "messages"),
     ({"messages": [{"role": "user", "content": "x" * 1_900_000}]}, "characters or more; the limit is 131072", "messages"),
 ]  # fmt: skip
 

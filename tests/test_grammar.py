@@ -339,7 +339,8 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 # -- what cannot be -----------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "schema that is no JSON": ({"json": '{"type": '}, "structured_outputs.json is not valid JSON"),
+    "schema that is no JSON": ({"json": '{"type": '}, "^structured_outputs.json is not valid JSON"),
+    "nothing at all": ({"json": False}, "structured_outputs.json: nothing fulfils the schema false"),
     "unknown type": ({"json": {"type": "strng"}}, "structured_outputs.json: Invalid type: strng"),
     "nothing fulfils": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum \(3\)"),
     "no such definition": ({"json": {"$ref": "#/$defs/x"}}, "'/\\$defs/x' does not exist"),
@@ -373,6 +374,13 @@ def test_choices_are_followed(grammars, texts):
         assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
         fill_masks([(own, [])])
         assert not own.inner.is_error() and not own.inner.try_consume_tokens(own.vocabulary.tokenizer.tokenize_str("?"))
+
+
+def test_the_schema_that_anything_fulfils(grammars):
+    for schema in (True, "true", {}):
+        own = grammars.compile(StructuredOutputs(json=schema))
+        tokens = own.vocabulary.tokenizer.tokenize_str('[1, {"a": null}]')
+        assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
 
 
 def test_keywords_that_cannot_be_enforced_may_be_left_out(grammars):

@@ -60,16 +60,17 @@ class Hosts:
             return self.first.health()[0]
         return 0
 
-    def second_rank(self) -> int:
-        """Process id of rank 1, which is the second host's."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if folder.name.isdigit() and b"backend.follower" in (folder / "cmdline").read_bytes():
-                    found.append(int(folder.name))
-        own = [pid for pid in found if self.second.process.pid in ancestors(pid)]
-        assert len(own) == 1, f"{len(own)} ranks"
-        return own[0]
+
+def find_rank(server: RunningServer) -> int:
+    """Process id of the only rank that a server has started."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and b"backend.follower" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    own = [pid for pid in found if server.process.pid in ancestors(pid)]
+    assert len(own) == 1, f"{len(own)} ranks"
+    return own[0]
 
 
 def ancestors(pid: int) -> list[int]:
@@ -129,7 +130,7 @@ def test_a_fault_is_told_and_mended(hosts: Hosts, fault: str) -> None:
     streams = [Stream(client, LONG) for client in (Client(hosts.first.server.grpc), HttpClient(hosts.first.server.http))]
     for stream in streams:
         assert stream.has_begun.wait(30) and stream.error is None, stream.error
-    rank = hosts.second_rank()
+    rank = find_rank(hosts.second)
     since = time.monotonic()
     if "hangs" in fault:
         os.kill(rank, signal.SIGSTOP)

@@ -246,6 +246,7 @@ LEVELS = (
         "pages",
         "prefixes",
         "text",
+        "thought",
         "chunk_limit",
         "parallel",
         "quantization",

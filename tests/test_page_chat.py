@@ -183,6 +183,25 @@ def test_models_without_a_template_and_models_that_converse(chromium, gateway):
                 expect(page.locator("#off")).to_be_hidden()
 
 
+def test_variables_of_the_template(chromium, gateway, page):
+    """Of a model whose template reads some: changed on its way, for the bundled one reads none."""
+    expect(page.get_by_text("Chat template", exact=True)).to_be_hidden()
+    with open_page(chromium, gateway, model={"is_bundled": False, "template_variables": ["enable_thinking", "tone"]}) as page:
+        page.get_by_label("Max tokens").fill("4")
+        page.get_by_text("Chat template", exact=True).click()
+        expect(page.locator("#of-template .note")).to_have_text("The model's template reads enable_thinking, tone.")
+        sent = []
+        page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+        for wrong, message in (("[1]", "This is not a JSON object"), ("{", "This is not valid JSON")):
+            page.get_by_label("Variables, as a JSON object").fill(wrong)
+            send(page, "a")
+            assert page.locator("#variables").evaluate("e => e.validationMessage").startswith(message) and not sent
+        page.get_by_label("Variables, as a JSON object").fill('{"enable_thinking": false}')
+        say(page, "a")
+        assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in sent) and len(sent) == 2
+        expect(page.locator("#on .run")).to_contain_text("enable_thinking false")
+
+
 # What the stream of one answer may bring: thoughts, calls, text that is held back, characters of several tokens.
 PARTS = [
     {"tokens": ["<think>", "\n", "hm"], "token_sources": ["target", "grammar", "mtp"], "delta": {"role": "assistant", "reasoning_content": "hm"}},

@@ -61,7 +61,7 @@ def test_a_conversation_with_instructions(api):
         ({"input": []}, "input: "),
         ({"input": "x", "previous_response_id": "resp_1"}, "unsupported parameter 'previous_response_id'"),
         ({"input": "x", "background": True}, "unsupported parameter 'background'"),
-        ({"input": "x", "max_output_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens must be an integer >= 1, got 0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input: "),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools: "),
         ({"input": "x", "tool_choice": "required"}, "there are no tools"),

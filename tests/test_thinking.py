@@ -8,8 +8,13 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
 from backend.config import BUNDLED_MODEL
+from backend.text import Tokenizer
+from backend.thought import ThoughtCount
+from client.gateway.tool_calls import AnswerParser
 from deploy.demo import running_gateway
 from tests.servers import serve
 
@@ -60,6 +65,60 @@ def test_chats(api):
     assert not reasoning and content, "the template closes it itself"
     # What is asked for as a form is the answer, with no thoughts before it.
     assert read(api, extra_body={"guided_choice": ["yes", "no"]})[0][1] in ("yes", "no")
+
+
+@pytest.mark.parametrize(
+    ("begins_thinking", "text", "thought"),
+    [
+        (True, "x = 1\n</think>\n\nyes </think>", "x = 1\n</think>"),
+        (True, "\n<think>\nx</think>y", "\n<think>\nx</think>"),
+        (True, "never ends </thin", "never ends </thin"),
+        (False, " <think>x</think>y", " <think>x</think>"),
+        (False, "x <think>y</think>", ""),
+        (False, "<thi", ""),
+    ],
+)
+def test_tokens_of_thoughts(begins_thinking, text, thought):
+    tokenizer = Tokenizer(BUNDLED_MODEL)
+    parser = AnswerParser("", has_tools=False, begins_thinking=begins_thinking)
+    assert bool(thought) == bool(parser.feed(text, is_last=True).reasoning), "as clients tell them apart"
+    count, ids = ThoughtCount(tokenizer, begins_thinking), tokenizer.encode(text, add_special_tokens=False)
+    for token_id in [10**9, *ids]:
+        if not count.is_over:
+            count.push(token_id)
+    *_, last = [n for n in range(len(ids) + 1) if len(tokenizer.decode(ids[: n - 1] if n else [])) < len(thought)] or [0]
+    assert count.num_tokens == (last + 1 if thought else 0), "one more for the id that writes nothing"
+
+
+def count_thought(api: openai.OpenAI, **own: Any) -> int:
+    """By the usage of a whole answer, which a stream's end and a response say too; it goes as far as the mark that ends it."""
+    asked = {**ASK, **own}
+    whole = api.chat.completions.create(**asked, extra_body={"return_tokens": True})
+    assert ChatCompletion.model_validate(whole.to_dict()).usage == whole.usage
+    *_, last = api.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert last.usage.completion_tokens_details == whole.usage.completion_tokens_details
+    tokens = [choice.tokens for choice in whole.choices]
+    lengths = [next((n for n in range(len(t)) if "</think>" in "".join(t[:n])), len(t)) for t in tokens]
+    assert whole.usage.completion_tokens_details.reasoning_tokens == sum(lengths)
+    return sum(lengths)
+
+
+def test_usage(api):
+    *_, first = api.chat.completions.create(
+        **{**ASK, "max_tokens": 3}, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
+    count = count_thought(api)
+    assert 3 < count < 48 and count_thought(api, n=2, seed=1) == 2 * count
+    assert count_thought(api, max_tokens=3) == first.usage.completion_tokens_details.reasoning_tokens == 3, "cut while it thinks"
+    assert api.chat.completions.create(**ASK, **PLAIN).usage.completion_tokens_details.reasoning_tokens == 0
+    own: Any = {"model": "default", "input": PART * 8, "max_output_tokens": 48, "temperature": 0, "extra_body": {"stop": ASK["stop"]}}
+    whole = api.responses.create(**own)
+    with api.responses.stream(**own) as stream:
+        final = list(stream)[-1].response
+    for response in (whole, final):
+        usage = Response.model_validate(response.to_dict()).usage
+        assert usage is not None and usage.output_tokens_details.reasoning_tokens == count
+        assert usage.input_tokens_details.cached_tokens > 0, "the same prompt was there before"
 
 
 def test_responses(api):

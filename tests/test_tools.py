@@ -287,7 +287,7 @@ def test_forms_that_cannot_be(api, server):
     assert converse(api, response_format={"type": "json_schema", "json_schema": schema}).choices[0].finish_reason == "stop"
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
         converse(api, response_format={"type": "json_schema", "json_schema": {**schema, "strict": True}})
-    assert caught.value.param == "structured_outputs"
+    assert caught.value.param == "response_format"
     with pytest.raises(openai.BadRequestError, match="give one of guided_json, guided_regex"):
         converse(api, extra_body={"guided_json": {}, "guided_regex": "a"})
     with pytest.raises(openai.BadRequestError, match="unclosed character class"):
@@ -337,7 +337,7 @@ def test_no_calls(api):
     odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(openai.BadRequestError, match=r"tools: their schemas cannot be enforced: .*uniqueItems"):
         converse(api, tools=[odd])
-    with pytest.raises(openai.BadRequestError, match=r"structured_outputs.regex cannot stand beside tools"):
+    with pytest.raises(openai.BadRequestError, match="guided_regex cannot stand beside tools"):
         converse(api, tools=TOOLS, extra_body={"guided_regex": "a"})
     own = {
         "type": "json_schema",

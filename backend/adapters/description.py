@@ -23,6 +23,7 @@ def describe(engine: Engine, sampling_defaults: dict[str, Any]) -> str:
             "methods": list(speculative.loaded_methods),
             "num_speculative_tokens": speculative.num_speculative_tokens,
             "has_chat_template": engine.tokenizer.has_chat_template,
+            "template_variables": engine.tokenizer.template_variables,
             "is_bundled": Path(engine.config.model).resolve() == BUNDLED_MODEL.resolve(),
             "sampling_defaults": sampling_defaults,
             "num_running": len(engine.scheduler.running),

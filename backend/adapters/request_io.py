@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ SAMPLING_SCALARS = (
     "frequency_penalty", "seed", "include_stop", "ignore_eos", "logprobs", "echo", "n",
 )  # fmt: skip
 SAMPLING_LISTS = ("stop", "bad_words", "stop_token_ids")
+_TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 PROMPTS = ("text_input", "input_ids", "messages")
 MAX_JSON_CHARACTERS = 65536
 MAX_MESSAGES_CHARACTERS = MAX_SPECULATIVE_CHARACTERS = 2_000_000
@@ -208,10 +210,9 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
     arguments |= {name: tuple(values[name]) for name in SAMPLING_LISTS if name in values}
     if values.get("logit_bias", [""])[0]:
         biases = _json_object("logit_bias", values["logit_bias"][0])
-        try:
-            arguments["logit_bias"] = {int(k): v for k, v in biases.items()}
-        except ValueError:
-            raise RequestError(f"logit_bias's keys must be token ids, got {list(biases)[:5]!r:.80}") from None
+        if wrong := [key for key in biases if not _TOKEN_ID.fullmatch(key)]:
+            raise RequestError(f"logit_bias's keys must be token ids, got {wrong[0]!r:.80}")
+        arguments["logit_bias"] = {int(key): value for key, value in biases.items()}
     if values.get("structured_outputs", [""])[0]:
         arguments["structured_outputs"] = _json_object("structured_outputs", values["structured_outputs"][0], 2 * MAX_STRUCTURE_CHARACTERS)
     timeout_ms = values.get("timeout_ms", [None])[0]
@@ -257,6 +258,7 @@ class Answer:
             mine.prompt_text, mine.prompt_token_ids = delta.prompt_text, delta.prompt_token_ids
         mine.finish_reason, mine.stats = delta.finish_reason, delta.stats
         mine.num_cached_tokens, mine.num_output_tokens = delta.num_cached_tokens, delta.num_output_tokens
+        mine.num_thought_tokens = delta.num_thought_tokens
 
     def tensors(self) -> list[Any]:
         """Every declared output; those that do not apply are empty strings."""
@@ -279,6 +281,7 @@ class Answer:
                 "prompt_tokens": deltas[0].num_prompt_tokens,
                 "cached_tokens": sum(d.num_cached_tokens for d in deltas),
                 "completion_tokens": sum(d.num_output_tokens for d in deltas),
+                "reasoning_tokens": sum(d.num_thought_tokens for d in deltas),
             }
             usage = json.dumps({**counts_of, "begins_thinking": True} if deltas[0].begins_thinking else counts_of)
         if is_final:

@@ -134,9 +134,10 @@ def error_code(error: Exception) -> str:
 
 
 def refuse(request_id: str, error: Exception) -> Any:
-    """A response that tells the error, its code and the request: gRPC streams carry the message alone."""
+    """A response that tells the error, its code and the request, where it has a name: gRPC streams carry the message alone."""
     code = error_code(error)
-    message = f"[{code}] request {request_id!r:.100}: {describe_error(error)}"
+    request = f"request {request_id!r:.100}: " if request_id else ""
+    message = f"[{code}] {request}{describe_error(error)}"
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code)))
 
 

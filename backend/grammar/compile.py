@@ -68,6 +68,8 @@ class Grammars:
         name = f"structured_outputs.{asked.form}"
         try:
             inner = llguidance.LLMatcher(vocabulary.tokenizer, _write_grammar(asked), log_level=0, limits=_limits())
+        except RequestError:
+            raise
         except ValueError as error:
             raise RequestError(f"{name}: {_shorten(error)}") from None
         mask = np.zeros(vocabulary.num_own_words, dtype=np.int32)
@@ -126,15 +128,18 @@ def _write_grammar(asked: StructuredOutputs) -> str:
 
 
 def read_schema(asked: StructuredOutputs) -> Any:
-    """Raises RequestError for text that is no JSON."""
+    """Raises RequestError for text that is no JSON, and for false, which nothing fulfils."""
     if asked.form == "json_object":
         return {"type": "object"}
-    if not isinstance(asked.json, str):
-        return asked.json
-    try:
-        return json.loads(asked.json)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
+    schema = asked.json
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"structured_outputs.json is not valid JSON: {error}") from None
+    if schema is False:
+        raise RequestError("structured_outputs.json: nothing fulfils the schema false")
+    return {} if schema is True else schema
 
 
 def json_options(asked: StructuredOutputs) -> Any:

@@ -102,12 +102,14 @@ class Answer(Response):
         self._form = ChatForm(request) if isinstance(request, ChatRequest) else CompletionForm(request)
         self._prompts = request.prompts()
         self._parameters = request.parameters()
+        self._names = request.server_names()
         self._request_id = request_id
         self._head = {"id": self._form.id_prefix + request_id, "object": self._form.object, "created": int(time.time()), "model": model}
         self._started = time.perf_counter()
         self._usages: dict[int, dict[str, int]] = {}
         """Of each choice, so far."""
         self._is_single = request.n == 1 and len(self._prompts) == 1
+        self._num_ended = 0
         self._speculation: dict[str, Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,11 +135,11 @@ class Answer(Response):
                         self._end(chunk, first.get(choice))
                     yield choice, chunk
             except GenerateError as error:
-                raise from_server(error) from None
+                raise from_server(error, self._names) from None
 
     def _count(self, choice: int, chunk: Chunk) -> None:
         """A choice's first chunk and its last one carry its usage; those between them, tokens."""
-        own = self._usages.setdefault(choice, dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens"), 0))
+        own = self._usages.setdefault(choice, dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens"), 0))
         if chunk.usage is not None:
             own.update(chunk.usage)
         else:
@@ -148,11 +150,12 @@ class Answer(Response):
         """Of the whole request, so far. A prompt's n completions share it."""
         firsts = [own for choice, own in self._usages.items() if choice % self._request.n == 0]
         total = {name: sum(own[name] for own in firsts) for name in ("prompt_tokens", "cached_tokens")}
-        return {**total, "completion_tokens": sum(own["completion_tokens"] for own in self._usages.values())}
+        return total | {name: sum(own[name] for own in self._usages.values()) for name in ("completion_tokens", "reasoning_tokens")}
 
     def _end(self, chunk: Chunk, first: float | None) -> None:
         """Books a choice's last chunk. Raises ApiError for an end that OpenAI's interface has no word for."""
         self._speculation = chunk.speculation
+        self._num_ended += 1
         usage = chunk.usage or {}
         count = usage.get("completion_tokens", 0)
         if first is not None and count > 1:
@@ -173,12 +176,15 @@ class Answer(Response):
 
     def _usage_body(self) -> dict[str, Any]:
         usage = self._usage
-        return {
+        body: dict[str, Any] = {
             "prompt_tokens": usage["prompt_tokens"],
             "completion_tokens": usage["completion_tokens"],
             "total_tokens": usage["prompt_tokens"] + usage["completion_tokens"],
             "prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]},
         }
+        if isinstance(self._form, ChatForm) and self._num_ended == len(self._prompts) * self._request.n:  # only then it is known
+            body["completion_tokens_details"] = {"reasoning_tokens": usage["reasoning_tokens"]}
+        return body
 
     def _metrics_body(self) -> dict[str, Any]:
         """vLLM's form of what speculation brought, which aiperf reads; of one completion alone, as there."""

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from client.gateway.aliases import alias
 from client.gateway.answers import Answer
 from client.gateway.entrance import ERROR_CODE, ApiKeys, BodyLimit, OtherPaths, RequestLog
-from client.gateway.errors import ApiError, from_server, from_validation
+from client.gateway.errors import ApiError, from_server, from_unreadable, from_validation
 from client.gateway.fleet import Fleet, is_fleet, split_addresses
 from client.gateway.forms import show
 from client.gateway.metrics import CONTENT_TYPE, Metrics
@@ -36,7 +36,8 @@ PAGE = Path(__file__).parent / "page"
 ANY_MODEL = "default"
 """What PaddleNLP's and FastDeploy's examples call the model."""
 DESCRIBE_SECONDS = 2.0
-DESCRIBED = ("max_model_len", "method", "methods", "num_speculative_tokens", "has_chat_template", "is_bundled", "sampling_defaults")
+DESCRIBED: tuple[str, ...] = ("max_model_len", "method", "methods", "num_speculative_tokens")
+DESCRIBED += ("has_chat_template", "template_variables", "is_bundled", "sampling_defaults")
 """Of a model, in the list of models."""
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -133,6 +134,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def respond(request: Request, body: ResponsesRequest) -> Response:
         return ResponsesAnswer(upstream, metrics, check_model(body.model), request.state.request_id, body)
 
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         more = await describe()
@@ -229,5 +231,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400 and error.__cause__ is not None:
+            return respond(request, from_unreadable(error.__cause__))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
         return respond(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code))

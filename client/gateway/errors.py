@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import HTTPException, RequestValidationError
@@ -12,6 +13,8 @@ from client.gateway.no_ops import say_rule
 from client.messages import PARAMETERS, GenerateError
 
 RETRY_SECONDS = 1
+NAMES = {"text_input": "prompt", "input_ids": "prompt"}
+"""What the server calls a prompt."""
 
 
 class ApiError(HTTPException):
@@ -32,15 +35,29 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, headers.get(self.status_code))
 
 
+def from_unreadable(cause: BaseException) -> ApiError:
+    """A body that is no JSON in a way of its own."""
+    if isinstance(cause, RecursionError):
+        reason = "it is nested too deeply"
+    elif isinstance(cause, UnicodeDecodeError):
+        reason = f"it is not {cause.encoding.upper()} at byte {cause.start}"
+    else:  # of integers, how many digits they may have
+        reason = str(cause).partition(";")[0]
+    return ApiError(400, f"the body is not valid JSON: {reason}", "invalid_json")
+
+
 _UPSTREAM = {"INVALID_ARG": (400, "invalid_value"), "UNAVAILABLE": (503, "unavailable"), "TIMEOUT": (504, "timeout")}
 
 
-def from_server(error: GenerateError) -> ApiError:
-    """The server's refusal as the client sees it."""
+def from_server(error: GenerateError, names: Mapping[str, str] = NAMES) -> ApiError:
+    """The server's refusal as the client sees it. names: what the client's request calls what the server calls otherwise."""
     status, code = _UPSTREAM.get(error.code, (500, "internal_error"))
-    named = re.match(r"request '[^']*': (\w+)", str(error)) if status == 400 else None
-    param = named[1] if named and named[1] in PARAMETERS else None
-    return ApiError(status, str(error), code, "prompt" if param in ("text_input", "input_ids") else param)
+    if status != 400:
+        return ApiError(status, str(error), code)
+    named = re.match(r"(?:request '[^']*': )?(\w+)", str(error))
+    param = names.get(named[1], named[1]).partition(".")[0] if named and named[1] in PARAMETERS else None
+    known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return ApiError(status, re.sub(rf"(?<![\w.])(?:{known})(?!\w)", lambda found: names[found[0]], str(error)), code, param)
 
 
 def from_validation(error: RequestValidationError) -> ApiError:

@@ -127,6 +127,9 @@ class CompletionRequest(GenerateRequest):
     def parameters(self) -> dict[str, Any]:
         return {**super().parameters(), "logprobs": self.logprobs, "echo": self.echo}
 
+    def server_names(self) -> dict[str, str]:
+        return {**super().server_names(), "text_input": "text" if self.prompt is None else "prompt", "input_ids": "prompt"}
+
 
 class Message(BaseModel):
     """Other keys than these two are the chat template's business."""
@@ -197,6 +200,10 @@ class ChatRequest(GenerateRequest):
         if self.tools:
             values |= {"tools": self.tools, "tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
         return values
+
+    def server_names(self) -> dict[str, str]:
+        limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return {**super().server_names(), **limit, "logprobs": "top_logprobs", "text_input": "text"}
 
 
 class SuffixCorpusRequest(Strict):

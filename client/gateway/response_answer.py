@@ -22,6 +22,7 @@ class ResponsesAnswer(Answer):
     def __init__(self, upstream: Servers, metrics: Metrics, model: str, request_id: str, request: ResponsesRequest) -> None:
         super().__init__(upstream, metrics, model, request_id, request.as_chat())
         self._asked = request
+        self._names |= request.server_names()
         self._output = Output(request_id, self._event)
         self._number = 0
         self._finish_reason: str | None = None
@@ -56,9 +57,9 @@ class ResponsesAnswer(Answer):
             body["completed_at"] = int(time.time())
             body["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": usage["cached_tokens"]},
+                "input_tokens_details": {"cached_tokens": usage["cached_tokens"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage["reasoning_tokens"]},
                 "total_tokens": usage["prompt_tokens"] + usage["completion_tokens"],
             }
             body |= self._metrics_body()

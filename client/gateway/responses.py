@@ -178,6 +178,12 @@ class ResponsesRequest(Strict):
         except ValidationError as error:
             raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
+    def server_names(self) -> dict[str, str]:
+        """What of it decode calls otherwise."""
+        form = "text.format"
+        names = {"structured_outputs": form, "structured_outputs.json": f"{form}.schema", "structured_outputs.json_object": form}
+        return {**names, "max_tokens": "max_output_tokens", "messages": "input"}
+
     def _messages(self) -> list[dict[str, Any]]:
         """What an answer consists of, thoughts, text and calls, is one message of the assistant's."""
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []

@@ -77,5 +77,17 @@ class StructuredRequest(Strict):
             guided["whitespace_pattern"] = self.guided_whitespace_pattern
         return guided or None
 
+    def server_names(self) -> dict[str, str]:
+        """What of a request decode calls otherwise: by its names, the client's own."""
+        given = next((name for name in _FORMS if getattr(self, name) is not None), "structured_outputs")
+        if given == "structured_outputs":
+            return {}
+        if given != "response_format":
+            return {"structured_outputs": given, f"structured_outputs.{given.removeprefix('guided_')}": given} | {
+                "structured_outputs.whitespace_pattern": "guided_whitespace_pattern"
+            }
+        place = "json_schema.schema" if isinstance(self.response_format, SchemaFormat) else "schema"
+        return {"structured_outputs": given, "structured_outputs.json": f"{given}.{place}", "structured_outputs.json_object": given}
+
 
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")

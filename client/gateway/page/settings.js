@@ -32,6 +32,17 @@ function readTools(body) {
   if (at("tool-choice").value !== "auto") body.tool_choice = at("tool-choice").value;
 }
 
+// What the template is told.
+function readVariables(body) {
+  const field = at("variables");
+  if (at("of-template").hidden || !field.value.trim()) return;
+  const value = readJson(field);
+  if (value !== undefined && (value === null || typeof value !== "object" || Array.isArray(value))) {
+    field.setCustomValidity('This is not a JSON object, such as {"enable_thinking": false}');
+  }
+  body.chat_template_kwargs = value;
+}
+
 export function readSettings(mode) {
   const body = {};
   for (const field of at("form").querySelectorAll("input[type=number][name]")) {
@@ -41,7 +52,11 @@ export function readSettings(mode) {
   if (stops.length) body.stop = stops;
   readForm(body);
   at("tools").setCustomValidity("");
-  if (mode === "chat") readTools(body);
+  at("variables").setCustomValidity("");
+  if (mode === "chat") {
+    readTools(body);
+    readVariables(body);
+  }
   const speculative = {};
   if (at("method").value) speculative.method = at("method").value;
   if (at("drafts").value) speculative.num_speculative_tokens = Number(at("drafts").value);
@@ -64,6 +79,10 @@ export function offer(model) {
   at("method").value = methods.includes(chosen) ? chosen : "";
   for (const field of [at("method"), at("drafts"), at("compare")]) field.disabled = !methods.length;
   if (!methods.length) at("compare").checked = false;
+  const variables = model.template_variables ?? [];
+  at("of-template").hidden = !variables.length;
+  at("variable-names").textContent = variables.join(", ");
+  at("variables").placeholder = variables.length ? `{"${variables[0]}": …}` : "";
   for (const [name, value] of Object.entries(model.sampling_defaults ?? {})) {
     const field = at("form").elements.namedItem(name);
     if (field) field.placeholder = String(value);
@@ -80,5 +99,6 @@ export const describe = ({ model, ...body }) =>
 function describeValue(name, value) {
   if (name === "speculative") return value.method ?? (value.num_speculative_tokens ? `${value.num_speculative_tokens} drafts` : "no drafts");
   if (name === "response_format") return value.type.replace("_", " ");
+  if (name === "chat_template_kwargs") return Object.entries(value).map(([key, told]) => `${key} ${JSON.stringify(told)}`).join(" · ");
   return typeof value === "number" ? `${name.replaceAll("_", " ")} ${value}` : "";
 }

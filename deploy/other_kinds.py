@@ -1,0 +1,59 @@
+"""What an option of another server's serve command can be here, and why many of them change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name. own: the key, with its section in front where it has one."""
+
+    own: str
+    is_switch: bool = False
+    is_inverted: bool = False
+    """True there is false here."""
+    unless: tuple[Any, ...] = ()
+    """Values that ask for what holds anyway, for the reason `why`."""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Needless:
+    """Whatever it says, it would change nothing."""
+
+    why: str
+    is_switch: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What it asks for is done otherwise, or not at all."""
+
+    instead: str
+    unless: tuple[Any, ...] = ()
+    """Values that ask for nothing, beside null, false, 0 and what is empty."""
+    is_switch: bool = False
+
+
+Other = Alias | Needless | Refused
+
+KERNELS = "kernels are chosen by the device and the shape of each product"
+GRAPHS = "on a GPU steps run as CUDA graphs where one is captured, and eagerly else; the tokens are the same"
+CHUNKS = "prompts are cut into the room that a step has (max_num_batched_tokens)"
+PORTS = "the model's processes meet through shared memory, and nodes through Redis and NIXL: no port is needed"
+LOG = "the gateway logs one line for each request, and Triton's own log goes by --log-verbose"
+ONE_HOST = "one model on several hosts: say --nnodes, --node-rank and --master (docs/ranks.md); several servers: `foretoken gateway --upstream A,B`"
+TLS = "TLS is for a proxy before the gateway"
+TEXT_ONLY = "models of text alone are served"
+SCHEDULER = "nodes find each other's load in Redis by themselves (heartbeat_seconds in the section disaggregation)"
+NO_STATES = "families with recurrent states are not served"
+WHITESPACE = "requests may say disable_any_whitespace in structured_outputs"
+LORA = "adapters (LoRA) are not served; merge one into the model's weights"
+MTP = "method mtp takes the target's hidden states whatever this says"
+SUMS = "ranks sum by NCCL on GPUs and by gloo on CPU, experts' sums too"
+OVERLAP = "ranks compute all tokens of a step"
+SETTLED_EXPERTS = "experts stay where they were loaded"
+HOST_MEMORY = "pages of keys and values are kept on the device alone"
+NO_TRACES = "steps and requests are counted on the metrics port; there are no traces"
