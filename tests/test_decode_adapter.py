@@ -147,7 +147,7 @@ def test_what_is_not_tokenized_yet_can_be_cancelled(model, gate, place):
     victim = first if place == "begun" else queued
     cancel = ask(model, cancel="first" if victim is first else "queued")
     if place == "begun":
-        wait_until(lambda: model._held)
+        wait_until(lambda: model._responses._held)
         assert not cancel.ended.is_set() and not victim.ended.is_set()
         gate.set()
     assert cancel.reasons() == [b"cancelled"] and victim.ended.is_set()
@@ -223,11 +223,12 @@ def test_the_end_answers_everybody(adapter, model, gate):
 
 def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch):
     """Which names no shared-memory region: whoever knows one can have the server map it."""
+    from backend.adapters.request_io import Answer
 
     def fail(_: object) -> None:
         raise RuntimeError("Failed to increase the shared memory pool size for key 'triton_python_backend_shm_region_7' to 9 bytes")
 
-    monkeypatch.setattr(adapter.Answer, "tensors", fail)
+    monkeypatch.setattr(Answer, "tensors", fail)
     sender = ask(model, text_input="x = 1")
     assert "[INTERNAL]" in sender.message() and "shared memory pool" in sender.message() and "region_7" not in sender.message()
     monkeypatch.undo()

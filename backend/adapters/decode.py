@@ -1,12 +1,8 @@
 """The decoupled `decode` model: requests from Triton go to the engine, its deltas go back as responses.
 
-Threads beside the server's own: the engine's, two that tokenize (backend/adapters/intake_workers.py), a sender (each send is a blocking
-round trip to the server) and a watcher (which asks for keep-alives and cancellation checks of requests that send nothing, ends those whose
-deadline is over before they were tokenized, and publishes metrics).
-
-Only the sender thread touches a request's response sender, for refusals too, and never again once it has sent the final response: the
-server crashed (segmentation fault in TRITONBACKEND_ResponseFactoryIsCancelled, release 24.10) when `is_cancelled` ran beside the final
-`send`. Everybody else puts what there is to say into the outbox.
+Threads beside the server's own: the engine's, two that tokenize (backend/adapters/intake_workers.py), a sender (backend/adapters/responses.py:
+each send is a blocking round trip to the server) and a watcher (which asks for keep-alives and cancellation checks of requests that send
+nothing, ends those whose deadline is over before they were tokenized, and publishes metrics).
 """
 
 from __future__ import annotations
@@ -16,13 +12,10 @@ import itertools
 import json
 import logging
 import math
-import queue
 import threading
 import time
 import uuid
 from typing import Any
-
-import triton_python_backend_utils as pb_utils
 
 from backend.adapters.description import describe
 from backend.adapters.draft_io import BlsDraftService
@@ -32,7 +25,6 @@ from backend.adapters.intake_workers import LONG_CHARACTERS, IntakeWorkers
 from backend.adapters.metrics import MetricsPublisher
 from backend.adapters.relay import RequestRelay
 from backend.adapters.request_io import (
-    Answer,
     CancelCall,
     CorpusCall,
     DescribeCall,
@@ -42,15 +34,14 @@ from backend.adapters.request_io import (
     read_messages,
     read_request,
 )
+from backend.adapters.responses import KEEP_ALIVE_SECONDS, News, ResponseThread
 from backend.adapters.stub import (
     check_interpreter,
     describe_error,
     drain_file,
     end_with_server,
-    error_code,
     log_to_server,
     read_engine_config,
-    refuse,
 )
 from backend.config import EngineConfig
 from backend.core import Delta, FinishReason, SpeculationStats
@@ -62,19 +53,12 @@ from backend.sampling_defaults import read_sampling_defaults
 logger = logging.getLogger(__name__)
 
 DRAFTER_MODEL = "mtp_drafter"
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-KEEP_ALIVE_SECONDS = 1.5
-"""A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
 WATCH_SECONDS = 0.1
 JOIN_SECONDS = 10.0
 LEAST_SECONDS = 1e-6
 """What is given to a request whose deadline is over when it gets to the engine: which ends it at once, as it ends all that are late."""
 MAX_CHECKS_PER_WATCH = 64
 """Quiet requests whose cancellation is looked at each time, in turn; each look is a round trip."""
-
-
-_News = tuple[Exchange, Delta | None]
-"""What to tell a client; None: look whether it is still there."""
 
 
 class TritonPythonModel:
@@ -109,9 +93,7 @@ class TritonPythonModel:
         self._exchanges: set[Exchange] = set()
         """Every request whose final response was not sent."""
         self._lock = threading.Lock()
-        self._made: list[_News] = []  # by the engine's thread, in the step that runs
-        self._outbox: queue.SimpleQueue[list[_News] | None] = queue.SimpleQueue()
-        self._held: list[tuple[Exchange, Answer]] = []  # by the sender: what waits for other requests' ends
+        self._made: list[News] = []  # by the engine's thread, in the step that runs
         self._is_stopping = threading.Event()
         self._is_refusing = False
         self._intake = IntakeWorkers(self._submit, config.max_batch_size + config.max_waiting)
@@ -119,9 +101,9 @@ class TritonPythonModel:
         self._drain_end: float | None = None
         self._publisher = MetricsPublisher(self._engine, args["model_name"], self._nodes)
         self._publisher.publish()
-        self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
+        self._responses = ResponseThread(self._publisher, self._engine.cancel, self._end_early, self._forget)
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
-        self._sender.start()
+        self._responses.start()
         self._watcher.start()
         self._engine.after_deltas = self._hand_over
         # Full collections look at what came since alone: they come while requests run, and no step begins meanwhile (100 ms, measured).
@@ -133,7 +115,7 @@ class TritonPythonModel:
     def _hand_over(self) -> None:
         """One wake-up of the sender for all that a step made."""
         if self._made:
-            self._outbox.put(self._made)
+            self._responses.put(self._made)
             self._made = []
 
     def execute(self, requests: list[Any]) -> None:
@@ -176,13 +158,13 @@ class TritonPythonModel:
             self._refuse(exchange, error)
 
     def _refuse(self, exchange: Exchange, error: Exception) -> None:
-        self._outbox.put([(exchange, Delta(exchange.key, error=error))])
+        self._responses.put([(exchange, Delta(exchange.key, error=error))])
 
     def _end(self, exchange: Exchange, reason: FinishReason) -> None:
         """Ends a request that the engine never had."""
         deltas = [Delta(exchange.key, i, finish_reason=reason, stats=SpeculationStats()) for i in range(exchange.num_completions)]
         self._publisher.count_end(reason, len(deltas))
-        self._outbox.put([(exchange, delta) for delta in deltas])
+        self._responses.put([(exchange, delta) for delta in deltas])
 
     def _cancel(self, call: CancelCall, exchange: Exchange) -> None:
         """Ends every open request with that id; the answer's finish_reason is `cancelled` when there was one, else `stop`.
@@ -215,6 +197,10 @@ class TritonPythonModel:
             self._end(exchange, "cancelled")
             return True
         return self._engine.cancel(exchange.key) or (exchange.call is not None and not exchange.is_submitted)
+
+    def _forget(self, exchange: Exchange) -> None:
+        with self._lock:
+            self._exchanges.discard(exchange)
 
     # -- intake threads ---------------------------------------------------------------------------------------------
 
@@ -253,105 +239,7 @@ class TritonPythonModel:
         except Exception as error:  # whatever it is, it belongs to this request only
             answer = Delta(exchange.key, error=error)
         exchange.is_submitted, exchange.call = True, None
-        self._outbox.put([(exchange, answer)])
-
-    # -- sender thread ----------------------------------------------------------------------------------------------
-
-    def _send_all(self) -> None:
-        """Sends what the others made, one response per request and step; steps that piled up meanwhile go together."""
-        is_open = True
-        while is_open:
-            groups = [self._outbox.get()]
-            while not self._outbox.empty():
-                groups.append(self._outbox.get())
-            is_open = None not in groups
-            merged: dict[tuple[int, int], tuple[Exchange, Answer]] = {}
-            for number, (exchange, delta) in enumerate(itertools.chain.from_iterable(filter(None, groups)), 1):
-                if delta is None or delta.error is not None:
-                    merged[id(exchange), -number] = (exchange, Answer([delta] if delta else []))
-                else:
-                    merged.setdefault((id(exchange), delta.index), (exchange, Answer()))[1].add(delta)
-            for exchange, answer in merged.values():
-                self._send_safely(exchange, answer)
-            held, self._held = self._held, []
-            for exchange, answer in held:
-                self._send_safely(exchange, answer)
-
-    def _send_safely(self, exchange: Exchange, answer: Answer) -> None:
-        """Whatever goes wrong belongs to this request only, and ends it."""
-        try:
-            self._send(exchange, answer)
-        except Exception as error:
-            logger.exception("request %r: the response could not be sent", exchange.client_id)
-            self._engine.cancel(exchange.key)
-            try:
-                self._send_error(exchange, error)
-            except Exception:
-                logger.exception("request %r: nor could the error", exchange.client_id)
-                self._close(exchange)
-
-    def _send(self, exchange: Exchange, answer: Answer) -> None:
-        """Sends one completion's news; with none: looks whether the client is still there, and tells it that the server is."""
-        if exchange.is_closed:
-            return  # its end was sent: the response sender is not to be touched any more
-        now = time.monotonic()
-        if not answer.deltas:
-            exchange.is_due = False
-            self._check_cancelled(exchange)
-            if now - exchange.last_sent <= KEEP_ALIVE_SECONDS:
-                return
-            exchange.last_sent = now
-            if exchange.is_streamed:
-                exchange.sender.send(pb_utils.InferenceResponse(Answer([Delta(exchange.key)]).tensors()))
-            return
-        if not all(e.is_closed for e in exchange.waits_for):
-            self._held.append((exchange, answer))
-            return
-        self._publisher.num_responses += 1
-        (delta,) = answer.deltas
-        if delta.error is not None:
-            self._engine.cancel(exchange.key)  # its siblings, if it has any
-            self._send_error(exchange, delta.error)
-            return
-        if delta.is_final:
-            exchange.num_open -= 1
-        is_last = exchange.num_open == 0
-        if not is_last:
-            self._check_cancelled(exchange)
-        if not exchange.is_streamed:
-            exchange.answer.add(delta)
-            if not is_last:
-                return
-            answer = exchange.answer
-        exchange.last_sent = now
-        response = pb_utils.InferenceResponse(answer.tensors())
-        if is_last:
-            self._send_final(exchange, response)
-        else:
-            exchange.sender.send(response)
-
-    def _check_cancelled(self, exchange: Exchange) -> None:
-        if not exchange.is_cancelled and exchange.sender.is_cancelled():
-            self._end_early(exchange)
-
-    def _send_error(self, exchange: Exchange, error: Exception) -> None:
-        if exchange.is_closed:
-            return
-        name = error_code(error)
-        if name == "INTERNAL":
-            logger.error("request %r failed", exchange.client_id, exc_info=error)
-        self._publisher.count_error(name)
-        self._send_final(exchange, refuse(exchange.client_id, error))
-
-    def _send_final(self, exchange: Exchange, response: Any) -> None:
-        exchange.is_closed = True
-        exchange.sender.send(response, flags=FINAL)
-        self._close(exchange)
-
-    def _close(self, exchange: Exchange) -> None:
-        exchange.is_closed = True
-        with self._lock:
-            self._exchanges.discard(exchange)
+        self._responses.put([(exchange, answer)])
 
     # -- watcher thread ---------------------------------------------------------------------------------------------
 
@@ -369,7 +257,7 @@ class TritonPythonModel:
             if due:
                 for exchange in due:  # once: a sender that is late must not get the same work again and again
                     exchange.is_due = True
-                self._outbox.put([(e, None) for e in due])
+                self._responses.put([(e, None) for e in due])
             turn = turn + MAX_CHECKS_PER_WATCH if turn + MAX_CHECKS_PER_WATCH < len(quiet) else 0
             try:
                 self._publisher.publish()
@@ -431,8 +319,7 @@ class TritonPythonModel:
         else:
             self._shut_down()
             self._watcher.join(JOIN_SECONDS)
-            self._outbox.put(None)
-            self._sender.join(JOIN_SECONDS)
+            self._responses.stop(JOIN_SECONDS)
             if self._relay is not None:
                 self._relay.close("the server was shut down")
         if self._claim is not None:

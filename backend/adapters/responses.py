@@ -1,0 +1,155 @@
+"""The thread that answers: it alone touches requests' response senders.
+
+And never again once it has sent a request's final response: the server crashed (segmentation fault in
+TRITONBACKEND_ResponseFactoryIsCancelled, release 24.10) when `is_cancelled` ran beside the final `send`. Everybody else puts what there is to
+say into the outbox, refusals too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from backend.adapters.exchange import Exchange
+from backend.adapters.metrics import MetricsPublisher
+from backend.adapters.request_io import Answer
+from backend.adapters.stub import error_code, refuse
+from backend.core import Delta
+
+logger = logging.getLogger(__name__)
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+KEEP_ALIVE_SECONDS = 1.5
+"""A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
+
+News = tuple[Exchange, Delta | None]
+"""What to tell a client; None: look whether it is still there."""
+
+
+class ResponseThread:
+    def __init__(
+        self,
+        publisher: MetricsPublisher,
+        cancel: Callable[[str], object],
+        end_early: Callable[[Exchange], object],
+        forget: Callable[[Exchange], None],
+    ) -> None:
+        """cancel: ends the engine's requests of a key; end_early: cancels a request, wherever it is; forget: its final response was sent."""
+        self._publisher, self._cancel, self._end_early, self._forget = publisher, cancel, end_early, forget
+        self._outbox: queue.SimpleQueue[list[News] | None] = queue.SimpleQueue()
+        self._held: list[tuple[Exchange, Answer]] = []  # what waits for other requests' ends
+        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, news: list[News]) -> None:
+        """From any thread; sent in the order in which they came."""
+        self._outbox.put(news)
+
+    def stop(self, timeout: float) -> None:
+        """Sends what was put before, waiting so many seconds for it."""
+        self._outbox.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        """Sends what the others made, one response per request and step; steps that piled up meanwhile go together."""
+        is_open = True
+        while is_open:
+            groups = [self._outbox.get()]
+            while not self._outbox.empty():
+                groups.append(self._outbox.get())
+            is_open = None not in groups
+            merged: dict[tuple[int, int], tuple[Exchange, Answer]] = {}
+            for number, (exchange, delta) in enumerate(itertools.chain.from_iterable(filter(None, groups)), 1):
+                if delta is None or delta.error is not None:
+                    merged[id(exchange), -number] = (exchange, Answer([delta] if delta else []))
+                else:
+                    merged.setdefault((id(exchange), delta.index), (exchange, Answer()))[1].add(delta)
+            for exchange, answer in merged.values():
+                self._send_safely(exchange, answer)
+            held, self._held = self._held, []
+            for exchange, answer in held:
+                self._send_safely(exchange, answer)
+
+    def _send_safely(self, exchange: Exchange, answer: Answer) -> None:
+        """Whatever goes wrong belongs to this request only, and ends it."""
+        try:
+            self._send(exchange, answer)
+        except Exception as error:
+            logger.exception("request %r: the response could not be sent", exchange.client_id)
+            self._cancel(exchange.key)
+            try:
+                self._send_error(exchange, error)
+            except Exception:
+                logger.exception("request %r: nor could the error", exchange.client_id)
+                self._close(exchange)
+
+    def _send(self, exchange: Exchange, answer: Answer) -> None:
+        """Sends one completion's news; with none: looks whether the client is still there, and tells it that the server is."""
+        if exchange.is_closed:
+            return  # its end was sent: the response sender is not to be touched any more
+        now = time.monotonic()
+        if not answer.deltas:
+            exchange.is_due = False
+            self._check_cancelled(exchange)
+            if now - exchange.last_sent <= KEEP_ALIVE_SECONDS:
+                return
+            exchange.last_sent = now
+            if exchange.is_streamed:
+                exchange.sender.send(pb_utils.InferenceResponse(Answer([Delta(exchange.key)]).tensors()))
+            return
+        if not all(e.is_closed for e in exchange.waits_for):
+            self._held.append((exchange, answer))
+            return
+        self._publisher.num_responses += 1
+        (delta,) = answer.deltas
+        if delta.error is not None:
+            self._cancel(exchange.key)  # its siblings, if it has any
+            self._send_error(exchange, delta.error)
+            return
+        if delta.is_final:
+            exchange.num_open -= 1
+        is_last = exchange.num_open == 0
+        if not is_last:
+            self._check_cancelled(exchange)
+        if not exchange.is_streamed:
+            exchange.answer.add(delta)
+            if not is_last:
+                return
+            answer = exchange.answer
+        exchange.last_sent = now
+        response = pb_utils.InferenceResponse(answer.tensors())
+        if is_last:
+            self._send_final(exchange, response)
+        else:
+            exchange.sender.send(response)
+
+    def _check_cancelled(self, exchange: Exchange) -> None:
+        if not exchange.is_cancelled and exchange.sender.is_cancelled():
+            self._end_early(exchange)
+
+    def _send_error(self, exchange: Exchange, error: Exception) -> None:
+        if exchange.is_closed:
+            return
+        name = error_code(error)
+        if name == "INTERNAL":
+            logger.error("request %r failed", exchange.client_id, exc_info=error)
+        self._publisher.count_error(name)
+        self._send_final(exchange, refuse(exchange.client_id, error))
+
+    def _send_final(self, exchange: Exchange, response: Any) -> None:
+        exchange.is_closed = True
+        exchange.sender.send(response, flags=FINAL)
+        self._close(exchange)
+
+    def _close(self, exchange: Exchange) -> None:
+        exchange.is_closed = True
+        self._forget(exchange)
