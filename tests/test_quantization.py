@@ -15,7 +15,8 @@ from backend.models.layers import Weights
 from backend.models.loader import Checkpoint
 from backend.models.spec import Projection
 from backend.parallel.ranks import Ranks
-from backend.quantization import make_linear, quantize
+from backend.quantization import Linear, make_linear, quantize
+from backend.quantization.dense import DenseLinear, PackedLinear, TransposedLinear
 from backend.quantization.experts import stack
 from backend.quantization.quantized_linear import QuantizedLinear
 from backend.quantization.schemes import BLOCK, GROUP
@@ -308,6 +309,22 @@ def test_interleaved_codes_are_the_same_weight() -> None:
         assert torch.equal(made.part(1, 2).expand(), packed.expand()[len(packed.codes) // 2 :])
     odd = QuantizedWeight(torch.zeros(4, 24, dtype=torch.int8), torch.ones(4, 1))
     assert odd.interleave() is odd
+
+
+@pytest.mark.parametrize("kind", [DenseLinear, PackedLinear, TransposedLinear])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layouts_of_dense_weights_are_one_product(kind: type[Linear], has_bias: bool) -> None:
+    """Whatever processor each is for."""
+    torch.manual_seed(0)
+    weight, bias, norm = torch.randn(24, 13), torch.randn(24) if has_bias else None, torch.randn(13)
+    own, plain = kind(weight, bias), DenseLinear(weight, bias)  # type: ignore[call-arg]
+    for rows in (0, 1, 3, 33):
+        x, residual = torch.randn(rows, 13), torch.randn(rows, 24)
+        for name, arguments in (("__call__", (x,)), ("after_norm", (x, norm, 1e-5)), ("gated_after_norm", (x, norm, 1e-5))):
+            torch.testing.assert_close(getattr(own, name)(*arguments), getattr(plain, name)(*arguments), msg=name)
+        added = residual.clone()
+        own.add_to(added, x)
+        torch.testing.assert_close(added, residual + plain(x))
 
 
 @pytest.mark.parametrize(("own", "expected"), [({}, "model"), ({"quantization": "fp8"}, "model"), ({"quantization": "A8W8_FP8"}, "fp8")])
