@@ -19,8 +19,6 @@ CHEAP = 0.01
 """Share of a step's time that lookups may take whatever they bring."""
 SLOPE = 4
 """Times as many rows tell what one more takes."""
-MAX_DRAFTS = 16
-"""Of a chain."""
 
 
 class Prices:
@@ -43,8 +41,10 @@ class Prices:
         self._lookup_seconds = 0.0  # of a request's step without a model
         self._num_made = self._num_checked = PRIOR_MADE  # drafts that the model makes in a step, and that are verified of a request's
         self._mean_tokens, self._mean_drafts = PRIOR_VALUE, PRIOR_MADE  # of a request's step: emitted, and drafts that were verified
-        self._times = [0.0]  # of a step in which one request has so many drafts, and the others what they have on average
-        self._other_tokens = 0.0  # of those others
+        # A step in which one request has no drafts, and the others what they have on average: rows, seconds beside those of rows.
+        self._rows, self._rest = 1.0, 0.0
+        self._times: list[float] = []  # of that step with so many drafts of the one request, as they are asked for
+        self._other_tokens = 0.0
         self._chance = PRIOR_CHANCE
 
     # -- before a step ------------------------------------------------------------------------------------------------
@@ -55,8 +55,7 @@ class Prices:
         self._num_requests, self._num_asking, self._asking_value = num_requests, len(asking), sum(asking)
         verify, others = self._costs.verify, num_requests - 1
         self.row_seconds = (verify(SLOPE * num_requests) - verify(num_requests)) / ((SLOPE - 1) * num_requests)
-        rows, rest = num_requests + others * self._mean_drafts, others * self.draft_seconds
-        self._times = [verify(rows + number) + rest for number in range(MAX_DRAFTS + 1)]
+        self._rows, self._rest, self._times = num_requests + others * self._mean_drafts, others * self.draft_seconds, []
         self._other_tokens = others * self._mean_tokens
         self._weigh_model(len(able))
 
@@ -75,10 +74,17 @@ class Prices:
         """Of a step whose requests all have what they have on average."""
         return self._speed_with(self._mean_tokens - 1, self.draft_seconds)
 
+    def _time_of(self, num_drafts: int) -> float:
+        times = self._times
+        while len(times) <= num_drafts:
+            times.append(self._costs.verify(self._rows + len(times)) + self._rest)
+        return times[num_drafts]
+
     def _speed_with(self, gain: float, seconds: float) -> float:
         """Tokens a second of a step in which one request has `gain` accepted drafts after so many seconds more, and the others what they have on
         average."""
-        return (1 + gain + self._other_tokens) / max(self._times[0] + seconds, 1e-9) if self._times[0] else 0.0
+        plain = self._time_of(0)
+        return (1 + gain + self._other_tokens) / max(plain + seconds, 1e-9) if plain else 0.0
 
     def model_worth(self, own: Own, alone: float = 0.0) -> float:
         """What the model's drafts for a request bring beyond their cost, in tokens, as they were when it was asked; alone: how likely they are
@@ -95,9 +101,9 @@ class Prices:
         """The same of drafts that are there, as many leading ones as bring most, and one at least: below 0 where not even that one is worth its
         row. By the time of whole steps, since the first rows may take longer than later ones."""
         gain, best = 0.0, float("-inf")
-        for number, survival in enumerate(survivals[:MAX_DRAFTS], 1):
+        for number, survival in enumerate(survivals, 1):
             gain += survival
-            seconds = self._times[min(number, len(self._times) - 1)] - self._times[0]
+            seconds = self._time_of(number) - self._time_of(0)
             best = max(best, gain - self._speed_with(gain, seconds) * seconds)
         return best if survivals else 0.0
 
