@@ -63,7 +63,7 @@ def append_kv(
     swapped = turning.unflatten(-1, (2, size // 2)).flip(-2).flatten(-2)
     turned = torch.addcmul(turning * cos, swapped, sin)
     keys, values = turned[:, num_q:].flatten(1), qkv[:, num_q + num_kv :].flatten(1)
-    if slots.numpy().min(initial=0) < 0:
+    if len(slots) and int(slots.min()) < 0:
         is_kept = slots >= 0
         slots, keys, values = slots[is_kept], keys[is_kept], values[is_kept]
     for pages, rows in ((key_pages, keys), (value_pages, values)):
