@@ -16,6 +16,7 @@ from kernels import attention, reference
 from kernels import latent_attention as latents
 from kernels._load import gpu_of
 from kernels.attention import Heads
+from kernels.cache_scales import CacheScales
 from kernels.latent import head_linear
 from kernels.plain_attention import PlainAttention
 from kernels.prompt_attention import PromptAttention
@@ -321,15 +322,28 @@ def append_attention(
     plan: Plan,
     window: int | None = None,
     cap: float | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, D] over paged keys and values [P, page, Hkv, D], causal among the new tokens -> [T, H, D].
 
     The new tokens' keys and values are in their pages already. Rows past the last request's may hold anything. window: tokens that a query
-    sees, itself with them; cap: scores become cap tanh(score / cap).
+    sees, itself with them; cap: scores become cap tanh(score / cap). scales: of pages in e4m3, whose numbers are computed with in the queries' type.
     """
+    _check_scales(key_pages, scales)
+    if scales is not None:
+        query = scales.scale_query(query)
     if isinstance(plan, StepAttention):
-        return plan.attend(query, key_pages, value_pages, window, cap)
-    return reference.append_attention(query, key_pages, value_pages, plan, window, cap)
+        result = plan.attend(query, key_pages, value_pages, window, cap)
+    else:
+        result = reference.append_attention(query, key_pages, value_pages, plan, window, cap)
+    return result if scales is None else scales.scale_result(result)
+
+
+def _check_scales(pages: torch.Tensor, scales: CacheScales | None) -> None:
+    if (pages.dtype == reference.E4M3) != (scales is not None):
+        raise ValueError(f"pages are {pages.dtype}, scales {'missing' if scales is None else 'given'}; they go with {reference.E4M3} alone")
+    if scales is not None:
+        scales.check(pages.shape[2], "attention")
 
 
 def latent_attention(
@@ -340,11 +354,17 @@ def latent_attention(
     value_up: torch.Tensor,
     scale: float,
     absorb: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, N + D] over paged latents [P, page, 1, R + D] -> [T, H, V]: see `reference.latent_attention`.
 
-    absorb: key_up as [H, R, N], which a GPU wants where few queries meet latents; made for the call when it is not given.
+    absorb: key_up as [H, R, N], which a GPU wants where few queries meet latents; made for the call when it is not given. scales: of pages in e4m3.
     """
+    _check_scales(pages, scales)
+    if scales is not None:
+        query = scales.scale_latent_query(query, key_up.shape[1])
     if isinstance(plan, StepAttention):
-        return plan.attend_latents(query, pages, key_up, value_up, scale, absorb)
-    return reference.latent_attention(query, pages, plan, key_up, value_up, scale)
+        result = plan.attend_latents(query, pages, key_up, value_up, scale, absorb)
+    else:
+        result = reference.latent_attention(query, pages, plan, key_up, value_up, scale)
+    return result if scales is None else scales.scale_result(result)
