@@ -82,6 +82,8 @@ def append_kv(
     if not num_tokens:
         return queries
     defines = {"DTYPE": _DTYPES[qkv.dtype], "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv, "HEAD_DIM": size}
+    if scales is not None:
+        defines["E4M3"] = 1
     threads = num_tokens * all_heads * (size // (2 * width))
     load(qkv.device, "append_kv", "append_kv", defines, programmatic=True)(
         (-(-threads // THREADS), 1),
@@ -94,6 +96,7 @@ def append_kv(
         sin,
         slots,
         0 if positions is None else positions,
+        *((0, 0) if scales is None else (scales.key_factors, scales.value_factors)),
         num_tokens,
         qkv.stride(0),
         slots.element_size() // 4,

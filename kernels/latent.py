@@ -56,10 +56,13 @@ def append_latent(
     if not num_tokens:
         return
     defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[query.dtype], "SPLIT": 1, "STEPS": 1}
+    if scales is not None:
+        defines["E4M3"] = 1
+    factors = (0, 0) if scales is None else (scales.key_factors, scales.value_factors)
     sizes = LatentSizes(rank, dim, num_heads, head_size, query.stride(0), latents.stride(0), slots.element_size() // 4, eps)
     grid = (num_tokens, 1 + -(-num_heads * (dim // 2) // THREADS))
     load(query.device, "latent", "append_latent", defines, programmatic=True)(
-        grid, (THREADS, 1, 1), pages, query, latents, norm_weight, cos, sin, slots, sizes
+        grid, (THREADS, 1, 1), pages, query, latents, norm_weight, cos, sin, slots, *factors, sizes
     )
 
 

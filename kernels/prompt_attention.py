@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.reference.attention import token_rows
-from kernels.reference.e4m3 import read_numbers
+from kernels.reference.e4m3 import read_rows
 
 MAX_QUERIES = 1024
 """Of a prompt, that are computed together where scores are held whole."""
@@ -50,7 +50,7 @@ class PromptAttention:
         stride = pages.stride(0) // rows.shape[1]
         if stride not in self._slots:
             self._slots[stride] = (self._pages * stride + self._offsets).clamp_(0, len(rows) - 1)
-        return read_numbers(rows.index_select(0, self._slots[stride]), dtype).view(-1, *pages.shape[2:])
+        return read_rows(rows, self._slots[stride], dtype).view(-1, *pages.shape[2:])
 
     def attend(
         self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, window: int | None = None, cap: float | None = None

@@ -62,6 +62,8 @@ class StepAttention:
     """[B] int32: a multiple of page_size, and no more than the tokens before the new ones."""
     seen: torch.Tensor | None = None
     """[T] int64: what rows that decode see of their request's, where some are trees: see `step_rows.StepRows`."""
+    is_e4m3: bool = False
+    """Whether pages hold codes of e4m3."""
     _decoding: attention.AttentionPlan | latents.LatentPlan | None = field(default=None, init=False)
     """Where a kernel computes rows that decode."""
     _kinds: dict[tuple[int | None, float | None], attention.AttentionPlan] = field(default_factory=dict, init=False)
@@ -100,7 +102,7 @@ class StepAttention:
     def _plan_latents(self, cu_query_lens: torch.Tensor, seq_lens: torch.Tensor, table_rows: torch.Tensor) -> latents.LatentPlan | None:
         if self.seen is not None:
             return None
-        defines = latents.choose_shape(self.max_query_len, self.page_size, self.heads, self.dtype, gpu_of(seq_lens.device))
+        defines = latents.choose_shape(self.max_query_len, self.page_size, self.heads, self.dtype, gpu_of(seq_lens.device), self.is_e4m3)
         if defines is None:
             return None
         return latents.LatentPlan(
@@ -138,6 +140,7 @@ class StepAttention:
             window=window,
             cap=cap,
             seen=self.seen,
+            is_e4m3=self.is_e4m3,
         )
 
     def _kind(self, window: int | None, cap: float | None) -> attention.AttentionPlan | None:

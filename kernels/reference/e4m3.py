@@ -25,6 +25,12 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
 
 
+def read_rows(rows: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of memory [n, N] that index [...] names -> [..., N], as `read_numbers` has them."""
+    taken = (rows.view(torch.uint8) if rows.dtype == E4M3 else rows).index_select(0, index.flatten())
+    return read_numbers(taken.view(rows.dtype), dtype).view(*index.shape, -1)
+
+
 def read_numbers(held: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
     """What memory holds as numbers to compute with: e4m3 in `dtype`, exactly and without its scale; any other type as it is.
 
