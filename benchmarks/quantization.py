@@ -1,5 +1,5 @@
-"""What rounding costs, on CPU: the bundled model's logits and perplexity by type of weights, and of keys and values, its drafter's acceptance, and
-the speed of products.
+"""What rounding costs, on CPU: the bundled model's logits and perplexity by type of weights, and of keys and values, its drafter's acceptance,
+answers with and without drafts, and the speed of products.
 
     python -m benchmarks.quantization [--files 8] [--prompts 24]
     python -m benchmarks.quantization --model MODEL --text FILE FILE ...
@@ -106,6 +106,22 @@ def compare_acceptance(num_prompts: int) -> None:
         print(f"{who + ' ' + (name or ''):30} {accepted / drafted:9.3f}", flush=True)
 
 
+def compare_answers(num_prompts: int) -> None:
+    """How often a draft beside a token changes it, for the last bits of sums that e4m3 and bfloat16 make more of than float32 does."""
+    texts, rng = list(read_heldout().values()), random.Random(1)
+    prompts = [text[start : start + 600] for text in rng.choices(texts, k=num_prompts) for start in [rng.randrange(len(text) - 1200)]]
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    print(f"\n{'':30} answers of 64 tokens that are the same with and without drafts, of {num_prompts}")
+    for name, options in {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "float32, fp8 cache": CACHES["fp8 cache"]}.items():
+        llm = LLM(speculative_config=speculative, enable_prefix_caching=False, **options)
+        answers = [
+            [output.outputs[0].token_ids for output in llm.generate(prompts, params, speculative=choice, use_tqdm=False)]
+            for choice in ({"method": "none"}, {"method": "mtp"})
+        ]
+        print(f"{name:30} {sum(one == other for one, other in zip(*answers))}", flush=True)
+
+
 def time_of(call: Callable[[], object]) -> float:
     """Milliseconds, the least: the machine has other work."""
     times = []
@@ -153,6 +169,7 @@ def main() -> None:
         compare_logits(read_windows(arguments.files))
         compare_speed()
     compare_acceptance(arguments.prompts)
+    compare_answers(4 * arguments.prompts)
 
 
 if __name__ == "__main__":
