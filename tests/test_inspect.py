@@ -54,8 +54,8 @@ def test_one_line_for_each_heading(capsys: pytest.CaptureFixture[str]) -> None:
 def test_keys_and_values_in_8_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """As asked for, or as the checkpoint asks."""
     words = [BUNDLED_MODEL, "--dtype", "float32"]
-    assert "a token 15.0 KiB" in inspect(capsys, *words)["memory"]
-    assert "a token in fp8 3.8 KiB" in inspect(capsys, *words, "--kv-cache-dtype", "fp8_e4m3")["memory"]
+    assert "a token 20.0 KiB" in inspect(capsys, *words)["memory"]
+    assert "a token in fp8 5.0 KiB" in inspect(capsys, *words, "--kv-cache-dtype", "fp8_e4m3")["memory"]
     make_model(Case("llama"), tmp_path / "model")
     scheme = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     folder = edited(tmp_path / "model", tmp_path / "asks", quantization_config=scheme)
