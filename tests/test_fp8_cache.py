@@ -27,6 +27,7 @@ from backend.errors import ConfigError, KvStoreError, ModelError
 from backend.kv_store import CacheSpec, KvStore
 from backend.models.cache_scales import CALIBRATION_TOKENS, HEADROOM
 from backend.models.layers import ATTENTION
+from backend.quantization.dense import PackedLinear, TransposedLinear
 from backend.step.worker import Worker
 from deploy.options import split_keys
 from deploy.other_options import translate
@@ -56,6 +57,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and attention sum in float64, and round to the model's float32: a row's do not depend on the rows beside it."""
+    for layout in (TransposedLinear, PackedLinear):  # whose products go by other names
+        monkeypatch.setattr(layout, "is_usable", staticmethod(lambda weight: False))
     linear, attention, matmul = F.linear, F.scaled_dot_product_attention, torch.Tensor.__matmul__
 
     def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
