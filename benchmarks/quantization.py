@@ -1,7 +1,7 @@
 """What rounding costs, on CPU: the bundled model's logits and perplexity by type of weights, and of keys and values, its drafter's acceptance,
 answers with and without drafts, and the speed of products.
 
-    python -m benchmarks.quantization [--files 8] [--prompts 24]
+    python -m benchmarks.quantization [--files 8] [--prompts 24] [--only logits|speed|acceptance|answers]
     python -m benchmarks.quantization --model MODEL --text FILE FILE ...
 
 Held-out standard-library modules, float32 arithmetic. The drafter is rounded while the target is not, and the other way round.
@@ -64,6 +64,7 @@ def logits_of(types: Any, windows: list[list[int]], model: str, dtype: str, cach
     return found
 
 
+@torch.inference_mode()
 def compare_logits(windows: list[list[int]], model: str = str(BUNDLED_MODEL), dtypes: tuple[str, ...] = ("float32",)) -> None:
     """dtypes: of the plain weights; those that are rounded compute in the first."""
     exact: list[torch.Tensor] = []
@@ -132,6 +133,7 @@ def time_of(call: Callable[[], object]) -> float:
     return min(times)
 
 
+@torch.inference_mode()
 def compare_speed() -> None:
     torch.set_num_threads(1)
     print(f"\n{'ms, 2048 x 2048':20} " + " ".join(f"{f'{dtype}'[6:]} {n:>3}" for dtype in (torch.float32, torch.bfloat16) for n in (1, 8, 128)))
@@ -155,21 +157,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--only", choices=("logits", "speed", "acceptance", "answers"), help="one of the four parts")
     parser.add_argument("--model", help="another model than the bundled one: its logits alone")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="with --model: texts that it has not seen")
     arguments = parser.parse_args()
     if arguments.model:
         folder = find_model(arguments.model)
         tokenizer = Tokenizer(folder)
-        with torch.inference_mode():
-            windows = [tokenizer.encode(Path(path).read_text("utf-8"))[:CONTEXT] for path in arguments.text]
-            compare_logits(windows, str(folder), ("float32", "bfloat16"))
+        windows = [tokenizer.encode(Path(path).read_text("utf-8"))[:CONTEXT] for path in arguments.text]
+        compare_logits(windows, str(folder), ("float32", "bfloat16"))
         return
-    with torch.inference_mode():
-        compare_logits(read_windows(arguments.files))
-        compare_speed()
-    compare_acceptance(arguments.prompts)
-    compare_answers(4 * arguments.prompts)
+    parts: dict[str, Callable[[], None]] = {
+        "logits": lambda: compare_logits(read_windows(arguments.files)),
+        "speed": compare_speed,
+        "acceptance": lambda: compare_acceptance(arguments.prompts),
+        "answers": lambda: compare_answers(2 * arguments.prompts),
+    }
+    for name, measure in parts.items():
+        if arguments.only in (None, name):
+            measure()
 
 
 if __name__ == "__main__":

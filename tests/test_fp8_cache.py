@@ -447,20 +447,22 @@ def test_prompts_see_what_the_pages_hold(folders: dict[str, Path], name: str, ex
 
 
 def tokens_of(llm: LLM, prompts: list[dict[str, list[int]]]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(24), use_tqdm=False)]
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, greedy(16), use_tqdm=False)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_drafts_chunks_and_cached_pages_change_nothing(folders: dict[str, Path], name: str, exact_sums: None) -> None:
+def test_drafts_chunks_cached_pages_and_preemption_change_nothing(folders: dict[str, Path], name: str, exact_sums: None) -> None:
     prompts = [{"prompt_token_ids": (random_tokens(12, seed) * 6)[:length]} for seed, length in enumerate((60, 33, 17))]
 
     def make(**options: Any) -> LLM:
-        return LLM(str(folders[name]), kv_cache_memory="1MiB", **FP8, **options)
+        return LLM(str(folders[name]), **{"kv_cache_memory": "1MiB"} | FP8 | options)
 
     llm = make()
     plain = tokens_of(llm, prompts)
     assert tokens_of(llm, prompts) == plain and llm.engine.scheduler.num_cached_tokens > 0
     assert tokens_of(make(max_num_batched_tokens=5, max_batch_size=2), prompts) == plain
+    tight = make(kv_cache_memory=9 * llm.engine.worker.store.page_bytes)
+    assert tokens_of(tight, prompts) == plain and tight.engine.metrics.preemptions > 0
     drafting = make(speculative_config={"method": "ngram", "num_speculative_tokens": 4, "adaptive": False})
     assert tokens_of(drafting, prompts) == plain and drafting.engine.metrics.accepted_tokens["ngram"] > 0
 
