@@ -13,7 +13,14 @@ from pathlib import Path
 
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
-from backend.quantization_config import QuantizationConfig, asks_for_activations, normalize_quantization, read_quantization
+from backend.quantization_config import (
+    CACHE_SCALES,
+    QuantizationConfig,
+    asks_for_activations,
+    normalize_cache_dtype,
+    normalize_quantization,
+    read_quantization,
+)
 from backend.section import Section, require
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
@@ -120,6 +127,13 @@ class EngineConfig(Section):
     """Bytes, or a string such as "2GiB"; default: 4 GiB on CPU, else by gpu_memory_utilization; never more than the batch can use."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that weights and KV cache may take."""
+    kv_cache_dtype: str = "auto"
+    """What the target's keys and values are kept in: model, which is the model's dtype; fp8 (fp8_e4m3), e4m3 with a scale for each head of keys
+    and of values: half of bfloat16's bytes, on CPU only so far; auto: fp8 where the checkpoint says so (kv_cache_scheme), else model. Drafters keep
+    theirs in the model's dtype."""
+    kv_cache_scales: str = "auto"
+    """With fp8: auto, which is the checkpoint's scales, or where it has none such as cover what the model keeps of a fixed prompt, found when it is
+    loaded; one: 1 for all."""
     enable_prefix_caching: bool = True
     """Keep the pages of finished requests, for those that begin alike."""
     num_threads: int | None = None
@@ -159,7 +173,15 @@ class EngineConfig(Section):
         require(self.prompt_activations in PROMPT_ACTIVATIONS, "prompt_activations", self.prompt_activations, f"one of {known}")
         if self.prompt_activations == "auto":
             object.__setattr__(self, "prompt_activations", "fp8" if asks_for_activations(self.quantization) else "model")
-        object.__setattr__(self, "quantization", normalize_quantization("quantization", self.quantization))
+        object.__setattr__(self, "quantization", normalize_quantization("quantization", self.quantization, has_cache=True))
+        object.__setattr__(self, "kv_cache_dtype", normalize_cache_dtype("kv_cache_dtype", self.kv_cache_dtype))
+        if isinstance(parts := self.quantization, QuantizationConfig) and parts.kv_cache_quant_type not in (None, "auto"):
+            other = parts.kv_cache_quant_type
+            good = self.kv_cache_dtype in ("auto", other)
+            require(good, "kv_cache_dtype", self.kv_cache_dtype, f"{other}, or left out, where quantization.kv_cache_quant_type is {other}")
+            object.__setattr__(self, "kv_cache_dtype", other)
+        known = ", ".join(CACHE_SCALES)
+        require(self.kv_cache_scales in CACHE_SCALES, "kv_cache_scales", self.kv_cache_scales, f"one of {known}")
         require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, "one of " + ", ".join(LOAD_FORMATS))
         known = ", ".join(GENERATION_CONFIGS)
         require(self.generation_config in GENERATION_CONFIGS, "generation_config", self.generation_config, f"one of {known}")

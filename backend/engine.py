@@ -110,10 +110,11 @@ class Engine:
         gc.collect()
         store = self.worker.store
         logger.info(
-            "engine ready: %d KV pages of %d tokens (%.0f MB), %s on %s, context %d, %d tokens a step, configuration %s",
+            "engine ready: %d KV pages of %d tokens (%.0f MB; keys and values in %s), %s on %s, context %d, %d tokens a step, configuration %s",
             store.num_pages,
             config.page_size,
             store.num_pages * store.page_bytes / 1e6,
+            self.worker.cache_dtype,
             self.worker.dtype,
             self._device,
             self.worker.max_model_len,

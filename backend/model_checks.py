@@ -17,7 +17,7 @@ from backend.model_files import find_weights, has_same_weights, open_weights, re
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
-from backend.models.quantized_spec import CheckpointQuantization, Expected
+from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
 from backend.models.spec import DecoderSpec, Shapes, WeightList
 from backend.models.values import Values
 from backend.quantization_config import SCHEMES, STORED, QuantizationConfig
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)$")
 """Tables that older files hold beside the weights: they are computed anew."""
-CACHE_SCALES = re.compile(r"\.self_attn\.([kqv]|prob)_scale$")
-"""Of keys and values in 8 bits, in quantized checkpoints: they are kept in the model's dtype."""
 MAX_LISTED = 5
 
 
@@ -169,7 +167,7 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
         if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
             weights.add_known(DRAFTERS[name](values))
         quantization = read_checkpoint_quantization(config, directory)
-        if quantization is not None:
+        if quantization is not None and quantization.has_weights:
             _check_any(Path(directory), weights, quantization)
         check_weights(Path(directory), weights, f"num_hidden_layers is {config['num_hidden_layers']}", quantization)
         if spec.is_tied:
@@ -214,7 +212,7 @@ def _check_any(directory: Path, weights: WeightList, quantization: CheckpointQua
 
 
 def _refuse_dummy(config: Mapping[str, Any], directory: str | Path) -> None:
-    if (found := read_checkpoint_quantization(config, directory)) is not None:
+    if (found := read_checkpoint_quantization(config, directory)) is not None and found.has_weights:
         raise ModelError(
             f"{directory}: load_format dummy makes plain weights, not {found.method}; take quantization_config out, and use quantization"
         )
@@ -223,7 +221,7 @@ def _refuse_dummy(config: Mapping[str, Any], directory: str | Path) -> None:
 def check_rounding(config: Mapping[str, Any], directory: str | Path, quantization: QuantizationConfig | None) -> None:
     """Raises ModelError where weights would be rounded that are rounded already."""
     found = read_checkpoint_quantization(config, directory)
-    if found is not None and quantization is not None and (quantization.dense_quant_type or quantization.moe_quant_type):
+    if found is not None and found.has_weights and quantization is not None and (quantization.dense_quant_type or quantization.moe_quant_type):
         raise ModelError(f"{directory}: the weights are quantized already ({found.method}); leave quantization {quantization.names} out")
 
 
@@ -236,7 +234,7 @@ def settle_quantization(value: Any, directory: str | Path) -> tuple[Any, str]:
     if named is None:
         return value, ""
     found = read_checkpoint_quantization(read_config(directory), directory)
-    if found is None:
+    if found is None or not found.has_weights:
         if named in SCHEMES:
             return value, ""
         raise ModelError(
@@ -266,7 +264,7 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
             raise ModelError(f"{directory}: weight {_describe(absent)} is missing, though the projections beside it have theirs")
     unused = [name for name in files if name not in known and name not in weights.ignored and not BUFFERS.search(name)]
     if quantization is not None:
-        unused = [name for name in unused if not CACHE_SCALES.search(name)]
+        unused = [name for name in unused if not CACHE_TENSORS.search(name)]
     if layers := [name for name in unused if name.startswith("model.layers.")]:
         raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:

@@ -1,4 +1,4 @@
-"""Which weights are rounded when a model is loaded (the option `quantization`). No torch."""
+"""Which weights are rounded when a model is loaded (the option `quantization`), and what keys and values are kept in. No torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ STORED = {
     "fbgemm_fp8": "fbgemm_fp8", "modelopt": "modelopt", "modelopt_fp4": "modelopt",
 }  # fmt: skip
 """vLLM's names of formats of checkpoints, and what those say themselves (`quant_method`)."""
+CACHE_DTYPES = ("auto", "model", "fp8")
+CACHE_ALIASES = {"fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8", "float8_e4m3fn": "fp8"}
+"""What vLLM, SGLang and FastDeploy call it."""
+CACHE_SCALES = ("auto", "one")
 MIXED = "mix_quant"
 """FastDeploy's name for a type of each part."""
 
@@ -35,6 +39,16 @@ def normalize_scheme(key: str, value: object) -> str:
     return name
 
 
+def normalize_cache_dtype(key: str, value: object) -> str:
+    """What keys and values are kept in, from any accepted spelling. Raises ConfigError."""
+    name = value.lower() if isinstance(value, str) else ""
+    name = CACHE_ALIASES.get(name, name)
+    if name not in CACHE_DTYPES:
+        known = ", ".join(CACHE_DTYPES)
+        raise ConfigError(f"{key} must be one of {known}, got {value!r:.80}: keys and values are in the model's dtype, or in e4m3 (fp8)")
+    return name
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizationConfig(Section):
     """The types of parts that have types of their own."""
@@ -49,6 +63,8 @@ class QuantizationConfig(Section):
     """Of experts."""
     head_quant_type: str | None = None
     """Of the output head, which is left as it is by default. Not for drafters: their head is the target's."""
+    kv_cache_quant_type: str | None = None
+    """FastDeploy's place for `kv_cache_dtype`: float8_e4m3fn is fp8. Not for drafters: they keep keys and values in the model's dtype."""
 
     def __post_init__(self) -> None:
         general = None if self.quantization in (None, MIXED) else normalize_scheme("quantization.quantization", self.quantization)
@@ -59,6 +75,9 @@ class QuantizationConfig(Section):
             elif key != "head_quant_type":
                 object.__setattr__(self, key, general)
         object.__setattr__(self, "quantization", None)  # what it says, the others say now
+        if self.kv_cache_quant_type is not None:
+            cache = normalize_cache_dtype("quantization.kv_cache_quant_type", self.kv_cache_quant_type)
+            object.__setattr__(self, "kv_cache_quant_type", cache)
 
     @property
     def names(self) -> str:
@@ -66,8 +85,12 @@ class QuantizationConfig(Section):
         return "/".join(name or "-" for name in (self.dense_quant_type, self.moe_quant_type, self.head_quant_type))
 
 
-def normalize_quantization(key: str, value: str | QuantizationConfig | None) -> str | QuantizationConfig | None:
-    """What an option names: a type for all parts, by its own name, or types of parts. Raises ConfigError."""
+def normalize_quantization(key: str, value: str | QuantizationConfig | None, *, has_cache: bool = False) -> str | QuantizationConfig | None:
+    """What an option names: a type for all parts, by its own name, or types of parts. has_cache: keys and values may be among them.
+
+    Raises ConfigError."""
+    if isinstance(value, QuantizationConfig) and value.kv_cache_quant_type is not None and not has_cache:
+        raise ConfigError(f"{key}.kv_cache_quant_type is of a server's own model (kv_cache_dtype), and of weights alone here: leave it out")
     if not isinstance(value, str):
         return value
     if (nested := NESTED_ALIASES.get(value.lower())) is not None:

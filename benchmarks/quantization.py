@@ -1,6 +1,7 @@
-"""What rounding costs, on CPU: the bundled model's logits and perplexity by type, its drafter's acceptance, and the speed of products.
+"""What rounding costs, on CPU: the bundled model's logits and perplexity by type of weights, and of keys and values, its drafter's acceptance,
+answers with and without drafts, and the speed of products.
 
-    python -m benchmarks.quantization [--files 8] [--prompts 24]
+    python -m benchmarks.quantization [--files 8] [--prompts 24] [--only logits|speed|acceptance|answers]
     python -m benchmarks.quantization --model MODEL --text FILE FILE ...
 
 Held-out standard-library modules, float32 arithmetic. The drafter is rounded while the target is not, and the other way round.
@@ -37,6 +38,11 @@ TYPES: dict[str, Any] = {
     **{name: name for name in SCHEMES},
     "wint8, head wint8": {"dense_quant_type": "wint8", "head_quant_type": "wint8"},
 }
+CACHES: dict[str, dict[str, str]] = {
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "fp8 cache, scales 1": {"kv_cache_dtype": "fp8", "kv_cache_scales": "one"},
+}
+"""Of keys and values."""
 CONTEXT = 512
 
 
@@ -46,9 +52,9 @@ def read_windows(num_files: int) -> list[list[int]]:
     return [tokenizer.encode(text).ids[:CONTEXT] for text in list(read_heldout().values())[:num_files]]
 
 
-def logits_of(types: Any, windows: list[list[int]], model: str, dtype: str) -> list[torch.Tensor]:
+def logits_of(types: Any, windows: list[list[int]], model: str, dtype: str, cache: dict[str, str]) -> list[torch.Tensor]:
     """At every token of each window."""
-    values = {"model": model, "device": "cpu", "dtype": dtype, "quantization": types, "kv_cache_memory": "64MiB", "max_batch_size": 2}
+    values = {"model": model, "device": "cpu", "dtype": dtype, "quantization": types, "kv_cache_memory": "64MiB", "max_batch_size": 2, **cache}
     steps = Steps(Worker(EngineConfig.from_dict(values), Ranks()))
     found = []
     for window in windows:
@@ -58,22 +64,26 @@ def logits_of(types: Any, windows: list[list[int]], model: str, dtype: str) -> l
     return found
 
 
+@torch.inference_mode()
 def compare_logits(windows: list[list[int]], model: str = str(BUNDLED_MODEL), dtypes: tuple[str, ...] = ("float32",)) -> None:
     """dtypes: of the plain weights; those that are rounded compute in the first."""
     exact: list[torch.Tensor] = []
     print(f"\n{sum(map(len, windows))} tokens of {len(windows)} files; logits against those of the plain weights")
     print(f"{'target':20} {'perplexity':>10} {'relative':>9} {'KL, nats':>9} {'same token':>10}")
-    rows = [(name, types, dtypes[0]) for name, types in TYPES.items()]
-    rows[1:1] = [(dtype, None, dtype) for dtype in dtypes[1:]]
-    for name, types, dtype in rows:
-        found = [logits.float() for logits in logits_of(types, windows, model, dtype)]
+    plain: dict[str, str] = {}
+    rows = [(name, types, dtypes[0], plain) for name, types in TYPES.items()]
+    rows[1:1] = [(dtype, None, dtype, plain) for dtype in dtypes[1:]]
+    rows += [(name, None, dtypes[0], cache) for name, cache in CACHES.items()]
+    rows.append(("wint8, fp8 cache", "wint8", dtypes[0], CACHES["fp8 cache"]))
+    for name, types, dtype, cache in rows:
+        found = [logits.float() for logits in logits_of(types, windows, model, dtype, cache)]
         exact = exact or found
         losses, kl, same, error, size = [], [], [], 0.0, 0.0
-        for window, own, plain in zip(windows, found, exact):
+        for window, own, right in zip(windows, found, exact):
             losses.append(F.cross_entropy(own[:-1], torch.tensor(window[1:]), reduction="none"))
-            kl.append(F.kl_div(own.log_softmax(-1), plain.log_softmax(-1), log_target=True, reduction="none").sum(-1))
-            same.append((own.argmax(-1) == plain.argmax(-1)).float())
-            error, size = error + float((own - plain).square().sum()), size + float(plain.square().sum())
+            kl.append(F.kl_div(own.log_softmax(-1), right.log_softmax(-1), log_target=True, reduction="none").sum(-1))
+            same.append((own.argmax(-1) == right.argmax(-1)).float())
+            error, size = error + float((own - right).square().sum()), size + float(right.square().sum())
         numbers = (math.exp(float(torch.cat(losses).mean())), math.sqrt(error / size), float(torch.cat(kl).mean()), float(torch.cat(same).mean()))
         print(f"{name:20} {numbers[0]:10.3f} {numbers[1]:9.4f} {numbers[2]:9.5f} {numbers[3]:10.4f}", flush=True)
 
@@ -87,12 +97,30 @@ def compare_acceptance(num_prompts: int) -> None:
         prompts.append(text[start : start + 600])
     params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     print(f"\n{'rounded':30} {'accepted':>9} mtp, 3 drafts, {num_prompts} prompts, 64 tokens, greedy")
-    for who, name in [("nothing", None), *((who, name) for who in ("drafter", "target", "both") for name in SCHEMES)]:
+    weights = [("nothing", None), *((who, name) for who in ("drafter", "target", "both") for name in SCHEMES)]
+    for who, name in [*weights, *(("", cache) for cache in CACHES)]:
         speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, "quantization": name if who in ("drafter", "both") else None}
-        llm = LLM(quantization=name if who in ("target", "both") else None, speculative_config=speculative)
+        cache = CACHES.get(name or "", {})
+        llm = LLM(quantization=name if who in ("target", "both") else None, speculative_config=speculative, **cache)
         stats = [output.outputs[0].stats for output in llm.generate(prompts, params, use_tqdm=False)]
         drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
         print(f"{who + ' ' + (name or ''):30} {accepted / drafted:9.3f}", flush=True)
+
+
+def compare_answers(num_prompts: int) -> None:
+    """How often a draft beside a token changes it, for the last bits of sums that e4m3 and bfloat16 make more of than float32 does."""
+    texts, rng = list(read_heldout().values()), random.Random(1)
+    prompts = [text[start : start + 600] for text in rng.choices(texts, k=num_prompts) for start in [rng.randrange(len(text) - 1200)]]
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    print(f"\n{'':30} answers of 64 tokens that are the same with and without drafts, of {num_prompts}")
+    for name, options in {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "float32, fp8 cache": CACHES["fp8 cache"]}.items():
+        llm = LLM(speculative_config=speculative, enable_prefix_caching=False, **options)
+        answers = [
+            [output.outputs[0].token_ids for output in llm.generate(prompts, params, speculative=choice, use_tqdm=False)]
+            for choice in ({"method": "none"}, {"method": "mtp"})
+        ]
+        print(f"{name:30} {sum(one == other for one, other in zip(*answers))}", flush=True)
 
 
 def time_of(call: Callable[[], object]) -> float:
@@ -105,6 +133,7 @@ def time_of(call: Callable[[], object]) -> float:
     return min(times)
 
 
+@torch.inference_mode()
 def compare_speed() -> None:
     torch.set_num_threads(1)
     print(f"\n{'ms, 2048 x 2048':20} " + " ".join(f"{f'{dtype}'[6:]} {n:>3}" for dtype in (torch.float32, torch.bfloat16) for n in (1, 8, 128)))
@@ -128,20 +157,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--only", choices=("logits", "speed", "acceptance", "answers"), help="one of the four parts")
     parser.add_argument("--model", help="another model than the bundled one: its logits alone")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="with --model: texts that it has not seen")
     arguments = parser.parse_args()
     if arguments.model:
         folder = find_model(arguments.model)
         tokenizer = Tokenizer(folder)
-        with torch.inference_mode():
-            windows = [tokenizer.encode(Path(path).read_text("utf-8"))[:CONTEXT] for path in arguments.text]
-            compare_logits(windows, str(folder), ("float32", "bfloat16"))
+        windows = [tokenizer.encode(Path(path).read_text("utf-8"))[:CONTEXT] for path in arguments.text]
+        compare_logits(windows, str(folder), ("float32", "bfloat16"))
         return
-    with torch.inference_mode():
-        compare_logits(read_windows(arguments.files))
-        compare_speed()
-    compare_acceptance(arguments.prompts)
+    parts: dict[str, Callable[[], None]] = {
+        "logits": lambda: compare_logits(read_windows(arguments.files)),
+        "speed": compare_speed,
+        "acceptance": lambda: compare_acceptance(arguments.prompts),
+        "answers": lambda: compare_answers(2 * arguments.prompts),
+    }
+    for name, measure in parts.items():
+        if arguments.only in (None, name):
+            measure()
 
 
 if __name__ == "__main__":

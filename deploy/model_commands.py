@@ -10,6 +10,7 @@ from pathlib import Path
 
 from backend.config import DTYPES
 from backend.errors import ConfigError, ModelError
+from backend.quantization_config import normalize_cache_dtype
 
 
 def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,8 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of each sequence (default: the model's context, 8192 at most)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="ranks (default 1)")
-    parser.add_argument("--dtype", choices=DTYPES[1:], help="of weights and cache (default: the checkpoint's)")
+    parser.add_argument("--dtype", choices=DTYPES[1:], help="of weights, and of keys and values (default: the checkpoint's)")
+    parser.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="of keys and values: model, fp8, or auto: as the checkpoint says")
     parser.add_argument("--target", metavar="MODEL", help="a model's folder: whether the first is a drafter for it, and of which method")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -48,7 +50,9 @@ def inspect(args: argparse.Namespace) -> int:
         if not (path.is_file() and path.suffix == GGUF_SUFFIX):
             path = find_model(args.model, Source(has_weights=False))
         target = find_model(args.target) if args.target else None
-        found = inspect(path, Load(args.max_model_len, args.batch, args.tensor_parallel_size, args.dtype), target, has_weights=is_here)
+        cache = normalize_cache_dtype("kv_cache_dtype", args.kv_cache_dtype)
+        load = Load(args.max_model_len, args.batch, args.tensor_parallel_size, args.dtype, cache)
+        found = inspect(path, load, target, has_weights=is_here)
     except (ConfigError, ModelError) as error:
         print(f"foretoken inspect: {error}", file=sys.stderr)
         return 2

@@ -158,6 +158,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--quantization", "-q", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts"
     )
+    model.add_argument("--kv-cache-dtype", metavar="TYPE", help="of keys and values: auto, model (the model's dtype) or fp8 (e4m3; on CPU so far)")
+    model.add_argument("--kv-cache-scales", metavar="WHICH", help="with fp8: auto (the checkpoint's, else calibrated at the start), or one")
     model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     model.add_argument(
         "--tensor-parallel-size", "-tp", type=int, metavar="N", help="processes that the model is split over; on GPUs each has one (default 1)"

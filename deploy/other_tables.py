@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from deploy.other_kinds import (
+    CACHE_SCALES,
     CHUNKS,
+    EIGHT_BITS,
     GRAPHS,
     HOST_MEMORY,
     KERNELS,
@@ -49,8 +51,12 @@ OTHERS: dict[str, Other] = {
     "hf_overrides": Refused("change the model's config.json"),
     "rope_scaling": Refused("change rope_scaling in the model's config.json"),
     "quant_type": Alias("quantization"),
-    "kv_cache_dtype": Refused("keys and values are kept in the model's type", ("auto",)),
-    "calculate_kv_scales": Refused("keys and values are kept in the model's type", is_switch=True),
+    "calculate_kv_scales": Needless("of --kv-cache-dtype fp8 scales that the checkpoint lacks are found at the start", is_switch=True),
+    "quantization_param_path": Refused(CACHE_SCALES),
+    "cachekv_scale_file": Refused(CACHE_SCALES),
+    "cachekv_int8_type": Refused(EIGHT_BITS),
+    "use_cachekv_int8": Refused(EIGHT_BITS),
+    "kv_cache_dtype_skip_layers": Refused("all layers of a model keep the same type (--kv-cache-dtype)"),
     "chat_template": Refused("the template is the model's own: put it into its folder as chat_template.jinja"),
     "config_format": Refused("--model is a folder in Hugging Face's layout", ("auto", "hf")),
     "load_choices": Alias("load_format"),

@@ -61,7 +61,7 @@ SGLANG: dict[str, Other] = {
     **_refused("the configuration is config.json in the model's folder", others="model_config_parser decrypted_config_file "
                "decrypted_draft_config_file",
                unless=("auto",)),
-    **_refused("keys and values are kept in the model's type", others="quantization_param_path speculative_draft_kv_cache_dtype qsa_indexer_dtype "
+    **_refused("keys and values are kept in the model's type", others="speculative_draft_kv_cache_dtype qsa_indexer_dtype "
                "prefill_kv_cache_dequant_dtype", unless=("auto", "bf16")),
     **_refused("say --quantization, or serve a checkpoint that is quantized (docs/quantization.md)", "quantize_and_serve",
                "modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path modelopt_export_path torchao_config"),

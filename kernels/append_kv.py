@@ -8,6 +8,7 @@ import torch
 
 from kernels import reference
 from kernels._load import load
+from kernels.cache_scales import CacheScales
 
 THREADS = 128
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -47,12 +48,14 @@ def append_kv(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     positions: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Rotates queries and keys (RoPE, half-split layout), writes keys and values to their slots, returns the queries [T, H, D].
 
     qkv [T, H + 2 Hkv, D], its tokens at any stride that is a multiple of 16 bytes; cos and sin [T, 1, D], sin negated in its first
     half, or with positions [T] int32 the whole tables [L, 1, D]; slots [T] (int32 or int64): KV slots (see
     `reference.token_rows`), a negative one is not written; pages [P, page, Hkv, D], keys and values the same number of bytes apart.
+    scales: the pages are in e4m3; None: in the type of qkv.
     """
     num_kv, size = key_pages.shape[-2:]
     num_tokens, all_heads = qkv.shape[:2]
@@ -67,9 +70,11 @@ def append_kv(
         raise ValueError(f"slots is {slots.dtype} {list(slots.shape)}; must be int32 or int64 [{num_tokens}]")
     if positions is not None and (positions.shape != (num_tokens,) or positions.dtype != torch.int32):
         raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; must be int32 [{num_tokens}]")
-    check_planes(key_pages, value_pages, key_pages.shape[1:], qkv.dtype)
+    check_planes(key_pages, value_pages, key_pages.shape[1:], qkv.dtype if scales is None else reference.E4M3)
+    if scales is not None:
+        scales.check(num_kv, "append_kv")
     if not qkv.is_cuda:
-        return reference.append_kv(qkv, cos, sin, slots, key_pages, value_pages, positions)
+        return reference.append_kv(qkv, cos, sin, slots, key_pages, value_pages, positions, scales)
     width = 16 // qkv.element_size()
     if size % (2 * width) or qkv.stride(0) % width or qkv.data_ptr() % 16:
         raise ValueError(f"qkv has heads of {size} and a stride of {qkv.stride(0)}; must be multiples of {2 * width} and {width}")
@@ -77,6 +82,8 @@ def append_kv(
     if not num_tokens:
         return queries
     defines = {"DTYPE": _DTYPES[qkv.dtype], "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv, "HEAD_DIM": size}
+    if scales is not None:
+        defines["E4M3"] = 1
     threads = num_tokens * all_heads * (size // (2 * width))
     load(qkv.device, "append_kv", "append_kv", defines, programmatic=True)(
         (-(-threads // THREADS), 1),
@@ -89,6 +96,7 @@ def append_kv(
         sin,
         slots,
         0 if positions is None else positions,
+        *((0, 0) if scales is None else (scales.key_factors, scales.value_factors)),
         num_tokens,
         qkv.stride(0),
         slots.element_size() // 4,

@@ -3,19 +3,20 @@
 // Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; GROUP query heads per KV head; NUM_KV_HEADS; HEAD_DIM; PAGE_SIZE;
 // MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; TILE keys, 64 or 128, of each of the STAGES of the KV
 // pipeline, with a warp for every sixteen; MIN_CTAS per SM; CASCADE: requests may share a prefix, which then is read once for all of them;
-// WINDOW, CAP_BITS, TREE: see attention_items.cuh.
+// WINDOW, CAP_BITS, TREE, E4M3: see attention_items.cuh. Codes are copied to where their numbers will be, and expanded by who copied them.
 
 #include "attention_merge.cuh"
 #if DTYPE == 2
 #include "attention_float32.cuh"
 #else
 #include "attention_tensor.cuh"
+#include "e4m3.cuh"
 
 constexpr int M_TILES = (MAX_ROWS + 15) / 16;
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int COLUMNS = HEAD_DIM / WARPS;  // of the output, per warp
 constexpr int PAIRS = COLUMNS / 16;
-constexpr int TOKEN_BYTES = NUM_KV_HEADS * ROW_BYTES;
+constexpr int HELD_BYTES = E4M3 ? HEAD_DIM : ROW_BYTES, TOKEN_BYTES = NUM_KV_HEADS * HELD_BYTES;  // in a page
 constexpr int KV_BYTES = TILE * ROW_BYTES;
 // Queries stay in registers where there is room; then a buffer is free one tile earlier. (Constants by the number of m-tiles in use.)
 constexpr bool is_query_held(int m_tiles) { return m_tiles * HEAD_DIM <= 256; }
@@ -34,6 +35,16 @@ constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;  // [CLUSTER][MAX_ROWS] (
 #endif
 
 template <int N> struct Count { static constexpr int value = N; };
+
+#if E4M3
+// What a thread copies of a tile, and expands: sixteen codes of a row, whose numbers are two neighbouring chunks.
+template <typename Action>
+__device__ __forceinline__ void for_codes(Action action) {
+    constexpr int PARTS = CHUNKS / 2, STEP = THREADS / PARTS;
+#pragma unroll
+    for (int i = 0; i < TILE / STEP; ++i) action(threadIdx.x / PARTS + i * STEP, threadIdx.x % PARTS * 2);
+}
+#endif
 
 // One warp processes 16 keys of a tile for scores = query x keys, and its share of the columns for weights x values: every key and
 // value leaves shared memory once, and no warp has sums that another needs.
@@ -75,10 +86,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     };
     auto load_tile = [&](bool has_waited) {
         if (l.num_rows > 0) {
-            constexpr int STEP = THREADS / CHUNKS;
-            const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
-            const uint32_t target = base + l.num_tiles % STAGES * (2 * KV_BYTES) + swizzle(row, chunk);
-            const int column = row * TOKEN_BYTES + l.kv_head * ROW_BYTES + chunk * 16, count = l.last - l.token - row;
             if (!has_waited && (l.num_items > 0 || l.token + TILE > l.first_new)) wait_for_earlier();
             if (((l.token + TILE - 1) >> PAGE_SHIFT) >= l.limit) {
                 l.pages = l.later_pages;
@@ -86,6 +93,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 l.limit = l.window + 32;
                 l.later_pages = read_pages(l.limit - OVERLAP);
             }
+            const uint32_t stage = base + l.num_tiles % STAGES * (2 * KV_BYTES);
+#if E4M3
+            for_codes([&](int row, int chunk) {
+                const int token = l.token + row;
+                const int64_t page = __shfl_sync(~0u, l.pages, (token >> PAGE_SHIFT) - l.window);
+                const int64_t offset = page * page_bytes + ((token & (PAGE_SIZE - 1)) * TOKEN_BYTES + l.kv_head * HELD_BYTES + chunk * 8);
+                const uint32_t place = stage + swizzle(row, chunk);
+                copy_async(place, (const char*)key_pages + offset, token < l.last);
+                copy_async(place + KV_BYTES, (const char*)value_pages + offset, token < l.last);
+            });
+#else
+            constexpr int STEP = THREADS / CHUNKS;
+            const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+            const uint32_t target = stage + swizzle(row, chunk);
+            const int column = row * TOKEN_BYTES + l.kv_head * ROW_BYTES + chunk * 16, count = l.last - l.token - row;
 #pragma unroll
             for (int g = 0; g < TILE / 16; ++g) {  // 16 tokens lie in one page
                 const int token = l.token + g * 16;
@@ -100,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                     copy_async(place + KV_BYTES, value + i * STEP * TOKEN_BYTES, is_wanted);
                 }
             }
+#endif
             if (l.is_first && l.num_items > 0) {
                 const uint32_t buffer = base + QUERY_OFFSET + l.num_items % QUERY_BUFFERS * QUERY_BYTES;
                 for (int i = threadIdx.x; i < l.num_rows * CHUNKS; i += THREADS) copy_async(buffer + swizzle(i / CHUNKS, i % CHUNKS), query_source(i), true);
@@ -137,6 +160,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     float* peaks = (float*)(memory + PEAK_OFFSET);
     const int half = lane >> 4;  // which of two chunks of 16 bytes this lane addresses
     int tile = 0;
+    auto await_tile = [&]() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+#if E4M3
+        const uint32_t stage = base + tile % STAGES * (2 * KV_BYTES);
+        for_codes([&](int row, int chunk) {
+            expand_shared<DTYPE == 1>(stage + swizzle(row, chunk));
+            expand_shared<DTYPE == 1>(stage + swizzle(row, chunk) + KV_BYTES);
+        });
+#endif
+        __syncthreads();
+    };
     auto process = [&](auto m_tiles, const Item& item, int item_index) {
         constexpr int M = decltype(m_tiles)::value;
         constexpr bool IS_HELD = is_query_held(M), IS_EARLY = are_values_early(M);
@@ -157,10 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 
 #pragma unroll 1
         for (bool is_started = false;; is_started = true) {
-            if (is_started) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-                __syncthreads();
-            }
+            if (is_started) await_tile();
             const uint32_t stage = base + tile % STAGES * (2 * KV_BYTES);
             const uint32_t keys = stage + swizzle(warp * 16 + half * 8 + (lane & 7), (lane >> 3) & 1);
             const uint32_t values = stage + KV_BYTES + swizzle(lane & 15, warp * (COLUMNS / 8) + half);
@@ -389,8 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 
 #pragma unroll 1
     for (int i = 0;; ++i) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        __syncthreads();
+        await_tile();
         const Item item = *(const Item*)(memory + ITEM_OFFSET + i % STAGES * 64);
         if (item.num_rows == 0) break;
         if (item.num_rows <= 16 || M_TILES == 1) process(Count<1>(), item, i);

@@ -10,6 +10,7 @@ import torch
 
 from kernels._load import Gpu, Kernel, KernelError, gpu_of, load
 from kernels.append_kv import check_planes
+from kernels.reference.e4m3 import E4M3
 from kernels.structs import MAX_NODES, PlanSizes
 
 MAX_ITEM_ROWS = {64: 80, 128: 80, 256: 48}
@@ -53,10 +54,11 @@ def choose_shape(
     window: int | None = None,
     cap: float | None = None,
     has_trees: bool = False,
+    is_e4m3: bool = False,
 ) -> dict[str, int]:
     """What attention.cu is compiled with for a batch size and its bounds. heads: of queries, of keys and values, and their size; gpu: the
     current one when not given; window: tokens that a query sees, itself with them; cap: of scores. Neither goes with prefixes. has_trees: new
-    tokens of some requests are trees.
+    tokens of some requests are trees. is_e4m3: pages hold codes of e4m3.
 
     Raises KernelError where the GPU has too little shared memory for such heads."""
     if has_prefixes and (window is not None or cap is not None):
@@ -64,6 +66,8 @@ def choose_shape(
     defines = dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu or gpu_of()))
     if has_trees:
         defines["TREE"] = 1
+    if is_e4m3:
+        defines["E4M3"] = 1
     if window is not None:
         defines["WINDOW"] = window
     if cap is not None:
@@ -170,9 +174,11 @@ class AttentionPlan:
         window: int | None = None,
         cap: float | None = None,
         seen: torch.Tensor | None = None,
+        is_e4m3: bool = False,
     ) -> None:
         """window: tokens that a query sees, itself with them; cap: scores become cap tanh(score / cap). seen [T] int64, of packed rows: where new
-        tokens are trees, which of its request's each sees, a bit each; a window is larger than a tree is deep then."""
+        tokens are trees, which of its request's each sees, a bit each; a window is larger than a tree is deep then. is_e4m3: pages hold codes
+        of e4m3."""
         batch, (num_query_heads, num_kv_heads, head_dim) = len(seq_lens), heads
         lists = {"cu_query_lens": cu_query_lens, "seq_lens": seq_lens, "table_rows": table_rows}
         if prefixes is not None:
@@ -195,12 +201,12 @@ class AttentionPlan:
             raise ValueError(f"dtype is {dtype}; must be bfloat16, float16 or float32")
         self.cu_query_lens, self.seq_lens, self.page_table, self.table_rows = cu_query_lens, seq_lens, page_table, table_rows
         self.page_size, self.num_query_heads, self.num_kv_heads, self.head_dim, self.dtype = page_size, num_query_heads, num_kv_heads, head_dim, dtype
-        self.prefixes, self.device = prefixes, seq_lens.device
+        self.prefixes, self.device, self.page_dtype = prefixes, seq_lens.device, E4M3 if is_e4m3 else dtype
         if seen is not None and (seen.dtype != torch.int64 or seen.ndim != 1 or not seen.is_contiguous()):
             raise ValueError(f"seen is {seen.dtype} {list(seen.shape)}; must be int64 [T], contiguous")
         if seen is not None and max_query_len > MAX_NODES + 1:
             raise ValueError(f"max_query_len is {max_query_len}; the limit is {MAX_NODES + 1} where new tokens are trees")
-        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None, None, window, cap, seen is not None)
+        defines = choose_shape(batch, max_query_len, page_size, heads, dtype, prefixes is not None, None, window, cap, seen is not None, is_e4m3)
         self.seen = seen
         cluster, rows, tile = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "TILE"))
         self._block, self._min_tiles = (2 * tile, 1, 1), MIN_KEYS // tile
@@ -261,7 +267,7 @@ def append_attention(
     shape, kv_shape = (plan.num_query_heads, plan.head_dim), (plan.page_size, plan.num_kv_heads, plan.head_dim)
     if query.shape[1:] != shape or query.stride()[1:] != (plan.head_dim, 1) or query.dtype != plan.dtype:
         raise ValueError(f"query is {query.dtype} {list(query.shape)}; must be {plan.dtype} [T, {shape[0]}, {shape[1]}] with rows in one piece")
-    check_planes(key_pages, value_pages, kv_shape, plan.dtype)
+    check_planes(key_pages, value_pages, kv_shape, plan.page_dtype)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     # Partial results can be large: taken for the call alone, all layers and captured steps share the memory.

@@ -1,9 +1,23 @@
 // Attention in float32, without tensor cores: exact products. A warp takes a row, a lane a key, then a lane some columns.
 #pragma once
 #include "attention_merge.cuh"
+#include "e4m3.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* out, const Number* query, const Number* key_pages,
-                                                                       const Number* value_pages, const int* page_table, const Start* starts,
+#if E4M3
+using Held = uint8_t;  // of a page
+__device__ __forceinline__ float read_held(Held code) { return e4m3_to_float(code); }
+__device__ __forceinline__ float4 read_four(const Held* held) {
+    const uchar4 codes = *(const uchar4*)held;
+    return make_float4(read_held(codes.x), read_held(codes.y), read_held(codes.z), read_held(codes.w));
+}
+#else
+using Held = Number;
+__device__ __forceinline__ float read_held(Held number) { return number; }
+__device__ __forceinline__ float4 read_four(const Held* held) { return *(const float4*)held; }
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* out, const Number* query, const Held* key_pages,
+                                                                       const Held* value_pages, const int* page_table, const Start* starts,
                                                                        const Item* items, float* partial_sums, float2* partial_stats, int* counters,
                                                                        const unsigned long long* seen, int query_stride, int table_stride,
                                                                        int page_bytes) {
@@ -24,11 +38,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
             for (int token = oldest; token < visible; token += 32) {
                 const int key = min(token + lane, visible - 1);
                 const int64_t page = page_table[(int64_t)item.table_row * table_stride + (key >> PAGE_SHIFT)];
-                const int64_t offset = page * (page_bytes / 4) + ((key & (PAGE_SIZE - 1)) * NUM_KV_HEADS + item.kv_head) * HEAD_DIM;
+                const int64_t offset = page * (page_bytes / (int)sizeof(Held)) + ((key & (PAGE_SIZE - 1)) * NUM_KV_HEADS + item.kv_head) * HEAD_DIM;
                 float score = 0;
 #pragma unroll 4
                 for (int d = 0; d < HEAD_DIM / 4; ++d) {
-                    const float4 a = q[d], b = ((const float4*)(key_pages + offset))[d];
+                    const float4 a = q[d], b = read_four(key_pages + offset + d * 4);
                     score = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score))));
                 }
                 const bool is_seen = token + lane < visible && (!TREE || is_on_path(own, token + lane - item.first_visible));
@@ -40,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
                 for (int c = 0; c < HEAD_DIM / 32; ++c) sums[c] *= old;
                 for (int k = 0; k < min(32, visible - token); ++k) {
                     const float w = __shfl_sync(~0u, weight, k);
-                    const Number* value = value_pages + __shfl_sync(~0u, offset, k);
+                    const Held* value = value_pages + __shfl_sync(~0u, offset, k);
 #pragma unroll
-                    for (int c = 0; c < HEAD_DIM / 32; ++c) sums[c] = fmaf(w, value[c * 32 + lane], sums[c]);
+                    for (int c = 0; c < HEAD_DIM / 32; ++c) sums[c] = fmaf(w, read_held(value[c * 32 + lane]), sums[c]);
                 }
                 peak = larger;
             }

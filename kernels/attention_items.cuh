@@ -17,6 +17,9 @@ constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;
 #ifndef TREE
 #define TREE 0  // 1: a query sees, of its request's new tokens, those that its word says
 #endif
+#ifndef E4M3
+#define E4M3 0  // 1: pages hold codes of e4m3, whose scales are the queries' and the result's
+#endif
 #ifndef MERGE_APART
 #define MERGE_APART 0  // 1: pieces of a split are merged by a kernel of its own, also without CASCADE
 #endif

@@ -1,11 +1,20 @@
 // Multi-head latent attention beside the attention itself: append_latent writes latents to their slots, head_linear is a product for each head.
 //
-// ELEMENT: __nv_bfloat16, __half, or for append_latent float; SPLIT: warps that share the terms of a sum in head_linear, 1 or 4; STEPS: 32 terms
-// each, that one of them has at most.
+// ELEMENT: __nv_bfloat16, __half, or for append_latent float; E4M3: append_latent's pages hold codes of e4m3; SPLIT: warps that share the terms of a
+// sum in head_linear, 1 or 4; STEPS: 32 terms each, that one of them has at most.
+#include <cuda_fp8.h>
 #include "generated.cuh"
 #include "skinny.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / 32, STEP = 32, TILE = 16, TOKENS = 32;
+
+#ifdef E4M3
+using Held = uint8_t;  // of a page: e4m3, beyond the range its end
+__device__ __forceinline__ Held keep(Element number, float factor) { return __nv_cvt_float_to_fp8(to_float(number) * factor, __NV_SATFINITE, __NV_E4M3); }
+#else
+using Held = Element;
+__device__ __forceinline__ Held keep(Element number, float) { return number; }
+#endif
 
 struct Rotation {
     float low, high;
@@ -17,10 +26,11 @@ __device__ __forceinline__ Rotation rotate(const Element* source, const Element*
 }
 
 // A block of column 0 normalises a token's latent, turns its key and writes both to their slot, unless that is negative; the others turn the last
-// numbers of the queries' heads in place, THREADS pairs each. cos and sin [T, dim]; pages: entries of rank + dim numbers.
+// numbers of the queries' heads in place, THREADS pairs each. cos and sin [T, dim]; pages: entries of rank + dim numbers. Factors: of
+// codes, what keys and latents are multiplied with.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    append_latent(Element* pages, Element* query, const Element* latents, const Element* norm_weight, const Element* cos, const Element* sin, const int* slots,
-                  LatentSizes sizes) {
+    append_latent(Held* pages, Element* query, const Element* latents, const Element* norm_weight, const Element* cos, const Element* sin, const int* slots,
+                  const float* key_factor, const float* latent_factor, LatentSizes sizes) {
     __shared__ float sums[WARPS];
     launch_dependents();
     wait_for_earlier();
@@ -38,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int64_t slot = slots[static_cast<int64_t>(token) * sizes.slot_words];  // below 2^31 whatever its type: of an int64 the low word is read
     if (slot < 0) return;
     const Element* source = latents + static_cast<size_t>(token) * sizes.latent_stride;
-    Element* target = pages + slot * (sizes.rank + sizes.dim);
+    Held* target = pages + slot * (sizes.rank + sizes.dim);
+    const float of_key = key_factor ? *key_factor : 1, of_latent = latent_factor ? *latent_factor : 1;
     float sum = 0;
     for (int i = threadIdx.x; i < sizes.rank; i += THREADS) {
         const float value = to_float(source[i]);
@@ -50,10 +61,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum = 0;
     for (int w = 0; w < WARPS; ++w) sum += sums[w];
     const float inverse = inverse_rms(sum, sizes.rank, sizes.eps);
-    for (int i = threadIdx.x; i < sizes.rank; i += THREADS) target[i] = scale(source[i], inverse, norm_weight[i]);
+    for (int i = threadIdx.x; i < sizes.rank; i += THREADS) target[i] = keep(scale(source[i], inverse, norm_weight[i]), of_latent);
     for (int i = threadIdx.x; i < half; i += THREADS) {
         const Rotation turned = rotate(source + sizes.rank, cos, sin, i, half);
-        target[sizes.rank + i] = from_float<Element>(turned.low), target[sizes.rank + i + half] = from_float<Element>(turned.high);
+        target[sizes.rank + i] = keep(from_float<Element>(turned.low), of_key);
+        target[sizes.rank + i + half] = keep(from_float<Element>(turned.high), of_key);
     }
 }
 

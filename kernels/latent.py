@@ -6,6 +6,7 @@ import torch
 
 from kernels import reference
 from kernels._load import ELEMENTS, load
+from kernels.cache_scales import CacheScales
 from kernels.structs import LatentSizes
 
 THREADS, TILE, STEP, TOKENS, WARPS = 128, 16, 32, 32, 4
@@ -22,11 +23,13 @@ def append_latent(
     sin: torch.Tensor,
     slots: torch.Tensor,
     pages: torch.Tensor,
+    scales: CacheScales | None = None,
 ) -> None:
     """Turns the last D numbers of queries [T, H, N + D] in place; normalises the first R of latents [T, R + D] with the weights norm_weight [R],
     turns the others and writes all to their slots of pages [P, page, 1, R + D].
 
     cos and sin [T, 1, D] as `append_kv` has them; slots [T] (int32 or int64): KV slots, a negative one is not written.
+    scales: the pages are in e4m3; None: in the type of the others.
     """
     (num_tokens, num_heads, head_size), rank, dim = query.shape, len(norm_weight), cos.shape[-1]
     if latents.shape != (num_tokens, rank + dim) or pages.shape[2:] != (1, rank + dim) or dim > head_size:
@@ -34,11 +37,15 @@ def append_latent(
             f"append_latent: latents {tuple(latents.shape)} must be [{num_tokens}, {rank + dim}], pages {tuple(pages.shape)} "
             f"[P, page, 1, {rank + dim}], and queries {tuple(query.shape)} turn {dim} numbers"
         )
-    if not query.dtype == latents.dtype == pages.dtype == cos.dtype == sin.dtype == norm_weight.dtype:
-        raise ValueError(f"append_latent: query is {query.dtype}, latents {latents.dtype}, pages {pages.dtype}, cos {cos.dtype}; must be one type")
+    if scales is not None:
+        scales.check(1, "append_latent")
+    if pages.dtype != (query.dtype if scales is None else reference.E4M3):
+        raise ValueError(f"append_latent: pages are {pages.dtype}; must be {query.dtype if scales is None else reference.E4M3}")
+    if not query.dtype == latents.dtype == cos.dtype == sin.dtype == norm_weight.dtype:
+        raise ValueError(f"append_latent: query is {query.dtype}, latents {latents.dtype}, cos {cos.dtype}; must be one type")
     if not query.is_cuda:
         own = reference.rms_norm(latents[:, :rank], norm_weight, eps)
-        reference.append_latent(query, torch.cat([own, latents[:, rank:]], dim=-1), cos, sin, slots, pages)
+        reference.append_latent(query, torch.cat([own, latents[:, rank:]], dim=-1), cos, sin, slots, pages, scales)
         return
     if query.stride()[1:] != (head_size, 1) or latents.stride(1) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError("append_latent: rows of queries and latents must be in one piece, cos and sin contiguous")
@@ -49,10 +56,13 @@ def append_latent(
     if not num_tokens:
         return
     defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[query.dtype], "SPLIT": 1, "STEPS": 1}
+    if scales is not None:
+        defines["E4M3"] = 1
+    factors = (0, 0) if scales is None else (scales.key_factors, scales.value_factors)
     sizes = LatentSizes(rank, dim, num_heads, head_size, query.stride(0), latents.stride(0), slots.element_size() // 4, eps)
     grid = (num_tokens, 1 + -(-num_heads * (dim // 2) // THREADS))
     load(query.device, "latent", "append_latent", defines, programmatic=True)(
-        grid, (THREADS, 1, 1), pages, query, latents, norm_weight, cos, sin, slots, sizes
+        grid, (THREADS, 1, 1), pages, query, latents, norm_weight, cos, sin, slots, *factors, sizes
     )
 
 

@@ -3,12 +3,14 @@
 //
 // Compile-time: DTYPE 0 bfloat16, 1 float16; GROUP query heads; HEAD_DIM: RANK, a multiple of 16 NUM_WARPS; ROPE, with which it is a multiple of 64;
 // PAGE_SIZE; MAX_ROWS most rows (queries x heads) of an item; TILE keys of each of two stages, eight for each of NUM_WARPS warps; NUM_KV_HEADS,
-// CLUSTER 1, CASCADE 0, MERGE_APART 1.
+// CLUSTER 1, CASCADE 0, MERGE_APART 1; E4M3: see attention_items.cuh. Codes are copied to where their numbers will be, and expanded by who copied them.
 
 #include "attention_merge.cuh"
 #include "attention_tensor.cuh"
+#include "e4m3.cuh"
 
 constexpr int SIZE = HEAD_DIM + ROPE, KEY_BYTES = SIZE * 2, KEY_CHUNKS = SIZE / 8, STAGES = 2;
+constexpr int HELD_BYTES = E4M3 ? SIZE : KEY_BYTES, PARTS = HELD_BYTES / 16;  // of an entry in a page, and copies of 16 bytes
 constexpr int M_TILES = (MAX_ROWS + 15) / 16, K_STEPS = SIZE / 16, COLUMNS = HEAD_DIM / WARPS, PAIRS = COLUMNS / 16;
 static_assert(TILE == 8 * WARPS && SIZE % 64 == 0 && COLUMNS % 16 == 0, "see above");
 // Shared memory; latent_attention.py computes the same sum.
@@ -45,12 +47,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         auto load_tile = [&](int stage) {  // a warp's eight keys lie in one page
             const int token = loaded + warp * 8, count = item.token_end - token;
             if (loaded < item.token_end) {
-                const char* source = (const char*)pages + (int64_t)page * strides.page_bytes + (token & (PAGE_SIZE - 1)) * KEY_BYTES;
+                const char* source = (const char*)pages + (int64_t)page * strides.page_bytes + (token & (PAGE_SIZE - 1)) * HELD_BYTES;
                 const uint32_t target = base + stage * STAGE_BYTES + warp * 8 * KEY_BYTES;
 #pragma unroll
-                for (int j = 0; j < KEY_CHUNKS / 4; ++j) {
-                    const int i = j * 32 + lane, row = i / KEY_CHUNKS;
-                    copy_async(target + place_of(row, i % KEY_CHUNKS), source + i * 16, row < count);
+                for (int j = 0; j < PARTS / 4; ++j) {
+                    const int i = j * 32 + lane, row = i / PARTS;
+                    copy_async(target + place_of(row, i % PARTS * (KEY_CHUNKS / PARTS)), source + i * 16, row < count);
                 }
             }
             asm volatile("cp.async.commit_group;" ::: "memory");
@@ -76,6 +78,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
         for (int token = item.token_begin; token < item.token_end; token += TILE, stage ^= 1) {
             asm volatile("cp.async.wait_group 1;" ::: "memory");
+            if constexpr (E4M3) {
+#pragma unroll
+                for (int j = 0; j < PARTS / 4; ++j) {
+                    const int i = j * 32 + lane;
+                    expand_shared<DTYPE == 1>(base + stage * STAGE_BYTES + warp * 8 * KEY_BYTES + place_of(i / PARTS, i % PARTS * 2));
+                }
+            }
             __syncthreads();
             const uint32_t keys = base + stage * STAGE_BYTES, own = keys + (warp * 8 + (lane & 7)) * KEY_BYTES;
             const uint32_t queries = base + QUERY_OFFSET + (lane & 15) * KEY_BYTES;

@@ -8,6 +8,7 @@ import torch
 
 from kernels._load import Gpu, Kernel, gpu_of, load
 from kernels.attention import PLAN_CTAS, PLAN_THREADS, Heads
+from kernels.reference.e4m3 import E4M3
 from kernels.structs import LatentStrides, PlanSizes
 
 TILES = (64, 32)
@@ -25,8 +26,10 @@ def _shared_bytes(rows: int, size: int, tile: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_shape(max_query_len: int, page_size: int, heads: Heads, dtype: torch.dtype, gpu: Gpu) -> tuple[tuple[str, int], ...] | None:
-    """What latent_attention.cu is compiled with; None: no kernel has such sizes."""
+def choose_shape(
+    max_query_len: int, page_size: int, heads: Heads, dtype: torch.dtype, gpu: Gpu, is_e4m3: bool = False
+) -> tuple[tuple[str, int], ...] | None:
+    """What latent_attention.cu is compiled with; None: no kernel has such sizes. is_e4m3: pages hold codes of e4m3."""
     rank, dim = heads.latent_rank, heads.latent_dim
     if dtype not in _DTYPES or (rank + dim) % 64 or dim % 8 or page_size < 16 or page_size & (page_size - 1):
         return None
@@ -41,6 +44,8 @@ def choose_shape(max_query_len: int, page_size: int, heads: Heads, dtype: torch.
                 continue
             defines = {"DTYPE": _DTYPES[dtype], "GROUP": heads.num_query, "NUM_KV_HEADS": 1, "HEAD_DIM": rank, "ROPE": dim, "PAGE_SIZE": page_size}
             defines |= {"MAX_ROWS": rows, "CLUSTER": 1, "TILE": tile, "NUM_WARPS": tile // 8, "MIN_CTAS": 1, "CASCADE": 0, "MERGE_APART": 1}
+            if is_e4m3:
+                defines["E4M3"] = 1
             return tuple(defines.items())
         if rows <= 16:
             break
@@ -77,6 +82,7 @@ class LatentPlan:
         """defines: what `choose_shape` gave."""
         self._lists, self._table = (cu_query_lens, seq_lens), page_table
         self._table_rows, self._heads, self._page_size = table_rows, heads, page_size
+        self._is_e4m3 = bool(defines.get("E4M3"))
         batch, device = len(seq_lens), seq_lens.device
         tile, rows = defines["TILE"], defines["MAX_ROWS"]
         self._attend, self._plan, self._merge = load_all(device, defines)
@@ -109,13 +115,13 @@ class LatentPlan:
         heads, size = self._heads, self._heads.latent_rank + self._heads.latent_dim
         for name, tensor, width in (("absorbed", absorbed, heads.latent_rank), ("turned", turned, heads.latent_dim)):
             is_aligned = tensor.stride(2) == 1 and not any(stride % 8 for stride in tensor.stride()[:2]) and tensor.data_ptr() % 16 == 0
-            if tensor.shape[1:] != (heads.num_query, width) or tensor.dtype != pages.dtype or not is_aligned:
-                want = f"{pages.dtype} [T, {heads.num_query}, {width}] with rows at multiples of 16 bytes"
+            if tensor.shape[1:] != (heads.num_query, width) or tensor.dtype != absorbed.dtype or not is_aligned:
+                want = f"{absorbed.dtype} [T, {heads.num_query}, {width}] with rows at multiples of 16 bytes"
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; must be {want}")
-        if pages.shape[1:] != (self._page_size, 1, size) or pages.stride()[1:] != (size, size, 1) or pages.stride(0) % 8:
-            raise ValueError(
-                f"pages are {list(pages.shape)} with strides {pages.stride()}; must be [P, {self._page_size}, 1, {size}], each in one piece"
-            )
+        dtype, is_plane = E4M3 if self._is_e4m3 else absorbed.dtype, pages.stride()[1:] == (size, size, 1)
+        if pages.dtype != dtype or pages.shape[1:] != (self._page_size, 1, size) or not is_plane or pages.stride(0) * pages.element_size() % 16:
+            want = f"{dtype} [P, {self._page_size}, 1, {size}], each in one piece"
+            raise ValueError(f"pages are {pages.dtype} {list(pages.shape)} with strides {pages.stride()}; must be {want}")
         if out is None:
             out = torch.empty(absorbed.shape, dtype=absorbed.dtype, device=absorbed.device)
         sums, stats = (torch.empty(shape, dtype=torch.float32, device=out.device) for shape in self._partial_shapes)

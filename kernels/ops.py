@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernels.activation import silu_mul
 from kernels.append_kv import append_kv
 from kernels.attention import Heads
+from kernels.cache_scales import CacheScales
 from kernels.candidates import choose_candidates
 from kernels.compact import compact_rows
 from kernels.distribution import draw_tokens, probabilities
@@ -24,7 +25,7 @@ from kernels.quantized import (
 )
 from kernels.quantized_experts import count_expanded, mix_quantized_experts
 from kernels.quantized_weight import QuantizedWeight
-from kernels.reference import apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
+from kernels.reference import E4M3, E4M3_MAX, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
 from kernels.route import Routing, route_tokens
@@ -38,8 +39,11 @@ from kernels.verify import sample_candidates, top_p_candidates, verify, verify_d
 
 __all__ = [
     "DRAFT_STREAM",
+    "E4M3",
+    "E4M3_MAX",
     "SAMPLE_STREAM",
     "Admission",
+    "CacheScales",
     "DrafterRows",
     "Heads",
     "Plan",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.reference.attention import token_rows
+from kernels.reference.e4m3 import read_rows
 from kernels.structs import MAX_NODES
 
 ROWS, KEYS = 64, 16384
@@ -84,7 +85,7 @@ class PlainAttention:
         rows = token_rows(plane)
         stride = plane.stride(0) // rows.shape[1]
         slots = (pages * stride + places).clamp_(0, len(rows) - 1)
-        return rows[slots].unflatten(-1, (num_kv, -1)).float()
+        return read_rows(rows, slots, torch.float32).unflatten(-1, (num_kv, -1)).float()
 
     def _attend(
         self,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.reference.attention import token_rows
+from kernels.reference.e4m3 import read_rows
 
 MAX_QUERIES = 1024
 """Of a prompt, that are computed together where scores are held whole."""
@@ -43,24 +44,24 @@ class PromptAttention:
         """KV slots of the keys, by the stride of the plane's pages."""
         self._bounds: tuple[list[int], list[int]] | None = None
 
-    def _gather(self, pages: torch.Tensor) -> torch.Tensor:
-        """A plane [P, page, Hkv, D] -> what it has of the keys [K, Hkv, D]."""
+    def _gather(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A plane [P, page, Hkv, D] -> what it has of the keys [K, Hkv, D]; of e4m3 in `dtype`, without their scales."""
         rows = token_rows(pages)
         stride = pages.stride(0) // rows.shape[1]
         if stride not in self._slots:
             self._slots[stride] = (self._pages * stride + self._offsets).clamp_(0, len(rows) - 1)
-        return rows.index_select(0, self._slots[stride]).view(-1, *pages.shape[2:])
+        return read_rows(rows, self._slots[stride], dtype).view(-1, *pages.shape[2:])
 
     def attend(
         self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, window: int | None = None, cap: float | None = None
     ) -> torch.Tensor:
         """See `kernels.step_attention.append_attention`."""
-        return self._attend(query, self._gather(key_pages), self._gather(value_pages), query.shape[2] ** -0.5, window, cap)
+        return self._attend(query, self._gather(key_pages, query.dtype), self._gather(value_pages, query.dtype), query.shape[2] ** -0.5, window, cap)
 
     def attend_latents(self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, value_up: torch.Tensor, scale: float) -> torch.Tensor:
         """See `kernels.step_attention.latent_attention`: keys and values of all heads are made first."""
         (num_heads, still, rank), value_size = key_up.shape, value_up.shape[1]
-        latents = self._gather(pages)[:, 0]
+        latents = self._gather(pages, query.dtype)[:, 0]
         own, shared = latents[:, :rank], latents[:, rank:]
         keys = latents.new_empty(len(latents), num_heads, query.shape[2])
         keys[..., :still] = F.linear(own, key_up.flatten(0, 1)).view(-1, num_heads, still)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "dense.cuh"
+#include "e4m3.cuh"
 
 using Element = ELEMENT;
 constexpr bool IS_HALF = std::is_same<Element, __half>::value;
@@ -35,18 +36,7 @@ __device__ __forceinline__ uint32_t twice(float v) {
 // Four stored bytes -> four numbers. zero: what is subtracted, two times; of 4 bits with what the digits' own exponent adds.
 __device__ __forceinline__ void expand(uint32_t word, uint32_t zero, uint32_t& first, uint32_t& second) {
     if constexpr (KIND == 1) {
-        const uint32_t low = permute(word, 0, 0x1404), high = permute(word, 0, 0x3424);  // each byte the upper one of 16 bits
-        constexpr int SHIFT = IS_HALF ? 1 : 4;
-        constexpr uint32_t REST = IS_HALF ? 0x3f803f80u : 0x07f007f0u;
-        first = (low & 0x80008000u) | (low >> SHIFT & REST);
-        second = (high & 0x80008000u) | (high >> SHIFT & REST);
-        if constexpr (!IS_HALF) {
-            const uint32_t bits = 0x7b807b80u;  // 2^120: the difference of the exponents' biases
-            const __nv_bfloat162 factor = *reinterpret_cast<const __nv_bfloat162*>(&bits);
-            __nv_bfloat162 a = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&first), factor);
-            __nv_bfloat162 b = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&second), factor);
-            first = *reinterpret_cast<uint32_t*>(&a), second = *reinterpret_cast<uint32_t*>(&b);
-        }
+        expand_e4m3<IS_HALF>(word, first, second);
     } else if constexpr (IS_HALF) {  // 0x64uu is 1024 + uu
         if constexpr (KIND == 0) word ^= 0x80808080u;
         first = subtract(permute(word, 0x64646464u, 0x4140), zero), second = subtract(permute(word, 0x64646464u, 0x4342), zero);

@@ -16,6 +16,7 @@ from kernels import attention, reference
 from kernels import latent_attention as latents
 from kernels._load import gpu_of
 from kernels.attention import Heads
+from kernels.cache_scales import CacheScales
 from kernels.latent import head_linear
 from kernels.plain_attention import PlainAttention
 from kernels.prompt_attention import PromptAttention
@@ -61,6 +62,8 @@ class StepAttention:
     """[B] int32: a multiple of page_size, and no more than the tokens before the new ones."""
     seen: torch.Tensor | None = None
     """[T] int64: what rows that decode see of their request's, where some are trees: see `step_rows.StepRows`."""
+    is_e4m3: bool = False
+    """Whether pages hold codes of e4m3."""
     _decoding: attention.AttentionPlan | latents.LatentPlan | None = field(default=None, init=False)
     """Where a kernel computes rows that decode."""
     _kinds: dict[tuple[int | None, float | None], attention.AttentionPlan] = field(default_factory=dict, init=False)
@@ -99,7 +102,7 @@ class StepAttention:
     def _plan_latents(self, cu_query_lens: torch.Tensor, seq_lens: torch.Tensor, table_rows: torch.Tensor) -> latents.LatentPlan | None:
         if self.seen is not None:
             return None
-        defines = latents.choose_shape(self.max_query_len, self.page_size, self.heads, self.dtype, gpu_of(seq_lens.device))
+        defines = latents.choose_shape(self.max_query_len, self.page_size, self.heads, self.dtype, gpu_of(seq_lens.device), self.is_e4m3)
         if defines is None:
             return None
         return latents.LatentPlan(
@@ -137,6 +140,7 @@ class StepAttention:
             window=window,
             cap=cap,
             seen=self.seen,
+            is_e4m3=self.is_e4m3,
         )
 
     def _kind(self, window: int | None, cap: float | None) -> attention.AttentionPlan | None:
@@ -321,15 +325,28 @@ def append_attention(
     plan: Plan,
     window: int | None = None,
     cap: float | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, D] over paged keys and values [P, page, Hkv, D], causal among the new tokens -> [T, H, D].
 
     The new tokens' keys and values are in their pages already. Rows past the last request's may hold anything. window: tokens that a query
-    sees, itself with them; cap: scores become cap tanh(score / cap).
+    sees, itself with them; cap: scores become cap tanh(score / cap). scales: of pages in e4m3, whose numbers are computed with in the queries' type.
     """
+    _check_scales(key_pages, scales)
+    if scales is not None:
+        query = scales.scale_query(query)
     if isinstance(plan, StepAttention):
-        return plan.attend(query, key_pages, value_pages, window, cap)
-    return reference.append_attention(query, key_pages, value_pages, plan, window, cap)
+        result = plan.attend(query, key_pages, value_pages, window, cap)
+    else:
+        result = reference.append_attention(query, key_pages, value_pages, plan, window, cap)
+    return result if scales is None else scales.scale_result(result)
+
+
+def _check_scales(pages: torch.Tensor, scales: CacheScales | None) -> None:
+    if (pages.dtype == reference.E4M3) != (scales is not None):
+        raise ValueError(f"pages are {pages.dtype}, scales {'missing' if scales is None else 'given'}; they go with {reference.E4M3} alone")
+    if scales is not None:
+        scales.check(pages.shape[2], "attention")
 
 
 def latent_attention(
@@ -340,11 +357,17 @@ def latent_attention(
     value_up: torch.Tensor,
     scale: float,
     absorb: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, N + D] over paged latents [P, page, 1, R + D] -> [T, H, V]: see `reference.latent_attention`.
 
-    absorb: key_up as [H, R, N], which a GPU wants where few queries meet latents; made for the call when it is not given.
+    absorb: key_up as [H, R, N], which a GPU wants where few queries meet latents; made for the call when it is not given. scales: of pages in e4m3.
     """
+    _check_scales(pages, scales)
+    if scales is not None:
+        query = scales.scale_latent_query(query, key_up.shape[1])
     if isinstance(plan, StepAttention):
-        return plan.attend_latents(query, pages, key_up, value_up, scale, absorb)
-    return reference.latent_attention(query, pages, plan, key_up, value_up, scale)
+        result = plan.attend_latents(query, pages, key_up, value_up, scale, absorb)
+    else:
+        result = reference.latent_attention(query, pages, plan, key_up, value_up, scale)
+    return result if scales is None else scales.scale_result(result)

@@ -51,12 +51,13 @@ def load_attention(
     has_prefixes: bool = False,
     kinds: Collection[tuple[int | None, float | None]] = (),
     has_trees: bool = False,
+    is_e4m3: bool = False,
 ) -> None:
     """Attention of up to max_batch rows that decode, at most `widths` queries each. kinds: windows and caps of scores that layers
-    have, where they have any; has_trees: some of the queries are trees."""
+    have, where they have any; has_trees: some of the queries are trees; is_e4m3: pages hold codes of e4m3."""
     gpu = gpu_of(device)
     if heads.latent_rank:
-        for latent_shape in {latent_attention.choose_shape(width, page_size, heads, dtype, gpu) for width in widths} - {None}:
+        for latent_shape in {latent_attention.choose_shape(width, page_size, heads, dtype, gpu, is_e4m3) for width in widths} - {None}:
             latent_attention.load_all(device, dict(latent_shape or ()))
         return
     if not attention.is_known(page_size, heads):
@@ -65,7 +66,7 @@ def load_attention(
     for width in widths:
         for batch in range(1, max_batch + 1):
             for kind in ((None, None), *(() if has_prefixes else kinds)):
-                defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu, *kind, has_trees)
+                defines = attention.choose_shape(batch, width, page_size, heads[:3], dtype, has_prefixes, gpu, *kind, has_trees, is_e4m3)
                 shapes[tuple(defines.items())] = defines
     for defines in shapes.values():
         attention.load_all(device, defines)

@@ -1189,8 +1189,20 @@ def test_in_process_renders_no_drafter(foreign: Path, drafter: Path) -> None:
             {"quantization": {"head_quant_type": "WINT8"}},
             {
                 "num_model_steps": 1,
-                "quantization": {"quantization": None, "dense_quant_type": "fp8", "moe_quant_type": None, "head_quant_type": None},
-                "target_quantization": {"quantization": None, "dense_quant_type": None, "moe_quant_type": None, "head_quant_type": "wint8"},
+                "quantization": {
+                    "quantization": None,
+                    "dense_quant_type": "fp8",
+                    "moe_quant_type": None,
+                    "head_quant_type": None,
+                    "kv_cache_quant_type": None,
+                },
+                "target_quantization": {
+                    "quantization": None,
+                    "dense_quant_type": None,
+                    "moe_quant_type": None,
+                    "head_quant_type": "wint8",
+                    "kv_cache_quant_type": None,
+                },
             },
         ),
         (

@@ -535,9 +535,10 @@ def test_alone(cluster: Cluster, llm_all: LLM) -> None:
         ({"page_size": 32}, "fingerprint", "page_size 16 here, 32 there"),
         ({"speculative_config": {"method": "ngram"}}, "fingerprint", "drafter"),
         ({"dtype": "bfloat16"}, "fingerprint", "torch.float32 here, .* torch.bfloat16 there"),
+        ({"kv_cache_dtype": "fp8"}, "fingerprint", "cache_scales None here, calibrated [0-9a-f]{16} there"),
         ({"max_model_len": 40}, "too_long", ""),
     ],
-    ids=["pages", "drafter", "dtype", "context"],
+    ids=["pages", "drafter", "dtype", "scales", "context"],
 )
 def test_nodes_that_do_not_fit(cluster: Cluster, llm_all: LLM, caplog, there, reason, text) -> None:
     other, here = cluster.make("prefill", engine=there), cluster.make("decode")

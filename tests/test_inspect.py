@@ -51,6 +51,19 @@ def test_one_line_for_each_heading(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["stored"] == "100% BF16 in 1 file" and "on each rank" in lines["memory"] and lines["served"].startswith("foretoken serve --model /")
 
 
+def test_keys_and_values_in_8_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As asked for, or as the checkpoint asks."""
+    words = [BUNDLED_MODEL, "--dtype", "float32"]
+    assert "a token 20.0 KiB" in inspect(capsys, *words)["memory"]
+    assert "a token in fp8 5.0 KiB" in inspect(capsys, *words, "--kv-cache-dtype", "fp8_e4m3")["memory"]
+    make_model(Case("llama"), tmp_path / "model")
+    scheme = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    folder = edited(tmp_path / "model", tmp_path / "asks", quantization_config=scheme)
+    assert "a token in fp8 0.1 KiB" in inspect(capsys, folder)["memory"]
+    assert "in fp8" not in inspect(capsys, folder, "--kv-cache-dtype", "model")["memory"]
+    assert "kv_cache_dtype must be one of auto, model, fp8, got 'int8'" in refused(capsys, BUNDLED_MODEL, "--kv-cache-dtype", "int8")
+
+
 def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert inspect(capsys, BUNDLED_DRAFTER)["fits"].startswith("targets of hidden_size 192 and vocab_size 4096")
     assert inspect(capsys, BUNDLED_DRAFTER, "--target", BUNDLED_MODEL)["drafter"].endswith("as mtp")

@@ -93,6 +93,19 @@ def test_attention_over_trees_compiles(nvcc: str, dtype: torch.dtype, has_prefix
     assert compile_source("attention", "sm_90", defines).suffix == ".cubin"
 
 
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("source", ["append_kv", "latent", "attention", "attention in float32", "latent_attention"])
+def test_pages_in_e4m3_compile(nvcc: str, source: str, architecture: str) -> None:
+    gpu, dtype = GPUS[architecture], torch.float32 if "float32" in source else torch.bfloat16
+    if source.startswith("attention"):
+        defines = choose_shape(8, 4, 16, (32, 8, 128), dtype, False, gpu, is_e4m3=True)
+    elif source == "latent_attention":
+        defines = dict(latent_attention.choose_shape(2, 16, Heads(16, 16, 192, 512, 64), dtype, gpu, True) or ())
+    else:
+        defines = DEFINES[source] | {"E4M3": 1}
+    assert defines["E4M3"] == 1 and compile_source(source.split(" ")[0], architecture, defines).suffix == ".cubin"
+
+
 def test_an_architecture_that_is_not_on_the_list_gets_ptx(nvcc: str) -> None:
     """The nearest one's before it; the driver finishes it."""
     text = compile_source("step", "sm_87").read_text()

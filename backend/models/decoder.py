@@ -6,6 +6,7 @@ import torch
 from tqdm import tqdm
 
 from backend.kv_store import CacheSpec
+from backend.models.cache_scales import Scales, read_cache_scales
 from backend.models.decoder_layer import DecoderLayer
 from backend.models.layers import ATTENTION, Wanted, Weights, own_heads
 from backend.models.loader import Checkpoint
@@ -31,9 +32,10 @@ class Decoder:
         only_head: bool = False,
         is_expert_parallel: bool = False,
         quantization: QuantizationConfig | None = None,
+        reads_cache_scales: bool = False,
     ) -> None:
         """context_len: the longest context that will be served; only_head: `embed` and `logits` work, `forward` has no layers to run;
-        quantization: how plain weights are rounded."""
+        quantization: how plain weights are rounded; reads_cache_scales: those of keys and values, which are to be kept in e4m3."""
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
         own = spec.layers[0].attention
@@ -50,8 +52,11 @@ class Decoder:
         self._table_of: list[int] = []
         """Of each layer, its place among the tables: layers that turn alike share one."""
         checkpoint.release()
+        self.stored_scales: Scales | None = None
         if not only_head:
             self._build_layers(spec, weights, context_len)
+        if reads_cache_scales:
+            self.stored_scales = read_cache_scales(spec, weights)
         self.norm = weights.norm(spec.norm, self.hidden_size, spec.norm_offset)
         if spec.is_tied:
             rows, name = ranks.part(self.vocab_size, spec.embedding), f"{spec.head}.bias"
@@ -82,6 +87,11 @@ class Decoder:
 
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
         return [CacheSpec(ATTENTION, self._token_shape, dtype, self._num_planes * self.num_layers)]
+
+    def scale_cache(self, scales: Scales) -> None:
+        """Keys and values are kept in e4m3 from now on."""
+        for layer, own in zip(self.layers, scales, strict=True):
+            layer.attention.cache_scales = own
 
     def forward(
         self,

@@ -22,9 +22,11 @@ from backend.models.loading import check_gpu
 from backend.models.moe_spec import MoeSpec
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
+from backend.models.quantized_spec import FP8
 from backend.models.spec import DecoderSpec, WeightList
 from backend.parallel.ranks import Ranks
 from backend.speculative_config import MODEL_METHODS
+from kernels import ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = (1, 2, 4, 8)
@@ -41,6 +43,8 @@ class Load:
     ranks: int = 1
     dtype: str | None = None
     """None: the checkpoint's."""
+    kv_cache_dtype: str = "auto"
+    """As the option of that name."""
 
 
 def inspect(path: Path, load: Load, target: Path | None = None, *, has_weights: bool = True) -> dict[str, Any]:
@@ -177,10 +181,12 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
     _check_split(spec, ranks)
     layer, num_kv = spec.layers[0].attention, spec.layers[0].attention.heads[1]
     part = ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
-    cache = CacheSpec(ATTENTION, layer.token_shape(part.stop - part.start), dtype, layer.num_planes * len(spec.layers))
+    kept = _cache_dtype(config, spec, load.kv_cache_dtype, dtype)
+    cache = CacheSpec(ATTENTION, layer.token_shape(part.stop - part.start), kept, layer.num_planes * len(spec.layers))
     token = cache.token_bytes * cache.num_planes
     weights = _weight_bytes(spec, dtype, load.ranks, stored)
     each = " on each rank" if load.ranks > 1 else ""
+    own = "" if kept == dtype else " in fp8"
     kinds = sorted({type(own.mlp).__name__ == "MoeSpec" for own in spec.layers})
     shape = f"{len(spec.layers)} layers of {spec.hidden_size}, heads {spec.layers[0].attention.heads[0]} / {num_kv}"
     try:
@@ -192,11 +198,19 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
         "architecture": f"{config['architectures'][0]}: {shape}" + (", experts" if kinds[-1] else "") + f", vocabulary {spec.vocab_size}",
         "context": f"{spec.max_model_len} tokens",
         "parameters": _count(spec),
-        "memory": f"in {str(dtype).removeprefix('torch.')}{each}: weights {_size(weights)}, a token {_size(token)}, "
+        "memory": f"in {str(dtype).removeprefix('torch.')}{each}: weights {_size(weights)}, a token{own} {_size(token)}, "
         f"{load.batch} x {length} tokens {_size(token * length * load.batch)}, together {_size(weights + token * length * load.batch)}",
         "runs on": gpu,
         "ranks": ", ".join(str(size) for size in SIZES if _splits(spec, size)),
     }
+
+
+def _cache_dtype(config: Mapping[str, Any], spec: DecoderSpec, asked: str, dtype: torch.dtype) -> torch.dtype:
+    """Of keys and values on CPU."""
+    if asked == "auto":
+        found = read_checkpoint_quantization(config, Path(spec.where).parent)
+        asked = "fp8" if found is not None and found.cache == FP8 else "model"
+    return ops.E4M3 if asked == "fp8" else dtype
 
 
 def _weight_bytes(spec: DecoderSpec, dtype: torch.dtype, ranks: int, stored: Mapping[str, tuple[str, int]] | None) -> float:

@@ -40,6 +40,8 @@ class LatentAttention:
         self._key_up, self._value_up = up[:, : spec.still_dim].contiguous(), up[:, spec.still_dim :].contiguous()
         self._absorb = self._key_up.transpose(1, 2).contiguous() if weights.device.type == "cuda" else None
         self._o = Residual(weights.split_columns(spec.o), weights.ranks, optional_norm(weights, layer.attention_post_norm, layer), layer.eps)
+        self.cache_scales: ops.CacheScales | None = None
+        """Of latents that are kept in e4m3."""
 
     def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """x [T, hidden] -> queries [T, H, D]; latents go to their slots."""
@@ -48,11 +50,11 @@ class LatentAttention:
         if self._query_norm is not None:
             query = self._query.after_norm(query, self._query_norm, self._norm_eps)
         query, (pages,) = query.view(len(x), -1, self._size), cache
-        ops.append_latent(query, latents, self._latent_norm, self._norm_eps, angles.cos, angles.sin, slots, pages)
+        ops.append_latent(query, latents, self._latent_norm, self._norm_eps, angles.cos, angles.sin, slots, pages, self.cache_scales)
         return query
 
     def add(self, x: torch.Tensor, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan) -> None:
         """Adds what the queries find to x [T, hidden] in place."""
         (pages,) = cache
-        y = ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale, self._absorb)
+        y = ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale, self._absorb, self.cache_scales)
         self._o.add(x, y.view(len(x), -1))

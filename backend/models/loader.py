@@ -55,6 +55,10 @@ class Checkpoint:
         """One weight, whole. Raises ModelError when it is missing, unreadable, or not of `shape`."""
         return self._read(name, (shape,))
 
+    def get_any(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+        """The same of a weight that may have any of these shapes."""
+        return self._read(name, shapes)
+
     def is_quantized(self, name: str) -> bool:
         """Whether the weight of a projection (without `.weight`) is stored in fewer bits."""
         return self.quantization is not None and self.quantization.find(name, self._files) is not None

@@ -14,6 +14,7 @@ from backend.errors import ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_model, check_rounding
 from backend.model_files import find_pickled, read_config
+from backend.models.cache_scales import Scales
 from backend.models.decoder import Decoder
 from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Wanted
@@ -47,8 +48,15 @@ class Model(Protocol):
     num_written_weights: int
     """Weights that one product may write out in the model's dtype, where they are stored in fewer bits."""
 
+    stored_scales: Scales | None
+    """Of keys and values in e4m3, where they were asked for and the checkpoint has some."""
+
     def cache_specs(self, dtype: torch.dtype) -> list[CacheSpec]:
         """What it keeps of each token."""
+        ...
+
+    def scale_cache(self, scales: Scales) -> None:
+        """Keys and values are kept in e4m3 from now on, with these scales of every layer."""
         ...
 
     def forward(
@@ -100,11 +108,13 @@ def load_model(
     max_model_len: int | None = None,
     is_expert_parallel: bool = False,
     quantization: QuantizationConfig | None = None,
+    reads_cache_scales: bool = False,
 ) -> Model:
     """The model in a Hugging Face folder; only_head: embedding and head alone, for a drafter that shares them.
 
     max_model_len: the longest context that will be served, which decides whether windows matter; None: the model's own limit.
     is_expert_parallel: whole experts are spread over the ranks; else each is split. quantization: how plain weights are rounded.
+    reads_cache_scales: those that the checkpoint has of keys and values, which are to be kept in e4m3.
     Raises ModelError for what is missing, truncated, mismatched or not supported.
     """
     spec = check_model(directory, has_weights=load_format != "dummy")
@@ -130,6 +140,7 @@ def load_model(
             only_head=only_head,
             is_expert_parallel=is_expert_parallel,
             quantization=quantization,
+            reads_cache_scales=reads_cache_scales,
         )
 
 

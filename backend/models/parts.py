@@ -69,6 +69,8 @@ class Attention:
         is_seen_whole = spec.window is None or (context_len is not None and spec.window >= context_len)
         self.window = None if is_seen_whole else spec.window
         self.soft_cap = spec.soft_cap
+        self.cache_scales: ops.CacheScales | None = None
+        """Of keys and values that are kept in e4m3."""
 
     def append(self, x: torch.Tensor, angles: Angles, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """x [T, in] -> queries [T, H, D]; keys and values go to their slots."""
@@ -88,13 +90,13 @@ class Attention:
         if self._clip is not None:
             heads.clamp_(-self._clip, self._clip)
         keys, values = cache
-        query = ops.append_kv(heads, angles.cos, angles.sin, slots, keys, values)
+        query = ops.append_kv(heads, angles.cos, angles.sin, slots, keys, values, scales=self.cache_scales)
         return query if angles.query_scale is None else query * angles.query_scale
 
     def add(self, x: torch.Tensor, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan) -> None:
         """Adds what the queries find to x [T, hidden] in place."""
         keys, values = cache
-        y = ops.append_attention(query, keys, values, plan, self.window, self.soft_cap)
+        y = ops.append_attention(query, keys, values, plan, self.window, self.soft_cap, self.cache_scales)
         self.o.add(x, y.view(len(x), -1))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from backend.errors import ModelError
 from backend.model_files import read_json
-from backend.models.quantized_spec import CheckpointQuantization, Layout
+from backend.models.quantized_spec import FP8, CheckpointQuantization, Layout
 from backend.models.values import Values
 
 KEYS = ("quantization_config", "compression_config")
@@ -33,7 +33,10 @@ def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Pat
             return _read(found)
     if path.exists():
         values = Values(read_json(path), str(path)).section("quantization")
-        return None if values.names("quant_algo") and not values.has("quant_algo") else _read_modelopt(values)
+        if not values.names("quant_algo") or values.has("quant_algo"):
+            return dataclasses.replace(_read_modelopt(values), cache=_read_cache(values))
+        cache = _read_cache(values)
+        return None if cache is None else CheckpointQuantization("modelopt", lambda name: None, cache, has_weights=False)
     return None
 
 
@@ -42,7 +45,21 @@ def _read(values: Values) -> CheckpointQuantization:
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise ModelError(f"{values.where} of quant_method {method!r:.80} is not supported; known: {', '.join(READERS)}")
-    return reader(values)
+    return dataclasses.replace(reader(values), cache=_read_cache(values))
+
+
+def _read_cache(values: Values) -> str | None:
+    """What keys and values are meant to be kept in; null and "auto" say nothing."""
+    algo, scheme = values.get("kv_cache_quant_algo"), values.get("kv_cache_scheme")
+    if algo is not None:
+        return FP8 if algo == "FP8" else f"{algo!r:.40}"
+    if scheme is None or scheme == "auto":
+        return None
+    if scheme == "static":  # AutoFP8's word for e4m3
+        return FP8
+    section = values.section("kv_cache_scheme")
+    bits, kind = section.integer("num_bits", 32), section.choice("type", ("int", "float"), "int")
+    return FP8 if (bits, kind) == (8, "float") else f"{bits}-bit {kind}"
 
 
 def _all(method: str, layout: Layout) -> CheckpointQuantization:
@@ -168,7 +185,8 @@ def _read_compressed(values: Values) -> CheckpointQuantization:
             return None
         return exact.get(name) or next((layout for pattern, layout in patterns if pattern.match(name)), of_class)
 
-    return CheckpointQuantization(f"compressed-tensors {general}", layout_of)
+    has_weights = bool(values.get("config_groups")) or not values.has("kv_cache_scheme")
+    return CheckpointQuantization(f"compressed-tensors {general}", layout_of, has_weights=has_weights)
 
 
 def _matcher(values: Values, key: str) -> Callable[[str], bool]:

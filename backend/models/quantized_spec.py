@@ -8,6 +8,7 @@ checkpoint says of them: products are the more exact for it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Literal
@@ -115,6 +116,24 @@ class Layout:
         return {name: expected for name, expected in found.items() if name not in (self.scale, self.global_scale)}
 
 
+FP8 = "fp8"
+CACHE_SCALES = (
+    ("{0}_scale", 1.0),  # compressed-tensors
+    ("attn.{0}_scale", 1.0),  # vLLM's own
+    ("{0}_proj.{0}_scale", 1.0),  # ModelOpt
+    ("qkv_proj.{0}_scale", 1.0),
+    ("{0}_proj.output_scale", 1.0),  # compressed-tensors, before it had a name of its own for them; Quark
+    ("kv_scale", 1.0),  # AutoFP8: one for both
+    ("cache{0}_matmul.activation_scale", 448.0),  # FastDeploy: the largest number, which is to become e4m3's largest
+)
+"""Names of scales of keys and values below a layer's attention, {0} being k or v, and what they are divided by."""
+CACHE_TENSORS = re.compile(
+    r"\.self_attn\.(([kqv]|prob|kv)_scale|attn\.[kqv]_scale|qkv_proj\.[kqv]_scale|[kv]_proj\.([kv]|output)_scale|[kqv]_zero_point"
+    r"|cache[kv]_matmul\.activation_scale)$"
+)
+"""All that belongs to keys and values in 8 bits, also where they are kept in the model's dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
     """The layouts of a checkpoint's projections."""
@@ -123,6 +142,10 @@ class CheckpointQuantization:
     """For messages."""
     layout_of: Callable[[str], Layout | None]
     """Of the projection of a name (without `.weight`); None: it is plain."""
+    cache: str | None = None
+    """What keys and values are meant to be kept in: FP8 (e4m3), or another type in words; None: it does not say."""
+    has_weights: bool = True
+    """False: nothing but keys and values is quantized."""
 
     def find(self, name: str, held: Container[str]) -> Layout | None:
         """What a checkpoint with these tensors holds: lists of what is not quantized are of many dialects, tensors are not."""

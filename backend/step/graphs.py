@@ -262,14 +262,16 @@ class Graphs:
         widths, most = sorted({*WIDTHS, *self._chain_widths}), self._batch_sizes[-1]
         dtype, num_rows = program.dtype, most * max(widths[-1], self._tree_width)
         warm_up.load_step(self.device, (dtype, torch.float32) if dtype != torch.float32 else (dtype,), table.vocab_size, num_rows)
-        for heads in program.all_heads:
+        for number, heads in enumerate(program.all_heads):
+            is_e4m3 = program.is_e4m3 and number == 0  # the target's: drafters keep theirs in the model's dtype
             for has_prefixes in (False, True) if self._is_cascade else (False,):
                 kinds = program.attention_kinds if heads == program.all_heads[0] else ()
-                warm_up.load_attention(self.device, widths, most, program.page_size, heads, dtype, has_prefixes, kinds)
+                own = (heads, dtype, has_prefixes, kinds)
+                warm_up.load_attention(self.device, widths, most, program.page_size, *own, is_e4m3=is_e4m3)
                 if self._tree_width and heads == program.all_heads[0]:
-                    warm_up.load_attention(self.device, self._tree_widths, most, program.page_size, heads, dtype, has_prefixes, kinds, True)
-        for own, counts in program.tree_widths:
-            warm_up.load_attention(self.device, counts, most, program.page_size, own, dtype, has_trees=True)
+                    warm_up.load_attention(self.device, self._tree_widths, most, program.page_size, *own, has_trees=True, is_e4m3=is_e4m3)
+        for tree_heads, counts in program.tree_widths:
+            warm_up.load_attention(self.device, counts, most, program.page_size, tree_heads, dtype, has_trees=True)
         for count in warm_up.TOKEN_COUNTS:
             count = min(count, max_prompt)
             prompt = StepShape(1, 1, prompt_lens=(count,), prompt_seq_lens=(count,), drafter_counts=(0,), drafter_seq_lens=(0,))

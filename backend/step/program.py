@@ -59,6 +59,8 @@ class Program:
         self._tree: TreeForward | None = None
         if drafter is not None and config.tree is not None:
             self._tree = TreeForward(config, drafter, table, page_table, max_model_len, dtype)
+        self.is_e4m3 = store.specs[ATTENTION].dtype == ops.E4M3
+        """Whether the target's keys and values are."""
         planes = store.planes(ATTENTION)
         count = len(planes) // model.num_layers
         self._cache: list[tuple[torch.Tensor, ...]] = [tuple(planes[i : i + count]) for i in range(0, len(planes), count)]
@@ -173,6 +175,8 @@ class Program:
         heads: ops.Heads,
         num_queries: int | None = None,
         seen: torch.Tensor | None = None,
+        *,
+        is_e4m3: bool = False,
     ) -> ops.StepAttention:
         has_prefixes = step.shape.has_prefixes and heads == self._model.heads and num_queries is None
         if not any(prompt_lens):  # of prompts that are not the drafter's business: rows without queries
@@ -195,11 +199,13 @@ class Program:
             prefix_group=step.fields[PREFIX_GROUP] if has_prefixes else None,
             prefix_len=step.fields[PREFIX_LEN] if has_prefixes else None,
             seen=seen,
+            is_e4m3=is_e4m3,
         )
 
     def _plan_target(self, step: StepTensors, rows: step_rows.StepRows) -> None:
         shape, lists = step.shape, (rows.cu_query_lens, rows.seq_lens)
-        step.attention = self._attend(step, *lists, shape.prompt_lens, shape.prompt_seq_lens, self._model.heads, seen=rows.seen)
+        lens = shape.prompt_lens, shape.prompt_seq_lens
+        step.attention = self._attend(step, *lists, *lens, self._model.heads, seen=rows.seen, is_e4m3=self.is_e4m3)
 
     def _plan_drafter(self, step: StepTensors, rows: step_rows.DrafterRows) -> None:
         assert self._drafter is not None
@@ -231,7 +237,8 @@ class Program:
         wanted = None
         if self._wants_few(step.shape):
             seen = None if rows.seen is None else rows.seen[rows.logit_rows]
-            step.wanted_attention = self._attend(step, rows.cu_logit_rows, rows.seq_lens, (), (), self._model.heads, seen=seen)
+            lists = (rows.cu_logit_rows, rows.seq_lens, (), ())
+            step.wanted_attention = self._attend(step, *lists, self._model.heads, seen=seen, is_e4m3=self.is_e4m3)
             step.wanted_attention.refresh()
             wanted = Wanted(rows.logit_rows, step.wanted_attention)
         entering = dict.fromkeys(self._drafter.tapped_layers, slots) if self._drafter is not None else {}

@@ -13,7 +13,7 @@ import torch
 
 from backend.config import EngineConfig
 from backend.core import Outcome
-from backend.devices import cpu_threads, pick_device, pick_dtype, threads_for
+from backend.devices import cpu_threads, pick_cache_dtype, pick_device, pick_dtype, threads_for
 from backend.drafters import find_place, load_step_drafter, make_placements, step_drafter_identity, tap_width
 from backend.drafters.protocol import HIDDEN
 from backend.errors import ConfigError
@@ -21,6 +21,7 @@ from backend.kv_store import CacheSpec, KvStore, count_page_bytes
 from backend.model_checks import check_max_model_len
 from backend.model_files import fingerprint
 from backend.models import Model, load_model
+from backend.models.cache_scales import scale_cache
 from backend.parallel.ranks import Ranks
 from backend.step.distributions import MAX_ROWS
 from backend.step.draft_masks import Grammars
@@ -106,6 +107,8 @@ class Worker:
         self._config = config
         self.device = pick_device(config)
         self.dtype = pick_dtype(config, self.device)
+        self.cache_dtype = pick_cache_dtype(config, self.dtype, self.device)
+        """Of the target's keys and values."""
         if self.device.type == "cuda" and config.speculative_config.tree is not None and not TREES_ON_GPU:
             keys = "tree_nodes, tree_paths and token_recycling"
             raise ConfigError(
@@ -126,17 +129,20 @@ class Worker:
                 max_model_len=config.max_model_len,
                 is_expert_parallel=config.parallel_config.expert_parallel,
                 quantization=config.rounding,
+                reads_cache_scales=self.cache_dtype == ops.E4M3 and config.kv_cache_scales == "auto",
             )
             self.drafter = load_step_drafter(config, self.model, self.dtype, self.device, ranks)
-        check_max_model_len(config.max_model_len, self.model.max_model_len)
+            check_max_model_len(config.max_model_len, self.model.max_model_len)
+            is_e4m3 = self.cache_dtype == ops.E4M3
+            scales = {"cache_scales": scale_cache(config, self.model, self.dtype, self.device, ranks)} if is_e4m3 else {}
         self.max_model_len = config.max_model_len or self.model.max_model_len
         self.max_num_batched_tokens = config.max_num_batched_tokens_on(self.device.type)
-        specs = self.model.cache_specs(self.dtype)
+        specs = self.model.cache_specs(self.cache_dtype)
         if width := tap_width(config.speculative_config, self.drafter, self.model):
             specs.append(CacheSpec(HIDDEN, (width,), self.dtype))
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
         weights, drafter = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}", step_drafter_identity(config)
-        identity = {"model": weights, "drafter": drafter, "tensor_parallel_size": ranks.size, "rank": ranks.rank}
+        identity = {"model": weights, "drafter": drafter, "tensor_parallel_size": ranks.size, "rank": ranks.rank, **scales}
         num_pages = ranks.least(self._count_pages(specs), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:

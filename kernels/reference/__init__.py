@@ -17,6 +17,7 @@ from kernels.reference.dense import (
     silu_mul,
     soft_cap,
 )
+from kernels.reference.e4m3 import E4M3, E4M3_MAX, read_numbers, round_to_e4m3
 from kernels.reference.experts import mix_experts, route
 from kernels.reference.latent import append_latent, latent_attention
 from kernels.reference.quantized import expand_rows, quantized_linear
@@ -37,6 +38,8 @@ from kernels.structs import ACCEPT_STREAM, DRAFT_STREAM, RECOVER_STREAM, SAMPLE_
 __all__ = [
     "ACCEPT_STREAM",
     "DRAFT_STREAM",
+    "E4M3",
+    "E4M3_MAX",
     "MAX_GROUPED_QUERIES",
     "RECOVER_STREAM",
     "SAMPLE_STREAM",
@@ -63,7 +66,9 @@ __all__ = [
     "plan_attention",
     "probabilities",
     "quantized_linear",
+    "read_numbers",
     "rms_norm",
+    "round_to_e4m3",
     "route",
     "sample",
     "silu_mul",

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kernels.cache_scales import CacheScales
 from kernels.reference.dense import soft_cap
+from kernels.reference.e4m3 import E4M3, read_numbers, round_to_e4m3
 
 MAX_GROUPED_QUERIES = 32
 """Requests with at most this many query tokens are computed together; longer ones (prompts) one by one."""
@@ -41,6 +43,13 @@ def _lay_out(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[in
     return ((num_pages - 1) * stride + page_size, size), (size, 1)
 
 
+def write_rows(plane: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """What tokens have in a plane [T, numbers], of its type, to their KV slots [T]."""
+    if plane.dtype == E4M3:  # of which index_copy_ knows nothing
+        plane, rows = plane.view(torch.uint8), rows.view(torch.uint8)
+    token_rows(plane).index_copy_(0, slots.long(), rows)
+
+
 def append_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -49,11 +58,12 @@ def append_kv(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
     positions: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
     """Rotates queries and keys (RoPE, half-split layout), writes keys and values to their slots, returns the queries [T, H, D].
 
     qkv [T, H + 2 Hkv, D]; cos and sin [T, 1, D], sin negated in its first half, or with positions [T] the whole tables [L, 1, D];
-    slots [T]: KV slots (see `token_rows`), a negative one is not written.
+    slots [T]: KV slots (see `token_rows`), a negative one is not written. scales: of pages in e4m3.
     """
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
@@ -62,12 +72,14 @@ def append_kv(
     turning = qkv[:, : num_q + num_kv]
     swapped = turning.unflatten(-1, (2, size // 2)).flip(-2).flatten(-2)
     turned = torch.addcmul(turning * cos, swapped, sin)
-    keys, values = turned[:, num_q:].flatten(1), qkv[:, num_q + num_kv :].flatten(1)
+    keys, values = turned[:, num_q:], qkv[:, num_q + num_kv :]
+    if scales is not None:
+        keys, values = round_to_e4m3(keys, scales.key_factors[:, None]), round_to_e4m3(values, scales.value_factors[:, None])
     if len(slots) and int(slots.min()) < 0:
         is_kept = slots >= 0
         slots, keys, values = slots[is_kept], keys[is_kept], values[is_kept]
     for pages, rows in ((key_pages, keys), (value_pages, values)):
-        token_rows(pages).index_copy_(0, slots.long(), rows)
+        write_rows(pages, slots, rows.flatten(1))
     return turned[:, :num_q]
 
 
@@ -90,15 +102,17 @@ class _Group:
     gathered: list[torch.Tensor] = field(default_factory=list)
     """Keys and values of these pages: the same memory for all layers, which is touched for the first time once."""
 
-    def gather(self, pages: torch.Tensor, number: int) -> torch.Tensor:
-        """[B' * N, numbers of a page] of keys (number 0) or values (1)."""
+    def gather(self, pages: torch.Tensor, number: int, dtype: torch.dtype) -> torch.Tensor:
+        """[B' * N, numbers of a page] of keys (number 0) or values (1); of e4m3 in `dtype`, without their scales."""
         flat = pages.view(pages.shape[0], -1)
+        is_e4m3 = flat.dtype == E4M3
         if len(self.gathered) <= number:
-            self.gathered.append(flat.new_empty(len(self.pages), flat.shape[1]))
+            self.gathered.append(flat.new_empty(len(self.pages), flat.shape[1], dtype=dtype if is_e4m3 else None))
         own = self.gathered[number]
-        if own.shape[1] != flat.shape[1] or own.dtype != flat.dtype:
-            return flat.index_select(0, self.pages)
-        return torch.index_select(flat, 0, self.pages, out=own)
+        is_fit = own.shape[1] == flat.shape[1] and own.dtype == (dtype if is_e4m3 else flat.dtype)
+        if is_e4m3:
+            return read_numbers(flat.index_select(0, self.pages), dtype, own if is_fit else None)
+        return torch.index_select(flat, 0, self.pages, out=own) if is_fit else flat.index_select(0, self.pages)
 
 
 @dataclass(slots=True)
@@ -230,8 +244,8 @@ def append_attention(
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, D] of mixed lengths over paged keys and values, causal among the new tokens -> [T, H, D].
 
-    The new tokens' keys and values are in their pages already. window: tokens that a query sees, itself with them; cap: scores become
-    cap tanh(score / cap).
+    The new tokens' keys and values are in their pages already; of pages in e4m3 the codes are taken as they are (`CacheScales` has the scales).
+    window: tokens that a query sees, itself with them; cap: scores become cap tanh(score / cap).
     """
     plan = plan.within(window)
     num_kv, size = key_pages.shape[-2:]
@@ -242,8 +256,8 @@ def append_attention(
         q = query[group.rows].view(batch, width, num_kv, num_groups, size)
         # The heads that share keys become more queries of one head.
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, num_kv, num_groups * width, size)
-        k = group.gather(key_pages, 0).view(batch, -1, num_kv, size).transpose(1, 2)
-        v = group.gather(value_pages, 1).view(batch, -1, num_kv, size).transpose(1, 2)
+        k = group.gather(key_pages, 0, q.dtype).view(batch, -1, num_kv, size).transpose(1, 2)
+        v = group.gather(value_pages, 1, q.dtype).view(batch, -1, num_kv, size).transpose(1, 2)
         if cap is None:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
         else:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels.reference.attention import MAX_GROUPED_QUERIES, AttentionPlan, token_rows
+from kernels.cache_scales import CacheScales
+from kernels.reference.attention import MAX_GROUPED_QUERIES, AttentionPlan, write_rows
+from kernels.reference.e4m3 import round_to_e4m3
 
 
 def append_latent(
@@ -19,17 +21,21 @@ def append_latent(
     sin: torch.Tensor,
     slots: torch.Tensor,
     pages: torch.Tensor,
+    scales: CacheScales | None = None,
 ) -> None:
     """Turns the last D numbers of queries [T, H, N + D] and of latents [T, R + D] in place, and writes these to their slots.
 
-    cos and sin [T, 1, D] as `append_kv` has them; slots [T]: KV slots, a negative one is not written.
+    cos and sin [T, 1, D] as `append_kv` has them; slots [T]: KV slots, a negative one is not written. scales: of pages in e4m3.
     """
     size = cos.shape[-1]
     for turning in (query[..., -size:], latents[:, None, -size:]):
         swapped = turning.unflatten(-1, (2, size // 2)).flip(-2).flatten(-2)
         turning.copy_(torch.addcmul(turning * cos, swapped, sin))
+    if scales is not None:
+        rank = latents.shape[1] - size
+        latents = round_to_e4m3(latents, torch.cat([scales.value_factors.expand(rank), scales.key_factors.expand(size)]))
     is_kept = slots >= 0
-    token_rows(pages).index_copy_(0, slots[is_kept].long(), latents[is_kept])
+    write_rows(pages, slots[is_kept], latents[is_kept])
 
 
 def latent_attention(
@@ -45,7 +51,7 @@ def latent_attention(
     for group in plan.groups:
         batch, width = group.shape
         q = query[group.rows].view(batch, width, num_heads, -1).transpose(1, 2)
-        latents = group.gather(pages, 0).view(batch, -1, pages.shape[-1])
+        latents = group.gather(pages, 0, q.dtype).view(batch, -1, pages.shape[-1])
         # Multiplications for each key and head: of queries that meet latents, and of those that meet keys, which are made first.
         made = rank * (still + value_up.shape[1])
         is_plain = width > MAX_GROUPED_QUERIES and width * (2 * rank - still - value_up.shape[1]) > made

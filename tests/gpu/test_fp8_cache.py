@@ -1,0 +1,210 @@
+"""Keys and values in e4m3 on the GPU: what is written and read against the twins in float64, and whole engines against the CPU's.
+
+Memory that nobody reads holds the code of no number, which kernels read as 480: far more than anything that is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend import LLM, SamplingParams
+from kernels import ops, reference
+from kernels.attention import AttentionPlan, append_attention
+from kernels.latent import append_latent
+from kernels.step_attention import StepAttention, latent_attention
+from tests.conftest import code_prompts
+from tests.families import Case as Family
+from tests.families import make_model, random_tokens
+from tests.gpu import test_attention
+from tests.gpu import test_latents as latents
+from tests.gpu.test_attention import GROUPS, MIXED, PROMPTS, SHARED, SKEWED, Case
+from tests.test_latents import DEEPSEEK
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def scales_for(num_kv: int, device: torch.device) -> ops.CacheScales:
+    """Those of checkpoints, which are no powers of two."""
+    drawn = torch.rand(2, num_kv, generator=torch.Generator().manual_seed(num_kv)) * 0.02 + 0.005
+    return ops.CacheScales(*drawn.to(device).unbind())
+
+
+def on_cpu(scales: ops.CacheScales) -> ops.CacheScales:
+    return ops.CacheScales(scales.keys.cpu(), scales.values.cpu())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(("num_heads", "num_kv", "size"), [(32, 8, 128), (7, 1, 64), (8, 2, 256), (4, 4, 16)])
+def test_append_kv(num_heads: int, num_kv: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Values become the twin's codes; keys, whose rotation rounds elsewhere, are as near to exact ones. Nothing else is written."""
+    qkv = torch.randn(40, num_heads + 2 * num_kv, size, device=device).to(dtype)
+    qkv[3, -1, :4] = torch.tensor([1e4, -1e4, float("inf"), float("-inf")])  # beyond the range
+    cos, sin = (torch.randn(40, 1, size, device=device).to(dtype) for _ in range(2))
+    slots, scales = torch.randperm(96, device=device)[:40], scales_for(num_kv, device)
+    slots[::7] = -1
+    slots[3] = 95
+    planes = torch.full((2, 6, 16, num_kv, size), 0x55, dtype=torch.uint8, device=device).view(ops.E4M3)
+    twins = planes.cpu()
+    queries = ops.append_kv(qkv, cos, sin, slots, *planes, scales=scales)
+    expected = reference.append_kv(qkv.cpu(), cos.cpu(), sin.cpu(), slots.cpu(), *twins, scales=on_cpu(scales))
+    torch.testing.assert_close(queries.cpu(), expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(planes[1].cpu().view(torch.uint8), twins[1].view(torch.uint8))
+    exact = torch.full((2, 6, 16, num_kv, size), float("nan"), dtype=torch.float64)
+    reference.append_kv(qkv.cpu().double(), cos.cpu().double(), sin.cpu().double(), slots.cpu(), *exact)
+    is_written = ~exact[0].isnan()
+    assert (planes[0].cpu().view(torch.uint8)[~is_written] == 0x55).all()
+    errors = [((own.cpu().double() * scales.keys.cpu()[:, None] - exact[0])[is_written]).norm() for own in (planes[0], twins[0])]
+    assert errors[0] <= 1.01 * errors[1], errors
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(("num_heads", "rank", "dim"), [(16, 512, 64), (3, 11, 6)])
+def test_append_latent(num_heads: int, rank: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    entries, norm = torch.randn(9, rank + dim, device=device).to(dtype), (1 + 0.1 * torch.randn(rank, device=device)).to(dtype)
+    query = torch.randn(9, num_heads, 24 + dim, device=device).to(dtype)
+    cos, sin = (torch.randn(9, 1, dim, device=device).to(dtype) for _ in range(2))
+    slots, scales = torch.tensor([3, 17, -1, 0, 40, 8, 9, 41, -1], device=device), scales_for(1, device)
+    pages = torch.full((6, 8, 1, rank + dim), 0x55, dtype=torch.uint8, device=device).view(ops.E4M3)
+    twin, turned = pages.cpu(), query.cpu()
+    append_latent(turned, entries.cpu(), norm.cpu(), 1e-6, cos.cpu(), sin.cpu(), slots.cpu(), twin, on_cpu(scales))
+    append_latent(query, entries, norm, 1e-6, cos, sin, slots, pages, scales)
+    torch.testing.assert_close(query.cpu(), turned, rtol=2e-2, atol=2e-2)
+    got, expected = pages.cpu().float(), twin.float()
+    assert torch.equal(pages.cpu().view(torch.uint8) == 0x55, twin.view(torch.uint8) == 0x55)
+    assert (got == expected).float().mean() > 0.95
+    torch.testing.assert_close(got, expected, rtol=0.13, atol=2.0**-8)  # the next code, where a number was rounded elsewhere before
+
+
+CASES = [
+    *(Case(MIXED, size=size, dtype=dtype) for size in (64, 128, 256) for dtype in (BF16, FP16)),
+    Case(MIXED, dtype=FP32),
+    Case(MIXED, page=64),
+    Case(SKEWED),
+    Case(SHARED, prefixes=GROUPS),
+    *(Case([(q, 1024)] * batch, heads=(32, 8)) for batch, q in itertools.product((1, 8, 32, 128), (1, 4))),
+]
+
+
+class Codes(test_attention.Batch):
+    """A batch whose planes hold codes; `clean` is what they stand for."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device, 5)
+        self.scales = scales_for(case.heads[1], device)
+        factors = (self.scales.key_factors[:, None], self.scales.value_factors[:, None])
+        pool = torch.full((len(self.poisoned[0]), 2 * case.page + 3, case.heads[1], case.size), 0x7F, dtype=torch.uint8, device=device).view(ops.E4M3)
+        planes = [pool[:, : case.page], pool[:, case.page + 2 : 2 * case.page + 2]]
+        for plane, numbers, own in zip(planes, self.poisoned, factors):
+            plane.view(torch.uint8).copy_(reference.round_to_e4m3(numbers, own).view(torch.uint8))
+        self.poisoned = planes
+        self.clean = [(reference.round_to_e4m3(numbers, own).double() / own).nan_to_num(0) for numbers, own in zip(self.clean, factors)]
+
+    def plan(self) -> AttentionPlan:
+        case = self.case
+        return AttentionPlan(
+            **self.inputs,
+            max_query_len=case.bound,
+            max_seq_len=max(n for _, n in case.shapes),
+            page_size=case.page,
+            heads=(*case.heads, case.size),
+            dtype=case.dtype,
+            prefixes=self.prefixes,
+            is_e4m3=True,
+        )
+
+    def step(self, num_prompts: int, *, is_gone: bool = False) -> StepAttention:
+        return dataclasses.replace(super().step(num_prompts, is_gone=is_gone), is_e4m3=True)
+
+    def check(self, out: torch.Tensor) -> None:
+        got, exact = out[: self.total].double(), self.reference(torch.float64)
+        error = (got - exact).norm() / exact.norm()
+        assert error < {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}[self.case.dtype], error
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(case: Case, device: torch.device) -> None:
+    batch = Codes(case, device)
+    plan = batch.plan()
+    for _ in range(2):  # counters are as they were
+        plan.refresh()
+        out = append_attention(batch.scales.scale_query(batch.query), *batch.poisoned, plan)
+        batch.check(batch.scales.scale_result(out))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_prompts_and_decoding_rows(dtype: torch.dtype, device: torch.device) -> None:
+    batch = Codes(Case([*PROMPTS, *MIXED], dtype=dtype), device)
+    plan = batch.step(len(PROMPTS))
+    plan.refresh()
+    batch.check(ops.append_attention(batch.query, *batch.poisoned, plan, scales=batch.scales))
+
+
+@pytest.mark.parametrize("num_prompts", [0, 3])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_latents(dtype: torch.dtype, num_prompts: int, device: torch.device) -> None:
+    shapes = [(40, 90), (70, 70), (33, 500)][:num_prompts] + latents.MIXED
+    batch, scales = latents.Batch(shapes, 16, dtype, device, num_prompts=num_prompts), scales_for(1, device)
+    factors = torch.cat([scales.value_factors.expand(512), scales.key_factors.expand(64)])
+    held = reference.round_to_e4m3(batch.plane, factors)
+    memory = torch.full((len(held), 2, 16, 1, 576), 0x7F, dtype=torch.uint8, device=device)
+    memory[:, 1] = held.view(torch.uint8)
+    codes = memory[:, 1].view(ops.E4M3)
+    plan = dataclasses.replace(batch.step(), is_e4m3=True)
+    plan.refresh()
+    out = latent_attention(batch.query, codes, plan, batch.key_up, batch.value_up, batch.scale, scales=scales).double().cpu()
+    batch.plane = held.double() / factors
+    expected = batch.exact()
+    error = float((out - expected).norm() / expected.norm())
+    assert error < {BF16: 1.5e-2, FP16: 3e-3, FP32: 1e-5}[dtype], error
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.devices.FP8_CACHE_ON_GPU", True)
+
+
+FAMILIES = [
+    Family("llama", config={"head_dim": 64}),
+    Family("mistral", "a window", {"sliding_window": 11, "head_dim": 64}),
+    Family("deepseek_v3", config=DEEPSEEK),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_calibrated_scales_are_the_cpus(family: Family, tmp_path: Path, allowed: None) -> None:
+    """Nodes of either kind can exchange pages."""
+    make_model(family, tmp_path)
+    layouts = [LLM(str(tmp_path), dtype="float32", device=device, kv_cache_dtype="fp8").engine.worker.store.layout for device in ("cpu", "cuda")]
+    assert layouts[0]["cache_scales"] == layouts[1]["cache_scales"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_tokens_are_nearly_the_cpus(family: Family, tmp_path: Path, allowed: None) -> None:
+    """Last bits of sums differ, and now and then one becomes a step of e4m3: most answers stay what they are."""
+    make_model(family, tmp_path)
+    prompts = [{"prompt_token_ids": random_tokens(30 + seed, seed)} for seed in range(16)]
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    answers = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(str(tmp_path), dtype="float32", device=device, kv_cache_memory="4MiB", kv_cache_dtype="fp8")
+        answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert sum(one == other for one, other in zip(*answers)) >= 14
+
+
+def test_drafts_change_nothing(allowed: None) -> None:
+    """In bfloat16, where a row's products do not depend on the rows beside it, but for near-ties that attention leaves."""
+    config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    llm = LLM(device="cuda", dtype="bfloat16", kv_cache_dtype="fp8", speculative_config=config)
+    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+    answers = [
+        [output.outputs[0].token_ids for output in llm.generate(code_prompts(32, seed=11), params, speculative={"method": method}, use_tqdm=False)]
+        for method in ("none", "mtp")
+    ]
+    assert sum(one == other for one, other in zip(*answers)) >= 28
