@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import lzma
+import math
 import shutil
 import signal
 from collections.abc import Iterator
@@ -20,13 +21,22 @@ from backend.drafter_checks import check_drafter_folder
 from deploy.cli import main
 from tests.test_loader import Kind, make_model, save
 from training import trainer
-from training.data import Reader, cut_prompts
+from training.data import Reader, choose_mask_token, cut_prompts
+from training.drafters import KINDS, Options
+from training.drafters.dflash import see_blocks
 from training.drafters.layers import attend_unrolled
+from training.objective import Objective
+from training.target import Target
 from training.tokenizer import load_tokenizer
+from training.trainer import Run
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 WORDS = ("width", "height", "depth", "colour", "weight", "name", "parent", "children", "index", "size")
 CODE = "".join(f"def set_{a}(self, {b}):\n    self._{a} = {b} + self.{b}[{i}]\n\n\n" for i, (a, b) in enumerate(itertools.permutations(WORDS, 2)))
+BLOCKS: dict[str, dict[str, object]] = {
+    "dflash": {"block-size": 4, "taps": "1,2", "layers": 1},
+    "dspark": {"block-size": 3, "taps": "1,2", "layers": 1, "markov-rank": 8},
+}
 WEIGHTS = ("config.json", "model.safetensors")
 
 
@@ -55,6 +65,8 @@ def flags(folder: Path, text: Path, out: Path, *more: object, kind: str = "mtp",
     values = {"steps": 4, "batch-size": 4, "context": 32, "drafts": 3, "device": "cpu", "report-prompts": 0, "inner": 40}
     if kind in ("medusa", "hydra"):
         values.pop("inner")
+    if kind in BLOCKS:
+        values = {key: value for key, value in values.items() if key != "drafts"} | BLOCKS[kind]
     values |= {k.replace("_", "-"): v for k, v in options.items()}
     own = [f"--{key}={value}" for key, value in values.items()]
     return ["train", kind, "--model", str(folder), "--data", str(text), "--out", str(out), *own, *map(str, more)]
@@ -87,11 +99,12 @@ def test_the_loss_goes_down_and_the_end_is_a_report(
     check_drafter_folder("mtp", out, folder)
 
 
+@pytest.mark.parametrize("own", [{"kind": "eagle3", "taps": "1,2", "draft_vocab_size": 64}, {"kind": "dspark"}], ids=["eagle3", "dspark"])
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(
-    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: dict[str, Any], folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SIGINT saves after the step under way; a run that is whole may be resumed too, and changes nothing."""
-    options: dict[str, Any] = {"kind": "eagle3", "steps": 6, "taps": "1,2", "draft_vocab_size": 64}
+    options = own | {"steps": 6}
     assert main(flags(folder, text, tmp_path / "whole", **options)) == 0
     parts, read, count = tmp_path / "parts", trainer.OnlineStates.read, itertools.count()
 
@@ -117,8 +130,9 @@ def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tm
     assert main(flags(folder, text, tmp_path / "a", states=cache, kind="medusa")) == 0
     kept = (cache / "final.states").stat().st_mtime_ns
     assert main(flags(folder, text, tmp_path / "b", states=cache, kind="eagle3", taps="1,2", dtype="float32")) == 0
+    assert main(flags(folder, text, tmp_path / "block", states=cache, kind="dflash")) == 0
     assert (cache / "final.states").stat().st_mtime_ns == kept and (cache / "2.states").exists() and not list(cache.glob("*.part"))
-    target = trainer.Target(folder, torch.float32, torch.device("cpu"))
+    target = Target(folder, torch.float32, torch.device("cpu"))
     reader = Reader(folder)
     ids = np.concatenate(reader.read([text], "--data"))
     offline = trainer.OfflineStates(target, ids, 32, (1, 2), cache, is_writer=False).read(torch.tensor([3, 0]))
@@ -143,7 +157,7 @@ def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypat
 def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None:
     """Up to the order of sums, in bfloat16 as they are written."""
     for count in (1, 2):
-        assert main(flags(folder, text, tmp_path / str(count), kind="medusa", processes=count, steps=2)) == 0
+        assert main(flags(folder, text, tmp_path / str(count), kind="dspark", processes=count, steps=2)) == 0
     one, two = (torch.load(tmp_path / str(count) / "checkpoint.pt", weights_only=True)["drafter"] for count in (1, 2))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=0, atol=2e-3)
@@ -195,6 +209,19 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *parts: st
         ("mtp", {"answer_tokens": 5}, "--answers says how many: it is missing"),
         ("mtp", {"temperature": 0.5}, "--temperature says how answers are made"),
         ("mtp", {"heldout": "x.txt"}, "--heldout is for the report, and --report-prompts 0 makes none"),
+        ("mtp", {"block_size": 4}, "--block-size is no option of mtp"),
+        ("eagle3", {"num_anchors": 4}, "--num-anchors is no option of eagle3"),
+        ("medusa", {"mask_token_id": 4}, "--mask-token-id is no option of medusa"),
+        ("dflash", {"drafts": 4}, "--drafts is no option of dflash: its --block-size says it"),
+        ("dflash", {"markov_rank": 4}, "--markov-rank is no option of dflash"),
+        ("dflash", {"draft_vocab_size": 64}, "--draft-vocab-size is no option of dflash"),
+        ("dflash", {"block_size": 1}, "--block-size must be from 2 to 17, got 1"),
+        ("dspark", {"block_size": 17}, "--block-size must be from 1 to 16, got 17"),
+        ("dspark", {"markov_rank": 0}, "--markov-rank must be from 1 to 16384, got 0"),
+        ("dspark", {"num_anchors": 29}, "--num-anchors must be from 1 to 28 with --context 32 and 3 drafts, got 29"),
+        ("dspark", {"mask_token_id": 4096}, "--mask-token-id 4096 is none of the model's tokens, 0 to 4095"),
+        ("dspark", {"taps": "1,3"}, "--taps 1,3: the target's layers have inputs 0 to 2"),
+        ("dspark", {"block_size": 16, "context": 17}, "--context 17 is too short for 16 drafts"),
         ("medusa", {"inner": 8}, "--inner is no option of medusa"),
         ("eagle3", {"layers": 2}, "--layers is no option of eagle3"),
         ("eagle3", {"taps": "2,1"}, "--taps must go up, each layer once, got 2,1"),
@@ -355,3 +382,52 @@ def test_attend_unrolled_against_its_plain_statement(passes: int, heads: int, kv
         scores = torch.stack([q[b, h, row] @ keys[m][b, own, place] for m, place in seen]) / size**0.5
         wanted = sum(w * values[m][b, own, place] for w, (m, place) in zip(scores.softmax(0), seen))
         torch.testing.assert_close(found[b, h, row], wanted, rtol=0, atol=1e-5)
+
+
+def test_which_rows_of_a_block_see_what() -> None:
+    """The states before its anchor and the whole block, and nothing of another block."""
+    seen = see_blocks(torch.tensor([[1, 3], [2, 2]]), 4, 2)
+    assert seen.shape == (2, 4, 8)
+    for batch, anchors in enumerate(([1, 3], [2, 2])):
+        for row in range(4):
+            block = row // 2
+            assert seen[batch, row].nonzero().flatten().tolist() == [*range(anchors[block]), 4 + 2 * block, 5 + 2 * block]
+
+
+def test_where_blocks_are_and_what_stands_for_their_drafts() -> None:
+    """Each place once, with a state before it and text after its drafts; the token that the text has least, the last of several."""
+    run = Run("dspark", Path(), Path(), 1, 64, 12, 1e-3, 0, "l1", 4, 1, None, None, "float32", num_anchors=7)
+    anchors = run.draw_anchors(torch.Generator().manual_seed(0))
+    assert anchors is not None and sorted(set(anchors.flatten().tolist())) == [*range(1, 8)]
+    assert torch.equal(anchors, torch.arange(1, 8).expand(64, -1))
+    run.num_anchors = 2
+    drawn = run.draw_anchors(torch.Generator().manual_seed(0))
+    assert drawn is not None and drawn.shape == (64, 2) and set(drawn.flatten().tolist()) == set(range(1, 8)) and (drawn[:, 0] < drawn[:, 1]).all()
+    assert choose_mask_token(np.array([0, 1, 1, 3, 5], dtype=np.uint32), 6) == 4 and choose_mask_token(np.arange(6, dtype=np.uint32), 6) == 5
+
+
+def test_the_loss_of_dspark_against_its_plain_statement(folder: Path) -> None:
+    """A tenth of cross-entropy, nine tenths of L1 distance, and what the confidence head misses of the chance to stand; later drafts count less."""
+    target = Target(folder, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    drafter = KINDS["dspark"](target, Options(3, 1, 40, (1, 2), mask_token_id=9, markov_rank=8))
+    for weight in drafter.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    states = target.states(torch.randint(2, 4096, (2, 9)), (1, 2))
+    states.anchors = torch.tensor([[1, 4], [2, 5]])
+    loss, agreed = Objective(target, drafter, "l1")(states)
+    wanted, hits = 0.0, []
+    for step, rows in enumerate(drafter(target, states)):
+        terms, same = [], []
+        for b, n in itertools.product(range(2), range(2)):
+            place, row = int(states.anchors[b, n]) + step, rows[b, n][None]
+            q, p = drafter.score(target, step, row)[0].softmax(0), target.score(states.hidden[b, place][None])[0].softmax(0)
+            distance, chance = (q - p).abs().sum(), drafter.judge(row).sigmoid()[0]
+            stands = torch.minimum(q, p).sum()
+            missed = -(stands * chance.log() + (1 - stands) * (1 - chance).log())
+            terms.append(0.1 * -q[states.ids[b, place + 1]].log() + 0.9 * distance + missed)
+            same.append(float(q.argmax() == p.argmax()))
+        wanted = wanted + math.exp(-step / 4) * torch.stack(terms).mean()
+        hits.append(sum(same) / 4)
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-4)
+    assert agreed.tolist() == hits
