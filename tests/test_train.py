@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import json
 import lzma
-import math
 import shutil
 import signal
 from collections.abc import Iterator
@@ -21,14 +20,10 @@ from backend.drafter_checks import check_drafter_folder
 from deploy.cli import main
 from tests.test_loader import Kind, make_model, save
 from training import trainer
-from training.data import Reader, choose_mask_token, cut_prompts
-from training.drafters import KINDS, Options
-from training.drafters.dflash import see_blocks
+from training.data import Reader, cut_prompts
 from training.drafters.layers import attend_unrolled
-from training.objective import Objective
 from training.target import Target
 from training.tokenizer import load_tokenizer
-from training.trainer import Run
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 WORDS = ("width", "height", "depth", "colour", "weight", "name", "parent", "children", "index", "size")
@@ -382,52 +377,3 @@ def test_attend_unrolled_against_its_plain_statement(passes: int, heads: int, kv
         scores = torch.stack([q[b, h, row] @ keys[m][b, own, place] for m, place in seen]) / size**0.5
         wanted = sum(w * values[m][b, own, place] for w, (m, place) in zip(scores.softmax(0), seen))
         torch.testing.assert_close(found[b, h, row], wanted, rtol=0, atol=1e-5)
-
-
-def test_which_rows_of_a_block_see_what() -> None:
-    """The states before its anchor and the whole block, and nothing of another block."""
-    seen = see_blocks(torch.tensor([[1, 3], [2, 2]]), 4, 2)
-    assert seen.shape == (2, 4, 8)
-    for batch, anchors in enumerate(([1, 3], [2, 2])):
-        for row in range(4):
-            block = row // 2
-            assert seen[batch, row].nonzero().flatten().tolist() == [*range(anchors[block]), 4 + 2 * block, 5 + 2 * block]
-
-
-def test_where_blocks_are_and_what_stands_for_their_drafts() -> None:
-    """Each place once, with a state before it and text after its drafts; the token that the text has least, the last of several."""
-    run = Run("dspark", Path(), Path(), 1, 64, 12, 1e-3, 0, "l1", 4, 1, None, None, "float32", num_anchors=7)
-    anchors = run.draw_anchors(torch.Generator().manual_seed(0))
-    assert anchors is not None and sorted(set(anchors.flatten().tolist())) == [*range(1, 8)]
-    assert torch.equal(anchors, torch.arange(1, 8).expand(64, -1))
-    run.num_anchors = 2
-    drawn = run.draw_anchors(torch.Generator().manual_seed(0))
-    assert drawn is not None and drawn.shape == (64, 2) and set(drawn.flatten().tolist()) == set(range(1, 8)) and (drawn[:, 0] < drawn[:, 1]).all()
-    assert choose_mask_token(np.array([0, 1, 1, 3, 5], dtype=np.uint32), 6) == 4 and choose_mask_token(np.arange(6, dtype=np.uint32), 6) == 5
-
-
-def test_the_loss_of_dspark_against_its_plain_statement(folder: Path) -> None:
-    """A tenth of cross-entropy, nine tenths of L1 distance, and what the confidence head misses of the chance to stand; later drafts count less."""
-    target = Target(folder, torch.float32, torch.device("cpu"))
-    torch.manual_seed(0)
-    drafter = KINDS["dspark"](target, Options(3, 1, 40, (1, 2), mask_token_id=9, markov_rank=8))
-    for weight in drafter.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    states = target.states(torch.randint(2, 4096, (2, 9)), (1, 2))
-    states.anchors = torch.tensor([[1, 4], [2, 5]])
-    loss, agreed = Objective(target, drafter, "l1")(states)
-    wanted, hits = 0.0, []
-    for step, rows in enumerate(drafter(target, states)):
-        terms, same = [], []
-        for b, n in itertools.product(range(2), range(2)):
-            place, row = int(states.anchors[b, n]) + step, rows[b, n][None]
-            q, p = drafter.score(target, step, row)[0].softmax(0), target.score(states.hidden[b, place][None])[0].softmax(0)
-            distance, chance = (q - p).abs().sum(), drafter.judge(row).sigmoid()[0]
-            stands = torch.minimum(q, p).sum()
-            missed = -(stands * chance.log() + (1 - stands) * (1 - chance).log())
-            terms.append(0.1 * -q[states.ids[b, place + 1]].log() + 0.9 * distance + missed)
-            same.append(float(q.argmax() == p.argmax()))
-        wanted = wanted + math.exp(-step / 4) * torch.stack(terms).mean()
-        hits.append(sum(same) / 4)
-    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-4)
-    assert agreed.tolist() == hits
