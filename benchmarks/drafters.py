@@ -1,10 +1,12 @@
 """Drafters of several kinds, trained on the same states for the same time and compared in the engine: the matched table of `RESULTS.md`.
 
     python -m benchmarks.drafters --data training/data/train.u16 --heldout training/data/heldout.u16 --out OUT --minutes 6   # a GPU
+    python -m benchmarks.drafters --model DIR --data chats.jsonl --heldout chats-heldout.jsonl --answers 600 --kinds eagle3 dspark --out OUT
 
+`python -m benchmarks.drafter_data` writes files for it. With --answers the model itself answers the data first, and all kinds are trained on that.
 On a CPU the minutes are those of this process (one thread), so that others on the machine do not count; on a GPU they are those of the clock.
 The states of the data are made first, once for all kinds, and are in nobody's time. Each kind then takes as many steps as fit: a run of a few
-steps says how long one takes.
+steps says how long one takes. Kinds have as many drafts and, where they have layers, one.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from training import MODEL_DIR
 from training.command import check, make_parser, prepare, run_command
+from training.data import Reader, cut_prompts, write_answers
 from training.drafters import KINDS
 from training.trainer import train
 
+USUAL = ("mtp", "eagle3", "dflash", "dspark", "medusa", "hydra")
 PROBE = (1, 2, 8)
 """Steps of three runs: the first one makes the states, the difference of the others is the time of a step."""
 
@@ -41,6 +46,24 @@ def measure_step(options: list[str], clock: Any) -> float:
     return max(1e-4, (spent[2] - spent[1]) / (PROBE[2] - PROBE[1]))
 
 
+def answer(args: argparse.Namespace) -> Path:
+    """The file of the model's answers, and the prompts before them."""
+    path = args.out / "answers.u32"
+    prompts = cut_prompts(Reader(args.model).read(args.data, "--data", as_prompts=True), args.context, args.answers, 0)
+    device = "cpu" if args.device == "cpu" else "auto"
+    dtype = "float32" if args.device == "cpu" else "bfloat16"
+    answers = write_answers(args.model, prompts, args.answer_tokens, 0.0, 0, dtype=dtype, device=device)
+    np.concatenate(answers).astype("<u4").tofile(path)
+    return path
+
+
+def own_options(kind: str, args: argparse.Namespace) -> list[str]:
+    """As many drafts and layers as the others have, and what is said of this kind."""
+    before = KINDS[kind].rows_before_drafts
+    words = ["--drafts", str(args.drafts)] if before is None else ["--block-size", str(args.drafts + before), "--layers", "1"]
+    return words + [word for given in args.options if given.startswith(f"{kind} ") for word in given.split()[1:]]
+
+
 def row(result: dict[str, Any]) -> str:
     """Of the table in Markdown."""
     report = result["report"]
@@ -56,7 +79,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--heldout", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True, help="a new folder: a folder of each kind, and results.json")
-    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["mtp", "eagle3", "medusa", "hydra"])
+    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), help="default: all but mlp_speculator; on a GPU those that it serves")
+    parser.add_argument(
+        "--options", nargs="+", default=[], metavar="'KIND --OPTION VALUE'", help="further options of a kind; block drafters have one layer"
+    )
+    parser.add_argument("--answers", type=int, help="of the model to the data, to train on")
+    parser.add_argument("--answer-tokens", type=int, default=192)
     parser.add_argument("--minutes", type=float, default=6.0, help="of training, each kind")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64)
@@ -71,16 +99,18 @@ def main() -> None:
     if not is_gpu:
         torch.set_num_threads(1)
     args.out.mkdir(parents=True)
-    common = ["--model", str(args.model), "--data", *map(str, args.data), "--heldout", *map(str, args.heldout), "--states", str(args.out / "states")]
-    keys = ("drafts", "batch_size", "context", "lr", "device")
+    data = args.data if args.answers is None else [answer(args)]
+    common = ["--model", str(args.model), "--data", *map(str, data), "--states", str(args.out / "states")]
+    keys = ("batch_size", "context", "lr", "device")
     common += [word for key in keys for word in (f"--{key.replace('_', '-')}", str(getattr(args, key)))]
     results = []
-    for kind in args.kinds:
-        options = [kind, *common]
+    for kind in args.kinds or [kind for kind in USUAL if KINDS[kind].rows_before_drafts is None or not is_gpu]:
+        options = [kind, *common, *own_options(kind, args)]
         per_step = measure_step(options, clock)
         steps = max(1, round(60 * args.minutes / per_step))
         print(f"{kind}: {per_step:.3f} s a step, {steps} steps", flush=True)
-        words = ["--steps", str(steps), "--report-prompts", str(args.report_prompts), "--report-tokens", str(args.report_tokens)]
+        words = ["--heldout", *map(str, args.heldout), "--steps", str(steps)]
+        words += ["--report-prompts", str(args.report_prompts), "--report-tokens", str(args.report_tokens)]
         result = run_command(make_parser().parse_args([*options, *words, "--out", str(args.out / kind)]))
         if result is None:
             return

@@ -86,7 +86,7 @@ examples:
         "once, into the user's cache.",
         "examples:\n  foretoken convert FILE.gguf OUT\n  foretoken convert FILE.gguf OUT --dtype bfloat16\n",
     ),
-    "train": ("train a drafter for a model: mtp, eagle3, medusa, hydra, mlp_speculator", "", ""),
+    "train": ("train a drafter for a model: mtp, eagle3, dflash, dspark, medusa, hydra, mlp_speculator", "", ""),
 }
 """Of each command: its line in the list, its description, its examples."""
 

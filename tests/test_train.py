@@ -22,11 +22,16 @@ from tests.test_loader import Kind, make_model, save
 from training import trainer
 from training.data import Reader, cut_prompts
 from training.drafters.layers import attend_unrolled
+from training.target import Target
 from training.tokenizer import load_tokenizer
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 WORDS = ("width", "height", "depth", "colour", "weight", "name", "parent", "children", "index", "size")
 CODE = "".join(f"def set_{a}(self, {b}):\n    self._{a} = {b} + self.{b}[{i}]\n\n\n" for i, (a, b) in enumerate(itertools.permutations(WORDS, 2)))
+BLOCKS: dict[str, dict[str, object]] = {
+    "dflash": {"block-size": 4, "taps": "1,2", "layers": 1},
+    "dspark": {"block-size": 3, "taps": "1,2", "layers": 1, "markov-rank": 8},
+}
 WEIGHTS = ("config.json", "model.safetensors")
 
 
@@ -55,6 +60,8 @@ def flags(folder: Path, text: Path, out: Path, *more: object, kind: str = "mtp",
     values = {"steps": 4, "batch-size": 4, "context": 32, "drafts": 3, "device": "cpu", "report-prompts": 0, "inner": 40}
     if kind in ("medusa", "hydra"):
         values.pop("inner")
+    if kind in BLOCKS:
+        values = {key: value for key, value in values.items() if key != "drafts"} | BLOCKS[kind]
     values |= {k.replace("_", "-"): v for k, v in options.items()}
     own = [f"--{key}={value}" for key, value in values.items()]
     return ["train", kind, "--model", str(folder), "--data", str(text), "--out", str(out), *own, *map(str, more)]
@@ -87,11 +94,12 @@ def test_the_loss_goes_down_and_the_end_is_a_report(
     check_drafter_folder("mtp", out, folder)
 
 
+@pytest.mark.parametrize("own", [{"kind": "eagle3", "taps": "1,2", "draft_vocab_size": 64}, {"kind": "dspark"}], ids=["eagle3", "dspark"])
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(
-    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: dict[str, Any], folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SIGINT saves after the step under way; a run that is whole may be resumed too, and changes nothing."""
-    options: dict[str, Any] = {"kind": "eagle3", "steps": 6, "taps": "1,2", "draft_vocab_size": 64}
+    options = own | {"steps": 6}
     assert main(flags(folder, text, tmp_path / "whole", **options)) == 0
     parts, read, count = tmp_path / "parts", trainer.OnlineStates.read, itertools.count()
 
@@ -117,8 +125,9 @@ def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tm
     assert main(flags(folder, text, tmp_path / "a", states=cache, kind="medusa")) == 0
     kept = (cache / "final.states").stat().st_mtime_ns
     assert main(flags(folder, text, tmp_path / "b", states=cache, kind="eagle3", taps="1,2", dtype="float32")) == 0
+    assert main(flags(folder, text, tmp_path / "block", states=cache, kind="dflash")) == 0
     assert (cache / "final.states").stat().st_mtime_ns == kept and (cache / "2.states").exists() and not list(cache.glob("*.part"))
-    target = trainer.Target(folder, torch.float32, torch.device("cpu"))
+    target = Target(folder, torch.float32, torch.device("cpu"))
     reader = Reader(folder)
     ids = np.concatenate(reader.read([text], "--data"))
     offline = trainer.OfflineStates(target, ids, 32, (1, 2), cache, is_writer=False).read(torch.tensor([3, 0]))
@@ -143,7 +152,7 @@ def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypat
 def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None:
     """Up to the order of sums, in bfloat16 as they are written."""
     for count in (1, 2):
-        assert main(flags(folder, text, tmp_path / str(count), kind="medusa", processes=count, steps=2)) == 0
+        assert main(flags(folder, text, tmp_path / str(count), kind="dspark", processes=count, steps=2)) == 0
     one, two = (torch.load(tmp_path / str(count) / "checkpoint.pt", weights_only=True)["drafter"] for count in (1, 2))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=0, atol=2e-3)
@@ -195,6 +204,19 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *parts: st
         ("mtp", {"answer_tokens": 5}, "--answers says how many: it is missing"),
         ("mtp", {"temperature": 0.5}, "--temperature says how answers are made"),
         ("mtp", {"heldout": "x.txt"}, "--heldout is for the report, and --report-prompts 0 makes none"),
+        ("mtp", {"block_size": 4}, "--block-size is no option of mtp"),
+        ("eagle3", {"num_anchors": 4}, "--num-anchors is no option of eagle3"),
+        ("medusa", {"mask_token_id": 4}, "--mask-token-id is no option of medusa"),
+        ("dflash", {"drafts": 4}, "--drafts is no option of dflash: its --block-size says it"),
+        ("dflash", {"markov_rank": 4}, "--markov-rank is no option of dflash"),
+        ("dflash", {"draft_vocab_size": 64}, "--draft-vocab-size is no option of dflash"),
+        ("dflash", {"block_size": 1}, "--block-size must be from 2 to 17, got 1"),
+        ("dspark", {"block_size": 17}, "--block-size must be from 1 to 16, got 17"),
+        ("dspark", {"markov_rank": 0}, "--markov-rank must be from 1 to 16384, got 0"),
+        ("dspark", {"num_anchors": 29}, "--num-anchors must be from 1 to 28 with --context 32 and 3 drafts, got 29"),
+        ("dspark", {"mask_token_id": 4096}, "--mask-token-id 4096 is none of the model's tokens, 0 to 4095"),
+        ("dspark", {"taps": "1,3"}, "--taps 1,3: the target's layers have inputs 0 to 2"),
+        ("dspark", {"block_size": 16, "context": 17}, "--context 17 is too short for 16 drafts"),
         ("medusa", {"inner": 8}, "--inner is no option of medusa"),
         ("eagle3", {"layers": 2}, "--layers is no option of eagle3"),
         ("eagle3", {"taps": "2,1"}, "--taps must go up, each layer once, got 2,1"),

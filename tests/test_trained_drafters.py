@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend import LLM
 from backend.drafter_checks import check_drafter_folder
+from backend.drafters.block import BlockDrafter
 from backend.sampling_params import SamplingParams
 from tests.drafting import check_drafts, serve
 from tests.families import Case, make_model
@@ -29,6 +30,11 @@ KINDS_OF_DRAFTERS: dict[str, tuple[str, dict[str, Any], Case]] = {
     "mtp, two layers, on Qwen 3": ("mtp", {"layers": 2}, Case("qwen3")),
     "eagle3": ("eagle3", {}, Case("llama", config={"num_hidden_layers": 5})),
     "eagle3, few tokens, other taps, on Gemma 2": ("eagle3", {"taps": (1, 2), "few": True, "inner": 40}, Case("gemma2", config={"head_dim": 16})),
+    "dflash": ("dflash", {"layers": 2, "taps": (0, 2), "mask_token_id": 7, "inner": 40}, Case("llama", config={"tie_word_embeddings": True})),
+    "dflash, on Gemma 2": ("dflash", {"taps": (1, 2)}, Case("gemma2", config={"head_dim": 16})),
+    "dspark": ("dspark", {"layers": 2, "markov_rank": 6}, Case("qwen3", config={"num_hidden_layers": 5})),
+    "dspark, gated": ("dspark", {"markov_rank": 6, "markov_head_type": "gated", "taps": (1,)}, Case("llama")),
+    "dspark, rnn": ("dspark", {"markov_rank": 6, "markov_head_type": "rnn", "taps": (1, 2)}, Case("llama")),
     "medusa": ("medusa", {"layers": 2}, Case("llama")),
     "hydra": ("hydra", {"layers": 2}, Case("llama", config={"tie_word_embeddings": True})),
     "mlp_speculator": ("mlp_speculator", {"inner": 24}, Case("llama")),
@@ -51,6 +57,22 @@ def make_drafter(target: Target, method: str, options: dict[str, Any]) -> Drafte
     return drafter
 
 
+def watch_chances(llm: LLM) -> list[float]:
+    """What a confidence head says of drafts, as it says it."""
+    own, seen = llm.engine.worker.drafter, list[float]()
+    assert isinstance(own, BlockDrafter)
+    judge = own.judge
+
+    def watched(states: list[torch.Tensor], step: int) -> torch.Tensor | None:
+        chances = judge(states, step)
+        assert chances is not None
+        seen.extend(chances.tolist())
+        return chances
+
+    own.judge = watched  # type: ignore[method-assign]
+    return seen
+
+
 @pytest.mark.parametrize("name", KINDS_OF_DRAFTERS)
 def test_the_server_drafts_what_training_would(name: str, tmp_path: Path) -> None:
     method, options, case = KINDS_OF_DRAFTERS[name]
@@ -61,15 +83,23 @@ def test_the_server_drafts_what_training_would(name: str, tmp_path: Path) -> Non
     drafter.save(target, out, torch.bfloat16)
     check_drafter_folder(method, out, folder)
 
+    is_block, chances = drafter.rows_before_drafts is not None, list[list[float]]()
+
     @torch.no_grad()
     def draft(token_ids: list[int], count: int) -> list[torch.Tensor]:
         ids, found = list(token_ids), []
+        chances.append([])
         for step in range(count):
-            states = target.states(torch.tensor([ids]), drafter.layers)
+            # A block is whole, whatever its tokens are: none is seen before its draft.
+            states = target.states(torch.tensor([[*ids, *[1] * (4 - step if is_block else 0)]]), drafter.layers)
+            if is_block:
+                states.anchors = torch.tensor([[2, len(token_ids) - 1]])
             for state in (states.hidden, *states.entering.values()):
                 state[:, len(token_ids) - 1 :] = 5.0  # the target has not computed these
             rows = drafter(target, states)[step]
             logits = drafter.score(target, step, rows[0, -1:])[0]
+            if (judged := drafter.judge(rows[0, -1:])) is not None:
+                chances[-1].append(judged.sigmoid().item())
             if drafter.draft_ids is not None:
                 logits = torch.full((target.vocab_size,), float("-inf")).index_copy(0, drafter.draft_ids, logits)
             found.append(logits)
@@ -77,8 +107,13 @@ def test_the_server_drafts_what_training_would(name: str, tmp_path: Path) -> Non
         return found
 
     for policy in ("reject_all", "accept_all"):
-        llm = serve(folder, method=method, model=str(out), num_model_steps=4, accept_policy=policy)
+        least = {"min_draft_confidence": 1e-9} if method == "dspark" else {}
+        llm = serve(folder, method=method, model=str(out), num_model_steps=4, accept_policy=policy, **least)
+        judged = watch_chances(llm) if least else []
+        chances.clear()
         check_drafts(llm, draft, policy)
+        for step, row in enumerate(chances if least else []):
+            torch.testing.assert_close(torch.tensor(judged[4 * step :][: len(row)]), torch.tensor(row), rtol=0, atol=1e-5)
 
 
 # -- trained until they are accepted --------------------------------------------------------------------------------------------
@@ -133,8 +168,11 @@ def measure(folder: Path, drafter: Path, method: str, shift: int = 0) -> float:
     llm = serve(folder, method=method, model=str(drafter), num_speculative_tokens=3, num_model_steps=3)
     own = llm.engine.worker.drafter
     assert own is not None
-    tap = own.tap
-    if shift:
+    if shift and isinstance(own, BlockDrafter):
+        keep = own.keep
+        own.keep = lambda entering, *to: keep({k: v.roll(shift, 0) for k, v in entering.items()}, *to)  # type: ignore[method-assign]
+    elif shift:
+        tap = own.tap
         own.tap = lambda hidden, entering: tap(hidden.roll(shift, 0), {k: v.roll(shift, 0) for k, v in entering.items()})  # type: ignore[method-assign]
     return accepted(llm)
 
@@ -148,7 +186,18 @@ def accepted(llm: LLM) -> float:
     return sum(s.accepted for s in stats) / sum(s.steps for s in stats)
 
 
-EXTRA = {"eagle3": ["--taps", "1,2,3"]}
+BLOCKS = ["--taps", "2,4", "--layers", "2", "--num-anchors", "24", "--mask-token-id", "1"]
+EXTRA = {
+    "eagle3": ["--taps", "1,2,3", "--drafts", "3"],
+    "dflash": ["--block-size", "4", *BLOCKS],
+    "dspark": ["--block-size", "3", "--markov-rank", "8", *BLOCKS],
+}
+OTHER_LAYERS: dict[str, dict[str, Any]] = {
+    "eagle3": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+    "dflash": {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 2]}},
+    "dspark": {"target_layer_ids": [0, 2]},
+}
+"""Taps off by one."""
 STEPS = {"medusa": 200, "hydra": 120, "mlp_speculator": 100, "eagle3": 35}
 """Short ones: no attention, and no layers to learn. EAGLE-3's learns by and by to make do with other layers' states than its own."""
 
@@ -159,16 +208,15 @@ def test_a_trained_drafter_is_accepted_and_a_shifted_tap_is_not(method: str, lea
     found = {}
     for name, steps in (("untrained", 1), ("trained", STEPS.get(method, 50))):
         out = tmp_path / name
-        options = ["--steps", str(steps), "--batch-size", "8", "--context", str(LENGTH), "--drafts", "3", "--device", "cpu", "--report-prompts", "0"]
-        options += ["--lr", "0.02", *EXTRA.get(method, [])]
+        options = ["--steps", str(steps), "--batch-size", "8", "--context", str(LENGTH), "--device", "cpu", "--report-prompts", "0"]
+        options += ["--lr", "0.02", *EXTRA.get(method, ["--drafts", "3"])]
         assert command.main([method, "--model", str(folder), "--data", str(text), "--out", str(out), *options]) == 0
         found[name] = measure(folder, out, method)
     found["a position on"] = measure(folder, tmp_path / "trained", method, shift=1)
-    if method == "eagle3":
+    if method in OTHER_LAYERS:
         config = json.loads((tmp_path / "trained" / "config.json").read_text())
-        config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 4]
-        (tmp_path / "trained" / "config.json").write_text(json.dumps(config))
-        found["a layer on"] = measure(folder, tmp_path / "trained", method)
+        (tmp_path / "trained" / "config.json").write_text(json.dumps(config | OTHER_LAYERS[method]))
+        found["a layer off"] = measure(folder, tmp_path / "trained", method)
     best = found.pop("trained")
     assert best > 0.8, (best, found)
     assert max(found.values()) < 0.6 * best, (best, found)

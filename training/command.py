@@ -15,11 +15,12 @@ import torch
 
 from backend.errors import ConfigError, ModelError, RequestError
 from backend.model_files import read_config
-from training.data import PROMPT_SHARE, Reader, choose_draft_ids, cut_prompts, write_answers
+from backend.models.dflash_spec import MARKOV_KINDS
+from training.data import PROMPT_SHARE, Reader, choose_draft_ids, choose_mask_token, cut_prompts, write_answers
 from training.drafters import KINDS
 from training.objective import LOSSES
 from training.report import describe, measure
-from training.trainer import Run, train
+from training.trainer import Run, count_anchors, train
 
 DESCRIPTION = """\
 Trains a drafter for a model: on a model of any family that is served, frozen, with the states that serving hands to drafters.
@@ -30,14 +31,19 @@ EXAMPLES = """\
 examples:
   foretoken train mtp --model DIR --data CODE/ MORE.jsonl --out DRAFTER --layers 2
   foretoken train eagle3 --model DIR --data chats.jsonl --answers 20000 --out DRAFTER --draft-vocab-size 32000
+  foretoken train dspark --model DIR --data chats.jsonl --answers 20000 --out DRAFTER --layers 3 --block-size 7
   foretoken train medusa --model DIR --data CODE/ --out DRAFTER --states CACHE --device cpu
 """
+ANCHOR_SHARE = 8
+"""Without --num-anchors, a sequence has a block for so many of its tokens: DeepSeek's 512 for 4096."""
 HELDOUT_SHARE = 50
 """Without --heldout, one in so many tokens is kept for the report."""
 RANGES = {
     "layers": (1, 8),
     "inner": (1, 10**6),
     "drafts": (1, 16),
+    "markov_rank": (1, 2**14),
+    "mask_token_id": (0, 2**22),
     "steps": (1, 10**7),
     "batch_size": (1, 4096),
     "context": (16, 10**6),
@@ -50,6 +56,9 @@ RANGES = {
     "report_prompts": (0, 10**4),
     "report_tokens": (2, 10**6),
 }
+KIND_OPTIONS = ("layers", "inner", "taps", "draft_vocab_size", "markov_rank", "markov_head_type")
+"""Of some kinds alone, as `Drafter.accepted_options` names them."""
+BLOCK_OPTIONS = ("block_size", "num_anchors", "mask_token_id")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,16 +82,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--states", type=Path, metavar="CACHE", help="keep the model's states in this folder, and read them there again (default: compute them)")
     add = parser.add_argument_group("what is made").add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="where the drafter and its checkpoints go")
-    add("--drafts", type=int, metavar="N", help="steps to train for; of heads, their number (default: by kind)")
-    add("--layers", type=int, metavar="N", help="modules of mtp, residual blocks of medusa's and hydra's heads (default 1)")
+    add("--drafts", type=int, metavar="N", help="steps to train for; of heads, their number (default: by kind; of dflash and dspark: --block-size)")
+    add(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="modules of mtp, residual blocks of medusa's and hydra's heads (default 1), layers of dflash and dspark (default 5)",
+    )
     add("--inner", type=int, metavar="N", help="width of the feed-forward part, or of an MLP speculator's state (default: the target's)")
-    add("--taps", metavar="N,N,N", help="eagle3: layers of the target whose input it takes (default: 2, n / 2, n - 3)")
+    add(
+        "--taps",
+        metavar="N,N,N",
+        help="eagle3, dflash, dspark: layers of the target whose input it takes (default: 2, n / 2, n - 3; of blocks five, from 2 to n - 2)",
+    )
     add("--draft-vocab-size", type=int, metavar="N", help="eagle3: it drafts the N tokens that the data has most (default: all)")
+    add("--block-size", type=int, metavar="N", help="rows of a block: dflash makes one draft less (default 16), dspark as many (default 7)")
+    add(
+        "--mask-token-id", type=int, metavar="ID", help="dflash, dspark: what a block has for its drafts (default: the token that the data has least)"
+    )
+    add("--markov-rank", type=int, metavar="N", help="dspark: numbers that its Markov head keeps of each token (default 256)")
+    add("--markov-head-type", choices=MARKOV_KINDS, help="dspark: what the Markov head makes of them (default vanilla)")
     add = parser.add_argument_group("how").add_argument
-    add("--loss", choices=LOSSES, help="divergence from the target's distribution, or cross-entropy of the text (default: by kind, as its paper)")
+    add(
+        "--loss",
+        choices=LOSSES,
+        help="divergence from the target's distribution, cross-entropy of the text, dspark's L1 (default: by kind, as its paper)",
+    )
     add("--steps", type=int, default=2000, metavar="N", help="optimizer steps (default 2000)")
     add("--batch-size", type=int, default=64, metavar="N", help="sequences a step, of all processes (default 64)")
     add("--context", type=int, default=1024, metavar="N", help="tokens a sequence (default 1024)")
+    add("--num-anchors", type=int, metavar="N", help="dflash, dspark: blocks of each sequence in a step (default: --context / 8)")
     add("--lr", type=float, default=4e-3, metavar="RATE", help="peak learning rate (default 4e-3)")
     add("--dtype", choices=("float32", "bfloat16"), help="of the target and of products (default: bfloat16 on a GPU, float32 on a CPU)")
     add("--seed", type=int, default=0, help="of the weights that it begins with, and of the order of the data (default 0)")
@@ -101,12 +130,15 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, key)
         if value is not None and not low <= value <= high:
             raise ValueError(f"--{key.replace('_', '-')} must be from {low} to {high}, got {value}")
-    for key, own in (("layers", "layers"), ("inner", "inner"), ("taps", "taps"), ("draft_vocab_size", "draft_ids")):
-        if getattr(args, key) is not None and own not in kind.accepted_options:
+    for key in (*KIND_OPTIONS, *BLOCK_OPTIONS):
+        is_own = kind.rows_before_drafts is not None if key in BLOCK_OPTIONS else key in kind.accepted_options
+        if getattr(args, key) is not None and not is_own:
             raise ValueError(f"--{key.replace('_', '-')} is no option of {args.kind}")
-    if args.drafts is None:
+    if kind.rows_before_drafts is not None:
+        _check_block(args, kind.rows_before_drafts)
+    elif args.drafts is None:
         args.drafts = max(kind.default_drafts, args.layers or 1) if args.kind == "mtp" else kind.default_drafts
-    args.layers, args.loss = args.layers or 1, args.loss or kind.default_loss
+    args.layers, args.loss = args.layers or kind.default_layers, args.loss or kind.default_loss
     if args.kind == "mtp" and args.drafts < args.layers:
         raise ValueError(f"--drafts must be at least --layers ({args.layers}), got {args.drafts}: a layer that takes no step learns nothing")
     if not 0 < args.lr < 1:
@@ -115,6 +147,11 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--temperature must be from 0 to 10, got {args.temperature}")
     if args.context <= args.drafts + 1:
         raise ValueError(f"--context {args.context} is too short for {args.drafts} drafts")
+    if kind.rows_before_drafts is not None:
+        most = count_anchors(args.context, args.drafts)
+        args.num_anchors = min(max(1, args.context // ANCHOR_SHARE), most) if args.num_anchors is None else args.num_anchors
+        if not 1 <= args.num_anchors <= most:
+            raise ValueError(f"--num-anchors must be from 1 to {most} with --context {args.context} and {args.drafts} drafts, got {args.num_anchors}")
     for key in ("answer_tokens", "temperature"):
         if getattr(args, key) is not None and args.answers is None:
             raise ValueError(f"--{key.replace('_', '-')} says how answers are made; --answers says how many: it is missing")
@@ -130,6 +167,8 @@ def check(args: argparse.Namespace) -> None:
     is_gpu = args.device.startswith("cuda")
     if is_gpu and args.processes > 1 and (args.device != "cuda" or args.processes > torch.cuda.device_count()):
         raise ValueError(f"--processes {args.processes} take --device cuda and as many GPUs; got {args.device}, {torch.cuda.device_count()} GPUs")
+    if is_gpu and args.report_prompts and kind.rows_before_drafts is not None:
+        raise ValueError(f"--report-prompts must be 0 where {args.kind} is trained on a GPU: such drafters are served with --device cpu alone so far")
     args.dtype = args.dtype or ("bfloat16" if is_gpu else "float32")
     holds = [name for name in ("checkpoint.pt", "config.json", "model.safetensors") if (args.out / name).exists()]
     if args.resume and "checkpoint.pt" not in holds:
@@ -140,6 +179,16 @@ def check(args: argparse.Namespace) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {args.out}: {error.strerror}") from None
+
+
+def _check_block(args: argparse.Namespace, rows_before: int) -> None:
+    """The drafts of a block. Raises ValueError."""
+    if args.drafts is not None:
+        raise ValueError(f"--drafts is no option of {args.kind}: its --block-size says it")
+    low, high = (bound + rows_before for bound in RANGES["drafts"])
+    if args.block_size is not None and not low <= args.block_size <= high:
+        raise ValueError(f"--block-size must be from {low} to {high}, got {args.block_size}")
+    args.drafts = KINDS[args.kind].default_drafts if args.block_size is None else args.block_size - rows_before
 
 
 def _read_taps(text: str | None) -> tuple[int, ...] | None:
@@ -156,12 +205,14 @@ def _read_taps(text: str | None) -> tuple[int, ...] | None:
 
 def prepare(args: argparse.Namespace) -> tuple[Run, torch.Tensor, list[np.ndarray]]:
     """The run, its token ids, and prompts for the report. Raises ValueError, ModelError."""
-    config = read_config(args.model)
+    config, kind = read_config(args.model), KINDS[args.kind]
     limit, vocab_size = config.get("max_position_embeddings", 0), config.get("vocab_size", 0)
     if args.context > limit:
         raise ValueError(f"--context {args.context} is beyond the model's own limit {limit}")
     if args.draft_vocab_size is not None and args.draft_vocab_size > vocab_size:
         raise ValueError(f"--draft-vocab-size {args.draft_vocab_size} is more than the model's vocabulary, {vocab_size}")
+    if args.mask_token_id is not None and args.mask_token_id >= vocab_size:
+        raise ValueError(f"--mask-token-id {args.mask_token_id} is none of the model's tokens, 0 to {vocab_size - 1}")
     reader = Reader(args.model)
     held = reader.read(args.heldout, "--heldout", as_prompts=args.answers is not None) if args.heldout else None
     documents = reader.read(args.data, "--data", as_prompts=args.answers is not None)
@@ -183,7 +234,10 @@ def prepare(args: argparse.Namespace) -> tuple[Run, torch.Tensor, list[np.ndarra
     draft_ids = None
     if args.draft_vocab_size is not None:
         draft_ids = torch.from_numpy(choose_draft_ids([ids], vocab_size, args.draft_vocab_size))
+    if kind.rows_before_drafts is not None and args.mask_token_id is None:
+        args.mask_token_id = choose_mask_token(ids, vocab_size)
     keys = ("kind", "model", "out", "steps", "batch_size", "context", "lr", "seed", "loss", "drafts", "layers", "inner", "taps", "dtype", "states")
+    keys += ("num_anchors", "mask_token_id", "markov_rank", "markov_head_type")
     data = {"tokens": len(ids), "hash": hashlib.blake2b(ids.tobytes(), digest_size=8).hexdigest()}
     run = Run(
         **{key: getattr(args, key) for key in keys},

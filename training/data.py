@@ -99,6 +99,12 @@ def write_answers(model: Path, prompts: Sequence[np.ndarray], max_tokens: int, t
     return [np.array([*result.prompt_token_ids, *result.outputs[0].token_ids], dtype=np.uint32) for result in results]
 
 
+def choose_mask_token(ids: np.ndarray, vocab_size: int) -> int:
+    """The token that the ids have least, mostly one that they do not have; of several the last one."""
+    counts = np.bincount(ids, minlength=vocab_size)
+    return vocab_size - 1 - int(np.argmin(counts[::-1]))
+
+
 def choose_draft_ids(documents: Sequence[np.ndarray], vocab_size: int, count: int) -> np.ndarray:
     """The `count` most frequent token ids, ascending; ids that do not occur fill up."""
     counts = np.bincount(np.concatenate(documents), minlength=vocab_size)

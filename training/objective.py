@@ -10,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from training.drafters import Drafter
 from training.target import States, Target
 
-LOSSES = ("target", "text")
-"""Divergence from the target's distribution; cross-entropy of the text's own next token."""
+LOSSES = ("target", "text", "l1")
+"""Divergence from the target's distribution; cross-entropy of the text's own next token; TEXT_SHARE of that, and L1 distance from the target's."""
+TEXT_SHARE = 0.1
+"""As DSpark is trained."""
 MAX_LOGITS = 2**27
 """That are in memory at a time: longer batches are scored in parts, whose logits are made again for the gradients."""
 
@@ -30,9 +32,13 @@ class Objective(nn.Module):
         loss = torch.zeros((), device=ids.device)
         agreed = []
         for step, output in enumerate(outputs):
-            # Rows before have no state to be drafted from; the last one has no text after it.
-            rows = slice(step + 1, ids.shape[1] - (self._loss == "text"))
-            parts = [x[:, rows].flatten(0, 1) for x in (output, states.hidden, following)]
+            if states.anchors is None:
+                # Rows before have no state to be drafted from; the last one has no text after it.
+                rows = slice(step + 1, ids.shape[1] - (self._loss != "target"))
+                parts = [x[:, rows].flatten(0, 1) for x in (output, states.hidden, following)]
+            else:
+                places = torch.arange(len(ids), device=ids.device)[:, None], states.anchors + step
+                parts = [x.flatten(0, 1) for x in (output, states.hidden[places], following[places])]
             sums = torch.zeros(3, device=ids.device)
             size = max(1, MAX_LOGITS // self._target.vocab_size)
             is_split = len(parts[0]) > size
@@ -58,15 +64,23 @@ class Objective(nn.Module):
                 is_drafted = torch.isin(best if self._loss == "target" else following, kept)
                 scores = scores[:, kept]
             wanted = scores.log_softmax(dim=-1)
+            probs = wanted.exp()
         logits = drafter.score(target, step, rows)
         likeliest = logits.argmax(dim=-1)
         agreed = (likeliest if kept is None else kept[likeliest]) == best
-        if self._loss == "text":
+        judged = drafter.judge(rows)
+        if self._loss == "l1" or judged is not None:
+            distance = (logits.softmax(dim=-1) - probs).abs().sum(dim=-1)
+        if self._loss != "target":
             label = following if kept is None else torch.searchsorted(kept, following).clamp(max=len(kept) - 1)
             losses = F.cross_entropy(logits, label, reduction="none")
+            if self._loss == "l1":
+                losses = TEXT_SHARE * losses + (1 - TEXT_SHARE) * distance
         else:
-            probs = wanted.exp()
             losses = (probs * wanted).sum(dim=-1) - (probs * logits).sum(dim=-1) + logits.logsumexp(dim=-1)
             if drafter.sharpen:
                 losses = losses + drafter.sharpen * F.cross_entropy(logits, wanted.argmax(dim=-1), reduction="none")
+        if judged is not None:
+            # A draft stands, where it is drawn as `rejection` draws it, as often as the two distributions overlap.
+            losses = losses + F.binary_cross_entropy_with_logits(judged, 1 - distance.detach() / 2, reduction="none")
         return torch.stack([(losses * is_drafted).sum(), (agreed & is_drafted).sum().float(), is_drafted.sum().float()])

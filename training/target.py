@@ -36,6 +36,8 @@ class States:
     """[B, T, H] after the final norm."""
     entering: dict[int, torch.Tensor]
     """By layer: [B, T, H] that enters it; num_layers: what leaves the last one."""
+    anchors: torch.Tensor | None = None
+    """[B, N]: places of the tokens after which block drafters draft; None: of other drafters, which draft after every token."""
 
 
 class Target:

@@ -57,6 +57,10 @@ class Run:
     inner: int | None
     taps: tuple[int, ...] | None
     dtype: str
+    num_anchors: int | None = None
+    markov_rank: int | None = None
+    markov_head_type: str | None = None
+    mask_token_id: int | None = None
     states: Path | None = None
     draft_ids: torch.Tensor | None = None
     device: str = "cpu"
@@ -85,7 +89,21 @@ class Run:
         """As it begins. Raises ModelError."""
         torch.manual_seed(self.seed)
         ids = None if self.draft_ids is None else self.draft_ids.to(target.device)
-        return KINDS[self.kind](target, Options(self.drafts, self.layers, self.inner, self.taps, ids)).to(target.device)
+        own = ("mask_token_id", "num_anchors", "markov_rank", "markov_head_type")
+        given = {key: value for key in own if (value := getattr(self, key)) is not None}
+        return KINDS[self.kind](target, Options(self.drafts, self.layers, self.inner, self.taps, ids, **given)).to(target.device)
+
+    def draw_anchors(self, generator: torch.Generator) -> torch.Tensor | None:
+        """Places [batch_size, num_anchors] of a step's blocks, in order, with a state before them and text after each draft; None: no blocks."""
+        if self.num_anchors is None:
+            return None
+        drawn = torch.rand(self.batch_size, count_anchors(self.context, self.drafts), generator=generator).argsort(dim=1)
+        return 1 + drawn[:, : self.num_anchors].sort(dim=1).values
+
+
+def count_anchors(context: int, drafts: int) -> int:
+    """Places of a sequence after which so many drafts have a text to be compared with."""
+    return context - 1 - drafts
 
 
 def train(run: Run, ids: torch.Tensor) -> bool:
@@ -203,7 +221,9 @@ def _train(rank: int, run: Run, ids: torch.Tensor) -> bool:
     with _handling(stop), _open_log(run, first, is_first=is_first) as log:
         for step in bar:
             starts = torch.randint(source.num_starts, (run.batch_size,), generator=generator)
-            states = source.read(starts[own])
+            states, anchors = source.read(starts[own]), run.draw_anchors(generator)
+            if anchors is not None:
+                states.anchors = anchors[own].to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=run.torch_dtype == torch.bfloat16):
                 loss, agreed = module(states)
             loss.backward()

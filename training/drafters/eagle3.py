@@ -27,7 +27,7 @@ class Eagle3(Drafter):
     """Saved under SpecForge's names, which vLLM, SGLang and the authors' code read; with other taps than the usual ones as a speculators' folder."""
 
     method, default_drafts = "eagle3", 5
-    accepted_options = frozenset({"inner", "taps", "draft_ids"})
+    accepted_options = frozenset({"inner", "taps", "draft_vocab_size"})
 
     def __init__(self, target: Target, options: Options) -> None:
         super().__init__(target, options)

@@ -57,7 +57,10 @@ class DecoderLayers(nn.Module):
         q, k, v = (F.linear(attended, weight[layer]).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for weight in (self.q, self.k, self.v))
         keys.append(rotate(k, cos, sin))
         values.append(v)
-        y = attend_unrolled(rotate(q, cos, sin), keys, values)
+        return self.finish(layer, x, attend_unrolled(rotate(q, cos, sin), keys, values))
+
+    def finish(self, layer: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x [B, T, H] plus what the heads found, y [B, heads, T, head_dim], and the MLP."""
         x = x + F.linear(y.transpose(1, 2).flatten(2), self.o[layer])
         y = self.norm(x, self.post_norm[layer])
         return x + F.linear(F.silu(F.linear(y, self.gate[layer])) * F.linear(y, self.up[layer]), self.down[layer])
@@ -69,7 +72,7 @@ class DecoderLayers(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [..., T, D] at positions 0 to T - 1."""
+    """Rotary embedding of x [..., T, D] by the tables' rows of its positions."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return (x * cos + turned * sin).to(x.dtype)

@@ -1,0 +1,83 @@
+"""Texts for `benchmarks.drafters`, of what the running interpreter comes with, so that no third-party text is in the repository.
+
+    python -m benchmarks.drafter_data OUT
+
+code.jsonl: modules of the standard library; code-heldout.jsonl: those that the bundled model has not seen. chats.jsonl, chats-heldout.jsonl:
+questions for a chat model, about paragraphs of the language reference and places of the time zone database; none of them is in both.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import sysconfig
+import zoneinfo
+from collections.abc import Iterable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from training.heldout import list_heldout, read_heldout
+
+CODE_CHARACTERS = 600_000
+HELDOUT_SHARE = 10
+"""One in so many questions is kept out."""
+ABOUT_TEXTS = (
+    "Explain this text to a beginner:",
+    "Summarize this text in two sentences:",
+    "Write three questions that this text answers, with their answers:",
+    "Rewrite this text in simpler words:",
+)
+ABOUT_CITIES = (
+    "Tell me about {}.",
+    "I have two days in {}. What should I see?",
+    "Write a short story that takes place in {}.",
+    "Write an email to a friend in which you describe a trip to {}.",
+)
+REGIONS = ("Africa", "America", "Asia", "Australia", "Europe")
+PARAGRAPH = (200, 600)
+"""Characters."""
+
+
+def read_code() -> list[str]:
+    root, held = Path(sysconfig.get_paths()["stdlib"]), set(list_heldout().values())
+    files = sorted(path for path in root.rglob("*.py") if path not in held and not {"test", "tests", "site-packages", "idlelib"} & set(path.parts))
+    random.Random(0).shuffle(files)
+    texts, count = [], 0
+    while count < CODE_CHARACTERS:
+        texts.append(files.pop().read_text("utf-8", errors="ignore"))
+        count += len(texts[-1])
+    return texts
+
+
+def make_questions() -> list[str]:
+    low, high = PARAGRAPH
+    paragraphs = [" ".join(part.split()) for _, text in sorted(topics.items()) for part in text.split("\n\n")]
+    texts = sorted({part for part in paragraphs if low <= len(part) <= high and part[0].isalpha()})
+    cities = sorted({name.split("/")[-1].replace("_", " ") for name in zoneinfo.available_timezones() if name.split("/")[0] in REGIONS})
+    questions = [f"{ABOUT_TEXTS[i % len(ABOUT_TEXTS)]}\n\n{text}" for i, text in enumerate(texts)]
+    questions += [ABOUT_CITIES[i % len(ABOUT_CITIES)].format(city) for i, city in enumerate(cities)]
+    random.Random(0).shuffle(questions)
+    return questions
+
+
+def write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    write(out / "code.jsonl", ({"text": text} for text in read_code()))
+    write(out / "code-heldout.jsonl", ({"text": text} for text in read_heldout().values()))
+    chats = [{"messages": [{"role": "user", "content": question}]} for question in make_questions()]
+    count = len(chats) // HELDOUT_SHARE
+    write(out / "chats.jsonl", chats[count:])
+    write(out / "chats-heldout.jsonl", chats[:count])
+
+
+if __name__ == "__main__":
+    main()
