@@ -130,6 +130,9 @@ def test_responses(api):
         final = list(stream)[-1].response
     assert [item.type for item in final.output] == ["reasoning", "message"] and final.output_text == whole.output_text
     assert api.responses.create(**own, **PLAIN).output[0].type == "message"
+    assert api.responses.create(**own, reasoning={"effort": "none", "summary": "auto"}).output[0].type == "message"
+    with pytest.raises(openai.BadRequestError, match="reasoning: .*got 'some'"):
+        api.responses.create(**own, reasoning={"effort": "some"})
 
 
 def test_what_the_template_is_given(api):
@@ -137,6 +140,10 @@ def test_what_the_template_is_given(api):
     address = str(api.base_url).removesuffix("v1/") + "tokenize"
     counts: list[Any] = [api.post(address, cast_to=object, body={"messages": messages, **own}) for own in ({}, PLAIN["extra_body"])]
     assert counts[0]["count"] < counts[1]["count"]
+    plain = read(api, reasoning_effort="none")
+    assert not plain[0][0] and plain == read(api, **PLAIN)
+    efforts: Any = {"reasoning_effort": "none", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    assert read(api, **efforts) == read(api, reasoning_effort="high") == read(api), "what is said by name comes first"
     for wrong, message in (({"tools": []}, "chat_template_kwargs has 'tools'"), ({"messages": []}, "chat_template_kwargs has 'messages'")):
         with pytest.raises(openai.BadRequestError, match=message):
             api.chat.completions.create(**ASK, extra_body={"chat_template_kwargs": wrong})

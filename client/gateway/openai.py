@@ -29,6 +29,17 @@ _SAME_NAME = (
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much is to be thought: a hint to templates that know `reasoning_effort`; none is `enable_thinking` false as well."""
+
+
+def effort_variables(effort: Effort | None) -> dict[str, Any]:
+    """What a template is given for it, by the names that templates of reasoning models use."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
@@ -172,6 +183,7 @@ class ChatRequest(GenerateRequest):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: more variables for the template, such as enable_thinking."""
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatRequest:
@@ -195,8 +207,8 @@ class ChatRequest(GenerateRequest):
     def parameters(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         values = {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
-        if self.chat_template_kwargs:
-            values["chat_template_kwargs"] = self.chat_template_kwargs
+        if self.messages is not None and (variables := {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}):
+            values["chat_template_kwargs"] = variables
         if self.tools:
             values |= {"tools": self.tools, "tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
         return values

@@ -8,16 +8,23 @@ import orjson
 from pydantic import Field, ValidationError, model_validator
 
 from client.gateway.no_ops import ANY, one_of
-from client.gateway.openai import ChatRequest, Int32, Strict, Strings, Text
+from client.gateway.openai import ChatRequest, Effort, Int32, Strict, Strings, Text
 from client.gateway.structured import JsonSchema, ObjectFormat, SchemaFormat, TextFormat
 
 _NO_OPS = {
     "background": one_of(False), "include": one_of([], ["reasoning.encrypted_content"]), "max_tool_calls": ANY, "prompt_cache_key": ANY,
     "prompt_cache_retention": ANY, "safety_identifier": ANY, "service_tier": one_of("auto", "default"), "store": ANY,
     "stream_options": one_of({}, {"include_obfuscation": False}, {"include_obfuscation": True}), "top_logprobs": one_of(0),
-    "truncation": one_of("disabled"), "user": ANY, "reasoning": one_of({}),
+    "truncation": one_of("disabled"), "user": ANY,
 }  # fmt: skip
 """What asks for nothing, by name; other values are errors that name it. What was thought is in the answer as it is, encrypted nowhere."""
+
+
+class Reasoning(Strict):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Of no effect: what was thought is in the answer whole."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ContentPart(Strict):
@@ -119,6 +126,7 @@ class ResponsesRequest(Strict):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
+    reasoning: Reasoning | None = None
     stream: bool = False
     metadata: dict[str, Any] | None = None
     stop: str | Strings | None = None
@@ -172,6 +180,7 @@ class ResponsesRequest(Strict):
                 stop=self.stop,
                 ignore_eos=self.ignore_eos,
                 chat_template_kwargs=self.chat_template_kwargs,
+                reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
                 speculative=self.speculative,
                 **values,
             )
