@@ -332,10 +332,17 @@ def fit(counts: Counter, wanted: dict[tuple[int, ...], float]) -> float:
     return chisquare([*seen, total - sum(seen)], [*expected, total - sum(expected)]).pvalue
 
 
-@pytest.mark.parametrize("strategy", ["rejection", "target_match"])
-@pytest.mark.parametrize("name", ["bad", "fair"])
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
-def test_answers_follow_the_targets_distribution(tiny, tiny_drafters, name, strategy, is_ahead):
+@pytest.mark.parametrize(
+    ("strategy", "name", "is_ahead"),
+    [
+        ("rejection", "bad", False),
+        ("rejection", "bad", True),
+        ("rejection", "fair", False),
+        ("rejection", "fair", True),
+        ("target_match", "fair", True),  # whoever drafts: its tokens are those of plain decoding (test_methods)
+    ],
+)
+def test_answers_follow_the_targets_distribution(tiny, tiny_drafters, strategy, name, is_ahead):
     counts, rate = answers(tiny, tiny_drafters[name], {"verify_strategy": strategy}, is_ahead)
     assert fit(counts, exact(tiny)) > 1e-3
     assert 0.05 < rate < 0.98, "drafts that are all accepted or none test nothing"
