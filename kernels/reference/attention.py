@@ -5,6 +5,7 @@ A plane of the paged memory [P, page, ...] is a view of one pool: its pages lie 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -21,6 +22,8 @@ from kernels.reference.e4m3 import E4M3, read_numbers, round_to_e4m3
 
 MAX_GROUPED_QUERIES = 32
 """Requests with at most this many query tokens are computed together; longer ones (prompts) one by one."""
+WIDTHS = (1, 2, 4, 6, 9, 13, 18, 25, MAX_GROUPED_QUERIES)
+"""Query tokens up to which requests go together."""
 
 
 def token_rows(plane: torch.Tensor) -> torch.Tensor:
@@ -157,13 +160,16 @@ def plan_attention(
     if window is not None:
         firsts = [max(0, n - q - window + 1) // page_size for q, n in zip(query_lens, seq_lens)]
     needed = [-(-length // page_size) - first for length, first in zip(seq_lens, firsts)]
-    small = sorted((b for b, q in enumerate(query_lens) if q <= MAX_GROUPED_QUERIES), key=lambda b: needed[b])
+    # A call costs little beside its products, padding is multiplied like all else: only what is nearly as wide and as long goes together.
+    kinds = sorted((bisect.bisect_left(WIDTHS, q), needed[b], b) for b, q in enumerate(query_lens) if q <= MAX_GROUPED_QUERIES)
     buckets: list[list[int]] = []
-    for b in small:
-        if buckets and needed[b] <= 2 * needed[buckets[-1][0]] + 4:
+    most, kind = 0, -1
+    for own, count, b in kinds:
+        if own == kind and count <= most:
             buckets[-1].append(b)
         else:
             buckets.append([b])
+            most, kind = count + count // 4 + 2, own
     buckets += [[b] for b, q in enumerate(query_lens) if q > MAX_GROUPED_QUERIES]
     groups = []
     for bucket in buckets:
