@@ -47,7 +47,7 @@ SURE = 0.8
 """Share of steps with such a promise in which a lookup was preferred, from which on the model is not asked by requests with fixed counts
 either: its drafts would be left aside."""
 ALONE_SMOOTHING = 0.1
-"""Share of the newest step in how often a lookup is preferred to the model, by what lookups promised in the step before."""
+"""Share of the newest step in how often a lookup is preferred to the model, by what lookups promised in the step before, once there were some."""
 OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
 MAX_PENDING = 16
@@ -72,7 +72,7 @@ class DraftBudget:
         self._values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
         self._lookup_values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
-        self._alone: dict[int, float] = {}
+        self._alone: dict[int, tuple[float, int]] = {}  # by promise; of so many steps, one of them a prior
         self.predicted: Counter[str] = Counter()
         """Drafts that were expected to be accepted, of those that were verified, by method."""
         self.chosen = Histogram(DRAFTS)
@@ -182,10 +182,13 @@ class DraftBudget:
 
     def _note_promise(self, own: Own, promise: float, is_alone: bool) -> None:
         """How often a lookup comes to be preferred says whether the model should be asked, by what lookups promised a step earlier."""
-        before = self._alone.setdefault(own.promised, 0.0)
         if own.was_asked:
-            self._alone[own.promised] = before + ALONE_SMOOTHING * (is_alone - before)
+            before, count = self._alone.get(own.promised, (0.0, 1))
+            self._alone[own.promised] = before + max(ALONE_SMOOTHING, 1 / (count + 1)) * (is_alone - before), count + 1
         own.promised = min(MAX_SCORE, max(0, round(2 * promise)))
+
+    def _share_alone(self, own: Own) -> float:
+        return self._alone.get(own.promised, (0.0, 0))[0]
 
     def asks_model(self, request: Request, chains: Sequence[Chain]) -> bool:
         """Whether a model drafter that can be asked now is worth its time beside other drafts of the request."""
@@ -252,9 +255,9 @@ class DraftBudget:
             if not self._is_exact or request.num_steps_ahead:
                 count = min(count, self.limit(request)) if self._applied_model else 0
             elif request.request_id not in self._explorers and self._costs.is_known:
-                is_worth = self._prices.is_model_worth and self._prices.model_worth(own, self._alone.get(own.promised, 0.0)) > 0
+                is_worth = self._prices.is_model_worth and self._prices.model_worth(own, self._share_alone(own)) > 0
                 count = count if is_worth else 0
-        elif count and own.ability.has_host and self._alone.get(own.promised, 0.0) > SURE:
+        elif count and own.ability.has_host and self._share_alone(own) > SURE:
             own.num_steps += 1
             count = count if own.num_steps % TRY_EVERY == 0 else 0
         own.was_asked = count > 0

@@ -163,13 +163,13 @@ def plan_attention(
     # A call costs little beside its products, padding is multiplied like all else: only what is nearly as wide and as long goes together.
     kinds = sorted((bisect.bisect_left(WIDTHS, q), needed[b], b) for b, q in enumerate(query_lens) if q <= MAX_GROUPED_QUERIES)
     buckets: list[list[int]] = []
-    most, kind = 0, -1
-    for own, count, b in kinds:
-        if own == kind and count <= most:
+    last, limit = -1, 0
+    for kind, count, b in kinds:
+        if kind == last and count <= limit:
             buckets[-1].append(b)
         else:
             buckets.append([b])
-            most, kind = count + count // 4 + 2, own
+            last, limit = kind, count + count // 4 + 2
     buckets += [[b] for b, q in enumerate(query_lens) if q > MAX_GROUPED_QUERIES]
     groups = []
     for bucket in buckets:
