@@ -25,6 +25,7 @@ from deploy.other_kinds import (
     TEXT_ONLY,
     TLS,
     WHITESPACE,
+    WORKERS,
     Alias,
     Needless,
     Other,
@@ -272,8 +273,8 @@ OTHERS: dict[str, Other] = {
     "enable_force_include_usage": Refused("requests may say stream_options.include_usage", is_switch=True),
     "tokens_only": Refused("the gateway takes text and token ids", is_switch=True),
     # OpenAI's interface
-    "workers": Needless("one gateway takes all requests; the engine is a process of its own"),
-    "api_server_count": Needless("one gateway takes all requests; the engine is a process of its own"),
+    "workers": Needless(WORKERS),
+    "api_server_count": Needless(WORKERS),
     "api_key": Refused("put the keys into a file, one a line, and name it: --api-keys FILE (a command line can be read by others)"),
     "allowed_origins": Alias("cors_origins"),
     "ssl_keyfile": Refused(TLS),

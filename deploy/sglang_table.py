@@ -20,6 +20,7 @@ from deploy.other_kinds import (
     TEXT_ONLY,
     TLS,
     WHITESPACE,
+    WORKERS,
     Alias,
     Needless,
     Other,
@@ -27,7 +28,6 @@ from deploy.other_kinds import (
 )
 
 _ATTENTION_RANKS = "attention is split by heads over all ranks (--tensor-parallel-size)"
-_WORKERS = "one gateway takes all requests; the engine is a process of its own"
 _ENCODERS = "models of text alone are served: they have no encoders"
 _OWN_STATES = "answers have tokens and log-probabilities alone"
 _RELOADED = "weights are read once, at the start, from the model's folder"
@@ -266,7 +266,7 @@ SGLANG: dict[str, Other] = {
     **_refused("start other programs by themselves", others="sidecar sidecar_args"),
     **_refused("put a proxy before the gateway", "enable_http2"),
     **_needless("the gateway speaks HTTP/1.1", others="http2_max_concurrent_streams http2_initial_connection_window_size"),
-    **_needless(_WORKERS, "enable_http_worker_reuseport enable_dynamic_batch_tokenizer enable_tokenizer_batch_encode disable_tokenizer_batch_decode",
+    **_needless(WORKERS, "enable_http_worker_reuseport enable_dynamic_batch_tokenizer enable_tokenizer_batch_encode disable_tokenizer_batch_decode",
                 "tokenizer_worker_num detokenizer_worker_num grpc_worker_threads batch_notify_size dynamic_batch_tokenizer_batch_size "
                 "dynamic_batch_tokenizer_batch_timeout smg_http_sidecar_port grpc_http_sidecar_port grpc_response_timeout_secs gc_threshold "
                 "gc_warning_threshold_secs"),

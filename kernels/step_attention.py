@@ -41,13 +41,13 @@ class StepAttention:
     """[B] int32: the row's place in the page table."""
     page_table: torch.Tensor
     """[S, N] int32: page ids."""
-    num_prompts: int
+    num_prompts: int = 0
     """Leading rows that are prompts; the others decode."""
-    num_prompt_rows: int
+    num_prompt_rows: int = 0
     """Packed rows of the prompts."""
-    max_prompt_query_len: int
-    max_prompt_seq_len: int
-    num_prompt_keys: int
+    max_prompt_query_len: int = 0
+    max_prompt_seq_len: int = 0
+    num_prompt_keys: int = 0
     """Sum of the prompts' seq_lens."""
     max_query_len: int
     """Of rows that decode. Kernels are compiled for it: `warm_up.load_attention` before requests come."""

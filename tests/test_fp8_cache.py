@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from backend import LLM
 from backend.config import BUNDLED_MODEL, EngineConfig
-from backend.core import Delta
 from backend.devices import pick_cache_dtype
 from backend.disaggregation.node import NodeInfo
 from backend.disaggregation.records import VERSION
@@ -35,7 +34,7 @@ from kernels import ops, reference
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.families import Case, edited, make_model, random_tokens
 from tests.steps import Row, Steps, make_worker
-from tests.test_kv_store import adopt, go_on
+from tests.test_kv_store import adopt, go_on, leave
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import on_ranks
 from tests.test_plain_attention import Batch
@@ -474,16 +473,8 @@ def test_another_store_goes_on(exact_sums: None) -> None:
     assert [name for name, spec in store.specs.items() if spec.dtype == ops.E4M3] == [ATTENTION] != list(store.specs)
     prompt = here.engine.tokenizer.encode(code_prompts(1, (600, 700), seed=23)[0])[:115]
     whole = LLM(enable_prefix_caching=False, **FP8).generate({"prompt_token_ids": prompt}, greedy(48), use_tqdm=False)[0].outputs[0].token_ids
-    deltas: list[Delta] = []
-    here.engine.submit(prompt, greedy(48), deltas.append, request_id="moves", speculative={"method": "mtp"})
-    here.engine.step()
-    (request,) = here.engine.scheduler.running
-    while request.num_output_tokens < 20:
-        here.engine.step()
-    known, pages = list(request.token_ids), list(request.page_ids)
-    assert known == [*prompt, *whole[: len(known) - len(prompt)]]
+    known, pages = leave(here, prompt, whole, {"method": "mtp"})
     computed = len(known) - 1
-    pages = pages[: -(-computed // here.engine.config.page_size)]
     lease = here.engine.scheduler.pool.lease(pages)
     here.engine.cancel("moves")
     here.engine.step()

@@ -187,6 +187,19 @@ def adopt(llm: LLM, ids: Sequence[int], content: torch.Tensor, fingerprint: str,
         engine.scheduler.pool.release(page)
 
 
+def leave(llm: LLM, prompt: list[int], whole: Sequence[int], choice: dict) -> tuple[list[int], list[int]]:
+    """Runs the request "moves" for 20 tokens of the answer `whole` and more -> tokens so far, and the pages of those that are computed."""
+    deltas: list[Delta] = []
+    llm.engine.submit(prompt, greedy(48), deltas.append, request_id="moves", speculative=choice)
+    llm.engine.step()
+    (request,) = llm.engine.scheduler.running
+    while request.num_output_tokens < 20:
+        llm.engine.step()
+    known = list(request.token_ids)
+    assert known == [*prompt, *whole[: len(known) - len(prompt)]]
+    return known, request.page_ids[: -(-(len(known) - 1) // llm.engine.config.page_size)]
+
+
 def go_on(llm: LLM, ids: list[int], choice: dict) -> tuple:
     result = llm.generate({"prompt_token_ids": ids}, greedy(24), speculative=choice, use_tqdm=False)[0]
     (output,) = result.outputs
@@ -203,16 +216,8 @@ def test_a_request_goes_on_in_another_store(llm_plain, is_ahead, choice) -> None
     here, there = (LLM(speculative_config=EVERY_METHOD, async_scheduling=is_ahead) for _ in range(2))
     prompt = here.engine.tokenizer.encode(code_prompts(1, (600, 700), seed=23)[0])[:115]
     whole = llm_plain.generate({"prompt_token_ids": prompt}, greedy(48), use_tqdm=False)[0].outputs[0].token_ids
-    deltas: list[Delta] = []
-    here.engine.submit(prompt, greedy(48), deltas.append, request_id="moves", speculative=choice)
-    here.engine.step()
-    (request,) = here.engine.scheduler.running
-    while request.num_output_tokens < 20:
-        here.engine.step()
-    known, pages = list(request.token_ids), list(request.page_ids)
-    assert known == [*prompt, *whole[: len(known) - len(prompt)]]
+    known, pages = leave(here, prompt, whole, choice)
     computed = len(known) - 1
-    pages = pages[: -(-computed // here.engine.config.page_size)]
     num_seen = here.engine.planner._seen.count(pages, computed)
     assert num_seen == (computed if choice["method"] == "mtp" else 0)
     lease = here.engine.scheduler.pool.lease(pages)

@@ -602,3 +602,12 @@ def test_verify_without_drafts_is_plain_decoding() -> None:
     token_ids, accepted = ops.verify(torch.empty(3, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.tensor([[4], [0], [9]]))
     assert token_ids.tolist() == [[4], [0], [9]]
     assert accepted.tolist() == [0, 0, 0]
+
+
+def test_one_long_draft_widens_no_other_requests_attention() -> None:
+    """Nor does a long context lengthen it: what a step multiplies is little more than what is asked."""
+    query_lens, seq_lens = [4] * 15 + [13, 1], [300] * 15 + [313, 2000]
+    plan = ops.plan_attention(query_lens, seq_lens, [list(range(125))] * 17, 16, 1, torch.float32)
+    made = sum(group.mask[:, 0].numel() for group in plan.groups)
+    asked = sum(queries * -(-length // 16) * 16 for queries, length in zip(query_lens, seq_lens))
+    assert asked <= made <= 1.1 * asked
