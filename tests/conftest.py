@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import openai
 import pytest
 import torch
+from hypothesis import settings
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
@@ -35,6 +37,11 @@ torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The same examples in every run; `--hypothesis-profile=explore` draws others.
+settings.register_profile("explore", settings.default, derandomize=False)
+settings.register_profile("repeatable", settings.default, derandomize=True)
+settings.load_profile("repeatable")
+
 LONGEST = ("test_supervision.py", "test_drafter_server.py")
 
 
@@ -44,6 +51,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if getattr(getattr(item, "module", None), "serve", None) is serve or "servers" in getattr(item, "fixturenames", ()):
             item.add_marker("serving")
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """With the next: a test and its fixtures draw the same numbers in every run, whichever tests ran before."""
+    seed_everything(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed_everything(1)
 
 
 @pytest.fixture(scope="session")
