@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import keyword
 import random
 import re
@@ -57,7 +58,7 @@ def completion_requests(count: int) -> Requests:
 def editing_requests(count: int) -> Requests:
     """Functions to write again with one name changed, at most 96 tokens of each (about 3 characters a token)."""
     prompts = editing_prompts(min(count, 24))
-    return [(prompt, min(96, max(16, len(rest) // 3))) for prompt, rest in (prompts * 2)[:count]]
+    return [(prompt, min(96, max(16, len(rest) // 3))) for prompt, rest in itertools.islice(itertools.cycle(prompts), count)]
 
 
 def chat_requests(count: int) -> Requests:
