@@ -205,11 +205,6 @@ class EngineConfig(Section):
         require(own in (1, target), "speculative_config.draft_tensor_parallel_size", own, f"1 or the target's tensor_parallel_size ({target})")
         good = target == 1 or self.speculative_config.placement != "bls"
         require(good, "speculative_config.placement", "bls", f"in_process where tensor_parallel_size is {target}")
-        trees = "1 where drafts are trees (speculative_config.tree_nodes or tree_paths, or method token_recycling)"
-        require(target == 1 or self.speculative_config.tree is None, "parallel_config.tensor_parallel_size", target, trees)
-        rule = "left out where drafts are trees (speculative_config.tree_nodes or tree_paths, or method token_recycling)"
-        is_apart = self.disaggregation.is_on and self.speculative_config.tree is not None
-        require(not is_apart, "disaggregation.scheduler_name", self.disaggregation.scheduler_name, rule)
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
 

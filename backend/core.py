@@ -272,6 +272,8 @@ class Outcome:
     """Of a request that scores its prompt: those of the prompt's tokens after each one computed in this step."""
     next_drafts: list[int] = field(default_factory=list)
     """What the step drafted for the next one, where the host asked for it."""
+    next_parents: list[int] = field(default_factory=list)
+    """Of each of them, where they are a tree, the number of the draft before it; -1: the newest token. Empty: a chain."""
     draft_chances: list[float] = field(default_factory=list)
     """How likely the model drafter held each of its leading drafts' choices to be: the greatest probability there; empty: it was not asked."""
     lookup_score: int = 0

@@ -126,6 +126,8 @@ class StepDrafting:
         if entry.request.grammar is not None:  # the other node may have drafted without it, as a GPU does
             token_ids, known.drafted, _ = self._fit(entry, known, token_ids, self.count_model(known.drafted.sources))
         self._put_drafts(step.plan, known, token_ids)
+        for number, parent in enumerate(hand_off.outcome.next_parents[: len(token_ids)]):
+            step.plan.parent_writes += (known.index * self._max_drafts + number, parent)
 
     def _take_handed_probs(self, step: PlannedStep, hand_off: HandOff, known: Known) -> None:
         """What they were drawn from, of those that the host's drafters kept."""

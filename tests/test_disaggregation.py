@@ -251,6 +251,7 @@ REQUEST = Request("r", [5, 1, 7], greedy(4), Speculation("mtp", 3))
         ({"priority": 1.5}, "priority is 1.5"),
         ({"speculation": Speculation("mtp", 99)}, "num_speculative_tokens is 99"),
         ({"speculation": Speculation("mtp", 3, num_model_steps=17)}, "num_model_steps is 17"),
+        ({"speculation": Speculation("mtp", 3, num_nodes=8)}, "num_nodes is 8; an integer from 0 to 0 is needed"),
         ({"speculation": Speculation("mtp", 3, verify_strategy="hope")}, "verify_strategy"),
         ({"speculation": Speculation("suffix", 3)}, "method suffix is not loaded"),
         ({"speculation": Speculation("mtp", 3, mtp_strategy="with_suffix")}, "needs method suffix"),
@@ -276,6 +277,8 @@ def test_a_job_with_more_pages_than_its_prompt() -> None:
         ({"token_ids": [100]}, {}, "token_ids has token 100"),
         ({"next_drafts": [1, -1]}, {}, "next_drafts has token -1"),
         ({"next_drafts": [1]}, {}, "the sources of 2"),
+        ({"next_drafts": 5}, {}, "next_drafts is 5; a list is needed"),
+        ({"next_parents": [-1, 0]}, {}, "the parents of 2 drafts came; the tree has 0"),
         ({"num_drafter_tokens": 5}, {}, "num_drafter_tokens is 5"),
         ({"scores": np.zeros((1, 3, 4), np.int32)}, {}, "log-probabilities came"),
         ({}, {"probs_shape": (3, 100), "probs_pages": [1]}, "distributions of [3, 100] numbers came in 1 pages, for 2 drafts"),
@@ -289,6 +292,29 @@ def test_hand_offs_that_cannot_be(outcome: dict[str, Any], more: dict[str, Any],
     changed = dataclasses.replace(hand_off, outcome=dataclasses.replace(hand_off.outcome, **outcome))
     with pytest.raises(RecordError, match=re.escape(text)):
         check_done(Message("done", "j", "s", hand_off=changed, **more), REQUEST, 100)
+
+
+@pytest.mark.parametrize(
+    ("parents", "text"),
+    [
+        ([-1], "the parents of 1 drafts came; the tree has 20"),
+        ([-1, 1] + 18 * [0], "next_parents[1] is 1; an integer from -1 to 0 is needed"),
+        ([-1, -2] + 18 * [0], "next_parents[1] is -2"),
+        ([-1, True] + 18 * [0], "next_parents[1] is True"),
+        (list(range(-1, 19)), "the depth of draft 16 is 17; an integer from 1 to 16 is needed"),
+        ({"0": -1}, "next_parents is {'0': -1}; a list is needed"),
+    ],
+)
+def test_trees_that_cannot_be(parents: Any, text: str) -> None:
+    request = dataclasses.replace(REQUEST, token_ids=[], speculation=Speculation("mtp", 3, num_nodes=20))
+
+    def check(parents: Any) -> None:
+        outcome = Outcome([8], next_drafts=list(range(20)), next_parents=parents, num_drafter_tokens=4)
+        check_done(Message("done", "j", "s", hand_off=HandOff(outcome, 20 * ["mtp"])), request, 100)
+
+    check([-1, -1, 0] + 17 * [2])
+    with pytest.raises(RecordError, match=re.escape(text)):
+        check(parents)
 
 
 def test_bad_records_in_redis_end_nothing(cluster: Cluster, llm_all: LLM) -> None:

@@ -162,6 +162,26 @@ def test_as_on_one_engine(llm_all, pair, choice) -> None:
     check_idle(link)
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_trees_as_on_one_engine(is_ahead) -> None:
+    """The first tree comes with the prompt, and what has to be known to grow the next one."""
+    own = {"method": "mtp", "tree_nodes": 12, "tree_top_k": 4, "num_speculative_tokens": 4, "request_methods": ["ngram"], "adaptive": False}
+    alone, here, there = (LLM(speculative_config=own, async_scheduling=is_ahead) for _ in range(3))
+    link = Direct(here.engine, there.engine)
+    seen: list[list[int]] = []
+    link.change = lambda hand_off: seen.append(hand_off.outcome.next_parents)
+    prompts = code_prompts(2, (40, 500), seed=34)
+    for name in ("greedy", "penalties", "one", "form"):
+        for choice in ({"method": "mtp"}, {"method": "ngram"}):
+            expected, found = (summary(one, prompts, PARAMETERS[name], choice) for one in (alone, here))
+            assert found == expected, (name, choice)
+    assert sum(len(parents) > 4 for parents in seen) >= 4 and [] in seen, "trees, and chains of the lookup and of answers of a given form"
+    assert here.engine.hand_overs.num_fetched == len(seen) == 16 and not here.engine.hand_overs.fallbacks
+    check_idle(link)
+    for llm in (alone, here, there):
+        llm.close()
+
+
 @pytest.mark.parametrize("pair", [False], indirect=True)
 def test_a_first_token_that_the_form_forbids(llm_all, pair, monkeypatch) -> None:
     """As of a node with another tokenizer: the prompt is computed here, and the answer is right."""

@@ -91,9 +91,18 @@ def test_a_model_with_experts_latents_and_its_own_drafter(tmp_path: Path) -> Non
     assert answers[0][:3] == answers[0][3:6] == answers[0][6:9]
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dspark"])
-def test_a_drafter_that_is_split(method: str, tmp_path: Path) -> None:
-    """Every draft is taken, so that the answers are what the drafter makes on two ranks and on one."""
+TREES: dict[str, dict[str, Any]] = {
+    "grown": {"tree_nodes": 9, "tree_top_k": 3, "num_speculative_tokens": 3},
+    "fixed": {"tree_paths": [[0], [1], [0, 0], [0, 1], [1, 0]], "num_speculative_tokens": 2},
+}
+
+
+SPLIT = [("draft_model", None), ("dspark", None), ("eagle3", None), ("eagle3", "grown"), ("token_recycling", "fixed")]
+
+
+@pytest.mark.parametrize(("method", "tree"), SPLIT)
+def test_a_drafter_that_is_split(method: str, tree: str | None, tmp_path: Path) -> None:
+    """Every draft is taken (of a tree, those of one path), so that the answers are what the drafter makes on two ranks and on one."""
     make_model(TARGET, tmp_path / "target")
     make_model(Case("qwen3", config={"vocab_size": 302}), tmp_path / "draft_model")
     save_drafter(EAGLE3, make_weights(EAGLE3), tmp_path / "eagle3")
@@ -101,13 +110,15 @@ def test_a_drafter_that_is_split(method: str, tmp_path: Path) -> None:
     prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
     answers: list[list[list[int]]] = []
     for size in (1, 2):
-        config = {"method": method, "model": str(tmp_path / method), "num_speculative_tokens": 3, "accept_policy": "accept_all"}
+        config = {"method": method, "num_speculative_tokens": 3, "accept_policy": "accept_all", "adaptive": False} | (TREES[tree] if tree else {})
+        if (tmp_path / method).exists():
+            config |= {"model": str(tmp_path / method), "draft_tensor_parallel_size": size}
         llm = LLM(
             str(tmp_path / "target"),
             parallel_config={"tensor_parallel_size": size},
             num_threads=1,
             kv_cache_memory="2MiB",
-            speculative_config={**config, "adaptive": False, "draft_tensor_parallel_size": size},
+            speculative_config=config,
         )
         results = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True), use_tqdm=False)
         answers.append([r.outputs[0].token_ids for r in results])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from backend.trees import MAX_DEPTH
 
 MAX_WORDS = 4096
 MAX_INTEGER = 2**63
@@ -31,6 +32,7 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
         _check_integer(key, getattr(request, key), -MAX_INTEGER, MAX_INTEGER)
     _check_integer("num_speculative_tokens", speculation.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
     _check_integer("num_model_steps", speculation.num_model_steps, 0, MAX_SPECULATIVE_TOKENS)
+    _check_integer("num_nodes", speculation.num_nodes, 0, config.tree.num_nodes if config.tree is not None else 0)
     own = {"method": speculation.method, "verify_strategy": speculation.verify_strategy}
     try:
         config.resolve(own | ({"mtp_strategy": speculation.mtp_strategy} if speculation.mtp_strategy != config.mtp_strategy else {}))
@@ -39,14 +41,20 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
 
 
 def check_done(message: Message, request: Request, vocab_size: int) -> None:
-    """Raises RecordError naming what cannot be in the hand-off of this request's prompt."""
+    """Raises RecordError naming what cannot be in the hand-off of this request's prompt. Drafts beyond what the request may have are left out later."""
     if message.hand_off is None:
         raise RecordError("a prompt is done and nothing is handed over")
     outcome, sources = message.hand_off.outcome, message.hand_off.sources
-    if len(outcome.token_ids) != 1 or len(outcome.next_drafts) > MAX_SPECULATIVE_TOKENS or len(sources) != len(outcome.next_drafts):
+    lists = {name: getattr(outcome, name) for name in ("token_ids", "next_drafts", "next_parents")} | {"sources": sources}
+    for name, value in lists.items():
+        if not isinstance(value, list):
+            raise RecordError(f"{name} is {value!r:.50}; a list is needed")
+    most = max(MAX_SPECULATIVE_TOKENS, request.speculation.num_nodes)
+    if len(outcome.token_ids) != 1 or len(outcome.next_drafts) > most or len(sources) != len(outcome.next_drafts):
         raise RecordError(f"{len(outcome.token_ids)} tokens came, {len(outcome.next_drafts)} drafts and the sources of {len(sources)}")
     _check_ids("token_ids", outcome.token_ids, vocab_size)
     _check_ids("next_drafts", outcome.next_drafts, vocab_size)
+    _check_parents(outcome.next_parents, len(outcome.next_drafts) if request.speculation.num_nodes else 0)
     _check_integer("num_drafter_tokens", outcome.num_drafter_tokens, 0, len(request.prompt_token_ids) + 1)
     if (outcome.scores is None) != (request.params.logprobs is None) or (outcome.scores is not None and outcome.scores.shape[0] != 1):
         raise RecordError(f"log-probabilities came as {None if outcome.scores is None else list(outcome.scores.shape)}")
@@ -61,6 +69,17 @@ def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     bad = next((t for t in token_ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab_size), None)
     if bad is not None:
         raise RecordError(f"{name} has token {bad!r:.50}; the vocabulary has ids 0 to {vocab_size - 1}")
+
+
+def _check_parents(parents: Sequence[int], num_drafts: int) -> None:
+    """parents: empty, or of each draft the number of the one before it."""
+    if parents and len(parents) != num_drafts:
+        raise RecordError(f"the parents of {len(parents)} drafts came; the tree has {num_drafts}")
+    depths: list[int] = []
+    for number, parent in enumerate(parents):
+        _check_integer(f"next_parents[{number}]", parent, -1, number - 1)
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        _check_integer(f"the depth of draft {number}", depths[number], 1, MAX_DEPTH)
 
 
 def _check_integer(name: str, value: object, least: int, most: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from backend.core import HandOff, Outcome, Request, Speculation
 from backend.sampling_params import SamplingParams
 
-VERSION = 3
+VERSION = 4
 """Of these records. Nodes of different versions do not work for each other."""
 
 Fields = dict[str, bytes]
@@ -131,7 +131,7 @@ def write_message(message: Message) -> Fields:
     return {"head": json.dumps(head).encode(), **fields}
 
 
-_OUTCOME_FIELDS = ("token_ids", "next_drafts", "num_drafter_tokens")
+_OUTCOME_FIELDS = ("token_ids", "next_drafts", "next_parents", "num_drafter_tokens")
 
 
 def read_message(fields: Mapping[bytes, bytes]) -> Message:

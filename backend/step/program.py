@@ -138,7 +138,7 @@ class Program:
             step.draft_packed = torch.zeros(3, batch, dtype=torch.long, device=device)
             step.draft_lens = results.new_zeros(batch)
         if shape.reports_drafts:
-            step.report = results.new_zeros(batch, REPORT_HEAD + table.max_drafts)
+            step.report = results.new_zeros(batch, REPORT_HEAD + table.drafts.shape[1] * (1 + table.has_trees))
             step.chances = self._chances
         if device.type == "cuda":
             step.rows = rows or step_rows.StepRows.make(sizes, shape.num_prompts + num_decoding * shape.num_queries, device)
@@ -329,7 +329,7 @@ class Program:
             step.report[:, 0] = table.num_drafter_tokens[own]
             step.report[:, 1] = 0 if scores is None else scores
             step.report[:, 2] = table.num_drafts[own]
-            step.report[:, REPORT_HEAD:] = table.drafts[own]
+            step.report[:, REPORT_HEAD:] = torch.cat([table.drafts[own], table.parents[own]], dim=1) if table.has_trees else table.drafts[own]
 
     def _look_up(
         self,

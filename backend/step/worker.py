@@ -353,6 +353,9 @@ class Worker:
             for outcome, row in zip(outcomes, read.report.tolist()):
                 outcome.num_drafter_tokens, outcome.lookup_score = row[:2]
                 outcome.next_drafts = row[REPORT_HEAD : REPORT_HEAD + row[2]]
+                if self.table.has_trees:
+                    parents = row[REPORT_HEAD + self.table.drafts.shape[1] :][: row[2]]
+                    outcome.next_parents = parents if parents != list(range(-1, row[2] - 1)) else []
         if read.chances is not None:
             for outcome, row in zip(outcomes, read.chances[plan.fields[INDEX]].tolist()):
                 outcome.draft_chances = row[: row.index(0.0)] if 0.0 in row else row
