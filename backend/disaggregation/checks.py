@@ -41,7 +41,7 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
 
 
 def check_done(message: Message, request: Request, vocab_size: int) -> None:
-    """Raises RecordError naming what cannot be in the hand-off of this request's prompt. Drafts beyond what the request may have are left out later."""
+    """Raises RecordError naming what cannot be in the hand-off of this request's prompt."""
     if message.hand_off is None:
         raise RecordError("a prompt is done and nothing is handed over")
     outcome, sources = message.hand_off.outcome, message.hand_off.sources
