@@ -27,7 +27,8 @@ DEEPSEEK = SIZES | EXPERTS | {"n_group": 2, "topk_group": 1}
 ODD = {"kv_lora_rank": 11, "qk_nope_head_dim": 5, "qk_rope_head_dim": 6, "v_head_dim": 7, "q_lora_rank": 9}
 YARN = rope("yarn", factor=4.0, mscale=0.7, mscale_all_dim=1.2, original_max_position_embeddings=32)
 CASES = [
-    Case("deepseek_v2", "queries of hidden states, a factor", SIZES | EXPERTS | {"q_lora_rank": None, "routed_scaling_factor": 1.7}),
+    Case("deepseek_v2", "queries of hidden states, without their bias, a factor", SIZES | EXPERTS | {"q_lora_rank": None, "attention_bias": True}
+         | {"routed_scaling_factor": 1.7}),
     Case("deepseek_v2", "groups, yarn with mscale, biases", SIZES | EXPERTS | YARN | {"topk_method": "group_limited_greedy", "n_group": 3}
          | {"topk_group": 2, "num_experts_per_tok": 3, "attention_bias": True, "mlp_bias": True}),
     Case("deepseek_v2", "one layer, no dense one, one expert, tied", SIZES | EXPERTS | {"n_routed_experts": 1, "num_experts_per_tok": 1}

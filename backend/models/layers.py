@@ -130,6 +130,7 @@ class Weights:
         scheme = self.quantization.head_quant_type if is_head else self.quantization.dense_quant_type
         stored = [self._read(projection, scheme) for projection in projections]
         parts = parts or [Part(projection.name, projection.out_features) for projection in projections]
+        has_bias = any(bias is not None for _, bias in stored)  # the others' are zeros
         weights, biases, begin = [], [], 0
         for i, part in enumerate(parts):
             weight, bias = stored[i if len(stored) > 1 else 0]
@@ -138,8 +139,9 @@ class Weights:
             if part.order is not None:
                 rows = (begin + torch.arange(own.start, own.stop)[:, None] * part.unit + part.order).flatten()
             weights.append(cut_rows(weight, rows))
-            if bias is not None:
-                biases.append(bias[rows].to(self.device, self.dtype))
+            if has_bias:
+                whole = bias if bias is not None else torch.zeros(projections[i].out_features)
+                biases.append(whole[rows].to(self.device, self.dtype))
             begin += part.rows if len(stored) == 1 else 0
         return self._make(weights, torch.cat(biases) if biases else None)
 
