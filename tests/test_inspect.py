@@ -98,7 +98,7 @@ def test_a_file_that_is_not_converted_yet(tmp_path: Path, capsys: pytest.Capture
     ("words", "message"),
     [
         (["--max-model-len", "129"], "max_model_len 129 is beyond the model's own limit 128"),
-        (["-tp", "3"], "tensor_parallel_size 3: vocab_size is 301, which does not divide by it"),
+        (["-tp", "3"], "tensor_parallel_size 3: num_attention_heads is 4, which does not divide by it"),
         (["--batch", "0"], "batch must be 1 or more, got 0"),
     ],
     ids=str,

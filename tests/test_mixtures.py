@@ -68,13 +68,13 @@ def test_as_transformers(case: tuple[Case, Any, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A family's first case, saved once, with a vocabulary that two ranks can split."""
+    """A family's first case, saved once."""
     made: dict[tuple[str, int | None], Path] = {}
 
     def folder_of(family: str, num_experts: int | None = None) -> Path:
         if (family, num_experts) not in made:
             made[family, num_experts] = tmp_path_factory.mktemp(family)
-            values = next(case for case in CASES if case.family == family).config | {"vocab_size": 302}
+            values = next(case for case in CASES if case.family == family).config
             if num_experts is not None:
                 values |= {key: num_experts for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in values}
             make_model(Case(family, config=values), made[family, num_experts])

@@ -29,6 +29,7 @@ from tests.test_block_drafters import make_weights as make_block_weights
 from tests.test_block_drafters import save_drafter as save_block_drafter
 from tests.test_eagle import EAGLE3, TARGET, make_weights, save_drafter
 from tests.test_latents import DEEPSEEK
+from tests.test_mixtures import on_ranks
 from tests.test_own_drafters import DEEPSEEK_NAMES, Own, make_checkpoint
 
 PROMPTS = code_prompts(3, (60, 300), seed=31)
@@ -69,7 +70,7 @@ def test_tokens_are_those_of_one_rank(llm_two: LLM) -> None:
 
 def test_a_model_with_experts_latents_and_its_own_drafter(tmp_path: Path) -> None:
     """Two processes: heads are split, experts spread; latents and the drafter are every rank's."""
-    make_checkpoint(Own(Case("deepseek_v3", config=DEEPSEEK | {"vocab_size": 302}), DEEPSEEK_NAMES, is_norm_recycled=True), tmp_path)
+    make_checkpoint(Own(Case("deepseek_v3", config=DEEPSEEK), DEEPSEEK_NAMES, is_norm_recycled=True), tmp_path)
     prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
     choices = [({"method": "none"}, {"temperature": 0.0}), ({"method": "ngram"}, {"temperature": 0.0}), ({"method": "mtp"}, {"temperature": 0.0})]
     choices.append(({"method": "mtp", "verify_strategy": "rejection"}, {"temperature": 0.9, "seed": 5}))
@@ -104,7 +105,7 @@ SPLIT = [("draft_model", None), ("dspark", None), ("eagle3", None), ("eagle3", "
 def test_a_drafter_that_is_split(method: str, tree: str | None, tmp_path: Path) -> None:
     """Every draft is taken (of a tree, those of one path), so that the answers are what the drafter makes on two ranks and on one."""
     make_model(TARGET, tmp_path / "target")
-    make_model(Case("qwen3", config={"vocab_size": 302}), tmp_path / "draft_model")
+    make_model(Case("qwen3"), tmp_path / "draft_model")
     save_drafter(EAGLE3, make_weights(EAGLE3), tmp_path / "eagle3")
     save_block_drafter(DSPARK, make_block_weights(DSPARK), tmp_path / "dspark")
     prompts = [{"prompt_token_ids": random_tokens(30, seed)} for seed in range(3)]
@@ -124,6 +125,15 @@ def test_a_drafter_that_is_split(method: str, tree: str | None, tmp_path: Path) 
         answers.append([r.outputs[0].token_ids for r in results])
         llm.close()
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 301), (3, 4096), (2, 9), (4, 9), (5, 3), (2, 32001), (4, 32000)])
+def test_vocabularies_of_any_size_are_split(size: int, count: int) -> None:
+    """As many tokens on each rank, all of them together once."""
+    expected = torch.stack([torch.arange(count), -torch.arange(count)])
+    found = on_ranks(size, lambda ranks: (ranks.vocabulary(count), ranks.gather_vocabulary(expected[:, ranks.vocabulary(count)], count)))
+    assert all(torch.equal(whole, expected) for _, whole in found)
+    assert {own.stop - own.start for own, _ in found} == {min(count, -(-count // size) if count % size == 0 else -(-count // (8 * size)) * 8)}
 
 
 def test_a_rank_that_is_killed_ends_every_open_request() -> None:

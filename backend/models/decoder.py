@@ -59,7 +59,7 @@ class Decoder:
             self.stored_scales = read_cache_scales(spec, weights)
         self.norm = weights.norm(spec.norm, self.hidden_size, spec.norm_offset)
         if spec.is_tied:
-            rows, name = ranks.part(self.vocab_size, spec.embedding), f"{spec.head}.bias"
+            rows, name = ranks.vocabulary(self.vocab_size), f"{spec.head}.bias"
             bias = weights.whole(name, (self.vocab_size,))[rows] if name in checkpoint else None
             scheme = weights.quantization.head_quant_type
             self.head = make_linear(self.embedding[rows] if scheme is None else quantize(self.embedding, scheme).rows(rows), bias)
@@ -122,5 +122,5 @@ class Decoder:
         return x if self._embedding_scale is None else x.mul_(self._embedding_scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.ranks.all_gather(self.head(hidden))
+        logits = self.ranks.gather_vocabulary(self.head(hidden), self.vocab_size)
         return logits if self._logit_soft_cap is None else ops.soft_cap(logits, self._logit_soft_cap)

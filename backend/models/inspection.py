@@ -232,7 +232,6 @@ def _weight_bytes(spec: DecoderSpec, dtype: torch.dtype, ranks: int, stored: Map
 
 def _check_split(spec: DecoderSpec, ranks: Ranks) -> None:
     """Raises ConfigError, as loading would."""
-    ranks.part(spec.vocab_size, "vocab_size")
     for layer in spec.layers:
         ranks.part(layer.attention.heads[0], "num_attention_heads")
         ranks.part(layer.attention.heads[1], "num_key_value_heads", can_repeat=True)

@@ -134,7 +134,10 @@ class Weights:
         weights, biases, begin = [], [], 0
         for i, part in enumerate(parts):
             weight, bias = stored[i if len(stored) > 1 else 0]
-            own = self.ranks.part(part.rows // part.unit, part.name, can_repeat=part.can_repeat)
+            if is_head:
+                own = self.ranks.vocabulary(part.rows)
+            else:
+                own = self.ranks.part(part.rows // part.unit, part.name, can_repeat=part.can_repeat)
             rows: slice | torch.Tensor = slice(begin + own.start * part.unit, begin + own.stop * part.unit)
             if part.order is not None:
                 rows = (begin + torch.arange(own.start, own.stop)[:, None] * part.unit + part.order).flatten()

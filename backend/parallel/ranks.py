@@ -19,6 +19,8 @@ from kernels.all_reduce import PeerMemory, all_reduce, can_all_reduce, meet_peer
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+UNIT = 8
+"""Tokens of a vocabulary that does not divide go to ranks in so many: products have whole tiles then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,15 @@ class Ranks:
             return slice(own, own + 1)
         raise ConfigError(f"tensor_parallel_size {self.size}: {what} is {count}, which does not divide by it")
 
+    def vocabulary(self, count: int) -> slice:
+        """This rank's share of `count` tokens: as many on each rank, so that where they do not divide the last ones hold some of others' too."""
+        return self._tokens_of(self.rank, count)
+
+    def _tokens_of(self, rank: int, count: int) -> slice:
+        share = count // self.size if count % self.size == 0 else min(count, -(-count // (UNIT * self.size)) * UNIT)
+        first = min(rank * share, count - share)
+        return slice(first, first + share)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
         if self.size == 1:
@@ -67,9 +78,16 @@ class Ranks:
         else:
             x.add_(self.all_reduce(part))
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' parts [R, V / size] side by side along the last axis."""
-        return x if self.size == 1 else self.gather(x).movedim(0, -2).flatten(-2)
+    def gather_vocabulary(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """[R, tokens of this rank] -> [R, count]: what each rank has of its `vocabulary`."""
+        if self.size == 1:
+            return x
+        parts, end, own = self.gather(x), 0, []
+        for rank, part in enumerate(parts):
+            tokens = self._tokens_of(rank, count)
+            own.append(part[..., end - tokens.start :])
+            end = tokens.stop
+        return torch.cat(own, dim=-1)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]: what each rank has."""
