@@ -25,7 +25,7 @@ import torch
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
-from backend.step import program
+from backend.step import draft_phase
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
 
@@ -105,12 +105,12 @@ def measure(num_requests: int, num_drafts: int, rounds: int) -> None:
 
 @contextlib.contextmanager
 def without_masks() -> Iterator[None]:
-    own = program.mask_draft
-    program.mask_draft = lambda logits, *_: logits
+    own = draft_phase.mask_draft
+    draft_phase.mask_draft = lambda logits, *_: logits
     try:
         yield
     finally:
-        program.mask_draft = own
+        draft_phase.mask_draft = own
 
 
 def measure_answers(rounds: int) -> None:

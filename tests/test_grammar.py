@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from backend import LLM, SamplingParams, step_drafting
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
-from backend.step import program
+from backend.step import draft_phase
 from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
 from kernels.ops import mask_logits
 from tests.conftest import EVERY_METHOD, code_prompts
@@ -184,7 +184,7 @@ def test_model_drafters_draft_what_is_allowed(llm_all, prompts, strategy, monkey
     texts, numbers = [], []
     for is_masked in (True, False):
         if not is_masked:
-            monkeypatch.setattr(program, "mask_draft", lambda logits, *_: logits)
+            monkeypatch.setattr(draft_phase, "mask_draft", lambda logits, *_: logits)
         cut.clear()
         outputs = run(llm_all, [Asked(prompt, own, asked) for prompt, own in zip(prompts, params)])
         texts.append(ids_of(outputs))

@@ -270,7 +270,7 @@ class Graphs:
                 warm_up.load_attention(self.device, widths, most, program.page_size, *own, is_e4m3=is_e4m3)
                 if self._tree_width and heads == program.all_heads[0]:
                     warm_up.load_attention(self.device, self._tree_widths, most, program.page_size, *own, has_trees=True, is_e4m3=is_e4m3)
-        for tree_heads, counts in program.tree_widths:
+        for tree_heads, counts in program.drafting.tree_widths:
             warm_up.load_attention(self.device, counts, most, program.page_size, tree_heads, dtype, has_trees=True)
         for count in warm_up.TOKEN_COUNTS:
             count = min(count, max_prompt)

@@ -245,7 +245,7 @@ class Worker:
             self._prepare(plan)
             if self.graphs is not None:
                 return self._launch_on_gpu(plan)
-            self.program.masks, self.program.grammars = torch.from_numpy(plan.masks), grammars or {}
+            self.program.masks, self.program.drafting.grammars = torch.from_numpy(plan.masks), grammars or {}
             fields, words = torch.from_numpy(plan.fields), torch.tensor(plan.written, dtype=torch.int32)
             self._write(plan, words)
             step = self.program.make_tensors(self._shape(plan, plan.num_rows), fields)
