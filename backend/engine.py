@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from backend.booking import Booking
 from backend.chunk_limit import ChunkLimit
 from backend.config import EngineConfig
-from backend.core import Delta, Outcome, Request, Scheduled
+from backend.core import Request
 from backend.devices import on_stream, pick_device
 from backend.drafters.calls import DraftService
 from backend.engine_parts import load_parts
@@ -25,12 +26,10 @@ from backend.group import Greeting, Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
 from backend.metrics import Metrics
-from backend.open_requests import DeltaSink, OpenRequest, OpenRequests
+from backend.open_requests import DeltaSink, OpenRequests
 from backend.parallel.ranks import Ranks
 from backend.planned import PlannedStep
 from backend.sampling_params import SamplingParams
-from backend.scheduler import cut_at_end
-from backend.step.scores import read_scores
 from backend.step.worker import Results
 from backend.tools import Tools
 
@@ -100,7 +99,9 @@ class Engine:
         self.after_deltas: Callable[[], None] = do_nothing
         self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
         self.scheduler.on_run = self._open.note_run
-        self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open, self._book_tokens)
+        self._booking = Booking(self.scheduler, self.planner, self._open, self.metrics, self.worker.dtype)
+        self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open, self._booking.book_tokens)
+        self._booking.report = self.hand_overs.report
         self._thread: threading.Thread | None = None
         self._in_flight: deque[_InFlight] = deque()
         self.num_launched = self.num_finished = 0
@@ -306,7 +307,7 @@ class Engine:
             if own is None:
                 continue  # it ended while this step was under way
             try:
-                self._book(own, step, number, entry, outcome)
+                self._booking.book(own, step, number, entry, outcome)
             except RequestError as error:
                 self._open.fail(own, error)
             except Exception as error:  # it belongs to this request only
@@ -317,56 +318,6 @@ class Engine:
     def _finish_all(self) -> None:
         while self._in_flight:
             self._finish()
-
-    def _book(self, own: OpenRequest, step: PlannedStep, number: int, entry: Scheduled, outcome: Outcome) -> None:
-        """Cuts an emitted span at what ends the request, books it, and sends the delta."""
-        request = entry.request
-        drafters = self.planner.read(step, number, outcome)
-        if outcome.prompt_scores is not None:
-            begin = entry.begin + 1
-            following = request.prompt_token_ids[begin : begin + len(outcome.prompt_scores)]
-            own.score_prompt(entry.begin, read_scores(outcome.prompt_scores, following, request.params.logprobs or 0))
-        if outcome.is_broken:
-            self._break(own)
-            return
-        if request.is_prefill_only:
-            self.hand_overs.report(own, step, number, outcome)
-        elif entry.emits:
-            self._book_tokens(own, entry, outcome, drafters)
-
-    def _book_tokens(self, own: OpenRequest, entry: Scheduled, outcome: Outcome, drafters: list[str]) -> None:
-        """drafters: who made each draft that was verified."""
-        request = entry.request
-        token_ids, reason = cut_at_end(request, outcome.token_ids, self.scheduler.max_model_len)
-        if request.grammar is not None:
-            token_ids = token_ids[: request.grammar.advance(token_ids)]
-            reason = "stop" if request.grammar.is_complete else reason
-        token_ids, text, is_stopped = own.read(token_ids)
-        num_accepted = min(outcome.num_accepted, len(token_ids))
-        logprobs = None
-        if outcome.scores is not None and request.params.logprobs is not None:
-            logprobs = read_scores(outcome.scores, token_ids, request.params.logprobs)
-        self.scheduler.commit(entry, token_ids)
-        depth = request.speculation.depth_of(outcome.num_drafts)
-        request.stats.add(outcome.num_drafts, num_accepted, len(token_ids), depth)
-        self.metrics.add_verdict(request.speculation.method, outcome.num_drafts, num_accepted, len(token_ids), depth)
-        delta = Delta(
-            request.group_id,
-            request.index,
-            token_ids=token_ids,
-            text=text,
-            sources=drafters[:num_accepted] + ["target"] * (len(token_ids) - num_accepted),
-            logprobs=logprobs,
-            finish_reason="stop" if is_stopped else reason,
-        )
-        self._open.send(own, delta)
-
-    def _break(self, own: OpenRequest) -> None:
-        """Ends a request whose scores are not finite; the others of the batch go on."""
-        place, dtype = len(own.request.token_ids), self.worker.dtype
-        error = EngineError(f"the model's scores after token {place} are not finite: the weights may be damaged, or too large for {dtype}")
-        logger.error("request %r: %s", own.request.group_id, error)
-        self._open.fail(own, error)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 

@@ -475,14 +475,14 @@ class TestFences:
 
     def test_offline_verdicts_of_the_step_are_booked(self, llm_ahead, prompts, monkeypatch):
         """A request that fails in a step does not lose what that step computed for those after it."""
-        emitted, broken = llm_ahead.engine.metrics.emitted_tokens, llm_ahead.engine._book
+        emitted, broken = llm_ahead.engine.metrics.emitted_tokens, llm_ahead.engine._booking.book
 
         def fail(own, *rest):
             if own.request.prompt_token_ids == prompts[0]:
                 own.request.params = None  # whatever reads it fails
             broken(own, *rest)
 
-        monkeypatch.setattr(llm_ahead.engine, "_book", fail)
+        monkeypatch.setattr(llm_ahead.engine._booking, "book", fail)
         before = emitted["none"]
         with pytest.raises(InternalError):
             llm_ahead.generate(
