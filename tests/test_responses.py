@@ -15,6 +15,8 @@ PARAMETERS = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "r
 JSON = {"content-type": "application/json"}
 TOOLS: Any = [{"type": "function", "name": name, "strict": True, "parameters": PARAMETERS} for name in ("get_weather", "get_time")]
 
+ALLOWED: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
+
 
 def test_whole_and_streamed(api):
     messages: Any = [{"role": "user", "content": "read a file"}]
@@ -62,15 +64,21 @@ def test_a_conversation_with_instructions(api):
         ({"input": "x", "previous_response_id": "resp_1"}, "unsupported parameter 'previous_response_id'"),
         ({"input": "x", "background": True}, "unsupported parameter 'background'"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens must be an integer >= 1, got 0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input: "),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools: "),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type: Input should be"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type: Input should be 'function', got 'web_search'"),
         ({"input": "x", "tool_choice": "required"}, "there are no tools"),
         ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice must name one of the tools"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "function.name must be 1 to 64 letters"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": "any"}, "tool_choice: Input should be 'none', 'auto' or 'required', got 'any'"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "mcp"}}, "or an object of type function or allowed_tools, got {'type': 'mcp'}"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {**ALLOWED, "mode": "none"}}, "tool_choice.mode: Input should be 'auto' or 'required', got"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {**ALLOWED, "tools": []}}, "tool_choice.tools: List should have at least 1 item"),
+        ({"input": "x", "tools": TOOLS[:1], "tool_choice": ALLOWED}, "tool_choice.tools[0] must name one of the tools (get_weather), got"),
+        ({"input": "x", "tool_choice": ALLOWED}, "and there are no tools"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text: "),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format: Input tag 'xml' found using 'type' does not"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments is not valid JSON"),
-        ({"input": [{"type": "computer_call"}]}, "input: "),
+        ({"input": [{"type": "computer_call"}]}, "input[0]: Input tag 'computer_call'"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message"),
         ({"input": "x", "metadata": {"a": 10**30}}, "metadata cannot be given back with the answer: Integer exceeds 64-bit range"),
         ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"maximum": 10**30}}]}, "tools cannot be given back"),
@@ -97,7 +105,7 @@ def test_answers_of_a_form(api):
     assert api.responses.create(**own, text={"format": {"type": "json_object"}, "verbosity": "medium"}).output_text.startswith("{")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_time"}], ids=["required", "named"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_time"}, ALLOWED], ids=["required", "named", "allowed"])
 def test_calls_and_what_they_brought(api, choice):
     own: Any = {"model": "default", "tools": TOOLS, "temperature": 0, "max_output_tokens": 100, "parallel_tool_calls": False}
     whole = api.responses.create(**own, input="Rain?", tool_choice=choice)

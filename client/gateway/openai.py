@@ -194,8 +194,16 @@ class ChatRequest(GenerateRequest):
         if self.chat_template_kwargs and self.messages is None:
             raise ValueError("chat_template_kwargs needs messages: text has no template")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice asks for a call, and there are no tools")
+            raise ValueError(f"tool_choice is {self.tool_choice!r:.100}, and there are no tools")
         return self
+
+    @property
+    def allowed_tools(self) -> list[str] | None:
+        """Names of the tools that alone may be called; None: any. Of a choice that decode has taken."""
+        if not isinstance(self.tool_choice, dict):
+            return None
+        own = self.tool_choice.get("allowed_tools")
+        return [tool["function"]["name"] for tool in (own["tools"] if own else [self.tool_choice])]
 
     @property
     def may_call(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from client.gateway.no_ops import ANY, one_of
 from client.gateway.openai import ChatRequest, Effort, Int32, Strict, Strings, Text
@@ -101,6 +101,32 @@ class NamedFunction(Strict):
     type: Literal["function"]
     name: Text
 
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Strict):
+    """Which of the tools may be called, where the prompt has more."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, fail_fast=True)]
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}}
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedFunction, Tag("function")]
+    | Annotated[AllowedTools, Tag("allowed_tools")],
+    Discriminator(
+        lambda value: "word" if not isinstance(value, dict) else value.get("type"),
+        custom_error_type="tool_choice",
+        custom_error_message="Input should be 'none', 'auto', 'required', or an object of type function or allowed_tools",
+    ),
+]
+
 
 class NamedSchema(JsonSchema):
     """As /v1/chat/completions has it, but in one object."""
@@ -124,7 +150,7 @@ class ResponsesRequest(Strict):
     top_p: float | None = None
     text: TextConfig = TextConfig()
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
     stream: bool = False
@@ -165,7 +191,7 @@ class ResponsesRequest(Strict):
             values["parallel_tool_calls"] = self.parallel_tool_calls
         choice = self.tool_choice
         if self.tools or choice not in ("none", "auto"):
-            values["tool_choice"] = choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+            values["tool_choice"] = choice if isinstance(choice, str) else choice.as_chat()
         own = self.text.format
         if isinstance(own, NamedSchema):
             values["response_format"] = SchemaFormat.model_construct(type="json_schema", json_schema=own)
@@ -191,7 +217,7 @@ class ResponsesRequest(Strict):
         """What of it decode calls otherwise."""
         form = "text.format"
         names = {"structured_outputs": form, "structured_outputs.json": f"{form}.schema", "structured_outputs.json_object": form}
-        return {**names, "max_tokens": "max_output_tokens", "messages": "input"}
+        return {**names, "max_tokens": "max_output_tokens", "messages": "input", "tool_choice.allowed_tools": "tool_choice"}
 
     def _messages(self) -> list[dict[str, Any]]:
         """What an answer consists of, thoughts, text and calls, is one message of the assistant's."""
