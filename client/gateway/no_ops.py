@@ -43,6 +43,7 @@ NO_OPS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logits_processors": (one_of([]), "[]"),
     "allowed_token_ids": (one_of([]), "[]"),
     "bad_words_token_ids": (one_of([]), "[]"),
+    "truncation_side": (one_of("left"), "'left'"),
     "return_token_ids": (one_of(False), "false"),
     "return_tokens_as_token_ids": (one_of(False), "false"),
     "include_reasoning": (ANY, "anything"),

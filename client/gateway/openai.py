@@ -24,7 +24,7 @@ Text = Annotated[str, Field(min_length=1)]
 _SAME_NAME = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "stop",
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "include_stop",
-    "priority", "timeout_ms", "speculative",
+    "priority", "timeout_ms", "speculative", "truncate_prompt_tokens",
 )  # fmt: skip
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
 
@@ -92,6 +92,7 @@ class GenerateRequest(StructuredRequest):
     priority: Int32 | None = None
     timeout_ms: Int64 | None = None
     speculative: dict[str, Any] | None = None
+    truncate_prompt_tokens: Int32 | None = None
     prediction: Prediction | None = None
     return_tokens: bool = False
     """Each choice also lists its tokens: ids, text and who proposed them."""
@@ -184,6 +185,8 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: more variables for the template, such as enable_thinking."""
     reasoning_effort: Effort | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """As /v1/responses has it: whether the oldest messages may be dropped."""
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatRequest:
@@ -193,6 +196,8 @@ class ChatRequest(GenerateRequest):
             raise ValueError("top_logprobs needs logprobs true")
         if self.chat_template_kwargs and self.messages is None:
             raise ValueError("chat_template_kwargs needs messages: text has no template")
+        if self.truncation is not None and self.messages is None:
+            raise ValueError("truncation needs messages: truncate_prompt_tokens shortens a text")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
             raise ValueError(f"tool_choice is {self.tool_choice!r:.100}, and there are no tools")
         return self
@@ -217,6 +222,8 @@ class ChatRequest(GenerateRequest):
         values = {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
         if self.messages is not None and (variables := {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}):
             values["chat_template_kwargs"] = variables
+        if self.truncation == "auto":
+            values["truncation"] = self.truncation
         if self.tools:
             values |= {"tools": self.tools, "tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
         return values

@@ -50,7 +50,7 @@ class ResponsesAnswer(Answer):
             "tool_choice": asked.tool_choice if isinstance(asked.tool_choice, str) else asked.tool_choice.model_dump(),
             "tools": [{"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)} for tool in asked.tools],
             "top_p": asked.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation,
             "usage": None,
         }
         if is_done:

@@ -15,7 +15,7 @@ _NO_OPS = {
     "background": one_of(False), "include": one_of([], ["reasoning.encrypted_content"]), "max_tool_calls": ANY, "prompt_cache_key": ANY,
     "prompt_cache_retention": ANY, "safety_identifier": ANY, "service_tier": one_of("auto", "default"), "store": ANY,
     "stream_options": one_of({}, {"include_obfuscation": False}, {"include_obfuscation": True}), "top_logprobs": one_of(0),
-    "truncation": one_of("disabled"), "user": ANY,
+    "user": ANY,
 }  # fmt: skip
 """What asks for nothing, by name; other values are errors that name it. What was thought is in the answer as it is, encrypted nowhere."""
 
@@ -153,6 +153,7 @@ class ResponsesRequest(Strict):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
     stream: bool = False
     metadata: dict[str, Any] | None = None
     stop: str | Strings | None = None
@@ -202,6 +203,7 @@ class ResponsesRequest(Strict):
                 max_completion_tokens=self.max_output_tokens,
                 temperature=self.temperature,
                 top_p=self.top_p,
+                truncation=self.truncation,
                 stream=self.stream,
                 stop=self.stop,
                 ignore_eos=self.ignore_eos,
