@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MAX_CHARACTERS_PER_TOKEN = 64
 """No real text is longer in its context: what is, is refused before megabytes are tokenized."""
 
+MAX_TIMEOUT = 10**9
+"""Seconds: thirty years, which clocks can be asked to wait for."""
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or messages for the model's chat template."""
@@ -98,8 +100,8 @@ class Intake:
             speculation = dataclasses.replace(speculation, num_nodes=0)
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:
             speculation = dataclasses.replace(speculation, num_speculative_tokens=self._config.max_forced_tokens)
-        if timeout is not None and not 0 < timeout < 1e9:
-            raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}")
+        if timeout is not None and not 0 < timeout < MAX_TIMEOUT:
+            raise RequestError(f"timeout must be above 0 and below {MAX_TIMEOUT} seconds, got {timeout!r}")
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import http.client
 import json
 import os
@@ -311,7 +312,21 @@ class TestFieldsThatChangeNothing:
         status, _, raw = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, **values})
         assert status == 400 and json.loads(raw)["error"]["message"].endswith(rule) and json.loads(raw)["error"]["param"] == next(iter(values))
 
+    def test_refusals_of_a_history(self, address):
+        def ask_after(own: dict) -> str:
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", **own}, {"role": "user", "content": "why?"}]
+            status, _, raw = ask(address, "/v1/chat/completions", {"messages": messages, "max_tokens": 5, "temperature": 0})
+            assert status == 200, raw
+            return json.loads(raw)["choices"][0]["message"]["content"]
+
+        wanted = ask_after({"content": "I can't."})
+        assert ask_after({"content": [{"type": "refusal", "refusal": "I can't."}]}) == wanted
+        assert ask_after({"content": None, "refusal": "I can't."}) == wanted
+
     def test_names_of_other_servers(self, address):
+        own = {"prompt": "Is it? ", "max_tokens": 9}
+        for forms in ({"regex": "yes|no"}, {"ebnf": 'root ::= "yes" | "no"'}, {"json_schema": '{"enum": ["yes", "no"]}'}):
+            assert json.loads(ask(address, "/v1/completions", {**own, **forms})[2])["choices"][0]["text"].strip('"') in ("yes", "no")
         body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": "return", "include_stop_str_in_output": True}
         assert json.loads(ask(address, "/v1/completions", body)[2])["choices"][0]["text"].endswith("return")
 
@@ -465,8 +480,12 @@ BAD = [
 ]  # fmt: skip
 BAD_CHATS = [
     ({"messages": []}, "messages: List should have at least 1 item", "messages"),
-    ({"messages": [{"role": "user"}]}, "messages: one of role 'user' has no content, and calls no tools", None),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: a part of type 'image_url': models of text alone", None),
+    ({"messages": [{"role": "user"}]}, "messages[0]: one of role 'user' has no content, and calls no tools", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content: a part of type 'image_url': models of", "messages"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0]: Unable to extract tag", "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}, "or []: send them as tools", "functions"),
+    ({"messages": [{"role": "user", "content": "x"}], "web_search_options": {}}, "'web_search_options': no tools run here", "web_search_options"),
+    ({"text": "x", "timeout_ms": 2**62}, "timeout_ms must be above 0 and below 1000000000000, got 4611686018427387904", "timeout_ms"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs true", None),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0] must be", "tools"),
     ({"text": "x", "max_completion_tokens": 0}, "max_completion_tokens must be an integer >= 1, got 0", "max_completion_tokens"),
@@ -530,6 +549,11 @@ class TestErrors:
         """A web page of somebody else may send text/plain with no preflight: CORS would not hold it back."""
         status, _, answer = ask(address, "/v1/completions", {"prompt": "x"}, {"content-type": "text/plain"})
         assert status == 400 and "application/json" in json.loads(answer)["error"]["message"]
+
+    def test_no_content_encoding(self, address):
+        status, _, answer = ask(address, "/v1/completions", gzip.compress(b'{"prompt": "x"}'), {"content-encoding": "gzip"})
+        assert status == 415 and "content-encoding is 'gzip'" in json.loads(answer)["error"]["message"]
+        assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1}, {"content-encoding": "identity"})[0] == 200
 
     @pytest.mark.parametrize(
         "path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page//etc/passwd", "/page/%2fetc%2fpasswd", "/../app.py"]

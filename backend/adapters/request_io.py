@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from backend.core import Delta
 from backend.errors import RequestError
-from backend.intake import MAX_CHARACTERS_PER_TOKEN
+from backend.intake import MAX_CHARACTERS_PER_TOKEN, MAX_TIMEOUT
 from backend.sampling_params import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE_CHARACTERS
 from backend.tools import Tools
@@ -128,8 +128,8 @@ def _json(name: str, text: str, limit: int) -> Any:
         raise RequestError(f"{name} has {len(text)} characters; the limit is {limit}")
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise RequestError(f"{name} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # the first also of integers with too many digits
+        raise RequestError(f"{name} is not valid JSON: {str(error).partition(';')[0]}") from None
 
 
 def _json_object(name: str, text: str, limit: int = MAX_JSON_CHARACTERS) -> dict[str, Any]:
@@ -222,8 +222,8 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
     if values.get("structured_outputs", [""])[0]:
         arguments["structured_outputs"] = _json_object("structured_outputs", values["structured_outputs"][0], 2 * MAX_STRUCTURE_CHARACTERS)
     timeout_ms = values.get("timeout_ms", [None])[0]
-    if timeout_ms is not None and timeout_ms <= 0:
-        raise RequestError(f"timeout_ms must be above 0, got {timeout_ms}")
+    if timeout_ms is not None and not 0 < timeout_ms < 1000 * MAX_TIMEOUT:
+        raise RequestError(f"timeout_ms must be above 0 and below {1000 * MAX_TIMEOUT}, got {timeout_ms}")
     speculative = values.get("speculative", [""])[0]
     variables = values.get("chat_template_kwargs", [""])[0]
     if variables and given[0] != "messages":

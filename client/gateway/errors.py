@@ -68,7 +68,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
     kind = chosen["type"]
     if kind == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {chosen['ctx']['error']}", "invalid_json")
-    if kind == "value_error":  # a rule over several keys
+    if kind == "value_error" and not where:  # a rule over several keys
         return ApiError(400, str(chosen["ctx"]["error"]), "invalid_value")
     if not where:
         return ApiError(400, f"the body must be a JSON object, sent with content-type application/json: {chosen['msg']}", "invalid_body")
@@ -76,6 +76,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
     if kind == "extra_forbidden":
         rule = say_rule(name) if len(where) == 1 else ""
         return ApiError(400, f"unknown or unsupported parameter {path!r:.100}{rule}", "unknown_parameter", name)
+    if kind == "value_error":
+        return ApiError(400, f"{path:.100}: {chosen['ctx']['error']}", "invalid_value", name)
     rules = dict.fromkeys(e["msg"] for other, e in errors if other == where)
     return ApiError(400, f"{path:.100}: {'; or '.join(rules):.500}, got {_show(chosen['input'])}", "invalid_value", name)
 

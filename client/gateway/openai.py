@@ -29,7 +29,7 @@ _SAME_NAME = (
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much is to be thought: a hint to templates that know `reasoning_effort`; none is `enable_thinking` false as well."""
 
 
@@ -43,6 +43,17 @@ def effort_variables(effort: Effort | None) -> dict[str, Any]:
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Strict):
+    """Of a former answer of another server's: what it said in the place of one."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class Prediction(Strict):
@@ -149,21 +160,24 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    """Null where the message calls tools."""
+    content: str | Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)] | None = None
+    """Null where the message calls tools, or refuses to answer (`refusal`)."""
 
     @field_validator("content", mode="before")
     @classmethod
     def _check_parts(cls, value: Any) -> Any:
         kinds = [part.get("type") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
-        if other := [kind for kind in kinds if isinstance(kind, str) and kind != "text"]:
-            raise ValueError(f"messages: a part of type {other[0]!r:.40}: models of text alone are served")
+        if other := [kind for kind in kinds if isinstance(kind, str) and kind not in ("text", "refusal")]:
+            raise ValueError(f"a part of type {other[0]!r:.40}: models of text alone are served")
         return value
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
-            raise ValueError(f"messages: one of role {self.role!r:.40} has no content, and calls no tools")
+        extra = self.model_extra or {}
+        if self.content is None and isinstance(extra.get("refusal"), str):
+            self.content = extra["refusal"]
+        if self.content is None and not extra.get("tool_calls"):
+            raise ValueError(f"one of role {self.role!r:.40} has no content, and calls no tools")
         return self
 
     def flat(self) -> dict[str, Any]:
