@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -28,8 +29,9 @@ from backend.config import BUNDLED_MODEL
 from backend.text import Tokenizer
 from backend.version import VERSION
 from client import AsyncClient, Client, GenerateError
-from client.gateway import answers, entrance
+from client.gateway import answers, entrance, protocol
 from client.gateway.app import Settings, create_app
+from client.gateway.protocol import LimitedHeadProtocol
 from client.gateway.upstream import FRESH_SECONDS
 from deploy.demo import free_ports, running_gateway
 from tests.servers import serve
@@ -643,6 +645,7 @@ class TestManyClients:
             writer.write(HEAD.format(path="/v1/completions", length=len(data)).encode() + data)
             raw = await asyncio.wait_for(reader.read(), 120)
             writer.close()
+            assert b"200 OK" in raw, raw
             return [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
 
         async def all_at_once():
@@ -731,7 +734,8 @@ def gateway_in_this_process(grpc: str) -> Iterator[str]:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # for the connections too
     listener.bind(("127.0.0.1", 0))
-    gateway = uvicorn.Server(uvicorn.Config(create_app(Settings(grpc)), log_config=None, timeout_graceful_shutdown=1))
+    app = create_app(Settings(grpc))
+    gateway = uvicorn.Server(uvicorn.Config(app, http=LimitedHeadProtocol, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=gateway.run, args=([listener],))
     thread.start()
     try:
@@ -760,6 +764,36 @@ def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
             raw = b"".join(iter(lambda: half.recv(65536), b""))
         assert raw.startswith(b"HTTP/1.1 408") and b"the body did not arrive within 1 s" in raw
         assert wait_until(lambda: read_metric(address, "errors", code="timeout") == 1)
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n\r\n\r\n"], ids=["nothing", "half", "breaks"])
+def test_a_head_that_does_not_come_is_not_waited_for(server, monkeypatch, begin):
+    """From the first one on: what is sent is a byte at a time."""
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    with gateway_in_this_process(server.grpc) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(begin)
+            answer = b""
+            with contextlib.suppress(OSError):
+                while piece := connection.recv(4096):
+                    answer += piece
+                    connection.sendall(b"x" if b"200 OK" not in answer else b"\r")
+        assert (b"did not arrive within 0.5 s" in answer) == begin.endswith(b"HT")
+
+
+def test_a_lost_connection_ends_all_that_was_asked_on_it(server, caplog):
+    """The one that is answered too, behind which another waits."""
+    with gateway_in_this_process(server.grpc) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        data = json.dumps({**LONG, "prompt": PROMPT, "stream": True}).encode()
+        head = HEAD.format(path="/v1/completions", length=len(data)).replace("connection: close\r\n", "").encode()
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(2 * (head + data))
+            assert b"200 OK" in connection.recv(4096)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):
