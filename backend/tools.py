@@ -84,7 +84,8 @@ class Tools:
             raise RequestError(f"tools: {twice[0]!r} is there twice")
         if isinstance(choice, dict):
             if choice.get("type") == "allowed_tools":
-                return cls(tuple(tools), *_read_allowed(choice, names, is_parallel))
+                mode, allowed = _read_allowed(choice, names)
+                return cls(tuple(tools), mode, is_parallel, allowed)
             if (name := _read_name(choice)) not in names:
                 raise RequestError(f"tool_choice must name one of the tools ({', '.join(names):.200}), got {choice!r:.100}")
             return cls(tuple(tools), "required", False, (str(name),))
@@ -187,8 +188,8 @@ def _read_name(choice: object) -> object:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _read_allowed(choice: Mapping[str, Any], names: Sequence[str], is_parallel: bool) -> tuple[str, bool, tuple[str, ...]]:
-    """OpenAI's {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}} -> what follows the tools in `Tools`."""
+def _read_allowed(choice: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """OpenAI's {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}} -> auto or required, and names."""
     key, own, known = "tool_choice.allowed_tools", choice.get("allowed_tools"), f"{', '.join(names):.200}"
     if not isinstance(own, dict):
         raise RequestError(f"{key} must be an object with mode and tools, got {own!r:.80}")
@@ -201,7 +202,7 @@ def _read_allowed(choice: Mapping[str, Any], names: Sequence[str], is_parallel: 
     for number, tool in enumerate(tools):
         if _read_name(tool) not in names:
             raise RequestError(f"{key}.tools[{number}] must name one of the tools ({known}), got {tool!r:.100}")
-    return mode, is_parallel, tuple(dict.fromkeys(str(_read_name(tool)) for tool in tools))
+    return mode, tuple(dict.fromkeys(str(_read_name(tool)) for tool in tools))
 
 
 def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from backend.errors import RequestError
 from backend.grammar import Grammars
 from backend.structured_outputs import StructuredOutputs
 from backend.text import TextStream, Tokenizer
-from backend.tools import _HERMES, FORMATS, ToolFormat, Tools, find_format, read_history
+from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history
 from client import Client, GenerateError
 from client.gateway.tool_calls import AnswerParser
 
@@ -95,7 +95,7 @@ def test_those_that_are_not_allowed_cannot_be_called(grammars, format):
             assert not follows(grammars, tools, format, write(format, names))
         assert follows(grammars, tools, format, "It is warm.") == (tools is auto)
     assert not follows(grammars, Tools.from_values(offered, allowed("auto", "put"), False), format, write(format, ["put", "put"]))
-    answer = Tools.from_values(offered, allowed("auto", "put")).form(_HERMES, {}, StructuredOutputs(choice=("yes", "no")))
+    answer = Tools.from_values(offered, allowed("auto", "put")).form(format, {}, StructuredOutputs(choice=("yes", "no")))
     assert answer is not None and "get_weather" not in str(answer.grammar)
 
 
