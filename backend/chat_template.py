@@ -261,7 +261,7 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], max_characters: int) -> str:
         """Raises RequestError where the template refuses or fails, CapacityError when too many wait for it."""
-        if (count := _count_characters(messages, max_characters)) > max_characters:
+        if (count := count_characters(messages, max_characters)) > max_characters:
             raise RequestError(f"messages has {count} characters or more; the limit is {max_characters}")
         variables = {**variables, "messages": [_name_reasoning(m) for m in messages]}
         request = {"variables": variables, "max_characters": max_characters}
@@ -329,7 +329,7 @@ def _name_reasoning(message: Any) -> Any:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _count_characters(value: Any, limit: int) -> int:
+def count_characters(value: Any, limit: int) -> int:
     """Of all texts in the messages, keys too; counting ends beyond the limit."""
     count, left = 0, [value]
     while left and count <= limit:

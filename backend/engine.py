@@ -32,6 +32,7 @@ from backend.planned import PlannedStep
 from backend.sampling_params import SamplingParams
 from backend.step.worker import Results
 from backend.tools import Tools
+from backend.truncation import Truncation
 
 logger = logging.getLogger(__name__)
 
@@ -156,15 +157,18 @@ class Engine:
         tools: Tools | None = None,
         fills_context: bool = False,
         template_variables: dict[str, Any] | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
         """Queues a prompt (text, token ids or messages); its deltas go to `on_delta`, the last one final, for each of params.n completions.
 
         timeout: seconds from now after which it ends with finish_reason `timeout`; tools: that a chat may call. fills_context: max_tokens is what
-        the prompt leaves of the context, or of what the cache holds. template_variables: of a chat, beside those that every template is given.
+        the prompt leaves of the context, or of what the cache holds. template_variables: of a chat, beside those that every template is given;
+        truncation: of a prompt that is too long.
         Raises RequestError, ConfigError (both the request's fault), CapacityError or EngineError; then no delta follows.
         """
         most = self.scheduler.max_num_tokens if fills_context else None
-        self.submit_requests(self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools, most, template_variables), on_delta)
+        requests = self._intake.make(prompt, params, request_id, speculative, priority, timeout, tools, most, template_variables, truncation)
+        self.submit_requests(requests, on_delta)
 
     def submit_requests(self, requests: list[Request], on_delta: DeltaSink) -> None:
         """Queues the completions of one call. Raises as `submit` does."""

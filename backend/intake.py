@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from backend.chat_template import count_characters
 from backend.config import EngineConfig
 from backend.core import Request
 from backend.errors import RequestError
@@ -18,12 +19,15 @@ from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
 from backend.thought import THINK
 from backend.tools import Tools, find_format
+from backend.truncation import Truncation, fit_messages
 
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS_PER_TOKEN = 64
 """No real text is longer in its context: what is, is refused before megabytes are tokenized."""
 
+MAX_TIMEOUT = 10**9
+"""Seconds: thirty years, which clocks can be asked to wait for."""
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or messages for the model's chat template."""
@@ -69,16 +73,22 @@ class Intake:
         tools: Tools | None = None,
         max_num_tokens: int | None = None,
         template_variables: dict[str, Any] | None = None,
+        truncation: Truncation | None = None,
     ) -> list[Request]:
         """One request for each of params.n completions. Raises RequestError, ConfigError (both the request's fault).
 
         timeout: seconds from now; tools: that a chat may call; max_num_tokens: of prompt and output together, where that decides in the place of
-        params.max_tokens; template_variables: of a chat, beside those that every template is given.
+        params.max_tokens; template_variables: of a chat, beside those that every template is given; truncation: of a prompt that is too long.
         """
         received = time.monotonic()
         speculation = self._config.speculative_config.resolve(speculative)
         prediction_ids = self._read_prediction(speculative)
-        token_ids, text = self._read_prompt(prompt, tools, template_variables)
+        if truncation is None:
+            token_ids, text = self._read_prompt(prompt, tools, template_variables)
+        else:
+            most = truncation.max_prompt_tokens(self._max_model_len, params.max_tokens if max_num_tokens is None else None)
+            read = self._fit_chat if truncation.drops_messages else self._read_prompt
+            token_ids, text = read(prompt, tools, template_variables, most)
         self._check_vocabulary(params)
         if max_num_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max(1, max_num_tokens - len(token_ids)))
@@ -90,8 +100,8 @@ class Intake:
             speculation = dataclasses.replace(speculation, num_nodes=0)
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:
             speculation = dataclasses.replace(speculation, num_speculative_tokens=self._config.max_forced_tokens)
-        if timeout is not None and not 0 < timeout < 1e9:
-            raise RequestError(f"timeout must be above 0 seconds, got {timeout!r}")
+        if timeout is not None and not 0 < timeout < MAX_TIMEOUT:
+            raise RequestError(f"timeout must be above 0 and below {MAX_TIMEOUT} seconds, got {timeout!r}")
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_token_ids
@@ -139,14 +149,34 @@ class Intake:
             return params.structured_outputs
         return tools.form(find_format(self._tokenizer.chat_template), self._tokenizer.special_ids, params.structured_outputs)
 
-    def _read_prompt(self, prompt: Prompt, tools: Tools | None, template_variables: dict[str, Any] | None) -> tuple[list[int], str]:
-        """Its tokens, and its text where it came as text or messages."""
+    def _fit_chat(self, prompt: Prompt, tools: Tools | None, template_variables: dict[str, Any] | None, most: int) -> tuple[list[int], str]:
+        """As `_read_prompt`, of a chat whose oldest messages may be dropped. Raises RequestError where the context does not hold what is left."""
+        if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], dict):
+            raise RequestError("truncation auto drops messages of a chat: truncate_prompt_tokens shortens other prompts")
+        limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN
+        token_ids, text = fit_messages(
+            prompt,  # type: ignore[arg-type]
+            lambda messages: self._read_prompt(messages, tools, template_variables),  # type: ignore[arg-type]
+            lambda made: len(made[0]) <= most,
+            lambda messages: count_characters(messages, limit) <= limit,
+        )
+        if len(token_ids) >= self._max_model_len:
+            raise RequestError(
+                f"messages: without all that truncation auto may drop the prompt has {len(token_ids)} tokens; "
+                f"the context holds {self._max_model_len}, one output token included"
+            )
+        return token_ids, text
+
+    def _read_prompt(
+        self, prompt: Prompt, tools: Tools | None, template_variables: dict[str, Any] | None, max_tokens: int | None = None
+    ) -> tuple[list[int], str]:
+        """Its tokens, the last max_tokens of them, and its text where it came as text or messages."""
         text = ""
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty")
             text = prompt
-            token_ids = self._encode(text, "the prompt")
+            token_ids = self._encode(text, "the prompt", max_tokens=max_tokens)
         elif len(prompt) and isinstance(prompt[0], dict):
             # Limited before it is rendered, too. The template writes the special tokens itself.
             if tools is not None:
@@ -154,12 +184,13 @@ class Intake:
             limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN
             variables = {"tools": list(tools.tools)} if tools is not None else {}
             text = self._tokenizer.render_chat(prompt, limit, template_variables, **variables)  # type: ignore[arg-type]
-            token_ids = self._encode(text, "the rendered chat", add_special_tokens=False)
+            token_ids = self._encode(text, "the rendered chat", add_special_tokens=False, max_tokens=max_tokens)
         else:
             token_ids = list(prompt)  # type: ignore[arg-type]
             for place, token_id in enumerate(token_ids):
                 if not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
                     raise RequestError(f"input_ids[{place}] is {token_id!r:.50}; the vocabulary has ids 0 to {self._vocab_size - 1}")
+            token_ids = token_ids if max_tokens is None else token_ids[-max_tokens:]
         if not token_ids:
             raise RequestError("the prompt is empty: it has no tokens")
         return token_ids, text
@@ -180,12 +211,12 @@ class Intake:
                 raise RequestError(f"speculative: prediction[{place}] is {token_id!r:.50}; the vocabulary has ids 0 to {self._vocab_size - 1}")
         return tuple(value)
 
-    def _encode(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, text: str, name: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN
         if len(text) > limit:
             raise RequestError(f"{name} has {len(text)} characters; at most {limit} are looked at for a context of {self._max_model_len} tokens")
         check_unicode(text, name)
-        token_ids = self._tokenizer.encode(text, add_special_tokens)
+        token_ids = self._tokenizer.encode(text, add_special_tokens, max_tokens)
         self._check_embedded(token_ids, name)
         return token_ids
 

@@ -15,6 +15,8 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 16384
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_SEED = 2**64 - 1
+MIN_REPETITION_PENALTY = 1e-3
+"""Scores divided by less may overflow, and would be taken for a damaged model's."""
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would leave one token anyway, or overflow."""
 
@@ -90,8 +92,8 @@ class SamplingParams:
         _check("top_p", self.top_p, number, _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1")
         _check("top_k", self.top_k, int, isinstance(self.top_k, int) and self.top_k >= -1, "an integer >= 1, or 0 or -1 for off")
         _check("min_p", self.min_p, number, _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1")
-        good = _is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 10
-        _check("repetition_penalty", self.repetition_penalty, number, good, "a number above 0 and at most 10")
+        good = _is_number(self.repetition_penalty) and MIN_REPETITION_PENALTY <= self.repetition_penalty <= 10
+        _check("repetition_penalty", self.repetition_penalty, number, good, f"a number from {MIN_REPETITION_PENALTY} to 10")
         for key in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, key)
             _check(key, value, number, _is_number(value) and -2 <= value <= 2, "a number from -2 to 2")

@@ -354,7 +354,7 @@ class SpeculativeConfig(Section):
             if key not in keys:
                 raise ConfigError(f"speculative: unknown key {key!r:.80}{nearest(str(key), keys)}")
         if "method" in choice:
-            method = normalize_method(choice["method"])
+            method = normalize_method(choice["method"], "speculative.method")
             if method not in self.loaded_methods:
                 raise ConfigError(f"speculative: method {method} is not loaded; loaded: {', '.join(sorted(self.loaded_methods))}")
         if "verify_strategy" in choice:

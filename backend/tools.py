@@ -67,9 +67,11 @@ class Tools:
     tools: tuple[Mapping[str, Any], ...]
     """As OpenAI's clients write them."""
     choice: str = "auto"
-    """none, auto, required, or =NAME for the one to call."""
+    """none, auto or required."""
     is_parallel: bool = True
     """More than one call in an answer."""
+    allowed: tuple[str, ...] = ()
+    """Names of those that may be called, where not all may: the prompt has the others too, so that it begins as other prompts do."""
 
     @classmethod
     def from_values(cls, tools: object, choice: object = None, is_parallel: bool = True) -> Tools:
@@ -81,13 +83,14 @@ class Tools:
         if twice := [name for name in names if names.count(name) > 1]:
             raise RequestError(f"tools: {twice[0]!r} is there twice")
         if isinstance(choice, dict):
-            function = choice.get("function")
-            name = function.get("name") if isinstance(function, dict) else None
-            if choice.get("type") != "function" or name not in names:
+            if choice.get("type") == "allowed_tools":
+                mode, allowed = _read_allowed(choice, names)
+                return cls(tuple(tools), mode, is_parallel, allowed)
+            if (name := _read_name(choice)) not in names:
                 raise RequestError(f"tool_choice must name one of the tools ({', '.join(names):.200}), got {choice!r:.100}")
-            return cls(tuple(tools), f"={name}", is_parallel)
+            return cls(tuple(tools), "required", False, (str(name),))
         if choice is not None and choice not in CHOICES:
-            raise RequestError(f"tool_choice must be one of {', '.join(CHOICES)}, or name a function, got {choice!r:.80}")
+            raise RequestError(f"tool_choice must be one of {', '.join(CHOICES)}, name a function, or be of type allowed_tools, got {choice!r:.80}")
         return cls(tuple(tools), str(choice or "auto"), is_parallel)
 
     def form(self, format: ToolFormat, special: Mapping[str, int], answer: StructuredOutputs | None = None) -> StructuredOutputs | None:
@@ -95,17 +98,15 @@ class Tools:
 
         Raises RequestError for an answer that no rule beside calls can be made of.
         """
-        functions = [tool["function"] for tool in self.tools]
+        functions = [tool["function"] for tool in self.tools if not self.allowed or tool["function"]["name"] in self.allowed]
         if self.choice == "none":
             return answer
-        if answer is None and (self.choice == "auto" and self.is_parallel and not any(f.get("strict") for f in functions)):
+        is_free = self.choice == "auto" and self.is_parallel and not self.allowed and not any(f.get("strict") for f in functions)
+        if is_free and answer is None:
             return None
-        if self.choice.startswith("="):
-            functions = [f for f in functions if f["name"] == self.choice[1:]]
-        is_several = self.is_parallel and not self.choice.startswith("=")
         write = _Writer(special)
         separated = f"({write(format.separator)} call)*" if format.separator else "call*"
-        tail = f"{separated if is_several else ''} {write(format.end)}"
+        tail = f"{separated if self.is_parallel else ''} {write(format.end)}"
         rules = [_write_calls("call", format, format.before, functions, write)]
         if self.choice != "auto":  # then no answer is without calls
             start = f"start: {write(format.begin)} call {tail}"
@@ -126,7 +127,7 @@ class Tools:
                 start = f"start: TEXT | lead {write(format.begin[len(format.lead) :])} call {tail} TEXT"
             else:
                 rules.append(_write_calls("rest", format, format.before[len(format.lead) :], functions, write))
-                start = "start: (lead rest)* TEXT" if is_several else "start: TEXT | lead rest"
+                start = "start: (lead rest)* TEXT" if self.is_parallel else "start: TEXT | lead rest"
         return StructuredOutputs(grammar="\n".join([start, *rules]))
 
 
@@ -179,6 +180,29 @@ def _check_tool(number: int, tool: object) -> str:
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError(f"tools[{number}].function.parameters must be a JSON schema, got {parameters!r:.80}")
     return name
+
+
+def _read_name(choice: object) -> object:
+    """Of {"type": "function", "function": {"name"}}; None for anything else."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def _read_allowed(choice: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """OpenAI's {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}} -> auto or required, and names."""
+    key, own, known = "tool_choice.allowed_tools", choice.get("allowed_tools"), f"{', '.join(names):.200}"
+    if not isinstance(own, dict):
+        raise RequestError(f"{key} must be an object with mode and tools, got {own!r:.80}")
+    if unknown := [name for name in own if name not in ("mode", "tools")]:
+        raise RequestError(f"{key} has mode and tools, got {unknown[0]!r:.80} too")
+    if (mode := own.get("mode")) not in ("auto", "required"):
+        raise RequestError(f"{key}.mode must be auto or required, got {mode!r:.80}")
+    if not isinstance(tools := own.get("tools"), list) or not tools:
+        raise RequestError(f"{key}.tools must be a list with one at least of the tools ({known}), got {tools!r:.80}")
+    for number, tool in enumerate(tools):
+        if _read_name(tool) not in names:
+            raise RequestError(f"{key}.tools[{number}] must name one of the tools ({known}), got {tool!r:.100}")
+    return mode, tuple(dict.fromkeys(str(_read_name(tool)) for tool in tools))
 
 
 def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -36,7 +36,8 @@ _TYPES: dict[str, str] = {
     "seed": "INT64", "stop": "BYTES", "stop_token_ids": "INT32", "bad_words": "BYTES", "include_stop": "BOOL",
     "ignore_eos": "BOOL", "logprobs": "INT32", "echo": "BOOL", "n": "INT32", "priority": "INT32", "timeout_ms": "INT64",
     "speculative": "BYTES", "structured_outputs": "BYTES", "tools": "BYTES", "tool_choice": "BYTES",
-    "parallel_tool_calls": "BOOL", "chat_template_kwargs": "BYTES", "stream": "BOOL", "cancel": "BYTES", "describe": "BOOL", "suffix_corpus": "BYTES",
+    "parallel_tool_calls": "BOOL", "chat_template_kwargs": "BYTES", "truncate_prompt_tokens": "INT32", "truncation": "BYTES",
+    "stream": "BOOL", "cancel": "BYTES", "describe": "BOOL", "suffix_corpus": "BYTES",
 }  # fmt: skip
 _NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
 _FORMATS = {"INT32": "i", "INT64": "q", "FP32": "f", "BOOL": "?"}

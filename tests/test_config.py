@@ -709,7 +709,7 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "top_p": [0, 0.0, -0.1, 1.01, NAN, INF, "1", None, True, HUGE],
     "top_k": [-2, 1.0, "5", None, True, NAN],
     "min_p": [-0.01, 1.01, NAN, INF, "0", None, False, HUGE],
-    "repetition_penalty": [0, -1.0, 10.1, NAN, INF, "1", None, True, HUGE],
+    "repetition_penalty": [0, 0.0009, -1.0, 10.1, NAN, INF, "1", None, True, HUGE],
     "presence_penalty": [-2.1, 2.1, NAN, -INF, "0", None, False, HUGE],
     "frequency_penalty": [-2.1, 2.1, NAN, INF, "0", None, False, HUGE],
     "logit_bias": [
@@ -767,7 +767,7 @@ GOOD_SAMPLING: dict[str, list[Any]] = {
     "top_p": [1e-6, 0.5, 1, 1.0],
     "top_k": [-1, 0, 1, 10**6],
     "min_p": [0, 0.0, 1, 1.0],
-    "repetition_penalty": [0.01, 1, 10],
+    "repetition_penalty": [0.001, 1, 10],
     "presence_penalty": [-2, 0, 2],
     "frequency_penalty": [-2.0, 2.0],
     "logit_bias": [{}, {1: 100, 2: -100.0}, dict.fromkeys(range(MAX_LOGIT_BIASES), 1.0)],

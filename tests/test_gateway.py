@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import http.client
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -27,8 +29,9 @@ from backend.config import BUNDLED_MODEL
 from backend.text import Tokenizer
 from backend.version import VERSION
 from client import AsyncClient, Client, GenerateError
-from client.gateway import answers, entrance
+from client.gateway import answers, entrance, protocol
 from client.gateway.app import Settings, create_app
+from client.gateway.protocol import LimitedHeadProtocol
 from client.gateway.upstream import FRESH_SECONDS
 from deploy.demo import free_ports, running_gateway
 from tests.servers import serve
@@ -311,7 +314,21 @@ class TestFieldsThatChangeNothing:
         status, _, raw = ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, **values})
         assert status == 400 and json.loads(raw)["error"]["message"].endswith(rule) and json.loads(raw)["error"]["param"] == next(iter(values))
 
+    def test_refusals_of_a_history(self, address):
+        def ask_after(own: dict) -> str:
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", **own}, {"role": "user", "content": "why?"}]
+            status, _, raw = ask(address, "/v1/chat/completions", {"messages": messages, "max_tokens": 5, "temperature": 0})
+            assert status == 200, raw
+            return json.loads(raw)["choices"][0]["message"]["content"]
+
+        wanted = ask_after({"content": "I can't."})
+        assert ask_after({"content": [{"type": "refusal", "refusal": "I can't."}]}) == wanted
+        assert ask_after({"content": None, "refusal": "I can't."}) == wanted
+
     def test_names_of_other_servers(self, address):
+        own = {"prompt": "Is it? ", "max_tokens": 9}
+        for forms in ({"regex": "yes|no"}, {"ebnf": 'root ::= "yes" | "no"'}, {"json_schema": '{"enum": ["yes", "no"]}'}):
+            assert json.loads(ask(address, "/v1/completions", {**own, **forms})[2])["choices"][0]["text"].strip('"') in ("yes", "no")
         body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stop": "return", "include_stop_str_in_output": True}
         assert json.loads(ask(address, "/v1/completions", body)[2])["choices"][0]["text"].endswith("return")
 
@@ -443,10 +460,12 @@ BAD = [
     ({"prompt": 5}, "prompt: Input should be a valid string; or Input should be a valid list, got 5", "prompt"),
     ({"prompt": ""}, "the prompt is empty", None),
     ({"prompt": []}, "the prompt is empty", None),
-    ({"prompt": [1, -1]}, "prompt: Input should be", "prompt"),
+    ({"prompt": [1, -1]}, "prompt[1]: Input should be greater than or equal to 0, got -1", "prompt"),
+    ({"prompt": "x", "stop": ["a", 5]}, "stop[1]: Input should be a valid string, got 5", "stop"),
+    ({"prompt": "x", "stream_options": {"usage": 1}}, "parameter 'stream_options.usage'", "stream_options"),
     ({"prompt": [1, 99999]}, "prompt[1] is 99999", "prompt"),
     ({"prompt": ["x"] * 1000}, "prompt has 1000 prompts; the limit is 256", None),
-    ({"prompt": [[[]]] * 100_000}, "prompt: Input should be", "prompt"),
+    ({"prompt": [[[]]] * 100_000}, "prompt[0][0]: Input should be", "prompt"),
     ({"prompt": "x", "text": "y"}, "give prompt, or text, and not both", None),
     ({}, "give prompt, or text", None),
     ([], "the body must be a JSON object", None),
@@ -463,8 +482,12 @@ BAD = [
 ]  # fmt: skip
 BAD_CHATS = [
     ({"messages": []}, "messages: List should have at least 1 item", "messages"),
-    ({"messages": [{"role": "user"}]}, "messages: one of role 'user' has no content, and calls no tools", None),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages: a part of type 'image_url': models of text alone", None),
+    ({"messages": [{"role": "user"}]}, "messages[0]: one of role 'user' has no content, and calls no tools", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content: a part of type 'image_url': models of", "messages"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0]: Unable to extract tag", "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}, "or []: send them as tools", "functions"),
+    ({"messages": [{"role": "user", "content": "x"}], "web_search_options": {}}, "'web_search_options': no tools run here", "web_search_options"),
+    ({"text": "x", "timeout_ms": 2**62}, "timeout_ms must be above 0 and below 1000000000000, got 4611686018427387904", "timeout_ms"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs true", None),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0] must be", "tools"),
     ({"text": "x", "max_completion_tokens": 0}, "max_completion_tokens must be an integer >= 1, got 0", "max_completion_tokens"),
@@ -528,6 +551,11 @@ class TestErrors:
         """A web page of somebody else may send text/plain with no preflight: CORS would not hold it back."""
         status, _, answer = ask(address, "/v1/completions", {"prompt": "x"}, {"content-type": "text/plain"})
         assert status == 400 and "application/json" in json.loads(answer)["error"]["message"]
+
+    def test_no_content_encoding(self, address):
+        status, _, answer = ask(address, "/v1/completions", gzip.compress(b'{"prompt": "x"}'), {"content-encoding": "gzip"})
+        assert status == 415 and "content-encoding is 'gzip'" in json.loads(answer)["error"]["message"]
+        assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1}, {"content-encoding": "identity"})[0] == 200
 
     @pytest.mark.parametrize(
         "path", ["/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page//etc/passwd", "/page/%2fetc%2fpasswd", "/../app.py"]
@@ -617,6 +645,7 @@ class TestManyClients:
             writer.write(HEAD.format(path="/v1/completions", length=len(data)).encode() + data)
             raw = await asyncio.wait_for(reader.read(), 120)
             writer.close()
+            assert b"200 OK" in raw, raw
             return [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
 
         async def all_at_once():
@@ -705,7 +734,8 @@ def gateway_in_this_process(grpc: str) -> Iterator[str]:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # for the connections too
     listener.bind(("127.0.0.1", 0))
-    gateway = uvicorn.Server(uvicorn.Config(create_app(Settings(grpc)), log_config=None, timeout_graceful_shutdown=1))
+    app = create_app(Settings(grpc))
+    gateway = uvicorn.Server(uvicorn.Config(app, http=LimitedHeadProtocol, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=gateway.run, args=([listener],))
     thread.start()
     try:
@@ -734,6 +764,36 @@ def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
             raw = b"".join(iter(lambda: half.recv(65536), b""))
         assert raw.startswith(b"HTTP/1.1 408") and b"the body did not arrive within 1 s" in raw
         assert wait_until(lambda: read_metric(address, "errors", code="timeout") == 1)
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n\r\n\r\n"], ids=["nothing", "half", "breaks"])
+def test_a_head_that_does_not_come_is_not_waited_for(server, monkeypatch, begin):
+    """From the first one on: what is sent is a byte at a time."""
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
+    with gateway_in_this_process(server.grpc) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(begin)
+            answer = b""
+            with contextlib.suppress(OSError):
+                while piece := connection.recv(4096):
+                    answer += piece
+                    connection.sendall(b"x" if b"200 OK" not in answer else b"\r")
+        assert (b"did not arrive within 0.5 s" in answer) == begin.endswith(b"HT")
+
+
+def test_a_lost_connection_ends_all_that_was_asked_on_it(server, caplog):
+    """The one that is answered too, behind which another waits."""
+    with gateway_in_this_process(server.grpc) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        data = json.dumps({**LONG, "prompt": PROMPT, "stream": True}).encode()
+        head = HEAD.format(path="/v1/completions", length=len(data)).replace("connection: close\r\n", "").encode()
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(2 * (head + data))
+            assert b"200 OK" in connection.recv(4096)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):

@@ -247,6 +247,7 @@ LEVELS = (
         "prefixes",
         "text",
         "thought",
+        "truncation",
         "chunk_limit",
         "parallel",
         "quantization",

@@ -15,6 +15,9 @@ PARAMETERS = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "r
 JSON = {"content-type": "application/json"}
 TOOLS: Any = [{"type": "function", "name": name, "strict": True, "parameters": PARAMETERS} for name in ("get_weather", "get_time")]
 
+LOGPROBS: Any = "message.output_text.logprobs"
+ALLOWED: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
+
 
 def test_whole_and_streamed(api):
     messages: Any = [{"role": "user", "content": "read a file"}]
@@ -33,6 +36,54 @@ def test_whole_and_streamed(api):
     assert [e.sequence_number for e in events] == list(range(len(events))) and final.usage == whole.usage
 
 
+def test_logprobs(api):
+    """As a chat has them."""
+    expected = api.chat.completions.create(
+        model="foretoken", messages=[{"role": "user", "content": "é🙂"}], max_tokens=12, temperature=0, logprobs=True, top_logprobs=2
+    )
+    wanted = expected.choices[0].logprobs.content
+    own: Any = {"model": "foretoken", "input": "é🙂", "max_output_tokens": 12, "temperature": 0, "include": [LOGPROBS], "top_logprobs": 2}
+    whole = api.responses.create(**own)
+    found = whole.output[0].content[0].logprobs
+    assert [(e.token, e.bytes, [t.token for t in e.top_logprobs]) for e in found] == [
+        (w.token, w.bytes, [t.token for t in w.top_logprobs]) for w in wanted
+    ]
+    assert [e.logprob for e in found] == pytest.approx([w.logprob for w in wanted], abs=1e-4) and whole.top_logprobs == 2
+    with api.responses.stream(**own) as stream:
+        events = list(stream)
+    deltas = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [(d.token, len(d.top_logprobs)) for d in deltas] == [(w.token, 2) for w in wanted]
+    assert [entry.token for entry in events[-1].response.output[0].content[0].logprobs] == [w.token for w in wanted]
+
+
+def test_logprobs_are_those_of_what_is_said():
+    """Not of what was thought before, nor of calls."""
+
+    def entries(*texts: str) -> list[dict[str, Any]]:
+        return [{"token": text, "bytes": list(text.encode())} for text in texts]
+
+    tokens = entries("<think>", "a", "</think>", "\n\n", "a", "b", "<end>")
+    whole = Output("r", lambda kind, **_: b"")
+    whole.add({"reasoning_content": "a", "content": "ab"}, tokens)
+    assert [e["token"] for e in whole.items[-1].logprobs] == ["a", "b"] and whole.items[0].logprobs == []
+    streamed = Output("r", lambda kind, **_: b"")
+    pieces = [({}, tokens[:1]), ({"reasoning_content": "a"}, tokens[1:2]), ({"reasoning_content": "."}, tokens[2:4]), ({}, tokens[4:5])]
+    for message, own in [*pieces, ({"content": "ab"}, tokens[5:6]), ({}, tokens[6:])]:
+        streamed.add(message, own)
+    streamed.end("completed")
+    assert [e["token"] for e in streamed.items[-1].logprobs] == ["a", "b", "<end>"]
+
+
+def test_fields_of_no_effect(api):
+    own: Any = {"model": "foretoken", "input": "read a file", "max_output_tokens": 4, "temperature": 0}
+    include = [LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "message.input_image.image_url"]
+    answer = api.responses.create(
+        **own, store=True, metadata={"a": "b"}, background=False, max_tool_calls=3, prompt_cache_key="k", safety_identifier="s", user="u",
+        service_tier="auto", include=include, reasoning={"effort": "max"}, extra_body={"seed": 3, "top_k": 5, "context_management": []},
+    )  # fmt: skip
+    assert answer.output_text == api.responses.create(**own).output_text and answer.metadata == {"a": "b"} and not answer.store
+
+
 def test_what_load_generators_send(api):
     """guidellm's request: vLLM's names beside OpenAI's."""
     own: Any = {"model": "foretoken", "input": "read a file", "max_output_tokens": 40, "temperature": 0}
@@ -46,10 +97,12 @@ def test_a_conversation_with_instructions(api):
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": []}]},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
         {"role": "user", "content": "c"},
     ]
     found = api.responses.create(model="foretoken", input=items, instructions="Be brief.", max_output_tokens=8, temperature=0, store=False)
-    messages = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "c")]
+    messages = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "and?"), ("assistant", "no"), ("user", "c")]
     wanted = api.chat.completions.create(model="foretoken", messages=[{"role": r, "content": c} for r, c in messages], max_tokens=8, temperature=0)
     assert found.output_text == wanted.choices[0].message.content and found.usage.input_tokens == wanted.usage.prompt_tokens
 
@@ -59,18 +112,30 @@ def test_a_conversation_with_instructions(api):
     [
         ({}, "input: Field required"),
         ({"input": []}, "input: "),
-        ({"input": "x", "previous_response_id": "resp_1"}, "unsupported parameter 'previous_response_id'"),
-        ({"input": "x", "background": True}, "unsupported parameter 'background'"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "'previous_response_id': nothing is stored: send the whole conversation"),
+        ({"input": "x", "conversation": {"id": "conv_1"}}, "'conversation': nothing is stored: send the whole conversation"),
+        ({"input": "x", "background": True}, "unsupported parameter 'background': it may be left out, or false"),
+        ({"input": "x", "include": ["logprobs"]}, "include[0]: Input should be 'message.output_text.logprobs'"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs is 2, and include does not have 'message.output_text.logprobs'"),
+        ({"input": "x", "include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21"),
+        ({"input": "x", "stream_options": {"include_usage": True}}, "parameter 'stream_options.include_usage'"),
+        ({"input": "x", "instructions": "\ud800"}, "instructions cannot be given back"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens must be an integer >= 1, got 0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input: "),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools: "),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]: Input tag 'input_image' found"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type: Input should be 'function', got 'web_search'"),
         ({"input": "x", "tool_choice": "required"}, "there are no tools"),
         ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice must name one of the tools"),
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "function.name must be 1 to 64 letters"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": "any"}, "tool_choice: Input should be 'none', 'auto' or 'required', got 'any'"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "mcp"}}, "or an object of type function or allowed_tools, got {'type': 'mcp'}"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {**ALLOWED, "mode": "none"}}, "tool_choice.mode: Input should be 'auto' or 'required', got"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {**ALLOWED, "tools": []}}, "tool_choice.tools: List should have at least 1 item"),
+        ({"input": "x", "tools": TOOLS[:1], "tool_choice": ALLOWED}, "tool_choice.tools[0] must name one of the tools (get_weather), got"),
+        ({"input": "x", "tool_choice": ALLOWED}, "and there are no tools"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text: "),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format: Input tag 'xml' found using 'type' does not"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments is not valid JSON"),
-        ({"input": [{"type": "computer_call"}]}, "input: "),
+        ({"input": [{"type": "computer_call"}]}, "input[0]: Input tag 'computer_call'"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message"),
         ({"input": "x", "metadata": {"a": 10**30}}, "metadata cannot be given back with the answer: Integer exceeds 64-bit range"),
         ({"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"maximum": 10**30}}]}, "tools cannot be given back"),
@@ -97,7 +162,7 @@ def test_answers_of_a_form(api):
     assert api.responses.create(**own, text={"format": {"type": "json_object"}, "verbosity": "medium"}).output_text.startswith("{")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_time"}], ids=["required", "named"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_time"}, ALLOWED], ids=["required", "named", "allowed"])
 def test_calls_and_what_they_brought(api, choice):
     own: Any = {"model": "default", "tools": TOOLS, "temperature": 0, "max_output_tokens": 100, "parallel_tool_calls": False}
     whole = api.responses.create(**own, input="Rain?", tool_choice=choice)

@@ -333,7 +333,7 @@ BAD_REQUESTS = [
     ({"text_input": "x", "repetition_penalty": 0.0}, "repetition_penalty must be"),
     ({"text_input": "x", "logprobs": 1000}, "logprobs must be an integer from 0 to 20, got 1000"),
     ({"text_input": "x", "n": 1000}, "n must be an integer from 1 to 64"),
-    ({"text_input": "x", "timeout_ms": 0}, "timeout_ms must be above 0, got 0"),
+    ({"text_input": "x", "timeout_ms": 0}, "timeout_ms must be above 0 and below 1000000000000, got 0"),
     ({"text_input": "x", "logit_bias": "{"}, "logit_bias is not valid JSON"),
     ({"text_input": "x", "logit_bias": '{"a": 1}'}, "logit_bias's keys must be token ids"),
     ({"text_input": "x", "logit_bias": '{"70000": 1}'}, "logit_bias names token 70000"),

@@ -131,7 +131,7 @@ def test_responses(api):
     assert [item.type for item in final.output] == ["reasoning", "message"] and final.output_text == whole.output_text
     assert api.responses.create(**own, **PLAIN).output[0].type == "message"
     assert api.responses.create(**own, reasoning={"effort": "none", "summary": "auto"}).output[0].type == "message"
-    with pytest.raises(openai.BadRequestError, match=r"reasoning: .*got 'some'"):
+    with pytest.raises(openai.BadRequestError, match=r"reasoning.effort: .*got 'some'"):
         api.responses.create(**own, reasoning={"effort": "some"})
 
 

@@ -36,6 +36,10 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(mode: Any, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
 def write(format: ToolFormat, names: list[str], arguments: str = ARGUMENTS) -> str:
     """Calls as the family writes them."""
     return format.begin + format.separator.join(format.before + name + format.between + arguments + format.after for name in names) + format.end
@@ -79,6 +83,20 @@ def test_strict_arguments_are_kept_to_wherever_a_call_begins(grammars, format):
     assert not follows(grammars, tools, format, write(format, ["get_weather"], '{"city": 5, "days": 3}'))
     assert Tools.from_values([function("get_weather")]).form(format, {}) is None
     assert Tools.from_values([function("get_weather", strict=True)], "none").form(format, {}) is None
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
+def test_those_that_are_not_allowed_cannot_be_called(grammars, format):
+    offered = [function("get_weather"), function("put.it"), function("put")]
+    auto, required = (Tools.from_values(offered, allowed(mode, "put.it", "get_weather")) for mode in ("auto", "required"))
+    for tools in (auto, required):
+        assert follows(grammars, tools, format, write(format, ["put.it", "get_weather"])) and len(tools.tools) == 3, "the prompt has them all"
+        for names in (["put"], ["put.it", "put"]):
+            assert not follows(grammars, tools, format, write(format, names))
+        assert follows(grammars, tools, format, "It is warm.") == (tools is auto)
+    assert not follows(grammars, Tools.from_values(offered, allowed("auto", "put"), False), format, write(format, ["put", "put"]))
+    answer = Tools.from_values(offered, allowed("auto", "put")).form(format, {}, StructuredOutputs(choice=("yes", "no")))
+    assert answer is not None and "get_weather" not in str(answer.grammar)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
@@ -134,6 +152,14 @@ def test_families_are_told_by_their_templates(template, markers):
         (([function("f"), function("f")],), "'f' is there twice"),
         (([function("f")], "always"), "tool_choice must be one of none, auto, required"),
         (([function("f")], named("g")), r"tool_choice must name one of the tools \(f\)"),
+        (([function("f")], {"type": "custom"}), r"tool_choice must name one of the tools \(f\), got {'type': 'custom'}"),
+        (([function("f")], {"type": "allowed_tools"}), "tool_choice.allowed_tools must be an object with mode and tools, got None"),
+        (([function("f")], {"type": "allowed_tools", "allowed_tools": {"modus": "auto"}}), "has mode and tools, got 'modus' too"),
+        (([function("f")], allowed("none", "f")), "tool_choice.allowed_tools.mode must be auto or required, got 'none'"),
+        (([function("f")], allowed(["auto"], "f")), r"tool_choice.allowed_tools.mode must be auto or required, got \['auto'\]"),
+        (([function("f")], allowed("auto")), r"allowed_tools.tools must be a list with one at least of the tools \(f\), got \[\]"),
+        (([function("f")], {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}), r"allowed_tools.tools must be a list .*, got None"),
+        (([function("f")], allowed("auto", "f", "g")), r"allowed_tools.tools\[1\] must name one of the tools \(f\), got .*'g'"),
     ],
 )
 def test_tools_that_are_none_are_refused(values, message):
@@ -205,6 +231,16 @@ def test_calls_are_found_however_they_come(format):
     assert parse([write(format, ["f"])], has_tools=False)[2] == []
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
+def test_what_is_not_allowed_is_text(format):
+    """In whatever notation it comes: a grammar keeps the model to its own family's alone."""
+    rng = random.Random(3)
+    for most in (1, 3, 1000):
+        content, _, calls = parse(in_pieces(write(format, ["put"]), most, rng), allowed=["put.it"])
+        assert not calls and "put" in content and ARGUMENTS.partition("<")[0] in content
+        assert parse(in_pieces(write(format, ["put.it"]), most, rng), allowed=["put.it"])[2] == [("put.it", ARGUMENTS)]
+
+
 def test_a_closing_mark_that_is_cut_is_no_text() -> None:
     """By max_tokens."""
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}'
@@ -212,7 +248,8 @@ def test_a_closing_mark_that_is_cut_is_no_text() -> None:
         assert parse([call + "\n</tool_call>"[:end]]) == ("", "", [("f", '{"a": 1}')])
 
 
-@pytest.mark.parametrize("text", ['{"x": 1}', '{"name": "f"}', "see [TOOL", "<tool_call>\nnothing</tool_call> x", "a <b>c</b>", "{" * 2000])
+@pytest.mark.parametrize("text", ['{"x": 1}', '{"name": "f"}', "see [TOOL", "<tool_call>\nnothing</tool_call> x", "a <b>c</b>", "{" * 2000,
+    '{"name": "\\ud800", "arguments": {}}', '{"name": "\\q", "arguments": {}}'])  # fmt: skip
 def test_what_is_no_call_is_text(text):
     for most in (1, 3, 5000):
         assert parse(in_pieces(text, most, random.Random(2))) == (text, "", [])
@@ -326,6 +363,24 @@ def test_calls(api, choice):
     said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
     after = converse(api, messages=[*ASK, said, {"role": "tool", "tool_call_id": call.id, "content": "20"}], tools=TOOLS, max_tokens=8)
     assert after.usage.completion_tokens > 0
+
+
+def test_calls_of_those_that_are_allowed(api):
+    """All are in the prompt."""
+    every = converse(api, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    (first,) = every.choices[0].message.tool_calls
+    other = next(tool["function"]["name"] for tool in TOOLS if tool["function"]["name"] != first.function.name)
+    own = {"tools": TOOLS, "tool_choice": allowed("required", other), "parallel_tool_calls": False}
+    answer = converse(api, **own)
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == other and answer.usage.prompt_tokens == every.usage.prompt_tokens
+    streamed = [c for part in converse(api, **own, stream=True) for c in part.choices[0].delta.tool_calls or ()]
+    assert streamed[0].function.name == other and "".join(c.function.arguments for c in streamed) == call.function.arguments
+    with pytest.raises(openai.BadRequestError, match=r"tool_choice.allowed_tools.tools\[0\] must name one of the tools") as caught:
+        converse(api, tools=TOOLS, tool_choice=allowed("auto", "f"))
+    assert caught.value.param == "tool_choice"
+    with pytest.raises(openai.BadRequestError, match=r"tool_choice is {'type': 'allowed_tools'.*, and there are no tools"):
+        converse(api, tool_choice=allowed("auto", "f"))
 
 
 def test_no_calls(api):

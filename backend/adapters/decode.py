@@ -220,6 +220,7 @@ class TritonPythonModel:
                 speculative=call.speculative,
                 tools=call.tools,
                 template_variables=call.template_variables,
+                truncation=call.truncation,
                 priority=call.priority,
                 timeout=None if exchange.deadline is None else max(exchange.deadline - time.monotonic(), LEAST_SECONDS),
                 fills_context=call.fills_context,

@@ -13,10 +13,11 @@ import triton_python_backend_utils as pb_utils
 
 from backend.core import Delta
 from backend.errors import RequestError
-from backend.intake import MAX_CHARACTERS_PER_TOKEN
+from backend.intake import MAX_CHARACTERS_PER_TOKEN, MAX_TIMEOUT
 from backend.sampling_params import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE_CHARACTERS
 from backend.tools import Tools
+from backend.truncation import Truncation
 
 SAMPLING_SCALARS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -31,6 +32,7 @@ MAX_MESSAGES_CHARACTERS = MAX_SPECULATIVE_CHARACTERS = 2_000_000
 MAX_CORPUS_CHARACTERS = 2_000_000
 """Of one call; more texts come in several."""
 MAX_ID_CHARACTERS = 65536
+MAX_WORD_CHARACTERS = 256
 MAX_UTF8_BYTES = 4
 """Of one character."""
 
@@ -50,6 +52,7 @@ class InputLimits:
             "tools": MAX_MESSAGES_CHARACTERS,
             "tool_choice": MAX_JSON_CHARACTERS,
             "chat_template_kwargs": MAX_JSON_CHARACTERS,
+            "truncation": MAX_WORD_CHARACTERS,
             "structured_outputs": 2 * MAX_STRUCTURE_CHARACTERS,
             "stop": MAX_STOP_CHARACTERS,
             "bad_words": MAX_BAD_WORD_CHARACTERS,
@@ -58,10 +61,12 @@ class InputLimits:
         }
         """Of all elements together."""
 
-    def check(self, name: str, array: np.ndarray) -> None:
-        """Raises RequestError for a tensor that nothing could be made of."""
+    def check(self, name: str, array: np.ndarray, is_truncated: bool) -> None:
+        """Raises RequestError for a tensor that nothing could be made of. is_truncated: of a prompt that is to be made shorter."""
         if name == "input_ids":
-            if array.size >= self.max_model_len:
+            if is_truncated and array.size > (limit := self.max_model_len * MAX_CHARACTERS_PER_TOKEN):
+                raise RequestError(f"the prompt has {array.size} tokens; at most {limit} are looked at for a context of {self.max_model_len}")
+            if not is_truncated and array.size >= self.max_model_len:
                 raise RequestError(f"the prompt has {array.size} tokens; the context holds {self.max_model_len}, one output token included")
             return
         if array.size > (limit := self.counts.get(name, 1)):
@@ -83,6 +88,7 @@ class GenerateCall:
     tools: Tools | None = None
     template_variables: dict[str, Any] | None = None
     """Of a chat, beside those that every template is given."""
+    truncation: Truncation | None = None
     speculative: dict[str, Any] | None = None
     priority: int = 0
     timeout: float | None = None
@@ -122,8 +128,8 @@ def _json(name: str, text: str, limit: int) -> Any:
         raise RequestError(f"{name} has {len(text)} characters; the limit is {limit}")
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise RequestError(f"{name} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # the first also of integers with too many digits
+        raise RequestError(f"{name} is not valid JSON: {str(error).partition(';')[0]}") from None
 
 
 def _json_object(name: str, text: str, limit: int = MAX_JSON_CHARACTERS) -> dict[str, Any]:
@@ -183,10 +189,10 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
     Raises RequestError or ValueError naming the input, the value seen and the rule.
     """
     values: dict[str, Any] = {}
-    for tensor in request.inputs():
+    tensors = {tensor.name(): tensor for tensor in request.inputs()}
+    for name, tensor in tensors.items():
         array = tensor.as_numpy()
-        name = tensor.name()
-        limits.check(name, array)
+        limits.check(name, array, "truncate_prompt_tokens" in tensors)
         if array.size == 0 and name != "input_ids":
             continue
         if array.dtype == object:
@@ -216,18 +222,23 @@ def read_request(request: Any, limits: InputLimits, defaults: dict[str, Any]) ->
     if values.get("structured_outputs", [""])[0]:
         arguments["structured_outputs"] = _json_object("structured_outputs", values["structured_outputs"][0], 2 * MAX_STRUCTURE_CHARACTERS)
     timeout_ms = values.get("timeout_ms", [None])[0]
-    if timeout_ms is not None and timeout_ms <= 0:
-        raise RequestError(f"timeout_ms must be above 0, got {timeout_ms}")
+    if timeout_ms is not None and not 0 < timeout_ms < 1000 * MAX_TIMEOUT:
+        raise RequestError(f"timeout_ms must be above 0 and below {1000 * MAX_TIMEOUT}, got {timeout_ms}")
     speculative = values.get("speculative", [""])[0]
     variables = values.get("chat_template_kwargs", [""])[0]
     if variables and given[0] != "messages":
         raise RequestError("chat_template_kwargs is for messages: no template makes the prompt of anything else")
+    kind = values.get("truncation", [None])[0]
+    if kind is not None and given[0] != "messages":
+        raise RequestError("truncation is for messages: truncate_prompt_tokens shortens any prompt")
+    truncation = Truncation.from_values(values.get("truncate_prompt_tokens", [None])[0], kind, limits.max_model_len)
     return GenerateCall(
         prompt=prompt,
         is_chat=given[0] == "messages",
         params=SamplingParams(**arguments),
         tools=_read_tools(values),
         template_variables=read_template_variables(variables) if variables else None,
+        truncation=truncation if truncation != Truncation() else None,
         fills_context=fills_context,
         speculative=_json_object("speculative", speculative, MAX_SPECULATIVE_CHARACTERS) if speculative else None,
         priority=values.get("priority", [0])[0],

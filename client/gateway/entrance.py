@@ -163,7 +163,7 @@ def read_keys(path: str) -> list[str]:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large, as soon as that is known, and those that do not come."""
+    """Refuses bodies that are compressed, or too large, as soon as that is known, and those that do not come."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -173,7 +173,12 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+            error = ApiError(415, f"the body's content-encoding is {encoding!r:.40}; bodies are read as they are", "unsupported_encoding")
+            await refuse(error, scope, receive, send)
+            return
+        length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._max_bytes:
             await refuse(self._too_large(f"{length} bytes"), scope, receive, send)
             return

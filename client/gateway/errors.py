@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import HTTPException, RequestValidationError
@@ -61,19 +61,43 @@ def from_server(error: GenerateError, names: Mapping[str, str] = NAMES) -> ApiEr
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body."""
-    errors = error.errors()
-    first = errors[0]
-    kind, place = first["type"], first["loc"][1:]
+    """What is wrong with a body: the first thing, or of a value that may be of several types, what is wrong with the one that it is most like."""
+    errors = [(_find(error.body, e["loc"][1:], e["type"] == "missing"), e) for e in error.errors()]
+    # It is most like the type that was read the farthest.
+    where, chosen = max(((path, e) for path, e in errors if path[:1] == errors[0][0][:1]), key=lambda found: _progress(found[0]))
+    kind = chosen["type"]
     if kind == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", "invalid_json")
-    if kind == "value_error":  # a rule over several keys
-        return ApiError(400, str(first["ctx"]["error"]), "invalid_value")
-    if not place:
-        return ApiError(400, f"the body must be a JSON object, sent with content-type application/json: {first['msg']}", "invalid_body")
-    name = str(place[0])[:100]
+        return ApiError(400, f"the body is not valid JSON: {chosen['ctx']['error']}", "invalid_json")
+    if kind == "value_error" and not where:  # a rule over several keys
+        return ApiError(400, str(chosen["ctx"]["error"]), "invalid_value")
+    if not where:
+        return ApiError(400, f"the body must be a JSON object, sent with content-type application/json: {chosen['msg']}", "invalid_body")
+    name, path = str(where[0])[:100], f"{where[0]}{''.join(f'[{part}]' if isinstance(part, int) else f'.{part}' for part in where[1:])}"
     if kind == "extra_forbidden":
-        rule = say_rule(name) if len(place) == 1 else ""
-        return ApiError(400, f"unknown or unsupported parameter {'.'.join(map(str, place))!r:.100}{rule}", "unknown_parameter", name)
-    rules = dict.fromkeys(e["msg"] for e in errors if e["loc"][1:2] == place[:1])  # a key that may be of several types has one of each
-    return ApiError(400, f"{name}: {'; or '.join(rules):.500}, got {first['input']!r:.100}", "invalid_value", name)
+        rule = say_rule(name) if len(where) == 1 else ""
+        return ApiError(400, f"unknown or unsupported parameter {path!r:.100}{rule}", "unknown_parameter", name)
+    if kind == "value_error":
+        return ApiError(400, f"{path:.100}: {chosen['ctx']['error']}", "invalid_value", name)
+    rules = dict.fromkeys(e["msg"] for other, e in errors if other == where)
+    return ApiError(400, f"{path:.100}: {'; or '.join(rules):.500}, got {_show(chosen['input'])}", "invalid_value", name)
+
+
+def _find(body: Any, loc: Sequence[str | int], is_missing: bool) -> tuple[str | int, ...]:
+    """The way to a value of the body, of pydantic's, which names the types too that it tried. is_missing: there is none at its end."""
+    path: list[str | int] = []
+    for part in loc[:-1] if is_missing else loc:
+        if part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+            path.append(part)
+    return (*path, *loc[-1:]) if is_missing else tuple(path)
+
+
+def _progress(path: Sequence[str | int]) -> tuple[int, list[int]]:
+    return len(path), [part for part in path if isinstance(part, int)]
+
+
+def _show(value: Any) -> str:
+    try:
+        return f"{value!r:.100}"
+    except (RecursionError, ValueError):  # of integers, how many digits are written
+        return f"a {type(value).__name__} that cannot be shown"

@@ -112,7 +112,7 @@ class ChatForm(Form):
 
     def __init__(self, request: ChatRequest) -> None:
         super().__init__(request)
-        self._may_call, self._is_parallel = request.may_call, request.parallel_tool_calls is not False
+        self._request, self._may_call = request, request.may_call
         self._parsers: dict[int, AnswerParser] = {}
 
     def _content(self, index: int, chunk: Chunk, is_first: bool, is_streamed: bool) -> dict[str, Any]:
@@ -120,7 +120,11 @@ class ChatForm(Form):
         if parser is None:
             begins_thinking = bool((chunk.usage or {}).get("begins_thinking"))  # a choice's first chunk has its usage
             parser = self._parsers[index] = AnswerParser(
-                uuid.uuid4().hex[:16], has_tools=self._may_call, is_parallel=self._is_parallel, begins_thinking=begins_thinking
+                uuid.uuid4().hex[:16],
+                has_tools=self._may_call,
+                is_parallel=self._request.parallel_tool_calls is not False,
+                begins_thinking=begins_thinking,
+                allowed=self._request.allowed_tools if self._may_call else None,
             )
         part = parser.feed(chunk.text, chunk.finish_reason is not None)
         own: dict[str, Any] = {"reasoning_content": part.reasoning} if part.reasoning else {}

@@ -24,12 +24,12 @@ Text = Annotated[str, Field(min_length=1)]
 _SAME_NAME = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "stop",
     "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "bad_words", "include_stop",
-    "priority", "timeout_ms", "speculative",
+    "priority", "timeout_ms", "speculative", "truncate_prompt_tokens",
 )  # fmt: skip
 """What OpenAI or vLLM and decode call alike. Ranges are decode's to check: it says the same to every kind of client."""
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much is to be thought: a hint to templates that know `reasoning_effort`; none is `enable_thinking` false as well."""
 
 
@@ -43,6 +43,17 @@ def effort_variables(effort: Effort | None) -> dict[str, Any]:
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Strict):
+    """Of a former answer of another server's: what it said in the place of one."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class Prediction(Strict):
@@ -92,6 +103,7 @@ class GenerateRequest(StructuredRequest):
     priority: Int32 | None = None
     timeout_ms: Int64 | None = None
     speculative: dict[str, Any] | None = None
+    truncate_prompt_tokens: Int32 | None = None
     prediction: Prediction | None = None
     return_tokens: bool = False
     """Each choice also lists its tokens: ids, text and who proposed them."""
@@ -148,21 +160,24 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    """Null where the message calls tools."""
+    content: str | Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)] | None = None
+    """Null where the message calls tools, or refuses to answer (`refusal`)."""
 
     @field_validator("content", mode="before")
     @classmethod
     def _check_parts(cls, value: Any) -> Any:
         kinds = [part.get("type") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
-        if other := [kind for kind in kinds if isinstance(kind, str) and kind != "text"]:
-            raise ValueError(f"messages: a part of type {other[0]!r:.40}: models of text alone are served")
+        if other := [kind for kind in kinds if isinstance(kind, str) and kind not in ("text", "refusal")]:
+            raise ValueError(f"a part of type {other[0]!r:.40}: models of text alone are served")
         return value
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and not (self.model_extra or {}).get("tool_calls"):
-            raise ValueError(f"messages: one of role {self.role!r:.40} has no content, and calls no tools")
+        extra = self.model_extra or {}
+        if self.content is None and isinstance(extra.get("refusal"), str):
+            self.content = extra["refusal"]
+        if self.content is None and not extra.get("tool_calls"):
+            raise ValueError(f"one of role {self.role!r:.40} has no content, and calls no tools")
         return self
 
     def flat(self) -> dict[str, Any]:
@@ -184,6 +199,8 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: more variables for the template, such as enable_thinking."""
     reasoning_effort: Effort | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """As /v1/responses has it: whether the oldest messages may be dropped."""
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatRequest:
@@ -193,9 +210,19 @@ class ChatRequest(GenerateRequest):
             raise ValueError("top_logprobs needs logprobs true")
         if self.chat_template_kwargs and self.messages is None:
             raise ValueError("chat_template_kwargs needs messages: text has no template")
+        if self.truncation is not None and self.messages is None:
+            raise ValueError("truncation needs messages: truncate_prompt_tokens shortens a text")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice asks for a call, and there are no tools")
+            raise ValueError(f"tool_choice is {self.tool_choice!r:.100}, and there are no tools")
         return self
+
+    @property
+    def allowed_tools(self) -> list[str] | None:
+        """Names of the tools that alone may be called; None: any. Of a choice that decode has taken."""
+        if not isinstance(self.tool_choice, dict):
+            return None
+        own = self.tool_choice.get("allowed_tools")
+        return [tool["function"]["name"] for tool in (own["tools"] if own else [self.tool_choice])]
 
     @property
     def may_call(self) -> bool:
@@ -209,6 +236,8 @@ class ChatRequest(GenerateRequest):
         values = {**super().parameters(), "max_tokens": limit, "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
         if self.messages is not None and (variables := {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}):
             values["chat_template_kwargs"] = variables
+        if self.truncation == "auto":
+            values["truncation"] = self.truncation
         if self.tools:
             values |= {"tools": self.tools, "tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
         return values

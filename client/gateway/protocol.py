@@ -1,17 +1,36 @@
-"""uvicorn's HTTP protocol with a limit on a request's head, which it would keep in memory whatever its size, and before any key is asked for."""
+"""uvicorn's HTTP protocol, which would wait for a request's head for ever, and keep it in memory whatever its size, before any key is asked for."""
 
 from __future__ import annotations
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 65536
+HEAD_SECONDS = 30.0
+"""From a connection's beginning, or a head's, until the head must be whole."""
 
 
 class LimitedHeadProtocol(HttpToolsProtocol):
-    """Answers 400 to a head that goes on for longer, and hangs up."""
+    """Answers 400 to a head that goes on for longer, and hangs up; tells all requests of a connection when it is lost, where uvicorn tells the
+    newest alone, which may wait behind the one that is answered."""
 
     _is_in_head = False
     _num_head_bytes = 0
+    _timer: asyncio.TimerHandle | None = None
+    _cycles: tuple[RequestResponseCycle, ...] = ()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._expire)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
@@ -20,10 +39,28 @@ class LimitedHeadProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._stop_timer()
         super().on_headers_complete()
+        self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
 
     def data_received(self, data: bytes) -> None:
+        if self._timer is None and all(cycle.response_complete for cycle in self._cycles):
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._expire)
         self._num_head_bytes += len(data) if self._is_in_head else 0  # what came with the head's beginning is one read at most
         super().data_received(data)
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request's head is longer than {MAX_HEAD_BYTES} bytes.")
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self._is_in_head:
+            self.send_400_response(f"The request's head did not arrive within {HEAD_SECONDS:g} s.")
+        else:
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -49,8 +49,9 @@ class ResponsesAnswer(Answer):
             "text": asked.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": asked.tool_choice if isinstance(asked.tool_choice, str) else asked.tool_choice.model_dump(),
             "tools": [{"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)} for tool in asked.tools],
+            "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation,
             "usage": None,
         }
         if is_done:
@@ -73,7 +74,7 @@ class ResponsesAnswer(Answer):
 
     def _whole_body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         self._finish_reason = choices[0]["finish_reason"]
-        self._output.add(choices[0]["message"])
+        self._output.add(choices[0]["message"], _logprobs_of(choices[0]))
         self._output.end(self._status)
         return self._response(self._status)
 
@@ -89,7 +90,7 @@ class ResponsesAnswer(Answer):
 
     def _part_event(self, part: dict[str, Any]) -> bytes:
         self._finish_reason = part["finish_reason"] or self._finish_reason
-        return self._first_events() + self._output.add(part["delta"])
+        return self._first_events() + self._output.add(part["delta"], _logprobs_of(part))
 
     def _last_events(self) -> bytes:
         status = self._status
@@ -98,3 +99,7 @@ class ResponsesAnswer(Answer):
     def _error_event(self, code: str | None, message: str, body: dict[str, Any]) -> bytes:
         failed = {**self._response("failed"), "error": {"code": "server_error", "message": message}}
         return self._first_events() + self._event("response.failed", response=failed)
+
+
+def _logprobs_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    return choice["logprobs"]["content"] if choice["logprobs"] else []

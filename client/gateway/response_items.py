@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Event = Callable[..., bytes]
@@ -16,6 +16,8 @@ class OutputItem:
         """kind: message, reasoning or function_call; place: in the output; name, call_id: of a call."""
         self.kind, self._id, self._place, self._name, self._call_id = kind, item_id, place, name, call_id
         self.text = ""
+        self.logprobs: list[dict[str, Any]] = []
+        """Of a message's tokens, where they are asked for."""
 
     def body(self, status: str) -> dict[str, Any]:
         """As it is now; without its text while it is in progress."""
@@ -30,7 +32,7 @@ class OutputItem:
     def _part(self) -> dict[str, Any]:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
     # -- its events ---------------------------------------------------------------------------------------------------
 
@@ -38,24 +40,22 @@ class OutputItem:
     def _where(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": self._place, **({} if self.kind == "function_call" else {"content_index": 0})}
 
-    @property
-    def _more(self) -> dict[str, Any]:
-        return {"logprobs": []} if self.kind == "message" else {}
-
     def open(self, event: Event) -> bytes:
         data = event("response.output_item.added", output_index=self._place, item=self.body("in_progress"))
         return data if self.kind == "function_call" else data + event("response.content_part.added", **self._where, part=self._part())
 
-    def add(self, event: Event, text: str) -> bytes:
+    def add(self, event: Event, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
         self.text += text
-        return event(f"response.{_STREAMS[self.kind]}.delta", **self._where, delta=text, **self._more) if text else b""
+        self.logprobs += logprobs
+        more = {"logprobs": logprobs} if self.kind == "message" else {}
+        return event(f"response.{_STREAMS[self.kind]}.delta", **self._where, delta=text, **more) if text else b""
 
     def close(self, event: Event, status: str) -> bytes:
         done = f"response.{_STREAMS[self.kind]}.done"
         if self.kind == "function_call":
             data = event(done, **self._where, name=self._name, arguments=self.text)
         else:
-            data = event(done, **self._where, text=self.text, **self._more)
+            data = event(done, **self._where, text=self.text, **({"logprobs": self.logprobs} if self.kind == "message" else {}))
             data += event("response.content_part.done", **self._where, part=self._part())
         return data + event("response.output_item.done", output_index=self._place, item=self.body(status))
 
@@ -73,16 +73,23 @@ class Output:
         self._call = -1
         self._blank = ""
         """White space that may be the beginning of what is said, or stand before a call."""
+        self._logprobs: list[dict[str, Any]] = []
+        """Of tokens whose text is still to come."""
 
-    def add(self, message: dict[str, Any]) -> bytes:
-        """A chat's message, or a piece of it -> the events that tell of it."""
+    def add(self, message: dict[str, Any], logprobs: Sequence[dict[str, Any]] = ()) -> bytes:
+        """A chat's message, or a piece of it -> the events that tell of it. logprobs: of its tokens; those of thoughts and calls are left out."""
         data = b""
+        if message.get("reasoning_content") or message.get("tool_calls"):
+            self._logprobs = []
+        self._logprobs += _those_of(message, logprobs)
         if thought := message.get("reasoning_content"):
             data += self._go_to("reasoning") + self.items[-1].add(self._event, thought)
         if text := self._blank + (message.get("content") or ""):
             is_held = text.isspace() and not (self._is_open and self.items[-1].kind == "message")
             self._blank = text if is_held else ""
-            data += b"" if is_held else self._go_to("message") + self.items[-1].add(self._event, text)
+            if not is_held:
+                data += self._go_to("message") + self.items[-1].add(self._event, text, self._logprobs)
+                self._logprobs = []
         for number, call in enumerate(message.get("tool_calls") or ()):
             if (index := call.get("index", number)) != self._call:
                 self._call, self._blank = index, ""
@@ -93,6 +100,8 @@ class Output:
     def end(self, status: str) -> bytes:
         """status: of the last item. An answer has one at least."""
         data = b"" if self.items else self._open("message") + self.items[-1].add(self._event, self._blank)
+        if self._is_open and self.items[-1].kind == "message":  # of the token that ended it, which has no text
+            self.items[-1].logprobs += self._logprobs
         return data + self._close(status)
 
     def bodies(self, status: str) -> list[dict[str, Any]]:
@@ -114,3 +123,17 @@ class Output:
             return b""
         self._is_open = False
         return self.items[-1].close(self._event, status)
+
+
+def _those_of(message: dict[str, Any], logprobs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Log-probabilities of the tokens that write a message's content, of all its tokens', by their bytes."""
+    if not logprobs or not (message.get("reasoning_content") or message.get("tool_calls")):
+        return logprobs
+    text = (message.get("content") or "").encode()
+    begin = b"".join(bytes(entry["bytes"]) for entry in logprobs).rfind(text) if text else -1
+    found, place = [], 0
+    for entry in logprobs:
+        place += len(entry["bytes"])
+        if begin >= 0 and place > begin and place - len(entry["bytes"]) < begin + len(text):
+            found.append(entry)
+    return found

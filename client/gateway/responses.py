@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from client.gateway.no_ops import ANY, one_of
-from client.gateway.openai import ChatRequest, Effort, Int32, Strict, Strings, Text
+from client.gateway.no_ops import drop_no_ops
+from client.gateway.openai import ChatRequest, Effort, Int32, Int64, RefusalPart, Strict, Strings, Text
 from client.gateway.structured import JsonSchema, ObjectFormat, SchemaFormat, TextFormat
 
-_NO_OPS = {
-    "background": one_of(False), "include": one_of([], ["reasoning.encrypted_content"]), "max_tool_calls": ANY, "prompt_cache_key": ANY,
-    "prompt_cache_retention": ANY, "safety_identifier": ANY, "service_tier": one_of("auto", "default"), "store": ANY,
-    "stream_options": one_of({}, {"include_obfuscation": False}, {"include_obfuscation": True}), "top_logprobs": one_of(0),
-    "truncation": one_of("disabled"), "user": ANY,
-}  # fmt: skip
-"""What asks for nothing, by name; other values are errors that name it. What was thought is in the answer as it is, encrypted nowhere."""
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[
+    "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+]  # fmt: skip
+"""OpenAI's names. What was thought is in the answer as it is, encrypted nowhere; what the others are of is in no answer."""
+_AS_CHATS = (
+    "temperature", "top_p", "stream", "stop", "ignore_eos", "seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "priority", "timeout_ms", "chat_template_kwargs", "speculative", "truncation",
+)  # fmt: skip
+"""What chats call alike."""
 
 
 class Reasoning(Strict):
@@ -34,10 +39,10 @@ class ContentPart(Strict):
     logprobs: list[Any] | None = None
 
 
-Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
+Content = str | Annotated[list[Annotated[ContentPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
 
 
-def join(content: Content) -> str:
+def join(content: str | Sequence[ContentPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -101,6 +106,32 @@ class NamedFunction(Strict):
     type: Literal["function"]
     name: Text
 
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedTools(Strict):
+    """Which of the tools may be called, where the prompt has more."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, fail_fast=True)]
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}}
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedFunction, Tag("function")]
+    | Annotated[AllowedTools, Tag("allowed_tools")],
+    Discriminator(
+        lambda value: "word" if not isinstance(value, dict) else value.get("type"),
+        custom_error_type="tool_choice",
+        custom_error_message="Input should be 'none', 'auto', 'required', or an object of type function or allowed_tools",
+    ),
+]
+
 
 class NamedSchema(JsonSchema):
     """As /v1/chat/completions has it, but in one object."""
@@ -111,6 +142,11 @@ class NamedSchema(JsonSchema):
 class TextConfig(Strict):
     format: Annotated[TextFormat | ObjectFormat | NamedSchema, Field(discriminator="type")] = TextFormat(type="text")
     verbosity: Literal["medium"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: bool = False
+    """Accepted; there is none."""
 
 
 class ResponsesRequest(Strict):
@@ -124,14 +160,30 @@ class ResponsesRequest(Strict):
     top_p: float | None = None
     text: TextConfig = TextConfig()
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
     stream: bool = False
+    # Of no effect on the answer:
     metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    user: str | None = None
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+    include: Annotated[list[Includable], Field(fail_fast=True)] = []
+    top_logprobs: Int32 | None = None
+    # vLLM's, and what decode has besides:
     stop: str | Strings | None = None
     ignore_eos: bool | None = None
-    """These two are vLLM's; load generators send them, for answers of the length that they ask for."""
+    seed: Int64 | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    priority: Int32 | None = None
+    timeout_ms: Int64 | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     speculative: dict[str, Any] | None = None
 
@@ -140,14 +192,16 @@ class ResponsesRequest(Strict):
     def _drop_no_ops(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        found = {k: v for k, v in values.items() if k in cls.model_fields or k not in _NO_OPS or not _NO_OPS[k](v)}
+        found = drop_no_ops(values, cls.model_fields)
         if isinstance(items := found.get("input"), list):  # messages may leave out that they are
             found["input"] = [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
         return found
 
     @model_validator(mode="after")
     def _check_chat(self) -> ResponsesRequest:
-        for key in ("metadata", "text", "tools"):
+        if self.top_logprobs and LOGPROBS not in self.include:
+            raise ValueError(f"top_logprobs is {self.top_logprobs}, and include does not have {LOGPROBS!r}")
+        for key in ("instructions", "metadata", "text", "tools"):
             try:
                 orjson.dumps(getattr(self, key), default=lambda value: value.model_dump())
             except TypeError as error:  # half a surrogate pair, an integer beyond 64 bits, depth
@@ -165,7 +219,9 @@ class ResponsesRequest(Strict):
             values["parallel_tool_calls"] = self.parallel_tool_calls
         choice = self.tool_choice
         if self.tools or choice not in ("none", "auto"):
-            values["tool_choice"] = choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+            values["tool_choice"] = choice if isinstance(choice, str) else choice.as_chat()
+        if LOGPROBS in self.include:
+            values |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         own = self.text.format
         if isinstance(own, NamedSchema):
             values["response_format"] = SchemaFormat.model_construct(type="json_schema", json_schema=own)
@@ -174,14 +230,8 @@ class ResponsesRequest(Strict):
         try:
             return ChatRequest(
                 max_completion_tokens=self.max_output_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                stream=self.stream,
-                stop=self.stop,
-                ignore_eos=self.ignore_eos,
-                chat_template_kwargs=self.chat_template_kwargs,
                 reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-                speculative=self.speculative,
+                **{name: getattr(self, name) for name in _AS_CHATS},
                 **values,
             )
         except ValidationError as error:
@@ -191,7 +241,7 @@ class ResponsesRequest(Strict):
         """What of it decode calls otherwise."""
         form = "text.format"
         names = {"structured_outputs": form, "structured_outputs.json": f"{form}.schema", "structured_outputs.json_object": form}
-        return {**names, "max_tokens": "max_output_tokens", "messages": "input"}
+        return {**names, "max_tokens": "max_output_tokens", "messages": "input", "tool_choice.allowed_tools": "tool_choice"}
 
     def _messages(self) -> list[dict[str, Any]]:
         """What an answer consists of, thoughts, text and calls, is one message of the assistant's."""

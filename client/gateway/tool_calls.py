@@ -6,8 +6,8 @@ to be no call is text.
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ _THINK, _THOUGHT = "<think>", "</think>"
 _WRAPS = ("<response>", "</response>")
 """Around ERNIE's answers."""
 _HEAD = re.compile(
-    r'\s*(?:[\[,;]\s*)*(?:\{\s*"name"\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+    r'\s*(?:[\[,;]\s*)*(?:\{\s*"name"\s*:\s*"(?P<quoted>[A-Za-z0-9_.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
     r"|(?P<plain>[A-Za-z0-9_.-]{1,64})\[ARGS\]"
     r"|(?:<\uff5ctool\u2581call\u2581begin\uff5c>)?(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<deep>[A-Za-z0-9_.-]{1,64})"
     r"(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n))(?=[{\[\"])"
@@ -70,9 +70,15 @@ class _Json:
 class AnswerParser:
     """One choice's text. Feed it, then end it."""
 
-    def __init__(self, prefix: str, *, has_tools: bool, is_parallel: bool = True, begins_thinking: bool = False) -> None:
-        """prefix: of the ids of calls; has_tools: else all is text, but for what was thought; begins_thinking: the prompt ends with `<think>`."""
+    def __init__(
+        self, prefix: str, *, has_tools: bool, is_parallel: bool = True, begins_thinking: bool = False, allowed: Collection[str] | None = None
+    ) -> None:
+        """prefix: of the ids of calls; has_tools: else all is text, but for what was thought; begins_thinking: the prompt ends with `<think>`.
+
+        allowed: names that may be called; None: any. What would be a call of another, in the notation of a family that is not the model's, is text.
+        """
         self._prefix, self._has_tools, self._is_parallel, self._begins_thinking = prefix, has_tools, is_parallel, begins_thinking
+        self._allowed = allowed
         self._state = "begin"
         self._held = ""
         self._lead = ""
@@ -146,16 +152,16 @@ class AnswerParser:
 
     def _head(self, part: Part, is_last: bool) -> bool:
         match = _HEAD.match(self._held)
-        if match is None:
+        name = match and (match["quoted"] or match["plain"] or match["deep"])
+        if match is None or (self._allowed is not None and name not in self._allowed):
             if self._held.lstrip("[,; \n").startswith(_LEADS):  # two marks in a row
                 self._state = "text"
                 return True
-            if not is_last and len(self._held) < MAX_HEAD:
+            if match is None and not is_last and len(self._held) < MAX_HEAD:
                 return False
             part.content += self._lead
             self._lead, self._state = "", "text"
             return True
-        name = json.loads(match["quoted"]) if match["quoted"] else match["plain"] or match["deep"]
         self._held, self._state, self._arguments = self._held[match.end() :], "call", _Json()
         self._add(part, {"id": f"call_{self._prefix}{self.num_calls}", "type": "function", "function": {"name": name, "arguments": ""}})
         self.num_calls += 1
