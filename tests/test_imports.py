@@ -266,7 +266,7 @@ LEVELS = (
     ("planned",),
     ("step_drafting", "rank_processes"),
     ("planner",),
-    ("hand_overs", "group", "following", "engine_parts"),
+    ("hand_overs", "booking", "group", "following", "engine_parts"),
     ("engine",),
     ("disaggregation",),
     ("follower",),
