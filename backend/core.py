@@ -221,6 +221,15 @@ Chain = Sequence[Evidence]
 """Of a request's drafts, one after the other."""
 
 
+class Branches(NamedTuple):
+    """Of a request's drafts, where they were a tree."""
+
+    parents: list[int]
+    """Of each the number of the draft before it, which is smaller; -1: the newest token."""
+    path: list[int]
+    """Numbers of those that were accepted, one after the other."""
+
+
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens, one row per entry of the batch; rows of entries that take no drafts are empty."""
@@ -275,7 +284,8 @@ class Outcome:
     next_parents: list[int] = field(default_factory=list)
     """Of each of them, where they are a tree, the number of the draft before it; -1: the newest token. Empty: a chain."""
     draft_chances: list[float] = field(default_factory=list)
-    """How likely the model drafter held each of its leading drafts' choices to be: the greatest probability there; empty: it was not asked."""
+    """How likely the model drafter held each of its leading drafts' choices to be: the greatest probability there, of a tree's draft its own; empty:
+    it was not asked."""
     lookup_score: int = 0
     """How well the lookup's match was at the step's end; 0: none, or not asked for."""
     num_drafter_tokens: int = 0

@@ -108,6 +108,8 @@ class Engine:
         self.num_launched = self.num_finished = 0
         """Steps."""
         self._is_short = False
+        self._phase_seconds = 0.0
+        """Of the last step that was read, the drafts of the host with them."""
         # What loading made is seen through now; else the first full collection comes between steps and takes 100 ms.
         gc.collect()
         store = self.worker.store
@@ -289,7 +291,10 @@ class Engine:
         while len(self._in_flight) > self._num_ahead:
             self._finish()
         self.after_deltas()
-        self.metrics.add_step(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.metrics.add_step(seconds)
+        if not self._num_ahead and not step.plan.num_prompts:
+            budget.note_rest(seconds - self._phase_seconds)
         return True
 
     def _finish(self) -> None:
@@ -303,6 +308,7 @@ class Engine:
                 self._group.await_done(oldest.number)  # other nodes read the pages of all ranks
         times = results.times
         draft_seconds = times.draft + step.host_seconds
+        self._phase_seconds = times.total + step.host_seconds
         self.metrics.add_times(draft_seconds, times.forward, times.decide)
         if self._chunks is not None:
             self._chunks.observe(step.plan.prompt_rows, times.total)

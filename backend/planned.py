@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from backend.budget import Chain, by_match
+from backend.budget import Chain, by_branch, by_match
 from backend.core import NEVER, Scheduled
 from backend.drafters import Placement
 from backend.drafters.lookup import judge_longer, judge_model
@@ -31,6 +32,8 @@ class Drafted:
     """Of drafts that the host's drafters made."""
     chances: list[float] = field(default_factory=list)
     """What the model drafter says of its own, once the step was read."""
+    parents: list[int] = field(default_factory=list)
+    """Of a tree's drafts that have chances, the number of the one before each; -1: the newest token."""
     has_model: bool = False
     """The model drafter made the first ones, as far as the host knew."""
 
@@ -50,12 +53,26 @@ class Drafted:
             return self.evidence[:count]
         if self.is_alone:
             return by_match(lookup_name, self.score, count)
+        if self.parents:
+            return by_branch(model_name, self.chances[:count], self.parents[:count])
         sources = self.sources[:count]
         num_model = next((place for place, source in enumerate(sources) if source != model_name), len(sources))
         chain = judge_model(model_name, num_model, self.chances)
         if num_model == len(sources):
             return chain
         return [*chain, *(judge_longer(source, place, 1)[0] for place, source in enumerate(sources[num_model:], num_model))]
+
+
+def follow(token_ids: Sequence[int], parents: Sequence[int], accepted: Sequence[int]) -> list[int]:
+    """The numbers of the drafts of a tree that accepted tokens are, for as far as there are such drafts."""
+    path: list[int] = []
+    for token_id in accepted:
+        last = path[-1] if path else -1
+        found = (n for n in range(last + 1, len(token_ids)) if parents[n] == last and token_ids[n] == token_id)
+        if (number := next(found, None)) is None:
+            break
+        path.append(number)
+    return path
 
 
 @dataclass(slots=True, eq=False)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from backend.core import NEVER, Batch, HandOff, Outcome, Request, Scheduled
+from backend.core import NEVER, Batch, Branches, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters
 from backend.grammar import fill_masks
 from backend.pages import SeenPages
-from backend.planned import Drafted, Known, PlannedStep
+from backend.planned import Drafted, Known, PlannedStep, follow
 from backend.prefixes import find_shared
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.speculative_config import SpeculativeConfig
@@ -271,15 +271,20 @@ class Planner:
         known = self._known.get(request.request_id)
         if known is None:
             return who
-        known.next_drafts = outcome.next_drafts
+        drafts, known.next_drafts = known.next_drafts, outcome.next_drafts
+        if request.speculation.num_nodes and len(outcome.draft_chances) >= len(outcome.next_drafts):
+            made.parents = outcome.next_parents or list(range(-1, len(outcome.next_drafts) - 1))
         if known.place.has_model and entry.emits and outcome.num_drafter_tokens:
             self._note_drafter(request, known, outcome)
         if known.place.host and entry.emits and known.is_reported:
             count, names = len(outcome.next_drafts), (self._drafters.model_name, self._drafters.lookup_name)
             self._drafters.put_step_drafts(request, outcome.next_drafts, made.who(count, names[1]), made.judge(count, *names))
-        if entry.is_decoding and not request.speculation.num_nodes:  # evidence is of chains
-            chain = verified.judge(len(who), self._drafters.model_name, self._drafters.lookup_name)
-            self._budget.learn(request, chain, outcome.num_accepted, verified.has_model and not verified.is_alone)
+        if entry.is_decoding and (verified.parents or not request.speculation.num_nodes):
+            chain, tree = verified.judge(len(who), self._drafters.model_name, self._drafters.lookup_name), None
+            if verified.parents:
+                path = follow(drafts[: len(chain)], verified.parents, outcome.token_ids[: outcome.num_accepted])
+                tree = Branches(verified.parents[: len(chain)], path)
+            self._budget.learn(request, chain, outcome.num_accepted, verified.has_model and not verified.is_alone, tree)
         return who
 
     def observe(self, step: PlannedStep, outcomes: Sequence[Outcome], verify_seconds: float, draft_seconds: float) -> None:
@@ -287,7 +292,6 @@ class Planner:
         plan = step.plan
         may_draft = [number for number, limit in enumerate(step.limits) if limit]
         num_drafts = sum(outcomes[number].num_drafts for number in may_draft)
-        may_draft = [number for number in may_draft if not step.entries[number].request.speculation.num_nodes]
         verified = [(outcomes[number].num_drafts, outcomes[number].num_accepted) for number in may_draft]
         limits = [(step.entries[number].request, step.limits[number], step.verified[number].has_model) for number in may_draft]
         num_model, num_asked = self._count_made(step, outcomes)

@@ -33,23 +33,24 @@ class StepDrafting:
         for _, hand_off, own in handed:
             self._take_handed_probs(step, hand_off, own)
         step.limits = [entry.max_drafts for entry in step.entries]
-        chains = (e for e in decoding if e.max_drafts and not e.request.num_steps_ahead and not e.request.speculation.num_nodes)
-        self._allot(step, [(entry, known[id(entry)]) for entry in chains])
+        ready = ((e, known[id(e)]) for e in decoding if e.max_drafts and not e.request.num_steps_ahead)
+        self._allot(step, [(entry, own) for entry, own in ready if own.drafted.parents or not entry.request.speculation.num_nodes])
 
     def _allot(self, step: PlannedStep, decoding: Sequence[tuple[Scheduled, Known]]) -> None:
         """Of requests whose drafts are known."""
         lookup, model = self._drafters.lookup_name, self._drafters.model_name
-        chains, num_drawn = [], []
+        chains, num_drawn, parents = [], [], []
         for entry, own in decoding:
             drafted = own.drafted
             is_certain = drafted.evidence is not None or drafted.token_ids is not None
             count = min(len(drafted.sources), entry.max_drafts)
             chain = drafted.judge(count if is_certain else min(count, len(own.next_drafts)), model, lookup)
             chains.append(chain)
+            parents.append(drafted.parents)
             is_drawn = bool(own.options & Options.REJECTION)
             num_drawn.append(sum(evidence.source == model for evidence in chain) if is_drawn else 0)
         num_rows = sum(entry.num_tokens for entry in step.entries)
-        counts = self._budget.allot([entry.request for entry, _ in decoding], chains, num_drawn, num_rows)
+        counts = self._budget.allot([entry.request for entry, _ in decoding], chains, num_drawn, num_rows, parents)
         for (entry, _), chain, count in zip(decoding, chains, counts):
             if count < len(chain):
                 entry.max_drafts = count

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, by_probability
+from backend.budget import Ability, CostClass, DraftBudget, by_branch, by_match, by_place, by_probability
 from backend.budget.costs import StepCosts
 from backend.budget.rule import share
 from backend.budget.survival import Survival
 from backend.budget.times import Times
-from backend.core import NEVER, Evidence, Request, Speculation
+from backend.core import NEVER, Branches, Evidence, Request, Speculation
 from backend.sampling_params import SamplingParams
 
 Cost = Callable[[int], float]
@@ -357,3 +357,60 @@ def test_survival_is_what_stood_and_a_requests_own() -> None:
     survival.stop("a")
     assert survival.survivals("a", chain)[0] == pytest.approx(new)
     assert by_match("ngram", 12, 3)[0].guess > by_match("ngram", 2, 3)[0].guess
+
+
+PARENTS, CHANCES = [-1, -1, 0, 2, 1, 0], [0.75, 0.15, 0.85, 0.75, 0.55, 0.05]
+"""A tree: 0 - 2 - 3, 0 - 5, and 1 - 4; each draft's chance after the one before it."""
+
+
+def test_survival_in_a_tree_goes_by_the_path() -> None:
+    survival, tree = Survival(), by_branch("mtp", CHANCES, PARENTS)
+    found = survival.survivals("a", tree, PARENTS)
+    assert found == pytest.approx([0.75, 0.15, 0.75 * 0.85, 0.75 * 0.85 * 0.75, 0.15 * 0.55, 0.75 * 0.05])
+    for _ in range(300):
+        survival.learn_tree("a", tree, PARENTS, [0, 5])
+    learned = survival.survivals("b", tree, PARENTS)
+    assert learned[0] > 0.9 and learned[1] < 0.05 and learned[2] < 0.05 and learned[5] > 0.85
+    conditional = learned[3] / learned[2], learned[4] / learned[1]
+    assert conditional == pytest.approx((0.75, 0.55)), "what follows a draft that fell says nothing"
+
+
+@pytest.mark.parametrize("is_right", [True, False], ids=["right", "wrong"])
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound])
+def test_of_a_tree_the_drafts_that_are_worth_it_are_verified(cost: Cost, is_right: bool) -> None:
+    """Its best ones come first. Rows past the fourth take a tenth of a step each, or next to nothing."""
+    ability = Ability("mtp", len(PARENTS))
+    budget, rng = DraftBudget(lambda request: ability, is_exact=True), random.Random(2)
+    requests = [Request(f"{i}", [1, 2], SamplingParams(), speculation=Speculation("mtp", 3, num_nodes=len(PARENTS))) for i in range(8)]
+    order = sorted(range(len(PARENTS)), key=lambda n: -Survival().survivals("", by_branch("mtp", CHANCES, PARENTS), PARENTS)[n])
+    parents, tree = [-1 if PARENTS[n] < 0 else order.index(PARENTS[n]) for n in order], by_branch("mtp", CHANCES, PARENTS)
+    chain, made, verified = [tree[n] for n in order], len(PARENTS), list[float]()
+    for _ in range(150):
+        budget.begin(requests)
+        counts = budget.allot(requests, [chain if made else []] * 8, [0] * 8, 8, [parents] * 8) if made else [0] * 8
+        outcomes = []
+        for request, count in zip(requests, counts):
+            path: list[int] = []
+            for number in range(count):
+                is_next = parents[number] == (path[-1] if path else -1)
+                if is_right and is_next and rng.random() < CHANCES[order[number]]:
+                    path.append(number)
+            budget.learn(request, chain[:count], len(path), made > 0, Branches(parents[:count], path))
+            outcomes.append((count, len(path)))
+        verified.append(sum(counts) / 8)
+        made = max(budget.num_model(request) for request in requests)
+        rows, limits = 8 + sum(counts), [(request, len(PARENTS), made > 0) for request in requests]
+        times = {"verify_seconds": cost(rows), "draft_seconds": 0.3e-3 * (made > 0), "num_model": made, "num_asked": 8 * (made > 0)}
+        budget.observe(limits, outcomes, num_requests=8, num_rows=rows, has_prompts=False, **times)
+    mean = sum(verified[50:]) / 100
+    if not is_right:
+        assert mean < 0.2
+    elif cost is memory_bound:
+        assert mean > 0.97 * len(PARENTS)
+    else:
+        assert 0.4 < mean < 2.5
+
+
+def test_leading_drafts_are_judged_by_their_means_where_later_ones_are_better() -> None:
+    assert share([[0.1, 0.5, 0.2]], 1, lambda number: 1 + 0.25 * number) == ([2], pytest.approx(1.6 / 1.5))
+    assert share([[0.1, 0.3, 0.1]], 1, lambda number: 1 + 0.25 * number)[0] == [0]

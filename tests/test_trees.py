@@ -201,6 +201,7 @@ SERVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "waiting": ({"tree_nodes": 24}, {}),
     "chunks, ahead": ({"tree_paths": PATHS}, {"async_scheduling": True, "max_num_batched_tokens": 24, "max_batch_size": 16}),
     "ahead, pages of one token": ({"tree_nodes": 63, "num_speculative_tokens": 6, "tree_top_k": 5}, {"async_scheduling": True, "page_size": 1}),
+    "as many drafts as are worth it": ({"tree_nodes": 24, "adaptive": True}, {}),
     "few pages": ({"tree_nodes": 40, "verify_strategy": "rejection"}, {"num_pages": 30, "max_num_batched_tokens": 96, "max_batch_size": 16}),
 }
 CHOICES: list[dict[str, Any] | None] = [
@@ -249,6 +250,8 @@ def test_tokens_are_those_of_plain_decoding(llm_plain, asked, expected, server) 
             for a, b in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
                 assert a.token_id == b.token_id and a.logprob == pytest.approx(b.logprob, abs=1e-4)
                 assert dict(a.top) == pytest.approx(dict(b.top), abs=1e-4)
+    if tree.get("adaptive"):
+        return  # there are as many drafts as measured times leave
     stats = [o.stats for o, choice in zip(outputs, CHOICES) if choice is None]
     assert sum(s.accepted for s in stats) > 20 and max(s.drafted / max(s.drafts, 1) for s in stats) > 5
     assert {name for o in outputs for name in o.sources} == {"target", "token_recycling", "ngram"}

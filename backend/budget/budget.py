@@ -23,7 +23,7 @@ from backend.budget.limits import Group, Limits
 from backend.budget.prices import PRIOR_VALUE, SMOOTHING, Prices
 from backend.budget.rule import share
 from backend.budget.survival import Survival, by_match
-from backend.core import NEVER, Chain, Request
+from backend.core import NEVER, Branches, Chain, Request
 from backend.metrics import Histogram
 
 MAX_SCORE = 16
@@ -50,6 +50,8 @@ ALONE_SMOOTHING = 0.1
 """Share of the newest step in how often a lookup is preferred to the model, by what lookups promised in the step before, once there were some."""
 OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
+RECOVERY = 0.05
+"""Of a request that the model is not asked for: how far what its drafts are held to be worth goes back to what they are worth for all."""
 MAX_PENDING = 16
 DRAFTS = tuple(float(n) for n in range(17))
 
@@ -85,8 +87,8 @@ class DraftBudget:
         if own is None:
             ability, speculation = self._describe(request), request.speculation
             kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
-            # A tree is as large as it was configured: what fewer of its drafts would bring, evidence by place does not say.
-            is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED and not speculation.num_nodes
+            # Where a tree's drafts are not known, it is as large as it was configured: what fewer would bring, evidence by place does not say.
+            is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED and (self._is_exact or not speculation.num_nodes)
             own = self._own[request.request_id] = Own(ability, kind, is_paced, self._values[kind], self._lookup_values[kind])
         return own
 
@@ -110,7 +112,8 @@ class DraftBudget:
             if count:
                 own = self._of(request)
                 others = bool(own.ability.lookup) or own.ability.has_host
-                groups[Group(own.kind, count, own.ability.num_model, others, own.is_paced)] += 1
+                if not request.speculation.num_nodes:
+                    groups[Group(own.kind, count, own.ability.num_model, others, own.is_paced)] += 1
                 if own.ability.num_model:
                     able.append(own)
                 has_choice |= own.is_paced or (others and own.kind.has_model)
@@ -122,7 +125,8 @@ class DraftBudget:
             return
         num_requests = len(requests)
         prices = self._prices
-        top = max((r.speculation.num_speculative_tokens for r in paced), default=0)
+        self._costs.begin(num_requests)
+        top = max((r.speculation.num_speculative_tokens for r in paced if not r.speculation.num_nodes), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
         prices.begin(num_requests, able)
         prices.speed = prices.usual_speed if self._is_exact else speed
@@ -156,7 +160,8 @@ class DraftBudget:
             return wanted
         if self._is_exact:
             is_worth = request.request_id in self._explorers or self._are_lookups_worth(self._of(request))
-            return (min(wanted, self._applied) if request.num_steps_ahead else wanted) if is_worth else 0
+            is_limited = request.num_steps_ahead and not request.speculation.num_nodes
+            return (min(wanted, self._applied) if is_limited else wanted) if is_worth else 0
         if self._is_trial and not self._limits.chosen[0] and request.request_id not in self._explorers:
             return 0
         return min(wanted, self._applied)
@@ -219,9 +224,12 @@ class DraftBudget:
                 self._survival.learn(request.request_id, chain, right, is_own=False)
         own.pending = waiting
 
-    def allot(self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int) -> list[int]:
-        """How many of each request's drafts, which are known, are verified. num_drawn: leading ones that were drawn from a distribution that
-        verification uses, or 0; num_rows: tokens that the step computes without any draft."""
+    def allot(
+        self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int, parents: Sequence[Sequence[int]] = ()
+    ) -> list[int]:
+        """How many of each request's drafts, which are known, are verified: the first ones. num_drawn: leading ones that were drawn from a
+        distribution that verification uses, or 0; num_rows: tokens that the step computes without any draft; parents: as `Survival.survivals`
+        takes them, of each; none: all are chains."""
         counts = [len(chain) for chain in chains]
         if self._applied is None or not self._is_exact or not self._costs.is_known:
             return counts
@@ -230,7 +238,7 @@ class DraftBudget:
             return counts
         if self._is_plain:
             return [0 if n in free else count for n, count in enumerate(counts)]
-        survivals = [self._survival.survivals(requests[n].request_id, chains[n]) for n in free]
+        survivals = [self._survival.survivals(requests[n].request_id, chains[n], parents[n] if parents else ()) for n in free]
         judged = [own[: num_drawn[n]] if num_drawn[n] else own for n, own in zip(free, survivals)]
         others = sum(counts) - sum(counts[n] for n in free)
         rest, verify = self._next_draft_seconds, self._costs.verify
@@ -253,7 +261,7 @@ class DraftBudget:
         count = own.ability.num_model
         if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
             if not self._is_exact or request.num_steps_ahead:
-                count = min(count, self.limit(request)) if self._applied_model else 0
+                count = min(count, self.limit(request)) if self._applied_model or request.speculation.num_nodes else 0
             elif request.request_id not in self._explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_worth(own, self._share_alone(own)) > 0
                 count = count if is_worth else 0
@@ -261,6 +269,8 @@ class DraftBudget:
             own.num_steps += 1
             count = count if own.num_steps % TRY_EVERY == 0 else 0
         own.was_asked = count > 0
+        if own.is_paced and own.ability.num_model and not count:
+            own.value += RECOVERY * (self._values[own.kind] - own.value)
         return count
 
     def num_lookup(self, request: Request) -> int:
@@ -296,12 +306,17 @@ class DraftBudget:
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
-    def learn(self, request: Request, chain: Chain, num_accepted: int, has_model: bool) -> None:
-        """chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not."""
+    def learn(self, request: Request, chain: Chain, num_accepted: int, has_model: bool, tree: Branches | None = None) -> None:
+        """chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not; tree: that
+        they are, in the place of a chain."""
         own, name = self._of(request), request.request_id
         if chain:
-            self.predicted[request.speculation.method] += sum(self._survival.survivals(name, chain))  # type: ignore[assignment]
-            self._survival.learn(name, chain, num_accepted)
+            survivals = self._survival.survivals(name, chain, tree.parents if tree is not None else ())
+            self.predicted[request.speculation.method] += sum(survivals)  # type: ignore[assignment]
+            if tree is None:
+                self._survival.learn(name, chain, num_accepted)
+            else:
+                self._survival.learn_tree(name, chain, tree.parents, tree.path)
         if not own.ability.model:
             own.lookup_value += OWN_SMOOTHING * (num_accepted - own.lookup_value)
             self._lookup_values[own.kind] += SMOOTHING * (num_accepted - self._lookup_values[own.kind])
@@ -333,8 +348,8 @@ class DraftBudget:
         by_kind: dict[Kind, tuple[list[int], list[int], list[int]]] = {}
         for (request, limit, has_model), (drafts, accepted) in zip(limits, outcomes, strict=True):
             known = self._own.get(request.request_id)
-            if known is None:
-                continue  # it ended with this step
+            if known is None or request.speculation.num_nodes:
+                continue  # it ended with this step; or limits on a chain's drafts say nothing of it
             kind = known.kind if self._is_exact else known.kind._replace(has_model=has_model)
             columns = by_kind.setdefault(kind, ([], [], []))
             for column, value in zip(columns, (limit, drafts, accepted)):
@@ -344,7 +359,7 @@ class DraftBudget:
         self._has_prompts = has_prompts
         if has_prompts:
             return
-        self._costs.add_verify(num_rows, verify_seconds)
+        self._costs.add_verify(num_rows, verify_seconds, num_requests)
         if num_model and num_asked and not is_catching_up:
             self._prices.observe_draft(num_model, num_asked, draft_seconds)
         if num_requests and (self._applied is not None or self._is_exact):
@@ -353,6 +368,10 @@ class DraftBudget:
                 self._prices.observe_lookups(len(limits), draft_seconds)
             seconds = self._costs.verify(num_rows) + self._costs.draft(num_model, num_asked)
             self._limits.note_actual(num_requests + sum(accepted for _, accepted in outcomes), seconds)
+
+    def note_rest(self, seconds: float) -> None:
+        """What the last step took outside its phases."""
+        self._costs.add_rest(seconds)
 
     @property
     def regret(self) -> float:

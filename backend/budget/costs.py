@@ -5,7 +5,11 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 
-from backend.budget.times import Times
+from backend.budget.times import Times, bucket_of
+
+REST_SMOOTHING = 0.05
+MAX_RATIO = 4.0
+"""The rest of a step counts as so many times its mean at most: what else the machine did says nothing of steps."""
 
 
 class CostClass(enum.Enum):
@@ -20,27 +24,49 @@ class CostClass(enum.Enum):
 
 
 class StepCosts:
-    """Seconds of the target's forward and verdict by rows, and of the model drafter by drafts and requests."""
+    """Seconds of a step by rows without the model drafter, and of that by drafts and requests."""
 
     def __init__(self, drafter: CostClass = CostClass.PER_DRAFT) -> None:
         self._class = drafter
         self._verify = Times()
+        self._verify_by: dict[int, Times] = defaultdict(Times)  # by requests: rows of more requests read more keys
+        self._own: Times | None = None
         self._draft: dict[int, Times] = defaultdict(Times)  # by drafts, over requests
+        self._rest: float | None = None
 
     @property
     def is_known(self) -> bool:
         """Some step was measured."""
         return bool(self._verify)
 
-    def add_verify(self, rows: int, seconds: float) -> None:
+    def begin(self, num_requests: int) -> None:
+        """The steps that are asked about from now on have so many requests."""
+        self._own = self._verify_by.get(bucket_of(num_requests))
+
+    def add_verify(self, rows: int, seconds: float, num_requests: int) -> None:
         self._verify.add(rows, seconds)
+        self._verify_by[bucket_of(num_requests)].add(rows, seconds)
 
     def add_draft(self, num_drafts: int, num_requests: int, seconds: float) -> None:
         """num_drafts: the most that the model made for a request."""
         self._draft[num_drafts].add(num_requests, seconds)
 
+    def add_rest(self, seconds: float) -> None:
+        """Of a step outside its phases, where nothing else is under way meanwhile: fewer steps take less of it."""
+        if self._rest is None:
+            self._rest = seconds
+        self._rest += REST_SMOOTHING * (min(seconds, MAX_RATIO * self._rest) - self._rest)
+
     def verify(self, rows: float) -> float:
-        return self._verify.at(rows)
+        """With what a step takes besides; 0 before anything was measured. Beyond the rows that were measured with so many requests, times of any
+        number of them say how it goes on."""
+        if not self._verify:
+            return 0.0
+        whole, own = self._verify.at(rows), self._own
+        if own is not None and own:
+            nearest = min(max(rows, own.counts[0]), own.counts[-1])
+            whole = own.at(nearest) * whole / max(self._verify.at(nearest), 1e-9)
+        return whole + (self._rest or 0.0)
 
     def draft(self, num_drafts: int, num_requests: float) -> float:
         """Of numbers of drafts that were not measured, on the line through those beside them, or from the nearest one by the class. A number

@@ -51,12 +51,12 @@ class Prices:
 
     def begin(self, num_requests: int, able: Sequence[Own]) -> None:
         """able: those of the step's requests that a model may draft for."""
-        asking = [own.value for own in able if own.value > self.speed * self._asking_seconds]  # by the step before
-        self._num_requests, self._num_asking, self._asking_value = num_requests, len(asking), sum(asking)
         verify, others = self._costs.verify, num_requests - 1
         self.row_seconds = (verify(SLOPE * num_requests) - verify(num_requests)) / ((SLOPE - 1) * num_requests)
         self._rows, self._rest, self._times = num_requests + others * self._mean_drafts, others * self.draft_seconds, []
         self._other_tokens = others * self._mean_tokens
+        asking = [own.value for own in able if self.model_worth(own) > 0]  # by the step before
+        self._num_requests, self._num_asking, self._asking_value = num_requests, len(asking), sum(asking)
         self._weigh_model(len(able))
 
     def _weigh_model(self, num_able: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from backend.core import Chain, Evidence
 
@@ -54,6 +54,15 @@ def by_probability(source: str, chances: Sequence[float], num_matched: int = 0) 
     return [_of_share(source, matched, min(place, MAX_PLACES - 1), min(int(NUM_SHARES * chance), NUM_SHARES)) for place, chance in enumerate(chances)]
 
 
+def by_branch(source: str, chances: Sequence[float], parents: Sequence[int]) -> list[Evidence]:
+    """Of the drafts of a tree, by how likely its drafter says that each is after the one before it. parents: as `Survival.survivals` takes them."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    shares = (min(int(NUM_SHARES * chance), NUM_SHARES) for chance in chances)
+    return [_of_share(source, 0, min(depth, MAX_PLACES - 1), share) for depth, share in zip(depths, shares)]
+
+
 class _Bucket:
     __slots__ = ("accepted", "log_odds", "tries")
 
@@ -85,24 +94,35 @@ class Survival:
             found = self._buckets[key] = _Bucket(evidence.guess)
         return found
 
-    def survivals(self, request_id: str, chain: Chain) -> list[float]:
-        """The chance that each draft of a request is accepted, all before it with it."""
-        own, left, found = self._own.get(request_id), 1.0, []
-        for evidence in chain:
+    def survivals(self, request_id: str, chain: Chain, parents: Sequence[int] = ()) -> list[float]:
+        """The chance that each draft of a request is accepted, all before it with it. parents: of a tree, the number of the draft before each,
+        which is smaller; -1: the newest token; none: each follows the one before it."""
+        own, left, found = self._own.get(request_id), 1.0, list[float]()
+        for number, evidence in enumerate(chain):
             log_odds = self._bucket(evidence).log_odds
             if own is not None:
                 log_odds += own.get(evidence.source, 0.0)
+            if parents:
+                left = found[parents[number]] if parents[number] >= 0 else 1.0
             left /= 1 + math.exp(-log_odds)
             found.append(left)
         return found
 
     def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> None:
         """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too."""
-        own = self._own.setdefault(request_id, {})
         for place, evidence in enumerate(chain[: num_accepted + 1]):
-            bucket, is_accepted = self._bucket(evidence), place < num_accepted
-            if is_own:
-                shift = own.get(evidence.source, 0.0)
-                chance = 1 / (1 + math.exp(-bucket.log_odds - shift))
-                own[evidence.source] = min(max(OWN_MEMORY * shift + OWN_RATE * (is_accepted - chance), -MAX_OWN), MAX_OWN)
-            bucket.add(is_accepted)
+            self._add(request_id, evidence, place < num_accepted, is_own)
+
+    def learn_tree(self, request_id: str, chain: Chain, parents: Sequence[int], path: Collection[int]) -> None:
+        """The same of a tree; path: the numbers of the drafts that were accepted. Those that follow none of them say nothing."""
+        for number, (evidence, parent) in enumerate(zip(chain, parents)):
+            if parent < 0 or parent in path:
+                self._add(request_id, evidence, number in path, True)
+
+    def _add(self, request_id: str, evidence: Evidence, is_accepted: bool, is_own: bool) -> None:
+        own, bucket = self._own.setdefault(request_id, {}), self._bucket(evidence)
+        if is_own:
+            shift = own.get(evidence.source, 0.0)
+            chance = 1 / (1 + math.exp(-bucket.log_odds - shift))
+            own[evidence.source] = min(max(OWN_MEMORY * shift + OWN_RATE * (is_accepted - chance), -MAX_OWN), MAX_OWN)
+        bucket.add(is_accepted)

@@ -26,7 +26,8 @@ class Times:
     """
 
     def __init__(self) -> None:
-        self._counts: list[int] = []
+        self.counts: list[int] = []
+        """Those that are known, in order."""
         self._seconds: dict[int, float] = {}
         self._first: dict[int, list[float]] = {}
         """Of counts that are not known yet: the least of TRIES measurements is the first that counts."""
@@ -34,7 +35,7 @@ class Times:
         """Of each count, the least average of those that are no smaller."""
 
     def __bool__(self) -> bool:
-        return bool(self._counts)
+        return bool(self.counts)
 
     def add(self, count: int, seconds: float) -> None:
         count = bucket_of(count)
@@ -42,19 +43,19 @@ class Times:
         if known is None:
             first = self._first.setdefault(count, [])
             first.append(seconds)
-            if len(first) < TRIES and self._counts:
+            if len(first) < TRIES and self.counts:
                 return
-            bisect.insort(self._counts, count)
+            bisect.insort(self.counts, count)
             self._seconds[count] = min(first)
         else:
             change = min(seconds, MAX_RATIO * known) - known
             self._seconds[count] = known + change * (SMOOTHING_UP if change > 0 else SMOOTHING_DOWN)
         least = float("inf")
-        self._least = [least := min(least, self._seconds[own]) for own in reversed(self._counts)][::-1]
+        self._least = [least := min(least, self._seconds[own]) for own in reversed(self.counts)][::-1]
 
     def at(self, count: float) -> float:
         """0 before anything was measured."""
-        counts, least = self._counts, self._least
+        counts, least = self.counts, self._least
         if not counts:
             return 0.0
         place = bisect.bisect_left(counts, count)

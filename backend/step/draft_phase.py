@@ -119,7 +119,7 @@ class DraftPhase:
         if not shape.num_model_drafts:
             return
         if self._tree is not None:
-            self._tree.draft(fields, known.packed[0][known.last_rows], states, shape.num_model_drafts, sizes)
+            self._tree.draft(fields, known.packed[0][known.last_rows], states, shape.num_model_drafts, sizes, step.chances)
             return
         if self._block is not None:
             newest = known.packed[0][known.last_rows]

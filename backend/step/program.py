@@ -62,7 +62,7 @@ class Program:
         self.drafting = DraftPhase(config, table, drafter, self._attending, self.distributions)
         self.rounds_prompts = False
         """Whether prompts' activations are rounded to 8 bits."""
-        reports_chances = drafter is not None and table.device.type == "cpu" and config.tree is None
+        reports_chances = drafter is not None and table.device.type == "cpu"
         self._chances = torch.zeros(table.size, table.max_drafts) if reports_chances else None
         self.masks = torch.empty(0, 0, dtype=torch.int32)
         """[M, V / 32] int32: the tokens that positions may choose, where the step has such rows. On a GPU graphs hold the address."""

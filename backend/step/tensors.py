@@ -72,7 +72,7 @@ class StepTensors:
     report: torch.Tensor | None = None
     """[B, REPORT_HEAD + K] int32: what the step drafted for the next one; of a request table with trees [B, REPORT_HEAD + 2 K], parents last."""
     chances: torch.Tensor | None = None
-    """[S, K] float32 by request index: the greatest probability that the model drafter gave at each draft; on CPU."""
+    """[S, K] float32 by request index: the greatest probability that the model drafter gave at each draft, of a tree the draft's own; on CPU."""
 
     @property
     def indices(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ Shapes depend on the step's alone, and nothing comes to the host, so that it can
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -52,10 +53,19 @@ class TreeForward:
         self.depth = tree.depth
         self._levels = [_Level(tree, depth, device) for depth in range(1, tree.depth + 1)] if isinstance(tree, StaticTree) else []
 
-    def draft(self, fields: torch.Tensor, newest: torch.Tensor, states: list[torch.Tensor], num_drafts: int, sizes: StepSizes) -> None:
+    def draft(
+        self,
+        fields: torch.Tensor,
+        newest: torch.Tensor,
+        states: list[torch.Tensor],
+        num_drafts: int,
+        sizes: StepSizes,
+        chances: torch.Tensor | None,
+    ) -> None:
         """Puts trees of num_drafts drafts at most into the request table.
 
-        fields [NUM_FIELDS, B]; newest [B]: token ids; states: what `StepDrafter.advance` made of them.
+        fields [NUM_FIELDS, B]; newest [B]: token ids; states: what `StepDrafter.advance` made of them; chances [S, K] float32: where it is to be
+        noted how likely each draft is after the one before it, if anywhere.
         """
         tree, indices = self._tree, fields[INDEX]
         is_fitting = self._rows.begin(fields, newest, states, sizes) if self._rows is not None else None
@@ -75,6 +85,11 @@ class TreeForward:
         assert grown is not None
         if isinstance(tree, DynamicTree):
             grown = _keep_best(grown, tree.num_nodes)
+        elif chances is not None:
+            grown = _put_missing_last(grown, self.depth)
+        if chances is not None:
+            chances[indices.long()] = 0
+            chances[indices.long(), : grown.token_ids.shape[1]] = _chances_of(grown)[:, : chances.shape[1]]
         token_ids = grown.token_ids[:, :num_drafts]
         if is_fitting is not None:
             token_ids = token_ids.masked_fill(~is_fitting[:, None], -1)
@@ -89,7 +104,7 @@ class TreeForward:
         token_ids, own = (found.view(batch, -1, count) for found in self._find(states, indices, depth, count))
         if parents is None or scores is None:
             parents, scores = torch.full((batch, 1), -1, device=indices.device), own.new_zeros(batch, 1)
-        parents, own = parents[:, :, None].expand(-1, -1, count), own + scores[:, :, None]
+        parents, own = parents[:, :, None].expand(-1, -1, count), own.clamp(max=0) + scores[:, :, None]
         if isinstance(tree, StaticTree):
             level = self._levels[depth]
             return _Grown(*(values[:, level.parents, level.ranks] for values in (token_ids, parents, own)))
@@ -100,7 +115,8 @@ class TreeForward:
         """[R, count] candidates, the first ones before others, -1: there are no more; and their log-probabilities."""
         if self._drafter.memory is not None:
             found = self._drafter.memory.recall(states, count)
-            return found, torch.zeros_like(found, dtype=torch.float32)
+            ranks = torch.arange(1, count + 1, dtype=torch.float32, device=found.device)
+            return found, (-math.log(2) * ranks).expand(found.shape)  # as `shape_static` takes them to be
         logits = self._drafter.logits(states, depth)
         owners = indices.repeat_interleave(len(logits) // len(indices))
         return ops.choose_candidates(logits, self._table, owners, count, depth, is_likeliest=self._is_greedy)
@@ -146,11 +162,28 @@ class _Level:
 
 
 def _keep_best(grown: _Grown, count: int) -> _Grown:
-    """The drafts whose paths are likeliest, in the order in which they grew. A path is no likelier than what it begins with."""
-    count = min(count, grown.token_ids.shape[1])
-    kept = grown.scores.topk(count, dim=1).indices.sort(dim=1).values
-    token_ids, parents, scores = (values.gather(1, kept) for values in (grown.token_ids, grown.parents, grown.scores))
-    places = torch.searchsorted(kept, parents.contiguous()).clamp(max=count - 1)
-    is_there = kept.gather(1, places) == parents
-    token_ids = token_ids.masked_fill(~is_there & (parents >= 0), -1)  # of equal ones the later may be kept alone
-    return _Grown(token_ids, torch.where(parents < 0, -1, places), scores)
+    """The drafts whose paths are likeliest, the best first. A path is no likelier than what it begins with, which comes first of equal ones."""
+    order = grown.scores.sort(dim=1, descending=True, stable=True).indices
+    return _reorder(grown, order[:, :count])
+
+
+def _put_missing_last(grown: _Grown, depth: int) -> _Grown:
+    """Drafts that there are not, and those that would follow them, after all others: so they lie in the request table."""
+    is_there, before = grown.token_ids >= 0, grown.parents.clamp(min=0)
+    for _ in range(depth - 1):
+        is_there &= (grown.parents < 0) | is_there.gather(1, before)
+    return _reorder(grown, (~is_there).int().sort(dim=1, stable=True).indices)
+
+
+def _reorder(grown: _Grown, order: torch.Tensor) -> _Grown:
+    """order [B, n]: numbers of the drafts that are kept, parents before those that follow them."""
+    token_ids, parents, scores = (values.gather(1, order) for values in (grown.token_ids, grown.parents, grown.scores))
+    places = torch.zeros_like(grown.parents).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand(order.shape))
+    return _Grown(token_ids, torch.where(parents < 0, -1, places.gather(1, parents.clamp(min=0))), scores)
+
+
+def _chances_of(grown: _Grown) -> torch.Tensor:
+    """[B, G]: of each draft after the one before it, above 0; 0: there is none."""
+    before = torch.where(grown.parents < 0, 0.0, grown.scores.gather(1, grown.parents.clamp(min=0)))
+    chances = (grown.scores - before).exp().nan_to_num(0.0).clamp(min=1e-6, max=1.0)
+    return chances.masked_fill(grown.token_ids < 0, 0.0)
