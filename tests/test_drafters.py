@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import scipy
 import torch
+import transformers
 from safetensors.torch import save_file
-from scipy.stats import chisquare
-from transformers import LlamaForCausalLM
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
@@ -315,7 +315,7 @@ def answers(tiny: Path, drafter: Path, choice: dict, is_ahead: bool = False, dev
 
 @torch.inference_mode()
 def exact(tiny: Path) -> dict[tuple[int, ...], float]:
-    model = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    model = transformers.LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     spans = list(itertools.product(range(VOCABULARY), repeat=LENGTH + 1))
     ids = torch.tensor([[1, 3, 2, 4, *s] for s in spans])
     scores = (model(ids).logits / PARAMETERS["temperature"]).log_softmax(-1)
@@ -329,7 +329,7 @@ def fit(counts: Counter, wanted: dict[tuple[int, ...], float]) -> float:
     large = [s for s, p in wanted.items() if p * total >= 8]
     seen = [counts[s] for s in large]
     expected = [wanted[s] * total for s in large]
-    return chisquare([*seen, total - sum(seen)], [*expected, total - sum(expected)]).pvalue
+    return scipy.stats.chisquare([*seen, total - sum(seen)], [*expected, total - sum(expected)]).pvalue
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy.stats import chisquare
 
 from backend import LLM, SamplingParams, step_drafting
 from backend.errors import RequestError
@@ -329,7 +329,7 @@ def test_rejection_draws_from_the_masked_distribution(llm_all, hf_model):
     assert set(counts) <= set(allowed)
     kept = [i for i, p in enumerate(probs) if p * counts.total() >= 5]
     seen = np.array([counts[allowed[i]] for i in kept], dtype=float)
-    assert chisquare(seen, probs[kept] / probs[kept].sum() * seen.sum()).pvalue > 1e-3
+    assert scipy.stats.chisquare(seen, probs[kept] / probs[kept].sum() * seen.sum()).pvalue > 1e-3
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
