@@ -6,15 +6,16 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 
 def make_tiny(path: Path, vocabulary: int, sharpness: float = 1.0, **sizes: int) -> Path:
     """A target of some words, `w0` to the last, whose answers of a few tokens can be counted. sharpness: factor of its scores; sizes: config.json."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1} | sizes
-    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=64, initializer_range=0.5, bos_token_id=0, eos_token_id=0, **sizes)
-    model = LlamaForCausalLM(config)
+    sizes |= {"vocab_size": vocabulary, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.LlamaConfig(initializer_range=0.5, **sizes)
+    model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness)
     model.save_pretrained(path)

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -102,17 +103,21 @@ class ServerPool:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stack = contextlib.ExitStack()
+        self._stacks: list[contextlib.ExitStack] = []
         self._running: dict[tuple[str, ...], RunningServer] = {}
 
     def __enter__(self) -> ServerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        with ThreadPoolExecutor(8) as stopping:  # each waits for three seconds
+            for each in [stopping.submit(stack.close) for stack in self._stacks]:
+                each.result()
 
     def get(self, *options: str) -> RunningServer:
         if options not in self._running:
             log = self._folder / str(len(self._running)) / "log"
-            self._running[options] = self._stack.enter_context(serve(log, "--drain-seconds=5", *options))
+            stack = contextlib.ExitStack()
+            self._running[options] = stack.enter_context(serve(log, "--drain-seconds=5", *options))
+            self._stacks.append(stack)
         return self._running[options]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaModel
 
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
@@ -219,7 +219,7 @@ def make(kind: Kind, folder: Path, model: Any) -> Drafter:
     else:
         weights, following = make_speculator(kind.config, "" if kind.is_bare else "speculator.")
     if kind.config.get("hydra_head_arch") == "prefix-mlp":
-        prefix = LlamaModel(LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 1})).eval()
+        prefix = transformers.LlamaModel(transformers.LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 1})).eval()
         with torch.no_grad():
             for name, weight in prefix.named_parameters():
                 weight.copy_(torch.rand(weight.shape) + 0.5 if "norm" in name else tensor(*weight.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -11,10 +12,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import scipy
 import torch
+import transformers
 from safetensors.torch import save_file
-from scipy.stats import chisquare
-from transformers import LlamaForCausalLM
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
@@ -167,11 +168,15 @@ def test_a_drafter_may_propose_nothing(service, plain):
     assert engine.metrics.draft_tokens["mtp"] == 0 and not engine.drafters.faults.invalid
 
 
-@pytest.mark.parametrize("choice", [{"method": "suffix"}, {"method": "mtp", "mtp_strategy": "with_suffix"}], ids=["lookup", "hybrid"])
-@pytest.mark.parametrize("call", ["start", "stop", "begin_step", "propose"])
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+LOOKUP, HYBRID = {"method": "suffix"}, {"method": "mtp", "mtp_strategy": "with_suffix"}
+CALLS = ("start", "stop", "begin_step", "propose")
+
+
+@pytest.mark.parametrize(
+    ("call", "choice", "is_ahead"), [(call, choice, (i + j) % 2 == 1) for i, call in enumerate(CALLS) for j, choice in enumerate((LOOKUP, HYBRID))]
+)
 def test_any_drafter_on_the_host_may_raise(llm_all, llm_ahead, plain, monkeypatch, call, choice, is_ahead):
-    """In whatever it is asked: it costs its drafts, and requests of other methods keep theirs."""
+    """In whatever it is asked: it costs its drafts, and requests of other methods keep theirs. Each call and each kind with either scheduling."""
     engine = (llm_ahead if is_ahead else llm_all).engine
     failed, drafted = engine.drafters.faults.failures.copy(), engine.metrics.draft_tokens["ngram"]
     key = choice["method"] if len(choice) == 1 else "mtp with_suffix"
@@ -313,9 +318,10 @@ def answers(tiny: Path, drafter: Path, choice: dict, is_ahead: bool = False, dev
     return Counter(tuple(o.token_ids) for o in outputs), sum(o.stats.accepted for o in outputs) / drafted
 
 
+@functools.cache
 @torch.inference_mode()
 def exact(tiny: Path) -> dict[tuple[int, ...], float]:
-    model = LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    model = transformers.LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     spans = list(itertools.product(range(VOCABULARY), repeat=LENGTH + 1))
     ids = torch.tensor([[1, 3, 2, 4, *s] for s in spans])
     scores = (model(ids).logits / PARAMETERS["temperature"]).log_softmax(-1)
@@ -329,15 +335,13 @@ def fit(counts: Counter, wanted: dict[tuple[int, ...], float]) -> float:
     large = [s for s, p in wanted.items() if p * total >= 8]
     seen = [counts[s] for s in large]
     expected = [wanted[s] * total for s in large]
-    return chisquare([*seen, total - sum(seen)], [*expected, total - sum(expected)]).pvalue
+    return scipy.stats.chisquare([*seen, total - sum(seen)], [*expected, total - sum(expected)]).pvalue
 
 
 @pytest.mark.parametrize(
     ("strategy", "name", "is_ahead"),
     [
         ("rejection", "bad", False),
-        ("rejection", "bad", True),
-        ("rejection", "fair", False),
         ("rejection", "fair", True),
         ("target_match", "fair", True),  # whoever drafts: its tokens are those of plain decoding (test_methods)
     ],

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy.stats import chisquare
 
 from backend import LLM, SamplingParams, step_drafting
 from backend.errors import RequestError
@@ -126,10 +126,10 @@ def test_strategies_keep_the_form(llm_all, prompts, strategy):
     assert sum(o.stats.accepted for o in outputs) > 0
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
-@pytest.mark.parametrize(
-    "options", [{"max_num_batched_tokens": 24, "max_batch_size": 16}, {"num_pages": 26, "enable_prefix_caching": False}], ids=str
-)
+CHUNKS, FEW_PAGES = {"max_num_batched_tokens": 24, "max_batch_size": 16}, {"num_pages": 26, "enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize(("options", "is_ahead"), [(CHUNKS, True), (FEW_PAGES, False), (FEW_PAGES, True)], ids=str)
 def test_chunks_and_preemption_change_nothing(llm_all, prompts, plain, options, is_ahead):
     options = dict(options)
     if "num_pages" in options:
@@ -154,16 +154,15 @@ TOGETHER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_parameters_act_together(llm_all, llm_plain, prompts, name):
-    prompts = prompts[:12]
-    asked = [formed(i, **TOGETHER[name]) for i in range(len(prompts))]
+def test_parameters_act_together(llm_all, llm_plain, prompts):
+    """Every set with twelve prompts and every method, all in one batch."""
+    asked = [(name, i, formed(i, **own)) for name, own in TOGETHER.items() for i in range(12)]
     choices = list(METHODS.values())
-    expected = run(llm_plain, [Asked(p, a, PLAIN) for p, a in zip(prompts, asked)])
-    outputs = run(llm_all, [Asked(p, a, choices[i % len(choices)]) for i, (p, a) in enumerate(zip(prompts, asked))])
-    assert ids_of(outputs) == ids_of(expected) and ends_of(outputs) == ends_of(expected)
-    for index, output in enumerate(outputs):
-        if name not in ("stop string",) and index % 3 != 2 and output.finish_reason == "stop":
+    expected = run(llm_plain, [Asked(prompts[i], params, PLAIN) for _, i, params in asked])
+    outputs = run(llm_all, [Asked(prompts[i], params, choices[i % len(choices)]) for _, i, params in asked])
+    for (name, index, _), output, plain in zip(asked, outputs, expected, strict=True):
+        assert output.token_ids == plain.token_ids and ends_of([output]) == ends_of([plain]), f"{name}, prompt {index}"
+        if name != "stop string" and index % 3 != 2 and output.finish_reason == "stop":
             check_form(FORMS[index % len(FORMS)], output.text)
 
 
@@ -329,7 +328,7 @@ def test_rejection_draws_from_the_masked_distribution(llm_all, hf_model):
     assert set(counts) <= set(allowed)
     kept = [i for i, p in enumerate(probs) if p * counts.total() >= 5]
     seen = np.array([counts[allowed[i]] for i in kept], dtype=float)
-    assert chisquare(seen, probs[kept] / probs[kept].sum() * seen.sum()).pvalue > 1e-3
+    assert scipy.stats.chisquare(seen, probs[kept] / probs[kept].sum() * seen.sum()).pvalue > 1e-3
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

@@ -84,13 +84,21 @@ def test_pages_that_are_lost_again(llm_plain) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(request):
-    """An engine whose prompts another one computes, and the link."""
-    here, there = (LLM(speculative_config=EVERY_METHOD, async_scheduling=request.param) for _ in range(2))
-    link = Direct(here.engine, there.engine)
-    yield here, link
-    here.close()
-    there.close()
+def pair():
+    """Makes an engine whose prompts another one computes, and the link: once for either way of scheduling."""
+    made: dict[bool, tuple[LLM, LLM, Direct]] = {}
+
+    def pair_of(is_ahead: bool) -> tuple[LLM, Direct]:
+        if is_ahead not in made:
+            here, there = (LLM(speculative_config=EVERY_METHOD, async_scheduling=is_ahead) for _ in range(2))
+            made[is_ahead] = here, there, Direct(here.engine, there.engine)
+        here, _, link = made[is_ahead]
+        return here, link
+
+    yield pair_of
+    for here, there, _ in made.values():
+        here.close()
+        there.close()
 
 
 def check_idle(link: Direct) -> None:
@@ -133,18 +141,22 @@ AHEAD = [choice for choice in CHOICES if choice["method"] == "ngram" or choice.g
 """Also where the next step is planned before this one is read."""
 
 
+FORMS = ("form", "greedy form")
+
+
 @pytest.mark.parametrize(
-    ("pair", "choice"),
-    [*((False, c) for c in CHOICES), *((True, c) for c in AHEAD)],
-    indirect=["pair"],
-    ids=lambda p: "-".join(map(str, p.values())) if isinstance(p, dict) else "ahead" if p else "waiting",
+    ("is_ahead", "choice", "form"),
+    # Either form with every choice where both ways of scheduling are tested, and with every other one of the rest.
+    [*((False, c, FORMS[i % 2]) for i, c in enumerate(CHOICES)), *((True, c, FORMS[1 - CHOICES.index(c) % 2]) for c in AHEAD)],
+    ids=lambda p: "-".join(map(str, p.values())) if isinstance(p, dict) else p if isinstance(p, str) else "ahead" if p else "waiting",
 )
-def test_as_on_one_engine(llm_all, pair, choice) -> None:
+def test_as_on_one_engine(llm_all, pair, is_ahead, choice, form) -> None:
     """Tokens, log-probabilities, who drafted what and how much of it stood, from the first step on."""
-    llm, link = pair
+    llm, link = pair(is_ahead)
     prompts = code_prompts(2, (40, 500), seed=31)
     before = llm.engine.hand_overs.num_fetched
-    for name, params in PARAMETERS.items():
+    for name in [name for name in PARAMETERS if name == form or name not in FORMS]:
+        params = PARAMETERS[name]
         expected, found = (summary(one, prompts, params, choice) for one in (llm_all, llm))
         # Drafts are equal, too, where they depend on the text alone: which lookup has the word is learned from all requests before, and what
         # `suffix` finds from how far its thread has come. With other drafts `rejection` draws other tokens.
@@ -182,10 +194,9 @@ def test_trees_as_on_one_engine(is_ahead) -> None:
         llm.close()
 
 
-@pytest.mark.parametrize("pair", [False], indirect=True)
 def test_a_first_token_that_the_form_forbids(llm_all, pair, monkeypatch) -> None:
     """As of a node with another tokenizer: the prompt is computed here, and the answer is right."""
-    llm, link = pair
+    llm, link = pair(False)
     (prompt,) = code_prompts(1, (40, 500), seed=32)
     (wrong,) = llm.engine.tokenizer.encode(")", add_special_tokens=False)
     monkeypatch.setattr(link, "change", lambda hand_off: hand_off.outcome.token_ids.__setitem__(0, wrong))

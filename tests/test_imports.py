@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -68,14 +69,16 @@ def read_imports(source: str, file: str) -> list[Import]:
     return found
 
 
-IMPORTS = [i for path in FILES for i in read_imports(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())]
+@functools.cache
+def all_imports() -> list[Import]:
+    return [i for path in FILES for i in read_imports(path.read_text("utf-8"), path.relative_to(ROOT).as_posix())]
 
 
 def imports_of(*places: str) -> list[Import]:
     """The imports of files, or of all files in folders."""
     for place in places:
         assert (ROOT / place).exists(), f"{place} is gone: the rule about it holds nothing"
-    return [i for i in IMPORTS if any(i.file == p or i.file.startswith(f"{p}/") for p in places)]
+    return [i for i in all_imports() if any(i.file == p or i.file.startswith(f"{p}/") for p in places)]
 
 
 def of_project(imports: list[Import]) -> list[Import]:
@@ -130,8 +133,8 @@ class C:
 
 
 def test_there_is_something_to_read() -> None:
-    assert {i.file.partition("/")[0] for i in IMPORTS} >= set(PACKAGES)
-    assert len(of_project(IMPORTS)) > 60
+    assert {i.file.partition("/")[0] for i in all_imports()} >= set(PACKAGES)
+    assert len(of_project(all_imports())) > 60
 
 
 # -- the rules ------------------------------------------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ def test_model_repository_imports_adapters_only() -> None:
 
 def test_adapters_alone_know_triton() -> None:
     none_of(
-        [i for i in IMPORTS if i.is_in("triton_python_backend_utils") and not i.file.startswith("backend/adapters/")],
+        [i for i in all_imports() if i.is_in("triton_python_backend_utils") and not i.file.startswith("backend/adapters/")],
         "the engine runs without Triton",
     )
     assert any(i.is_in("triton_python_backend_utils") for i in imports_of("backend/adapters"))
@@ -293,7 +296,7 @@ def test_imports_point_one_way() -> None:
 def test_nothing_imports_in_a_circle() -> None:
     """Not even inside functions."""
     graph: dict[str, set[str]] = {}
-    for i in of_project(IMPORTS):
+    for i in of_project(all_imports()):
         own = i.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         if not i.is_type_only and own != i.module and own != "backend":  # which loads LLM when somebody asks for it
             graph.setdefault(own, set()).add(i.module)
@@ -382,7 +385,7 @@ def test_kernels_import_nothing_of_the_project() -> None:
 
 
 def test_pycuda_has_one_importer() -> None:
-    none_of([i for i in IMPORTS if i.top == "pycuda" and i.file != "kernels/_load.py"], "kernels/_load.py owns the CUDA context")
+    none_of([i for i in all_imports() if i.top == "pycuda" and i.file != "kernels/_load.py"], "kernels/_load.py owns the CUDA context")
 
 
 def test_the_kernels_package_imports_nothing() -> None:

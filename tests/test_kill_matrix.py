@@ -203,7 +203,7 @@ def test_nothing_outlives_the_supervisor_and_the_gateway_says_so(service: Servic
     os.kill(service.pid_of("supervisor"), signal.SIGKILL)
     assert_told(streams, time.monotonic())
     wait_for(lambda: not any(map(is_running, pids)), "the end of all its processes", END_SECONDS)
-    assert service.gateway_health() == 503
+    wait_for(lambda: service.gateway_health() == 503, "the gateway's word")  # an answer of the last second is a sign of life
     with pytest.raises(GenerateError, match="503"):
         list(service.gateway.stream("x = ", **SHORT))
     service.process.send_signal(signal.SIGTERM)

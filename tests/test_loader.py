@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend import LLM
 from backend.config import BUNDLED_MODEL
@@ -64,7 +64,7 @@ KINDS = [
 ]
 
 
-def make_model(kind: Kind) -> LlamaForCausalLM:
+def make_model(kind: Kind) -> transformers.LlamaForCausalLM:
     """A tiny model in which every weight matters: transformers starts biases at zero and norms at one."""
     values: dict[str, Any] = {
         "hidden_size": 64,
@@ -80,7 +80,7 @@ def make_model(kind: Kind) -> LlamaForCausalLM:
         **kind.config,
     }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**values)).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values)).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".bias"):
@@ -90,7 +90,7 @@ def make_model(kind: Kind) -> LlamaForCausalLM:
     return model.to(kind.dtype)
 
 
-def save(model: LlamaForCausalLM, folder: Path, shard_size: str = "1GB") -> Path:
+def save(model: transformers.LlamaForCausalLM, folder: Path, shard_size: str = "1GB") -> Path:
     model.save_pretrained(folder, max_shard_size=shard_size)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED_MODEL / name, folder)
@@ -103,7 +103,7 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @torch.inference_mode()
-def expected_logits(model: LlamaForCausalLM, token_ids: list[int]) -> torch.Tensor:
+def expected_logits(model: transformers.LlamaForCausalLM, token_ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([token_ids])).logits[0].float()
 
 
@@ -135,7 +135,7 @@ def test_logits_are_those_of_transformers(kind: Kind, tmp_path: Path) -> None:
     assert (folder / "model.safetensors.index.json").is_file() == (kind.shard_size == "200KB")
     worker = make_worker(folder)
     token_ids = random_tokens(LENGTH)
-    expected = expected_logits(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), token_ids)
+    expected = expected_logits(transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), token_ids)
     assert expected.std() > 0.5, "logits this flat would agree with anything"
     torch.testing.assert_close(own_logits(worker, token_ids), expected, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(own_logits(worker, token_ids, chunks=(13, 40)), expected[53:], rtol=0, atol=TOLERANCE)
@@ -143,13 +143,13 @@ def test_logits_are_those_of_transformers(kind: Kind, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[transformers.LlamaForCausalLM, Path]:
     """One plain checkpoint, for the tests that only read it."""
     model = make_model(KINDS[0])
     return model, save(model, tmp_path_factory.mktemp("tiny"))
 
 
-def test_requests_of_one_batch_do_not_mix(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_requests_of_one_batch_do_not_mix(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     model, folder = tiny
     steps = Steps(make_worker(folder))
     prompts = [random_tokens(length, seed) for seed, length in enumerate([5, 33, 8, 64, 17])]
@@ -163,7 +163,7 @@ def test_requests_of_one_batch_do_not_mix(tiny: tuple[LlamaForCausalLM, Path]) -
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_prompts_and_drafts_share_a_forward(tiny: tuple[LlamaForCausalLM, Path], is_whole: bool) -> None:
+def test_prompts_and_drafts_share_a_forward(tiny: tuple[transformers.LlamaForCausalLM, Path], is_whole: bool) -> None:
     """A chunk that emits nothing, a prompt's end, a plain row and one with drafts, each as it would be alone; also where the last layer computes
     but what logits are made of."""
     model, folder = tiny
@@ -187,7 +187,7 @@ def test_prompts_and_drafts_share_a_forward(tiny: tuple[LlamaForCausalLM, Path],
 
 
 @torch.inference_mode()
-def expected_hidden(model: LlamaForCausalLM, token_ids: list[int]) -> torch.Tensor:
+def expected_hidden(model: transformers.LlamaForCausalLM, token_ids: list[int]) -> torch.Tensor:
     """States after the final norm."""
     return model.model(torch.tensor([token_ids])).last_hidden_state[0]
 
@@ -198,7 +198,7 @@ def tapped(worker: Worker, page_ids: list[int], count: int) -> torch.Tensor:
     return plane[page_ids].flatten(0, 1)[:count]
 
 
-def test_the_tap_holds_every_tokens_hidden_state(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_the_tap_holds_every_tokens_hidden_state(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     """Of chunks that emit nothing, of several requests in one step, of drafts; and of nobody else's slots."""
     model, folder = tiny
     steps = Steps(make_worker(folder, has_tap=True))
@@ -221,14 +221,14 @@ def test_the_tap_holds_every_tokens_hidden_state(tiny: tuple[LlamaForCausalLM, P
     assert {page for page in range(worker.store.num_pages) if plane[page].any()} == set(pages)
 
 
-def test_the_tap_does_not_change_the_logits(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_the_tap_does_not_change_the_logits(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     token_ids = random_tokens(30)
     plain, tapping = make_worker(tiny[1]), make_worker(tiny[1], has_tap=True)
     assert "hidden" not in plain.store.specs and "hidden" in tapping.store.specs
     assert torch.equal(own_logits(plain, token_ids, (13,)), own_logits(tapping, token_ids, (13,)))
 
 
-def test_copies_carry_the_tap(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_copies_carry_the_tap(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     """A request that shares a prefix finds its hidden states in its own pages, and computes only what is left."""
     model, folder = tiny
     steps = Steps(make_worker(folder, has_tap=True))
@@ -244,7 +244,7 @@ def test_copies_carry_the_tap(tiny: tuple[LlamaForCausalLM, Path]) -> None:
     torch.testing.assert_close(tapped(worker, [3, 9], 13), expected_hidden(model, shared), rtol=0, atol=TOLERANCE)
 
 
-def test_generation_from_a_tiny_model(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_generation_from_a_tiny_model(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     """Through the whole engine: greedy tokens and their log-probabilities."""
     model, folder = tiny
     llm = LLM(str(folder), dtype="float32", device="cpu", kv_cache_memory="2MiB", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
@@ -260,7 +260,7 @@ def test_generation_from_a_tiny_model(tiny: tuple[LlamaForCausalLM, Path]) -> No
         assert [found.logprob, *[v for _, v in found.top]] == pytest.approx([values[0].item(), *values.tolist()], abs=TOLERANCE)
 
 
-def test_bfloat16_computes_about_the_same(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_bfloat16_computes_about_the_same(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     """Not the float32 bound: eight bits of mantissa. It must agree with transformers' own bfloat16 as well as that does with float32."""
     model, folder = tiny
     worker = make_worker(folder, dtype="bfloat16")
@@ -327,7 +327,9 @@ def test_rope_scaling_changes_what_it_should() -> None:
 @pytest.mark.parametrize(
     ("config_ids", "generation_ids", "expected"), [(2, None, {2}), ([2, 3], None, {2, 3}), (2, [4, 5], {4, 5}), (None, None, set()), (2, 7, {7})]
 )
-def test_end_of_text_ids(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, config_ids: Any, generation_ids: Any, expected: set[int]) -> None:
+def test_end_of_text_ids(
+    tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, config_ids: Any, generation_ids: Any, expected: set[int]
+) -> None:
     """generation_config.json is the one that chat models keep right."""
     folder = copy_of(tiny[1], tmp_path)
     edit_config(folder, lambda values: values.update(eos_token_id=config_ids))
@@ -365,7 +367,7 @@ WEIGHTS = (
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "model.layers.1.input_layernorm.weight"])
-def test_missing_weight(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
+def test_missing_weight(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
     folder = copy_of(tiny[1], tmp_path)
     weights = load_file(folder / "model.safetensors")
     del weights[name]
@@ -374,7 +376,7 @@ def test_missing_weight(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weight_of_another_shape(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
+def test_weight_of_another_shape(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, name: str) -> None:
     folder = copy_of(tiny[1], tmp_path)
     weights = load_file(folder / "model.safetensors")
     shape = tuple(weights[name].shape)
@@ -394,14 +396,14 @@ def test_weight_of_another_shape(tiny: tuple[LlamaForCausalLM, Path], tmp_path: 
         ("num_hidden_layers", 3, "model.layers.2.input_layernorm.weight"),
     ],
 )
-def test_config_of_another_model(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, key: str, value: int, weight: str) -> None:
+def test_config_of_another_model(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, key: str, value: int, weight: str) -> None:
     folder = copy_of(tiny[1], tmp_path)
     edit_config(folder, lambda values: values.update({key: value}))
     refused(folder, weight)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
-def test_truncated_file(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, keep: float) -> None:
+def test_truncated_file(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, keep: float) -> None:
     """Nothing at all, half a header, half the weights, all but the last byte."""
     folder = copy_of(tiny[1], tmp_path)
     path = folder / "model.safetensors"
@@ -410,7 +412,7 @@ def test_truncated_file(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, kee
     refused(folder, str(path), "cannot be read")
 
 
-def test_damaged_header(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+def test_damaged_header(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path) -> None:
     folder = copy_of(tiny[1], tmp_path)
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -453,13 +455,13 @@ def test_an_index_that_is_wrong(sharded: Path) -> None:
     refused(sharded, f"{index} cannot be read")
 
 
-def test_no_weights_at_all(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+def test_no_weights_at_all(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path) -> None:
     folder = copy_of(tiny[1], tmp_path)
     (folder / "model.safetensors").unlink()
     refused(folder, str(folder), "neither model.safetensors nor model.safetensors.index.json")
 
 
-def test_no_config(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+def test_no_config(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path) -> None:
     folder = copy_of(tiny[1], tmp_path)
     (folder / "config.json").unlink()
     refused(folder, f"{folder / 'config.json'} is missing")
@@ -470,20 +472,20 @@ def test_no_config(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [["GPT2LMHeadModel"], [], None])
-def test_unknown_architecture(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, names: list[str] | None) -> None:
+def test_unknown_architecture(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, names: list[str] | None) -> None:
     folder = copy_of(tiny[1], tmp_path)
     edit_config(folder, lambda values: values.update(architectures=names))
     refused(folder, str(folder), "not supported; known: LlamaForCausalLM", *(names or []))
 
 
-def test_unknown_activation(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+def test_unknown_activation(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path) -> None:
     folder = copy_of(tiny[1], tmp_path)
     edit_config(folder, lambda values: values.update(hidden_act="relu"))
     refused(folder, str(folder / "config.json"), "hidden_act 'relu' is not supported; known: silu")
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
-def test_unknown_rope_type(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, place: str) -> None:
+def test_unknown_rope_type(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, place: str) -> None:
     """A scaling that is ignored gives fluent nonsense past the original context."""
     folder = copy_of(tiny[1], tmp_path)
     edit_config(folder, lambda values: values.update({place: {"rope_type": "ntk", "rope_theta": 10000.0, "factor": 4.0}}))
@@ -494,7 +496,7 @@ def test_unknown_rope_type(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, 
     "key",
     ["hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers", "max_position_embeddings", "intermediate_size", "rms_norm_eps"],
 )
-def test_config_without_a_key(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, key: str) -> None:
+def test_config_without_a_key(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, key: str) -> None:
     folder = copy_of(tiny[1], tmp_path)
     edit_config(folder, lambda values: values.pop(key))
     refused(folder, str(folder / "config.json"), key)
@@ -503,7 +505,7 @@ def test_config_without_a_key(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Pat
 @pytest.mark.parametrize(
     ("kind", "key"), [("linear", "factor"), ("llama3", "factor"), ("llama3", "low_freq_factor"), ("llama3", "original_max_position_embeddings")]
 )
-def test_rope_scaling_without_a_key(tiny: tuple[LlamaForCausalLM, Path], tmp_path: Path, kind: str, key: str) -> None:
+def test_rope_scaling_without_a_key(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path, kind: str, key: str) -> None:
     folder = copy_of(tiny[1], tmp_path)
     scaling = {**LLAMA3, "rope_type": kind, "original_max_position_embeddings": 32}
     del scaling[key]
@@ -511,27 +513,27 @@ def test_rope_scaling_without_a_key(tiny: tuple[LlamaForCausalLM, Path], tmp_pat
     refused(folder, key)
 
 
-def test_a_context_beyond_the_models(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_a_context_beyond_the_models(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     with pytest.raises(ConfigError, match="max_model_len 129 is beyond the model's own limit 128"):
         make_worker(tiny[1], max_model_len=129)
     assert make_worker(tiny[1], max_model_len=100).max_model_len == 100
 
 
-def test_memory_for_no_page(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_memory_for_no_page(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     """2 layers, keys and values, 2 heads of 16 in float32, 8 tokens: 4096 bytes."""
     assert make_worker(tiny[1], kv_cache_memory=4096).store.num_pages == 1
     with pytest.raises(ConfigError, match=r"kv_cache_memory: 4095 bytes hold no page; one takes 4096 bytes"):
         make_worker(tiny[1], kv_cache_memory=4095)
 
 
-def test_pages_leave_room_for_taps(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_pages_leave_room_for_taps(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     """Beside the 4096 bytes: 64 hidden values of 8 tokens. A drafter's part is in test_kv_store."""
     plain, tapping = (make_worker(tiny[1], has_tap=has_tap, kv_cache_memory=60_000).store for has_tap in (False, True))
     assert (plain.page_bytes, plain.num_pages) == (4096, 14)
     assert (tapping.page_bytes, tapping.num_pages) == (4096 + 64 * 8 * 4, 9)
 
 
-def test_a_checkpoint_is_read_when_asked(tiny: tuple[LlamaForCausalLM, Path]) -> None:
+def test_a_checkpoint_is_read_when_asked(tiny: tuple[transformers.LlamaForCausalLM, Path]) -> None:
     with Checkpoint(tiny[1]) as checkpoint:
         assert "model.norm.weight" in checkpoint and "model.norm.bias" not in checkpoint
         assert torch.equal(checkpoint.get("model.norm.weight", (64,)), tiny[0].model.norm.weight)

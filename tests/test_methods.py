@@ -23,6 +23,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp with suffix": {"method": "mtp", "mtp_strategy": "with_suffix"},
 }
 PLAIN = {"method": "none"}
+WAYS = {"waiting": "llm_all", "ahead": "llm_ahead"}
+"""When the next step is planned: the engines' fixtures."""
 TOKENS = 20
 
 
@@ -73,9 +75,9 @@ def drafted(output) -> tuple[int, int, list[int]]:
     return output.stats.drafted, output.stats.accepted, output.stats.accepted_per_position
 
 
-@pytest.fixture(params=["waiting", "ahead"])
+@pytest.fixture(params=WAYS)
 def llm(request: pytest.FixtureRequest) -> LLM:
-    return request.getfixturevalue({"waiting": "llm_all", "ahead": "llm_ahead"}[request.param])
+    return request.getfixturevalue(WAYS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def plain(llm_plain, prompts) -> list[list[int]]:
     return ids_of(run(llm_plain, [Asked(p, mixed(i)) for i, p in enumerate(prompts)]))
 
 
-def test_greedy_tokens_are_those_of_transformers(llm_plain, llm, hf_model, prompts):
+def test_greedy_tokens_are_those_of_transformers(llm_plain, llm_all, llm_ahead, hf_model, prompts):
     expected: dict[int, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), 8):
@@ -100,7 +102,7 @@ def test_greedy_tokens_are_those_of_transformers(llm_plain, llm, hf_model, promp
         with torch.inference_mode():
             out = hf_model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1)
         expected.update(zip(group, out[:, width:].tolist()))
-    for engine in (llm_plain, llm):
+    for engine in (llm_plain, llm_all, llm_ahead):
         outputs = run(engine, [Asked(p, greedy(TOKENS), PLAIN) for p in prompts])
         assert ids_of(outputs) == [expected[i] for i in range(len(prompts))]
 
@@ -108,9 +110,9 @@ def test_greedy_tokens_are_those_of_transformers(llm_plain, llm, hf_model, promp
 # -- drafts change nothing ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize(("count", "llm"), [(count, list(WAYS)[count % 2]) for count in range(1, 9)], indirect=["llm"])
 def test_any_count_gives_plain_tokens(llm, prompts, plain, count):
-    """All methods in one batch, with requests that have none and some that want another number."""
+    """All methods in one batch, with requests that have none and some that want 9 - count: either way of scheduling meets every count."""
     choices = [{**own, "num_speculative_tokens": count} for own in METHODS.values()]
     choices += [PLAIN, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 9 - count}, {"verify_strategy": "target_match"}, None]
     outputs = run(llm, [Asked(p, mixed(i), choices[i % len(choices)]) for i, p in enumerate(prompts)])
@@ -121,10 +123,16 @@ def test_any_count_gives_plain_tokens(llm, prompts, plain, count):
     assert {s for o in outputs for s in o.sources} == {"target", "ngram", "suffix", "mtp"}
 
 
-@pytest.mark.parametrize("batch", [1, 7, 32])
-@pytest.mark.parametrize("method", METHODS)
+BATCHES = {1: 3, 7: 7, 32: 32}
+"""Requests of each, some at a time."""
+
+
+@pytest.mark.parametrize(
+    ("method", "batch", "llm"), [(m, b, list(WAYS)[(i + j) % 2]) for i, m in enumerate(METHODS) for j, b in enumerate(BATCHES)], indirect=["llm"]
+)
 def test_any_batch_gives_plain_tokens(llm, prompts, plain, method, batch):
-    count = {1: 3, 7: 7, 32: 32}[batch]
+    """Every method alone in every batch, and both with either way of scheduling."""
+    count = BATCHES[batch]
     outputs = run(llm, [Asked(p, mixed(i), METHODS[method]) for i, p in enumerate(prompts[:count])], batch)
     assert ids_of(outputs) == plain[:count]
 
@@ -140,8 +148,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
-@pytest.mark.parametrize("name", OPTIONS)
+IN_PARTS = ("small chunks, no cache", "few pages", "few pages, no cache")
+"""Where either way of scheduling goes its own: prompts in several steps, and preemption, of what may be under way."""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ahead"),
+    [*((name, True) for name in OPTIONS), *((name, False) for name in IN_PARTS)],
+    ids=lambda p: p if isinstance(p, str) else "ahead" if p else "waiting",
+)
 def test_chunks_cache_and_preemption_change_nothing(llm_all, prompts, plain, name, is_ahead):
     options = dict(OPTIONS[name])
     if "num_pages" in options:
@@ -265,11 +280,13 @@ def expected(llm_all, texts) -> dict[tuple[int, int], Any]:
     return dict(zip(keys, run(llm_all, [Asked(texts[text], params_of(number, text), PLAIN) for number, text in keys])))
 
 
-def test_sampling_parameters_act_as_in_plain_decoding(llm, texts, expected):
-    """Every set with every method, all in one batch, where none may have another's; counts of 1, 4 and 8 drafts."""
+def test_sampling_parameters_act_as_in_plain_decoding(llm, llm_ahead, texts, expected):
+    """Every set with every method, half of them by either way of scheduling, in one batch, where none may have another's; 1, 4 and 8 drafts."""
     keys = []
     for number in range(len(PARAMETERS)):
         for place, name in enumerate(METHODS):
+            if (number + place // 2 + (llm is llm_ahead)) % 2:
+                continue
             text = number % 2 if place % 2 else 2 + (number + place) % 4
             keys.append((number, text, name, (4, 1, 8)[(number + place) % 3]))
     asked = [Asked(texts[text], params_of(number, text), {**METHODS[name], "num_speculative_tokens": count}) for number, text, name, count in keys]

@@ -175,8 +175,8 @@ def test_a_group_that_cannot_be_leaves_nothing_behind() -> None:
         return {path.name for path in MEMORY_FOLDER.glob("foretoken-plans-*")} | {str(pid) for pid in followers()}
 
     before = left()
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size 5: .* does not divide by it"):
-        LLM(tensor_parallel_size=5, num_threads=1)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 3: .* does not divide by it"):
+        LLM(tensor_parallel_size=3, num_threads=1)
     assert left() == before
 
 

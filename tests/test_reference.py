@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-import scipy.stats
+import scipy
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import scipy
 import torch
-from scipy.stats import chisquare
-from transformers import LlamaForCausalLM
+import transformers
 
 from backend import LLM, SamplingParams
 from tests.conftest import code_prompts
@@ -56,9 +56,9 @@ SAMPLES, VOCABULARY = 3072, 14
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> tuple[LlamaForCausalLM, Path]:
+def tiny(tmp_path_factory) -> tuple[transformers.LlamaForCausalLM, Path]:
     path = make_tiny(tmp_path_factory.mktemp("tiny"), VOCABULARY, sharpness=0.4)
-    return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), path
+    return transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), path
 
 
 @pytest.fixture(scope="module", params=["waiting", "ahead"])
@@ -110,7 +110,7 @@ def assert_follows(counts: Counter, probabilities: dict, total: int) -> None:
     if rest > 1e-6 * total:
         seen.append(total - sum(seen))
         wanted.append(rest)
-    assert chisquare(seen, [w * sum(seen) / sum(wanted) for w in wanted]).pvalue > 1e-4
+    assert scipy.stats.chisquare(seen, [w * sum(seen) / sum(wanted) for w in wanted]).pvalue > 1e-4
 
 
 FILTERS = [(1.0, 0, 1.0, 0.0), (0.7, 8, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (0.9, 12, 0.9, 0.05)]

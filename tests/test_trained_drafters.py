@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend import LLM
 from backend.drafter_checks import check_drafter_folder
@@ -137,8 +137,8 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("learned")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=WORDS, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, **sizes)
-    model = LlamaForCausalLM(config)
+    config = transformers.LlamaConfig(vocab_size=WORDS, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, **sizes)
+    model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(TARGET_STEPS):
         ids = make_text(16, seed=step)

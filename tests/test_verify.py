@@ -7,8 +7,8 @@ import random
 from collections import Counter
 
 import pytest
+import scipy
 import torch
-from scipy.stats import chisquare
 
 from backend import SamplingParams
 from backend.speculative_config import SpeculativeConfig
@@ -61,7 +61,7 @@ def draw_pairs(target, drafter, is_certain: bool, verify) -> Counter:
 def follows(counts: Counter, target) -> float:
     pairs = list(itertools.product(range(VOCABULARY), repeat=DRAFTS))
     wanted = [target[()][a] * target[a,][b] * DRAWS for a, b in pairs]
-    return chisquare([counts[p] for p in pairs], wanted).pvalue
+    return scipy.stats.chisquare([counts[p] for p in pairs], wanted).pvalue
 
 
 @pytest.mark.parametrize("is_certain", [False, True], ids=["drawn", "one-hot"])

@@ -119,7 +119,13 @@ def scale_logits(
     logits = logits.float() / temperature[:, None]
     if is_filtered is None:
         is_filtered = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
-    return filter_logits(logits, top_k, top_p, min_p) if is_filtered else logits
+    if not is_filtered:
+        return logits
+    if not logits.is_cuda:  # where it costs nothing to know which rows: the others need no sorting
+        rows = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero()[:, 0]
+        if len(rows) < len(logits):
+            return logits.index_copy_(0, rows, filter_logits(logits[rows], top_k[rows], top_p[rows], min_p[rows]))
+    return filter_logits(logits, top_k, top_p, min_p)
 
 
 def sample(
