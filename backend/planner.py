@@ -26,6 +26,9 @@ from backend.step_drafting import StepDrafting
 from kernels.request_state import Admission
 from kernels.structs import DRAFTER_COUNT, MASK, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
 
+MAX_LAG = 512
+"""Tokens of a prompt that a model drafter may be spared, to catch up in one step if it is asked after all."""
+
 
 class Planner:
     """Called by the engine thread only."""
@@ -244,8 +247,8 @@ class Planner:
         if is_prompt:
             wanted = end + entry.emits
             count = min(wanted - known.num_drafter_tokens, self._max_drafter_tokens)
-            if entry.is_decoding and not num_model:
-                count = 0
+            if not num_model and (entry.is_decoding or (self._is_exact and wanted - known.num_drafter_tokens <= MAX_LAG)):
+                count = 0  # it may not be worth its time for as long as the request runs, and catches up where it is
             begin, known.num_drafter_tokens = known.num_drafter_tokens, known.num_drafter_tokens + count
             known.is_followed = known.num_drafter_tokens == wanted
             self._seen.note(request.page_ids, begin, known.num_drafter_tokens)

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import torch
 
-from backend import LLM, SamplingParams, open_requests
+from backend import LLM, SamplingParams, open_requests, planner
 from backend.config import BUNDLED_MODEL
 from backend.core import Delta
 from backend.errors import CapacityError, ConfigError, EngineError, InternalError, RequestError
@@ -61,6 +61,41 @@ def test_drafts_follow_cold_prompts(llm, monkeypatch):
         stats = result.outputs[0].stats
         assert result.num_cached_tokens == 0 and stats.steps - 2 <= stats.drafts < stats.steps and stats.accepted
     assert sum({e.is_decoding for e in b.entries} == {True, False} for b in batches) >= 3
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+def test_a_drafter_that_was_not_worth_its_time_at_the_prompt_catches_up(llm_plain, monkeypatch, is_ahead):
+    """It drafts as one that has seen the prompt at once. Short prompts are spared it; of long ones it computes what would be too much to catch up."""
+    prompts = [
+        [7 + i, *llm_plain.engine.tokenizer.encode(p)][:n] for i, (n, p) in enumerate(zip((90, 500, 900), code_prompts(3, (3000, 3500), seed=16)))
+    ]
+    inputs, found = [{"prompt_token_ids": ids} for ids in prompts], {}
+    for max_lag in (0, 512):
+        monkeypatch.setattr(planner, "MAX_LAG", max_lag)
+        llm = LLM(
+            speculative_config={"method": "mtp", "num_speculative_tokens": 3}, async_scheduling=is_ahead, max_num_batched_tokens=200, max_batch_size=8
+        )
+        engine, rows = llm.engine, Counter()
+        monkeypatch.setattr(engine.budget, "num_model", lambda request: 3 * (len(request.token_ids) > len(request.prompt_token_ids) + 4))
+        for name, fixed in {"allot": lambda _, chains, *rest: [*map(len, chains)], "limit": lambda request: 3, "least_standing": lambda: 0.0}.items():
+            monkeypatch.setattr(engine.budget, name, fixed)
+        plan = engine.planner.plan
+
+        def note(batch, plan=plan, rows=rows):
+            step = plan(batch)
+            for entry, count in zip(step.entries, step.plan.drafter_counts):
+                rows[len(entry.request.prompt_token_ids)] += count * (entry.request.num_output_tokens == 0)
+            return step
+
+        monkeypatch.setattr(engine.planner, "plan", note)
+        for turn in ("cold", "cached"):
+            outputs = [r.outputs[0] for r in llm.generate(inputs, greedy(24), use_tqdm=False)]
+            found[max_lag, turn] = [(o.token_ids, o.stats.as_dict()) for o in outputs]
+            assert all(o.stats.drafts for o in outputs)
+        assert (rows[90] > 0, rows[500] > 0) == 2 * (not max_lag,) and rows[900] > 300
+        engine.scheduler.check()
+    assert found[512, "cold"] == found[0, "cold"] and found[512, "cached"] == found[0, "cached"]
+    assert [ids for ids, _ in found[0, "cold"]] == [r.outputs[0].token_ids for r in llm_plain.generate(inputs, greedy(24), use_tqdm=False)]
 
 
 def test_ngram_accepts_drafts_and_counts_them(llm_ngram):
