@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from backend import LLM, SamplingParams, trees
-from backend.config import EngineConfig
 from backend.errors import ConfigError
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.trees import make_static, shape_static
@@ -77,18 +76,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_keys_that_trees_do_not_go_with(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.from_dict({"method": "mtp", "tree_nodes": 8, **values})
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"parallel_config": {"tensor_parallel_size": 2}}, "tensor_parallel_size must be 1 where drafts are trees .*, got 2"),
-        ({"disaggregation": {"scheduler_name": "redis"}}, "disaggregation.scheduler_name must be left out where drafts are trees"),
-    ],
-)
-def test_engines_that_have_no_trees(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig.from_dict({"speculative_config": RECYCLING, **values})
 
 
 @pytest.mark.parametrize(
