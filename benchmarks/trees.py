@@ -1,6 +1,7 @@
-"""Chains against trees at equal numbers of drafts, one request at a time: tokens a step and speed, against plain decoding.
+"""Chains against trees at equal numbers of drafts, so many requests at a time: tokens a step and speed, against plain decoding.
 
     python -m benchmarks.trees --budgets 4 8 16                        # the bundled model and its drafter
+    python -m benchmarks.trees --budgets 16 --batch 8 --prompts 16     # eight requests at once
     python -m benchmarks.trees --model DIR --speculative '{"method": "eagle3", "model": "HEAD"}' --device cuda --budgets 16 31 63
 
 All servers of a table take turns at the same prompts, so that what else the machine does falls on all of them alike.
@@ -38,9 +39,10 @@ class Server:
     drafted: int = 0
     tokens: list[list[int]] = field(default_factory=list)
 
-    def run(self, prompts: list[str], params: SamplingParams) -> None:
+    def run(self, prompts: list[str], params: SamplingParams, batch: int) -> None:
+        groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
         started = time.perf_counter()
-        outputs = [self.llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+        outputs = [result.outputs[0] for group in groups for result in self.llm.generate(group, params, use_tqdm=False)]
         self.seconds.append(time.perf_counter() - started)
         self.tokens = [list(output.token_ids) for output in outputs]
         for output in outputs:
@@ -49,14 +51,15 @@ class Server:
 
 
 def servers_of(base: dict[str, Any], budgets: list[int], depth: int, top_k: int | None) -> list[Server]:
-    """Plain decoding, then of each budget the chain, where there is one so long, and the tree."""
+    """Plain decoding, then of each budget the chain, where there is one so long, and the tree, as it is and as large as is worth it."""
     found = [Server("none", {"method": "none"})]
     for count in budgets:
         own = {**base, "adaptive": False}
         if count <= MAX_CHAIN and base["method"] != "token_recycling":
             found.append(Server(f"chain of {count}", {**own, "num_speculative_tokens": count}))
         shape = {"tree_nodes": count, **({"tree_top_k": top_k} if top_k else {})}
-        found.append(Server(f"tree of {count}", {**own, "num_speculative_tokens": min(count, depth), **shape}))
+        for name, is_adaptive in ((f"tree of {count}", False), (f"tree of up to {count}", True)):
+            found.append(Server(name, {**own, "num_speculative_tokens": min(count, depth), **shape, "adaptive": is_adaptive}))
     if base["method"] != "token_recycling":
         found += [Server(f"token recycling, {n}", {"method": "token_recycling", "adaptive": False, "tree_nodes": n}) for n in budgets]
     return found
@@ -69,6 +72,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[4, 8, 16], help="drafts that a step verifies")
     parser.add_argument("--depth", type=int, default=6, help="of trees")
     parser.add_argument("--top-k", type=int, help="candidates that may follow a draft of a tree")
+    parser.add_argument("--batch", type=int, default=1, help="requests at once")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3)
@@ -80,17 +84,17 @@ def main() -> None:
     worker.TREES_ON_GPU = True  # which servers refuse until this was measured
     options = {"device": args.device, "enable_prefix_caching": False, **({"model": args.model} if args.model else {})}
     for server in servers:
-        server.llm = LLM(speculative_config=server.speculative, kv_cache_memory="256MiB", max_batch_size=1, **options)
+        server.llm = LLM(speculative_config=server.speculative, kv_cache_memory="256MiB", max_batch_size=args.batch, **options)
     prompts = completion_prompts(args.prompts, (200, 800), seed=2)
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=1, ignore_eos=True)
     for server in servers:  # what is compiled or remembered
-        server.run(prompts[:1], params)
+        server.run(prompts[: args.batch], params, args.batch)
         server.seconds, server.emitted, server.steps, server.drafted = [], 0, 0, 0
     order = list(servers)
     for turn in range(args.turns):
         random.Random(turn).shuffle(order)
         for server in order:
-            server.run(prompts, params)
+            server.run(prompts, params, args.batch)
     plain = servers[0]
     print("| drafts | drafts a step | tokens a step | x plain | the same tokens |\n|---|---|---|---|---|")
     for server in servers:

@@ -55,9 +55,16 @@ class Prices:
         self.row_seconds = (verify(SLOPE * num_requests) - verify(num_requests)) / ((SLOPE - 1) * num_requests)
         self._rows, self._rest, self._times = num_requests + others * self._mean_drafts, others * self.draft_seconds, []
         self._other_tokens = others * self._mean_tokens
-        asking = [own.value for own in able if self.model_worth(own) > 0]  # by the step before
+        asking = [own.value for own in able if self._asks(own)]
         self._num_requests, self._num_asking, self._asking_value = num_requests, len(asking), sum(asking)
         self._weigh_model(len(able))
+
+    def _asks(self, own: Own) -> bool:
+        """Whether a model is worth its time for one request, by the step before. Beside lookups it is the speed that they bring which its time is
+        taken from."""
+        if own.ability.lookup or own.ability.has_host:
+            return own.value > self.speed * self._asking_seconds
+        return self.model_worth(own) > 0
 
     def _weigh_model(self, num_able: int) -> None:
         number, made = self._num_asking, max(1, round(self._num_made))
