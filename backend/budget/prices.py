@@ -55,16 +55,9 @@ class Prices:
         self.row_seconds = (verify(SLOPE * num_requests) - verify(num_requests)) / ((SLOPE - 1) * num_requests)
         self._rows, self._rest, self._times = num_requests + others * self._mean_drafts, others * self.draft_seconds, []
         self._other_tokens = others * self._mean_tokens
-        asking = [own.value for own in able if self._asks(own)]
+        asking = [own.value for own in able if self.model_worth(own) > 0]  # by the step before
         self._num_requests, self._num_asking, self._asking_value = num_requests, len(asking), sum(asking)
         self._weigh_model(len(able))
-
-    def _asks(self, own: Own) -> bool:
-        """Whether a model is worth its time for one request, by the step before. Beside lookups it is the speed that they bring which its time is
-        taken from."""
-        if own.ability.lookup or own.ability.has_host:
-            return own.value > self.speed * self._asking_seconds
-        return self.model_worth(own) > 0
 
     def _weigh_model(self, num_able: int) -> None:
         number, made = self._num_asking, max(1, round(self._num_made))
@@ -98,11 +91,12 @@ class Prices:
         made for nothing. How many it makes of them is seen as it goes (`least_standing`).
 
         Worth: the step has a higher speed with them than without. It is this request's speed that counts, not what the server had lately: text that
-        is hard to draft takes as many tokens, however fast other text went.
+        is hard to draft takes as many tokens, however fast other text went. Where lookups promised more a step earlier, it is the speed that they
+        bring.
         """
         seconds = self._asking_seconds
         gain = (1 - alone) * own.value
-        return gain - self._speed_with(gain, seconds) * seconds
+        return gain - max(self._speed_with(gain, seconds), self._speed_with(own.promised / 2, 0.0)) * seconds
 
     def worth(self, survivals: Sequence[float]) -> float:
         """The same of drafts that are there, as many leading ones as bring most, and one at least: below 0 where not even that one is worth its
