@@ -59,8 +59,6 @@ class Run:
     drafts_per_step: float
     acceptance: list[float] = field(default_factory=list)
     """By position in the draft: accepted / drafted there"""
-    tokens_per_cpu_second: float = 0.0
-    """By the process's own processor time: other work on the machine does not count"""
     drafting_share: float = 0.0
     """Of the step time"""
     verification_share: float = 0.0
@@ -99,7 +97,7 @@ class Bench:
                 times.append(1e3 * (now - first[delta.request_id]) / max(1, delta.num_output_tokens - 1))
 
         params = {"temperature": 0.0, "ignore_eos": True, **sampling}
-        started, worked = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
         while waiting or num_open:
             while waiting and num_open < concurrency:
                 number, (prompt, count) = waiting.pop()
@@ -107,7 +105,7 @@ class Bench:
                 engine.submit(prompt, own, sink, request_id=f"{self._turn}-{number}", speculative=choice)
                 num_open += 1
             engine.step()
-        seconds, worked = time.perf_counter() - started, time.process_time() - worked
+        seconds = time.perf_counter() - started
         tokens = sum(s.emitted for s in stats)
         steps = sum(s.steps for s in stats)
         step_seconds = metrics.step_seconds - before[2]
@@ -117,7 +115,6 @@ class Bench:
         ordered = sorted(times)
         return Run(
             tokens_per_second=tokens / seconds,
-            tokens_per_cpu_second=tokens / worked,
             ms_per_token_p50=statistics.median(ordered),
             ms_per_token_p99=ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))],
             accepted_length=tokens / steps,

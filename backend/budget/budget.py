@@ -21,7 +21,7 @@ from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own
 from backend.budget.limits import Group, Limits
 from backend.budget.prices import PRIOR_VALUE, SMOOTHING, Prices
-from backend.budget.rule import share
+from backend.budget.rule import level, share
 from backend.budget.survival import Survival, by_match
 from backend.core import NEVER, Branches, Chain, Request
 from backend.metrics import Histogram
@@ -238,7 +238,7 @@ class DraftBudget:
             return counts
         if self._is_plain:
             return [0 if n in free else count for n, count in enumerate(counts)]
-        survivals = [self._survival.survivals(requests[n].request_id, chains[n], parents[n] if parents else ()) for n in free]
+        survivals = [self._survive(requests[n], chains[n], parents[n] if parents else ()) for n in free]
         judged = [own[: num_drawn[n]] if num_drawn[n] else own for n, own in zip(free, survivals)]
         others = sum(counts) - sum(counts[n] for n in free)
         rest, verify = self._next_draft_seconds, self._costs.verify
@@ -249,6 +249,10 @@ class DraftBudget:
                     count += 1
             counts[n] = count
         return counts
+
+    def _survive(self, request: Request, chain: Chain, parents: Sequence[int]) -> list[float]:
+        found = self._survival.survivals(request.request_id, chain, parents)
+        return level(found) if parents else found
 
     def _is_free(self, request: Request) -> bool:
         return self._of(request).is_paced and (self._is_plain or request.request_id not in self._explorers)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 
-from backend.budget.times import Times, bucket_of
+from backend.budget.times import MAX_RATIO, Times, bucket_of
 
 REST_SMOOTHING = 0.05
-MAX_RATIO = 4.0
-"""The rest of a step counts as so many times its mean at most: what else the machine did says nothing of steps."""
+"""Share of the newest step in the mean of what steps take outside their phases."""
 
 
 class CostClass(enum.Enum):

@@ -28,10 +28,9 @@ def best_count(gains: Sequence[float], base: float, seconds: Callable[[int], flo
 def share(chains: Sequence[Sequence[float]], base: float, seconds: Callable[[int], float]) -> tuple[list[int], float]:
     """How many leading drafts of each request are worth it together, and the speed; chains: of each request, the survival of each draft.
 
-    Survivals never rise along a chain, so the best drafts of all requests are leading ones of each; where they do, as those of trees may, it is
-    their means that count. Ties go by place, then by request.
+    Survivals never rise along a chain, so the best drafts of all requests are leading ones of each. Ties go by place, then by request.
     """
-    slots = sorted((-survival, place, number) for number, chain in enumerate(chains) for place, survival in enumerate(_level(chain)))
+    slots = sorted((-survival, place, number) for number, chain in enumerate(chains) for place, survival in enumerate(chain))
     count, speed = best_count([-slot[0] for slot in slots], base, seconds)
     counts = [0] * len(chains)
     for _, _, number in slots[:count]:
@@ -39,10 +38,11 @@ def share(chains: Sequence[Sequence[float]], base: float, seconds: Callable[[int
     return counts, speed
 
 
-def _level(survivals: Sequence[float]) -> Sequence[float]:
-    """The slopes of the least concave curve above their sums (pool adjacent violators): what so many leading ones bring at best, each alike."""
-    if all(own >= following for own, following in zip(survivals, survivals[1:])):
-        return survivals
+def level(survivals: Sequence[float]) -> list[float]:
+    """Of a tree's drafts, whose survivals may rise from one to the next, as `share` takes them: means that never do.
+
+    The slopes of the least concave curve above their sums (pool adjacent violators): what so many leading ones bring at best.
+    """
     pools: list[tuple[float, int]] = []  # sums, and of how many
     for survival in survivals:
         total, count = survival, 1
