@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from kernels._load import compile_all, device_of, device_stream
 from kernels.append_kv import append_kv
 from kernels.attention import AttentionPlan, append_attention, choose_shape
+from kernels.cache_scales import CacheScales
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 PEER = {1: {768: (10.0, 15.3, 34.6, 115), 4096: (14.2, 42.0, 133, 526)}, 6: {768: (10.8, 16.0, 36.2, 124), 4096: (14.3, 43.2, 137, 518)}}
@@ -58,8 +59,10 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / min(times)
 
 
-def make_plan(q: int, lengths: list[int], page: int, device: torch.device, prefix: int = 0) -> tuple[AttentionPlan, int]:
-    """prefix: tokens that all requests share."""
+def make_plan(
+    q: int, lengths: list[int], page: int, device: torch.device, prefix: int = 0, *, is_e4m3: bool = False
+) -> tuple[AttentionPlan, int]:
+    """prefix: tokens that all requests share; is_e4m3: pages hold codes."""
     needed = [-(-n // page) for n in lengths]
     table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
     ids = torch.randperm(sum(needed), dtype=torch.int32)
@@ -78,6 +81,7 @@ def make_plan(q: int, lengths: list[int], page: int, device: torch.device, prefi
         heads=(HEADS, KV_HEADS, SIZE),
         dtype=torch.bfloat16,
         prefixes=(torch.zeros_like(lens), torch.full_like(lens, prefix)) if prefix else None,
+        is_e4m3=is_e4m3,
     )
     plan.refresh()
     return plan, sum(needed)
@@ -114,10 +118,33 @@ def measure_attention(q: int, lengths: list[int], page: int, pool: torch.Tensor,
     return own, peer, num_bytes
 
 
+def compare_codes(pool: torch.Tensor) -> None:
+    """Pages of bfloat16 against such of e4m3 (`kv_cache_dtype: fp8`), queries and results times their scales with them."""
+    device, codes = pool.device, pool.view(torch.uint8)[: 6 * 2**30].masked_fill_(pool.view(torch.uint8)[: 6 * 2**30] & 127 == 127, 0)
+    scales = CacheScales(*(torch.full((KV_HEADS,), 0.01, device=device) for _ in range(2)))
+    for q in (1, 6):
+        for batch, context in ((1, 4096), (8, 4096), (32, 4096), (32, 16384), (1, 32768)):
+            query, times = torch.randn(batch * q, HEADS, SIZE, dtype=torch.bfloat16, device=device), []
+            for is_e4m3 in (False, True):
+                plan, num_pages = make_plan(q, [context] * batch, 16, device, is_e4m3=is_e4m3)
+                own = codes.view(torch.float8_e4m3fn) if is_e4m3 else pool
+                layers = max(2, min(32, int(400e6 / (batch * context * KV_HEADS * SIZE * 2))))
+                planes = make_planes(own, layers, num_pages, 16)
+
+                def attend(layer: int) -> torch.Tensor:
+                    asked = scales.scale_query(query) if is_e4m3 else query  # noqa: B023
+                    result = append_attention(asked, *planes[layer], plan)  # noqa: B023
+                    return scales.scale_result(result) if is_e4m3 else result  # noqa: B023
+
+                times.append(measure(attend, layers))
+            print(f"q {q}, {batch} x {context}: bf16 {times[0]:.1f} us, e4m3 {times[1]:.1f}: {times[0] / times[1]:.2f} x", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few cases")
     parser.add_argument("--planar", action="store_true", help="each layer's keys, and values, in a piece of their own instead of page by page")
+    parser.add_argument("--codes", action="store_true", help="pages of bfloat16 against such of e4m3, and nothing else")
     arguments = parser.parse_args()
     global IS_PLANAR
     IS_PLANAR = arguments.planar
@@ -138,6 +165,9 @@ def main() -> None:
         pool = torch.empty(10 * 2**30, dtype=torch.bfloat16, device=device)
         for chunk in pool.split(2**28):
             chunk.normal_()
+        if arguments.codes:
+            compare_codes(pool)
+            return
         print("q context batch | us | TB/s, of the copy | SDPA us | FA3 us (PEERS.md)")
         for q in counts:
             for context in contexts:

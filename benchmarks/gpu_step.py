@@ -128,6 +128,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 5},
     "medusa": {"method": "medusa", "num_speculative_tokens": 4},
     "hydra": {"method": "hydra", "num_speculative_tokens": 4},
+    "dflash": {"method": "dflash", "num_speculative_tokens": 7},
+    "dspark": {"method": "dspark", "num_speculative_tokens": 7},
 }
 DRAFT_VOCABULARY = 32000
 """Of EAGLE-3 heads, as published ones have it."""
@@ -140,12 +142,16 @@ def write_drafter(method: str, target: Path) -> Path | None:
     common = {"tie_word_embeddings": False, "eos_token_id": 0, **COMMON}
     kept = {key: shape[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")}
     layer = {**common, **kept, "num_hidden_layers": 1}
+    tapped = [1 + i * (shape["num_hidden_layers"] - 3) // 4 for i in range(5)]
+    block = {**layer, "num_hidden_layers": 5, "head_dim": 128, "mask_token_id": 1, "target_layer_ids": tapped}
     drafters = {
         "mtp": {**layer, "architectures": ["LlamaMTP"], "num_nextn_predict_layers": 1},
         "eagle3": {**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCABULARY},
         "draft_model": {**shape, **SHAPES["llama-1b"], "head_dim": 64},
         "medusa": {"medusa_num_heads": 4, "medusa_num_layers": 1},
         "hydra": {"hydra_num_heads": 4, "hydra_num_layers": 1, "hydra_head_arch": "mlp"},
+        "dflash": {**block, "block_size": 8},
+        "dspark": {**block, "block_size": 7, "markov_rank": 256, "enable_confidence_head": True},
     }
     name = METHODS[method]["method"]
     if name not in drafters:

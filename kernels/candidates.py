@@ -53,7 +53,7 @@ def _draw(
     found, chances = [], []
     for _ in range(count):
         drawn = distribution.draw_tokens(probs, seeds, positions, SAMPLE_STREAM)
-        places = drawn.long()[:, None]
+        places = drawn.long()[:, None].clamp(0, probs.shape[1] - 1)  # anything where nothing is left
         chances.append(probs.gather(1, places)[:, 0])
         found.append(torch.where(chances[-1] > 0, drawn, -1))
         probs.scatter_(1, places, 0.0)

@@ -13,8 +13,12 @@
 //
 // ELEMENT: __nv_bfloat16 or __half; TOKENS: most rows of x, a multiple of 8; TILES; SHARED: bytes of dynamic shared memory;
 // NORM: 0, or K when rows of x are to be normalised (RMS): x times norm_weight is multiplied, and the sums are divided by the row's root mean
-// square, which is known at the end and so delays nothing; GATED: weight is gate | up, the output silu(gate) * up. KIND: -1, weights are
-// ELEMENTs, or as in quantized.cuh, ZEROS with it; GROUPED: scales are of group_size columns each, or there are zeros.
+// square, which is known at the end and so delays nothing; GATED: weight is gate | up, the output silu(gate) * up. KEPT: 0, or a warp's steps when a
+// block keeps x for all of its tiles instead of copying it anew with each TILES. KIND: -1, weights are ELEMENTs, or as in quantized.cuh, ZEROS with
+// it; GROUPED: scales are of group_size columns each, or there are zeros.
+#ifndef KEPT
+#define KEPT 0
+#endif
 #ifndef KIND
 #define KIND -1
 #define ZEROS 0
@@ -33,9 +37,10 @@ constexpr int TOGETHER = TILES < 2 ? TILES : 2;  // tiles that are summed at onc
 constexpr int SUMS = WARPS * TOGETHER * TOKENS * STRIDE;  // twice: one is written while the other is read
 constexpr int HALF = 32 * 16;                                   // bytes of half a tile's step, and of eight tokens' piece
 constexpr int SCALE_BYTES = GROUPED ? PARTS * TILE * 4 : 0;     // of a tile's step
-constexpr int TOKEN_PLACE = 2 * TILES * HALF, SCALE_PLACE = TOKEN_PLACE + COLUMNS * PIECES * HALF, ZERO_PLACE = SCALE_PLACE + TILES * SCALE_BYTES;
+constexpr int TOKEN_BYTES = COLUMNS * PIECES * HALF, KEPT_BYTES = KEPT * TOKEN_BYTES;  // of a warp: a step's tokens, and all that are kept
+constexpr int TOKEN_PLACE = 2 * TILES * HALF, SCALE_PLACE = TOKEN_PLACE + (KEPT ? 0 : TOKEN_BYTES), ZERO_PLACE = SCALE_PLACE + TILES * SCALE_BYTES;
 constexpr int STAGE_BYTES = ZERO_PLACE + (ZEROS ? TILES * SCALE_BYTES : 0);  // of one warp: weights, tokens, scales, zeros
-constexpr int STAGES = (SHARED - 2 * SUMS * 4 - NORM * 2) / (WARPS * STAGE_BYTES);
+constexpr int STAGES = (SHARED - 2 * SUMS * 4 - NORM * 2 - WARPS * KEPT_BYTES) / (WARPS * STAGE_BYTES);
 static_assert(STAGES >= 2, "shared memory has no room for two stages");
 
 __device__ __forceinline__ void copy_word_async(uint32_t target, const float* source) {
@@ -57,7 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ float squares[WARPS][TOKENS];  // of x, by who read them
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(both_sums));
-    const uint32_t factors = shared + 2 * SUMS * 4, stages = factors + NORM * 2 + warp * STAGES * STAGE_BYTES, ring = stages + lane * 16;
+    const uint32_t factors = shared + 2 * SUMS * 4, kept = factors + NORM * 2 + warp * KEPT_BYTES + lane * 16;
+    const uint32_t stages = factors + NORM * 2 + WARPS * KEPT_BYTES + warp * STAGES * STAGE_BYTES, ring = stages + lane * 16;
+    auto token_place = [&](int step, int stage) { return KEPT ? kept + step * TOKEN_BYTES : ring + stage * STAGE_BYTES + TOKEN_PLACE; };
 
     const int num_outputs = GATED ? N / 2 : N, num_tiles = num_outputs / ROWS;
     const int first = static_cast<int>(static_cast<int64_t>(num_tiles) * blockIdx.x / gridDim.x);
@@ -98,13 +105,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     auto copy_tokens = [&](int tile, int step, int stage) {
         const int k = place_of(step);
-        if (tile >= end || k >= num_k) return;
+        if (tile >= end || k >= num_k || (KEPT && tile != first)) return;
 #pragma unroll
         for (int c = 0; c < COLUMNS; ++c)
             if (g + 8 * c < M)
 #pragma unroll
                 for (int i = 0; i < PIECES; ++i)
-                    copy_async(ring + stage * STAGE_BYTES + TOKEN_PLACE + (c * PIECES + i) * HALF,
+                    copy_async(token_place(step, stage) + (c * PIECES + i) * HALF,
                                x + static_cast<size_t>(g + 8 * c) * x_stride + column_of(k, i / VECTORS) + (t * VECTORS + i % VECTORS) * 8);
     };
     auto advance = [&](int& tile, int& step) {
@@ -169,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int c = 0; c < COLUMNS; ++c)
                 if (g + 8 * c < M)
 #pragma unroll
-                    for (int i = 0; i < PIECES; ++i) b[c][i].bits = load_shared(place + TOKEN_PLACE + (c * PIECES + i) * HALF);
+                    for (int i = 0; i < PIECES; ++i) b[c][i].bits = load_shared(token_place(step, stage) + (c * PIECES + i) * HALF);
             if constexpr (GROUPED) __syncwarp();
             copy_weights(copy_tile, copy_step, stage);
             copy_tokens(copy_tile, copy_step, stage);

@@ -17,7 +17,7 @@ from kernels.activation import silu_mul
 from kernels.norm import rms_norm
 
 MAX_TOKENS = 16
-TILE, STEP, THREADS = 16, 32, 256
+TILE, STEP, THREADS, WARPS = 16, 32, 256, 8
 SHARED = {8: 136 * 1024, 16: 160 * 1024}
 """By the tokens that there is room for: four to five stages, and so much that a multiprocessor holds one block. The next kernel's first
 weights then come in while this one's last sums are made and whatever small kernel is between them runs, and not long before."""

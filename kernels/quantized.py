@@ -1,9 +1,8 @@
 """Projections of quantized weights.
 
-On a GPU few tokens are multiplied with the stored weights themselves, which are read once: up to 16 by `linear.cu`, 9 to 192 by
-`wide_quantized.cu` on Hopper (128 of 4 bits) where that is on (`wide_quantized.IS_PROVEN`). Somewhat more have their turns, many have the
-weights written out in the activations' type first (`expand_weight`). A row of a result does not depend on how many rows there are as long as
-one of the three computes it.
+On a GPU few tokens are multiplied with the stored weights themselves, which are read once: up to 192 (128 of 4 bits) by `wide_quantized.cu` on Hopper,
+else up to 16 by `linear.cu`, which also has up to 8 where scales are of groups. Somewhat more have their turns, many have the weights written out
+in the activations' type first (`expand_weight`). A row of a result does not depend on how many rows there are as long as one of the three computes it.
 
 Inside `rounding_prompts` products of many prompts' rows with e4m3 weights take these rows rounded to e4m3, too (w8a8; Micikevicius et al., 2022).
 """
@@ -27,6 +26,8 @@ MAX_TURNS, MAX_WIDE_TURNS = 4, 2
 TILE, THREADS = linear.TILE, linear.THREADS
 PIECE = 16
 """Bytes that a thread writes out."""
+MAX_KEPT, KEEPING_SHARED = 4096, 200 * 1024
+"""Columns of eight tokens that a block keeps, at most, and its bytes of shared memory then."""
 SMALL_SHARED = 88 * 1024
 """Bytes of shared memory of a block where a GPU has no more."""
 
@@ -109,12 +110,13 @@ def can_expand(x: torch.Tensor, weight: QuantizedWeight) -> bool:
     return x.is_cuda and len(x) > 0 and x.dtype in (torch.bfloat16, torch.float16) and is_fit
 
 
-def _stages(weight: QuantizedWeight, tokens: int, tiles: int, num_norm: int, shared: int) -> int:
+def _stages(weight: QuantizedWeight, tokens: int, tiles: int, num_norm: int, num_kept: int, shared: int) -> int:
     """Of linear.cu's pipeline, as it counts them itself."""
     parts = 2 if weight.bits == 4 else 1
     scales = parts * TILE * 4 * (0 if not is_grouped(weight) else 1 if weight.zeros is None else 2)
-    stage = 2 * tiles * 512 + tokens // 8 * parts * 2 * 512 + tiles * scales
-    return (shared - 2 * 8 * min(tiles, 2) * tokens * (TILE + 4) * 4 - num_norm * 2) // (8 * stage)
+    token_bytes = tokens // 8 * parts * 2 * 512
+    stage = 2 * tiles * 512 + (0 if num_kept else token_bytes) + tiles * scales
+    return (shared - 2 * 8 * min(tiles, 2) * tokens * (TILE + 4) * 4 - num_norm * 2 - 8 * num_kept * token_bytes) // (8 * stage)
 
 
 def _choose(x: torch.Tensor, weight: QuantizedWeight, num_norm: int, is_gated: bool) -> Defines:
@@ -122,12 +124,20 @@ def _choose(x: torch.Tensor, weight: QuantizedWeight, num_norm: int, is_gated: b
     tokens, gpu = -(-len(x) // 8) * 8, gpu_of(x.device)
     # Tiles to a pass: more read x less often, of fewer the pipeline is longer. Few tiles, or little memory: as many as there are.
     most = min(-(-len(weight.codes) // TILE // gpu.num_multiprocessors), (4 if weight.bits == 4 else 3) if tokens == 8 else 2)
-    sizes = (linear.SHARED[tokens], linear.MAX_SHARED, 200 * 1024) if _is_large(x) else (SMALL_SHARED,)
+    num_kept = _count_kept(x, weight, most) if tokens == 8 else 0
+    sizes = (KEEPING_SHARED,) if num_kept else (linear.SHARED[tokens], linear.MAX_SHARED, 200 * 1024) if _is_large(x) else (SMALL_SHARED,)
     tiles, shared = next(
-        (tiles, size) for size in sizes for tiles in range(max(1, most), 0, -1) if _stages(weight, tokens, tiles, num_norm, size) >= 2
+        (tiles, size) for size in sizes for tiles in range(max(1, most), 0, -1) if _stages(weight, tokens, tiles, num_norm, num_kept, size) >= 2
     )
     defines = {"TOKENS": tokens, "TILES": tiles, "SHARED": shared, "NORM": num_norm, "GATED": int(is_gated), "GROUPED": int(is_grouped(weight))}
-    return kind_of(x.dtype, weight) | defines
+    return kind_of(x.dtype, weight) | defines | ({"KEPT": num_kept} if num_kept else {})
+
+
+def _count_kept(x: torch.Tensor, weight: QuantizedWeight, tiles: int) -> int:
+    """Steps of a warp whose tokens a block keeps for all of its tiles: where it has more of them than at a time, and the memory."""
+    steps = -(-weight.codes.shape[1] // (STEP * linear.WARPS))
+    tiles_each = -(-len(weight.codes) // TILE // gpu_of(x.device).num_multiprocessors)
+    return steps if _is_large(x) and tiles_each > tiles and x.shape[1] <= MAX_KEPT else 0
 
 
 def _launch_skinny(
@@ -180,7 +190,7 @@ def _multiply_stored(
     is_gated: bool = False,
 ) -> torch.Tensor | None:
     """The product by a kernel that reads the stored weights; None: there is none for it. x as the columns lie; norm: weight and eps."""
-    is_wide = len(x) >= wide_quantized.MIN_TOKENS and wide_quantized.is_wide(x, weight, is_gated)
+    is_wide = wide_quantized.is_wide(x, weight, is_gated)
     if not (is_wide or is_readable(x, weight)):
         return None
     most, turns = (linear.MAX_TOKENS if _is_large(x) else 8), (1 if gpu_of(x.device).generation == 9 else MAX_TURNS)

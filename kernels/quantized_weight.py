@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,9 +78,15 @@ class QuantizedWeight:
         return _permute(self.codes[rows], NATURAL) if self.is_interleaved else self.codes[rows]
 
 
+@functools.cache
+def _order_on(device: torch.device, order: tuple[int, ...]) -> torch.Tensor:
+    """Made once: nothing is copied from the host while a graph is captured."""
+    return torch.tensor(order, device=device)
+
+
 def _permute(codes: torch.Tensor, order: list[int]) -> torch.Tensor:
     pieces = codes.view(torch.uint8).unflatten(1, (-1, PIECE))
-    return pieces[:, :, order].flatten(1).view(codes.dtype)
+    return pieces.index_select(2, _order_on(codes.device, tuple(order))).flatten(1).view(codes.dtype)
 
 
 def _by_group(scales: torch.Tensor) -> torch.Tensor:

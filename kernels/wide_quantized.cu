@@ -1,4 +1,4 @@
-// x [M, K] times weights of 8 or 4 bits [N, K] transposed, for 17 to 192 rows of x: bound by the memory, from about 100 on by arithmetic.
+// x [M, K] times weights of 8 or 4 bits [N, K] transposed, for up to 192 rows of x: bound by the memory, from about 100 on by arithmetic.
 //
 // A tile is 64 rows of the weights: the A operand of wgmma, whose numbers are made of the stored bytes in registers; tokens are its columns. So
 // each weight is read once, whatever M. A thread of the first warpgroup copies UNITS times 64 bytes of each row, the tokens' columns that belong to
@@ -91,23 +91,24 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
 
   if (threadIdx.x < 128) {
     keep_registers<PRODUCER_REGISTERS>();
+    // By a whole warp: its first lane copies codes, and scales and zeros, which are short lines and many, are the lanes' in turn. They may come in before
+    // the first lane has said how many bytes there are, as nobody's wait ends before it has.
+    constexpr int SIDES = GATED ? 2 : 1, SCALE_LINES = GROUPED ? UNITS * PARTS * SIDES * (ZEROS ? 2 : 1) : 0;
     const auto copy_codes = [&](int stage, int tile, int step) {
       const uint32_t place = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
       const int row = tile * OUTPUTS, size = min(OUTPUTS, num_outputs - row) * 4;  // bytes of the scales that there are
-      int bytes = PARTS * UNITS * num_rows * 128 + CODE_BYTES;
-      if constexpr (GROUPED) bytes += UNITS * PARTS * (GATED ? 2 : 1) * (ZEROS ? 2 : 1) * size;
-      arrive_expecting(barrier, bytes);
-      copy_block(place + TOKEN_BYTES, &codes, barrier, row, step * LINES);
-      if constexpr (GATED) copy_block(place + TOKEN_BYTES + CODE_BYTES / 2, &codes, barrier, num_outputs + row, step * LINES);
+      if (threadIdx.x == 0) {
+        arrive_expecting(barrier, PARTS * UNITS * num_rows * 128 + CODE_BYTES + SCALE_LINES * size);
+        copy_block(place + TOKEN_BYTES, &codes, barrier, row, step * LINES);
+        if constexpr (GATED) copy_block(place + TOKEN_BYTES + CODE_BYTES / 2, &codes, barrier, num_outputs + row, step * LINES);
+      }
       if constexpr (GROUPED)
-        for (int i = 0; i < UNITS * PARTS; ++i) {
-          const size_t line = size_t(((step * UNITS + i / PARTS) * UNIT + i % PARTS * row_bytes) / group_size) * scale_stride + row;
-          copy_line(place + SCALE_PLACE + i * ROW_BYTES, scales + line, size, barrier);
-          if constexpr (GATED) copy_line(place + SCALE_PLACE + i * ROW_BYTES + ROW_BYTES / 2, scales + line + num_outputs, size, barrier);
-          if constexpr (ZEROS) {
-            copy_line(place + ZERO_PLACE + i * ROW_BYTES, zeros + line, size, barrier);
-            if constexpr (GATED) copy_line(place + ZERO_PLACE + i * ROW_BYTES + ROW_BYTES / 2, zeros + line + num_outputs, size, barrier);
-          }
+        for (int i = threadIdx.x; i < SCALE_LINES; i += 32) {
+          const int part = i % (UNITS * PARTS), side = i / (UNITS * PARTS) % SIDES;
+          const bool is_zero = i >= UNITS * PARTS * SIDES;
+          const int column = (step * UNITS + part / PARTS) * UNIT + part % PARTS * row_bytes;
+          const size_t line = size_t(column / group_size) * scale_stride + row + side * num_outputs;
+          copy_line(place + (is_zero ? ZERO_PLACE : SCALE_PLACE) + part * ROW_BYTES + side * (ROW_BYTES / 2), (is_zero ? zeros : scales) + line, size, barrier);
         }
     };
     // Of a tile's copies, which step of K one is.
@@ -117,19 +118,21 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
         copy_block(stages + stage * STAGE_BYTES + p * UNITS * num_rows * 128, &tokens, full + 8 * stage, 0, step * UNITS + p * (row_bytes / UNIT));
     };
     const int num_early = min(STAGES, num_own);
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < (GROUPED ? 32 : 1)) {
       for (int i = 0; i < num_early; ++i) copy_codes(i, first_tile, step_of(i));
-      wait_for_earlier();
-      for (int i = 0; i < num_early; ++i) copy_tokens(i, step_of(i));
+      if (threadIdx.x == 0) {
+        wait_for_earlier();
+        for (int i = 0; i < num_early; ++i) copy_tokens(i, step_of(i));
+      }
       int stage = num_early % STAGES, parity = num_early == STAGES;  // of `empty`, as it was before
       for (int tile = first_tile; tile < num_tiles; tile += tile_step)
         for (int i = tile == first_tile ? num_early : 0; i < num_own; ++i) {
           await(empty + 8 * stage, parity ^ 1);
           copy_codes(stage, tile, step_of(i));
-          copy_tokens(stage, step_of(i));
+          if (threadIdx.x == 0) copy_tokens(stage, step_of(i));
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-      launch_dependents();
+      if (threadIdx.x == 0) launch_dependents();
     }
     __syncwarp();
     await_cluster();

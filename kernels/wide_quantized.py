@@ -1,4 +1,4 @@
-"""Projections of quantized weights for 9 to 192 tokens on Hopper GPUs: see wide_quantized.cu.
+"""Projections of quantized weights for up to 192 tokens on Hopper GPUs: see wide_quantized.cu.
 
 A row of a result does not depend on how many rows there are.
 """
@@ -13,8 +13,11 @@ from kernels._load import gpu_of, load
 from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
 from kernels.tensor_map import tensor_map
 
-MIN_TOKENS, MAX_TOKENS, MAX_4_BIT_TOKENS = 9, 192, 128
-"""Fewer are `linear.cu`'s: a draft of one request is verified with the sums of plain decoding. Of 4 bits stages have twice as many columns of x."""
+MAX_TOKENS, MAX_4_BIT_TOKENS = 192, 128
+"""Of 4 bits stages have twice as many columns of x."""
+MIN_TOKENS, MIN_GROUPED_TOKENS = 1, 9
+"""Where scales are of groups `linear.cu` is faster for fewer. Where they are of rows it is so for one token alone, and a draft of one request is to
+be verified with the sums of plain decoding."""
 SIZES = (32, 64, 128, 192)
 """Tokens that a kernel has room for."""
 TILE, THREADS = 64, 384
@@ -22,9 +25,6 @@ SHARED = 222 * 1024
 """Bytes of dynamic shared memory: all but what two small blocks of other kernels need."""
 MAX_STAGES, LEAST_STAGES, GROUPS = 16, 4, 2
 """GROUPS: warpgroups that take stages in turn."""
-
-IS_PROVEN = False
-"""Until a whole model's answers with it were held against others on a GPU: its products were, one by one. Without it weights are written out."""
 
 Defines = dict[str, "int | str"]
 
@@ -35,10 +35,10 @@ def most_tokens(weight: QuantizedWeight) -> int:
 
 
 def is_wide(x: torch.Tensor, weight: QuantizedWeight, is_gated: bool = False) -> bool:
-    """Whether `wide_quantized.cu` computes x [M, K], as the columns lie, times the weight, for M from MIN_TOKENS to MAX_TOKENS."""
+    """Whether `wide_quantized.cu` computes x [M, K], as the columns lie, times the weight, for M up to `most_tokens`."""
     return (
-        IS_PROVEN
-        and x.is_cuda
+        x.is_cuda
+        and len(x) >= (MIN_GROUPED_TOKENS if is_grouped(weight) else MIN_TOKENS)
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.is_interleaved
         and weight.codes.shape[1] % STEP == 0

@@ -79,11 +79,6 @@ def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, d
             f"{drafter.num_layers} layers that make a draft each; the limit is {MAX_TREE_LAYERS} with trees: leave it out, or take fewer "
             "num_speculative_tokens"
         )
-    if drafter.block is not None and device.type == "cuda":
-        raise ModelError(
-            f"{_find_folder(config)}: method {speculative.model_method} makes its drafts in one forward, which runs with --device cpu alone so far; "
-            "take another method, or for draft_model and eagle3 parallel_drafting false"
-        )
     if steps > drafter.max_drafts:
         raise ConfigError(
             f"speculative_config.num_model_steps is {steps}; the drafter in {_find_folder(config)} makes {drafter.max_drafts} drafts a step at most"

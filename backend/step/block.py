@@ -46,6 +46,12 @@ class BlockForward:
         # Nothing is kept of these rows, so they need no slots for states.
         return block.compute(DrafterRows(token_ids, positions, slots, slots, slots, plan), states, num_drafts)
 
+    def attention_sizes(self, num_drafts: int) -> tuple[int, int]:
+        """Queries of a row of the block's attention, and rows of a request. Causal rows are a request's last ones; where each sees all of them, each is
+        one that asks alone."""
+        count = self._block.count_rows(num_drafts)
+        return (count, 1) if self._block.is_causal else (1, count)
+
     def end(self, states: list[torch.Tensor], step: int, least: float, is_ended: torch.Tensor | None) -> torch.Tensor | None:
         """Which requests take no drafts from number `step` on [B] int32: those of before (is_ended), and where it is less likely than `least`."""
         chances = self._block.judge(states, step)
@@ -76,7 +82,7 @@ class BlockForward:
         return places.clamp_(max=self._max_model_len - 1), slots, ends.int()
 
     def _plan(self, indices: torch.Tensor, ends: torch.Tensor, count: int, sizes: StepSizes) -> ops.StepAttention:
-        """Causal rows are a request's last ones. Where each row sees all of them, each is one that asks alone, at the end of them all."""
+        """Of rows that see all of a block each is at the end of them all."""
         block, device, key = self._block, ends.device, (len(ends), count)
         if not block.is_causal:
             ends, indices = ends.repeat_interleave(count), indices.repeat_interleave(count)

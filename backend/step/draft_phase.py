@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from backend.drafters.protocol import DrafterRows, StepDrafter
@@ -39,6 +41,13 @@ class DraftPhase:
         if self._tree is None or self._drafter is None or self._drafter.heads is None:
             return []
         return [(self._drafter.heads, self._tree.row_counts)]
+
+    def block_attention(self, counts: Iterable[int]) -> list[tuple[ops.Heads, int, int]]:
+        """Of blocks of so many drafts: heads, queries of a row, and rows of a request."""
+        if self._drafter is None or self._block is None or self._drafter.block is None:
+            return []
+        sizes = sorted({self._block.attention_sizes(count) for count in counts if count})
+        return [(self._drafter.block.block_heads, width, rows) for width, rows in sizes if width and rows]
 
     def asks_model(self, shape: StepShape) -> bool:
         """Whether the step's drafter has anything to compute."""

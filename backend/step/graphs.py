@@ -272,6 +272,8 @@ class Graphs:
                     warm_up.load_attention(self.device, self._tree_widths, most, program.page_size, *own, has_trees=True, is_e4m3=is_e4m3)
         for tree_heads, counts in program.drafting.tree_widths:
             warm_up.load_attention(self.device, counts, most, program.page_size, tree_heads, dtype, has_trees=True)
+        for block_heads, width, rows in program.drafting.block_attention(drafts for drafts, _ in self._drafts):
+            warm_up.load_attention(self.device, (width,), most * rows, program.page_size, block_heads, dtype)
         for count in warm_up.TOKEN_COUNTS:
             count = min(count, max_prompt)
             prompt = StepShape(1, 1, prompt_lens=(count,), prompt_seq_lens=(count,), drafter_counts=(0,), drafter_seq_lens=(0,))

@@ -43,7 +43,7 @@ def score_emitted(
     """Fills scores [B, W, 1 + 2 N] of the tokens emitted [B, >= W]; path [B, >= W]: of trees, the row of each among its request's."""
     rows = padded_rows(cu_logit_rows, scores.shape[1], len(raw))
     if path is not None:
-        rows = rows.gather(1, path[:, : scores.shape[1]].clamp(min=0).long())
+        rows = rows.gather(1, path[:, : scores.shape[1]].clamp(0, rows.shape[1] - 1).long())  # past what is emitted they are anything
     _fill(scores, raw, rows, emitted[:, : scores.shape[1]])
 
 

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from backend import LLM, SamplingParams
+from tests import test_block_drafters as blocks
 from tests import test_draft_heads as heads
 from tests import test_eagle as eagle
 from tests.drafting import serve
 from tests.families import Case, make_model, random_tokens
 
 OPTIONS = {"page_size": 16, "max_batch_size": 8, "max_num_batched_tokens": 64}
-DRAFT_MODEL = Case("qwen3", config={"head_dim": 64, "vocab_size": 250})
+DRAFT_MODELS = [Case("qwen3", config={"head_dim": 64, "vocab_size": 250}), Case("qwen3", "PARD", {"head_dim": 64, "pard_token": 245, "vocab_size": 250})]
 EAGLES = [kind for kind in eagle.KINDS if kind.name in ("speculators", "norm before fc, two layers", "3.1", "EAGLE, two layers, HASS")]
+EAGLES += [kind for kind in eagle.KINDS if kind.name.startswith("P-EAGLE")]
 HEADS = [kind for kind in heads.KINDS if kind.name in ("Medusa, few tokens", "Hydra, an archive", "Hydra++", "speculator, tied")]
 
 
@@ -25,18 +27,18 @@ def ask(llm: LLM, speculative: dict[str, Any] | None = None, **sampling: Any) ->
     return [r.outputs[0].token_ids for r in llm.generate(prompts, params, speculative=speculative, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("kind", ["draft_model", *EAGLES, *HEADS], ids=str)
+@pytest.mark.parametrize("kind", [*DRAFT_MODELS, *EAGLES, *HEADS, *blocks.KINDS], ids=str)
 def test_a_drafter_is_the_cpus(kind: Any, tmp_path: Path) -> None:
     """While its shapes run eagerly, and once they are captured."""
-    is_eagle = isinstance(kind, eagle.Kind)
-    target, folder, method = tmp_path / "target", tmp_path / "drafter", kind if kind == "draft_model" else kind.method
-    model = make_model(eagle.TARGET if is_eagle else heads.TARGET, target)
-    if method == "draft_model":
-        make_model(DRAFT_MODEL, folder)
-    elif is_eagle:
-        eagle.save_drafter(kind, eagle.make_weights(kind), folder)
-    else:
+    target, folder, method = tmp_path / "target", tmp_path / "drafter", "draft_model" if isinstance(kind, Case) else kind.method
+    owner: Any = next((module for module in (eagle, blocks) if isinstance(kind, module.Kind)), heads)
+    model = make_model(owner.TARGET, target)
+    if isinstance(kind, Case):
+        make_model(kind, folder)
+    elif owner is heads:
         heads.make(kind, folder, model)
+    else:
+        owner.save_drafter(kind, owner.make_weights(kind), folder)
     greedy: dict[str, Any] = {"temperature": 0.0}
     drafted = []
     for device in ("cpu", "cuda"):

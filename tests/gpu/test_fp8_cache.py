@@ -23,6 +23,7 @@ from tests.families import make_model, random_tokens
 from tests.gpu import test_attention
 from tests.gpu import test_latents as latents
 from tests.gpu.test_attention import GROUPS, MIXED, PROMPTS, SHARED, SKEWED, Case
+from tests.gpu.test_engine import check_only_ties_differ
 from tests.test_latents import DEEPSEEK
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -79,7 +80,10 @@ def test_append_latent(num_heads: int, rank: int, dim: int, dtype: torch.dtype, 
     got, expected = pages.cpu().float(), twin.float()
     assert torch.equal(pages.cpu().view(torch.uint8) == 0x55, twin.view(torch.uint8) == 0x55)
     assert (got == expected).float().mean() > 0.95
-    torch.testing.assert_close(got, expected, rtol=0.13, atol=2.0**-8)  # the next code, where a number was rounded elsewhere before
+    # The next code, where a number was rounded elsewhere before; of turned ones it is a sum that was.
+    torch.testing.assert_close(got[..., :rank], expected[..., :rank], rtol=0.13, atol=2.0**-8)
+    turned_by = float(cos.abs().max() + sin.abs().max()) * float(entries[:, rank:].abs().max()) * torch.finfo(dtype).eps
+    torch.testing.assert_close(got[..., rank:], expected[..., rank:], rtol=0.13, atol=2.0**-8 + turned_by / float(scales.keys.min()))
 
 
 CASES = [
@@ -199,12 +203,20 @@ def test_tokens_are_nearly_the_cpus(family: Family, tmp_path: Path, allowed: Non
 
 
 def test_drafts_change_nothing(allowed: None) -> None:
-    """In bfloat16, where a row's products do not depend on the rows beside it, but for near-ties that attention leaves."""
+    """In float32 but for a key now and then that is rounded to the next code. In bfloat16, where that is more often, an answer leaves its plain one
+    where two tokens are as likely as can be told."""
     config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
-    llm = LLM(device="cuda", dtype="bfloat16", kv_cache_dtype="fp8", speculative_config=config)
+    exact, half = (
+        LLM(device="cuda", dtype=dtype, kv_cache_dtype="fp8", max_batch_size=64, speculative_config=config) for dtype in ("float32", "bfloat16")
+    )
+    encoded = [exact.engine.tokenizer.encode(prompt) for prompt in code_prompts(32, seed=11)]
     params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-    answers = [
-        [output.outputs[0].token_ids for output in llm.generate(code_prompts(32, seed=11), params, speculative={"method": method}, use_tqdm=False)]
-        for method in ("none", "mtp")
-    ]
-    assert sum(one == other for one, other in zip(*answers)) >= 28
+
+    def answer(llm: LLM, method: str) -> list[list[int]]:
+        prompts = [{"prompt_token_ids": ids} for ids in encoded]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, speculative={"method": method}, use_tqdm=False)]
+
+    equal = sum(one == other for one, other in zip(answer(exact, "none"), answer(exact, "mtp"), strict=True))
+    print(f"float32: {equal} of {len(encoded)} answers are the same")
+    assert equal >= 24
+    check_only_ties_differ(half, exact, encoded, answer(half, "none"), [answer(half, "mtp")])

@@ -86,15 +86,11 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-@pytest.fixture(autouse=True)
-def proven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wide_quantized, "IS_PROVEN", True)
-
-
 @pytest.fixture(params=["linear", "wide"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which one has the few tokens that either can have."""
-    monkeypatch.setattr(wide_quantized, "MIN_TOKENS", 1 if request.param == "wide" else linear.MAX_TOKENS + 1)
+    for name in ("MIN_TOKENS", "MIN_GROUPED_TOKENS"):
+        monkeypatch.setattr(wide_quantized, name, 1 if request.param == "wide" else linear.MAX_TOKENS + 1)
     return str(request.param)
 
 
@@ -187,7 +183,9 @@ def test_expanded_weights_are_the_twins(stored: torch.dtype, has_zeros: bool, gr
 @pytest.mark.parametrize("group", [None, 128])
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 640)])
-def test_rows_do_not_depend_on_their_number(out_size: int, in_size: int, stored: torch.dtype, group: int | None, device: torch.device) -> None:
+def test_rows_do_not_depend_on_their_number(
+    out_size: int, in_size: int, stored: torch.dtype, group: int | None, kernel: str, device: torch.device
+) -> None:
     """As long as one kernel has them."""
     weight = make(stored, out_size, in_size, group, device)
     few, many = ((0, 1), (3, 4), (15, 16), (0, 6), (5, 13), (0, 9)), ((0, 17), (20, 60), (100, 192), (3, 131), (150, 182))
