@@ -129,8 +129,8 @@ class EngineConfig(Section):
     """Share of the GPU's memory that weights and KV cache may take."""
     kv_cache_dtype: str = "auto"
     """What the target's keys and values are kept in: model, which is the model's dtype; fp8 (fp8_e4m3), e4m3 with a scale for each head of keys
-    and of values: half of bfloat16's bytes, on CPU only so far; auto: fp8 where the checkpoint says so (kv_cache_scheme), else model. Drafters keep
-    theirs in the model's dtype."""
+    and of values: half of bfloat16's bytes; auto: fp8 where the checkpoint says so (kv_cache_scheme), else model. Drafters keep theirs in the
+    model's dtype."""
     kv_cache_scales: str = "auto"
     """With fp8: auto, which is the checkpoint's scales, or where it has none such as cover what the model keeps of a fixed prompt, found when it is
     loaded; one: 1 for all."""

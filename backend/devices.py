@@ -73,25 +73,19 @@ def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return GPU_DTYPES.get(name, torch.bfloat16)
 
 
-FP8_CACHE_ON_GPU = False
-"""Whether GPUs keep keys and values in e4m3: not before their kernels are proven on one."""
-
-
 def pick_cache_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What the target's keys and values are kept in; dtype: the model's. Raises ConfigError, ModelError.
 
     auto is what the checkpoint says, where that can be had: the model's dtype is always right, and it is said when it is taken instead.
     """
-    asked, can_be_fp8 = config.kv_cache_dtype, device.type == "cpu" or FP8_CACHE_ON_GPU
+    asked = config.kv_cache_dtype
     if asked == "auto" and config.load_format != "dummy":
         found = read_checkpoint_quantization(read_config(config.model), config.model)
         said = found.cache if found is not None else None
-        asked = "fp8" if said == FP8 and can_be_fp8 else "model"
+        asked = "fp8" if said == FP8 else "model"
         if said is not None and asked == "model":
             logger.warning("the checkpoint's keys and values are meant for %s; on %s they are kept in %s", said, device, dtype)
     if asked == "fp8":
-        if not can_be_fp8:
-            raise ConfigError(f"kv_cache_dtype fp8: keys and values in 8 bits are not proven on {device} yet; take model, or device cpu")
         return ops.E4M3
     if config.kv_cache_scales != "auto":
         raise ConfigError(

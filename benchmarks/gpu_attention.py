@@ -59,9 +59,7 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / min(times)
 
 
-def make_plan(
-    q: int, lengths: list[int], page: int, device: torch.device, prefix: int = 0, *, is_e4m3: bool = False
-) -> tuple[AttentionPlan, int]:
+def make_plan(q: int, lengths: list[int], page: int, device: torch.device, prefix: int = 0, *, is_e4m3: bool = False) -> tuple[AttentionPlan, int]:
     """prefix: tokens that all requests share; is_e4m3: pages hold codes."""
     needed = [-(-n // page) for n in lengths]
     table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)

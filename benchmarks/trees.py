@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from backend import LLM, SamplingParams
-from backend.step import worker
 from benchmarks.workloads import completion_prompts
 
 MAX_CHAIN = 16
@@ -81,7 +80,6 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     servers = servers_of(args.speculative, args.budgets, args.depth, args.top_k)
-    worker.TREES_ON_GPU = True  # which servers refuse until this was measured
     options = {"device": args.device, "enable_prefix_caching": False, **({"model": args.model} if args.model else {})}
     for server in servers:
         server.llm = LLM(speculative_config=server.speculative, kv_cache_memory="256MiB", max_batch_size=args.batch, **options)

@@ -3,21 +3,20 @@
 // Compile-time: DTYPE 0 bfloat16, 1 float16, 2 float32; GROUP query heads per KV head; NUM_KV_HEADS; HEAD_DIM; PAGE_SIZE;
 // MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; TILE keys, 64 or 128, of each of the STAGES of the KV
 // pipeline, with a warp for every sixteen; MIN_CTAS per SM; CASCADE: requests may share a prefix, which then is read once for all of them;
-// WINDOW, CAP_BITS, TREE, E4M3: see attention_items.cuh. Codes are copied to where their numbers will be, and expanded by who copied them.
+// WINDOW, CAP_BITS, TREE, E4M3: see attention_items.cuh; attention_codes.cuh has what codes need.
 
 #include "attention_merge.cuh"
 #if DTYPE == 2
 #include "attention_float32.cuh"
 #else
-#include "attention_tensor.cuh"
-#include "e4m3.cuh"
+#include "attention_codes.cuh"
 
 constexpr int M_TILES = (MAX_ROWS + 15) / 16;
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int COLUMNS = HEAD_DIM / WARPS;  // of the output, per warp
 constexpr int PAIRS = COLUMNS / 16;
-constexpr int HELD_BYTES = E4M3 ? HEAD_DIM : ROW_BYTES, TOKEN_BYTES = NUM_KV_HEADS * HELD_BYTES;  // in a page
-constexpr int KV_BYTES = TILE * ROW_BYTES;
+constexpr int TOKEN_BYTES = NUM_KV_HEADS * HELD_BYTES;  // in a page
+constexpr int KV_BYTES = TILE * HELD_BYTES;
 // Queries stay in registers where there is room; then a buffer is free one tile earlier. (Constants by the number of m-tiles in use.)
 constexpr bool is_query_held(int m_tiles) { return m_tiles * HEAD_DIM <= 256; }
 // Values go to registers before the weights are known, where there is room.
@@ -35,16 +34,6 @@ constexpr int PEER_OFFSET = ITEM_OFFSET + STAGES * 64;  // [CLUSTER][MAX_ROWS] (
 #endif
 
 template <int N> struct Count { static constexpr int value = N; };
-
-#if E4M3
-// What a thread copies of a tile, and expands: sixteen codes of a row, whose numbers are two neighbouring chunks.
-template <typename Action>
-__device__ __forceinline__ void for_codes(Action action) {
-    constexpr int PARTS = CHUNKS / 2, STEP = THREADS / PARTS;
-#pragma unroll
-    for (int i = 0; i < TILE / STEP; ++i) action(threadIdx.x / PARTS + i * STEP, threadIdx.x % PARTS * 2);
-}
-#endif
 
 // One warp processes 16 keys of a tile for scores = query x keys, and its share of the columns for weights x values: every key and
 // value leaves shared memory once, and no warp has sums that another needs.
@@ -98,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             for_codes([&](int row, int chunk) {
                 const int token = l.token + row;
                 const int64_t page = __shfl_sync(~0u, l.pages, (token >> PAGE_SHIFT) - l.window);
-                const int64_t offset = page * page_bytes + ((token & (PAGE_SIZE - 1)) * TOKEN_BYTES + l.kv_head * HELD_BYTES + chunk * 8);
-                const uint32_t place = stage + swizzle(row, chunk);
+                const int64_t offset = page * page_bytes + ((token & (PAGE_SIZE - 1)) * TOKEN_BYTES + l.kv_head * HELD_BYTES + chunk * 16);
+                const uint32_t place = stage + code_place(row, chunk);
                 copy_async(place, (const char*)key_pages + offset, token < l.last);
                 copy_async(place + KV_BYTES, (const char*)value_pages + offset, token < l.last);
             });
@@ -162,13 +151,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     int tile = 0;
     auto await_tile = [&]() {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-#if E4M3
-        const uint32_t stage = base + tile % STAGES * (2 * KV_BYTES);
-        for_codes([&](int row, int chunk) {
-            expand_shared<DTYPE == 1>(stage + swizzle(row, chunk));
-            expand_shared<DTYPE == 1>(stage + swizzle(row, chunk) + KV_BYTES);
-        });
-#endif
         __syncthreads();
     };
     auto process = [&](auto m_tiles, const Item& item, int item_index) {
@@ -177,7 +159,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
         const uint32_t buffer = base + QUERY_OFFSET + item_index % QUERY_BUFFERS * QUERY_BYTES;
         int token, last;
         split_range(item.token_begin, item.token_end, rank, token, last);
-        auto load_query = [&](uint32_t(&a)[4], int m, int k) { load_matrices(a, buffer + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + half)); };
+        auto load_query = [&](uint32_t(&a)[4], int m, int k) {
+            if (E4M3) load_query_for_codes(a, buffer, m * 16, k, lane);
+            else load_matrices(a, buffer + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + half));
+        };
         uint32_t held[IS_HELD ? M : 1][IS_HELD ? K_STEPS : 1][4];
         if (IS_HELD) {
 #pragma unroll
@@ -193,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
         for (bool is_started = false;; is_started = true) {
             if (is_started) await_tile();
             const uint32_t stage = base + tile % STAGES * (2 * KV_BYTES);
-            const uint32_t keys = stage + swizzle(warp * 16 + half * 8 + (lane & 7), (lane >> 3) & 1);
-            const uint32_t values = stage + KV_BYTES + swizzle(lane & 15, warp * (COLUMNS / 8) + half);
+            const uint32_t keys = stage + (E4M3 ? code_place(warp * 16 + (lane & 15), half) : swizzle(warp * 16 + half * 8 + (lane & 7), (lane >> 3) & 1));
+            const uint32_t values = stage + KV_BYTES + (E4M3 ? code_place(lane, warp * PAIRS) : swizzle(lane & 15, warp * (COLUMNS / 8) + half));
             const uint32_t weights = base + WEIGHT_OFFSET + (lane & 15) * (TILE * 2) + ((half ^ (lane & 7)) << 4);
             constexpr int CHAINS = M == 1 ? 2 : 1;  // of dependent products, per accumulator
             float parts[CHAINS][M][2][4] = {};
@@ -203,9 +188,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             for (int k0 = 0; k0 < K_STEPS; k0 += BATCH) {
                 uint32_t b[BATCH][4];
 #pragma unroll
-                for (int k = 0; k < BATCH; ++k) load_matrices(b[k], keys ^ ((k0 + k) << 5));
+                for (int k = 0; k < BATCH; k += E4M3 ? 2 : 1) load_matrices(b[k], keys ^ (E4M3 ? (k0 + k) << 4 : (k0 + k) << 5));
 #pragma unroll
-                for (int k = 0; k < BATCH; ++k)
+                for (int k = 0; k < BATCH; ++k) {
+                    if (E4M3 && k % 2 == 0) expand_keys(b[k], b[k + 1]);
 #pragma unroll
                     for (int m = 0; m < M; ++m) {
                         uint32_t a[4];
@@ -213,11 +199,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                         multiply(parts[k % CHAINS][m][0], IS_HELD ? held[IS_HELD ? m : 0][IS_HELD ? k0 + k : 0] : a, b[k][0], b[k][1]);
                         multiply(parts[k % CHAINS][m][1], IS_HELD ? held[IS_HELD ? m : 0][IS_HELD ? k0 + k : 0] : a, b[k][2], b[k][3]);
                     }
+                }
             }
             uint32_t v[TILE / 16][PAIRS][4];
             auto load_values = [&](int k) {
+                if (E4M3 && k % 2) return;  // there already
 #pragma unroll
-                for (int p = 0; p < PAIRS; ++p) load_transposed(v[k][p], (values ^ (p << 5)) + k * 16 * ROW_BYTES);
+                for (int p = 0; p < PAIRS; ++p) load_transposed(v[k][p], (values ^ (E4M3 ? p << 4 : p << 5)) + k * 16 * HELD_BYTES);
             };
             if (IS_EARLY) {
 #pragma unroll
@@ -323,6 +311,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
             for (int k = 0; k < TILE / 16; ++k) {
                 if (!IS_EARLY) load_values(k), load_weights(k);
+                if (E4M3 && k % 2 == 0) {
+#pragma unroll
+                    for (int p = 0; p < PAIRS; ++p) expand_values(v[k][p], v[k + 1][p]);
+                }
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -353,22 +345,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 for (int w = 0; w < WARPS; ++w) total[m][h] += peaks[w * (M * 16) + m * 16 + h * 8 + (lane >> 2)];
             }
 
+        // Two neighbouring columns of the output, and their sums in row h.
+        auto column_of = [&](int n) { return warp * COLUMNS + (E4M3 ? n / 2 * 16 + (lane & 3) * 4 + n % 2 * 2 : n * 8 + (lane & 3) * 2); };
+        auto pair = [&](float(&own)[2 * PAIRS][4], int h, int n) {
+            return E4M3 ? make_float2(own[n / 2 * 2][2 * h + n % 2], own[n / 2 * 2 + 1][2 * h + n % 2]) : make_float2(own[n][2 * h], own[n][2 * h + 1]);
+        };
 #if CLUSTER == 1
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int row = m * 16 + h * 8 + (lane >> 2), column = warp * COLUMNS + (lane & 3) * 2;
+                const int row = m * 16 + h * 8 + (lane >> 2);
                 if (row >= item.num_rows) continue;
                 if (item.num_pieces == 1) {
-                    Number* target = out + output_offset(item, row) + column;
+                    Number* target = out + output_offset(item, row);
                     const float inverse = 1 / total[m][h];
 #pragma unroll
-                    for (int n = 0; n < 2 * PAIRS; ++n) *(Pair*)(target + n * 8) = to_pair(sums[m][n][2 * h] * inverse, sums[m][n][2 * h + 1] * inverse);
+                    for (int n = 0; n < 2 * PAIRS; ++n) {
+                        const float2 own = pair(sums[m], h, n);
+                        *(Pair*)(target + column_of(n)) = to_pair(own.x * inverse, own.y * inverse);
+                    }
                 } else {
-                    float* target = partials.sum(item.piece, row) + column;
+                    float* target = partials.sum(item.piece, row);
 #pragma unroll
-                    for (int n = 0; n < 2 * PAIRS; ++n) *(float2*)(target + n * 8) = make_float2(sums[m][n][2 * h], sums[m][n][2 * h + 1]);
+                    for (int n = 0; n < 2 * PAIRS; ++n) *(float2*)(target + column_of(n)) = pair(sums[m], h, n);
                     if (warp == 0 && (lane & 3) == 0) *partials.stat(item.piece, 0, row) = make_float2(peak[m][h], total[m][h]);
                 }
             }
@@ -384,8 +384,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 if (row >= item.num_rows) continue;
 #pragma unroll
                 for (int n = 0; n < 2 * PAIRS; ++n) {
-                    const int column = warp * COLUMNS + n * 8 + (lane & 3) * 2;
-                    store_peer(peer_address(columns + (place * WIDTH + column % WIDTH) * 4, column / WIDTH), sums[m][n][2 * h], sums[m][n][2 * h + 1]);
+                    const int column = column_of(n);
+                    const float2 own = pair(sums[m], h, n);
+                    store_peer(peer_address(columns + (place * WIDTH + column % WIDTH) * 4, column / WIDTH), own.x, own.y);
                 }
                 for (int r = warp * 4 + (lane & 3); r < CLUSTER; r += 4 * WARPS) store_peer(peer_address(stats + place * 8, r), peak[m][h], total[m][h]);
             }

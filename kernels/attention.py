@@ -31,11 +31,18 @@ stages are large."""
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def _shared_bytes(rows: int, size: int, cluster: int, stages: int, tile: int) -> int:
+def _shared_bytes(rows: int, size: int, cluster: int, stages: int, tile: int, is_e4m3: bool = False) -> int:
     m_tiles = -(-rows // 16)
     query_buffers = stages - 1 if m_tiles * size <= 256 else stages
     peers = 0 if cluster == 1 else cluster * rows * (8 + size // cluster * 4)
-    return stages * 4 * tile * size + query_buffers * rows * 2 * size + m_tiles * 16 * tile * 2 + m_tiles * 16 * tile // 4 + stages * 64 + peers
+    return (
+        stages * (2 if is_e4m3 else 4) * tile * size
+        + query_buffers * rows * 2 * size
+        + m_tiles * 16 * tile * 2
+        + m_tiles * 16 * tile // 4
+        + stages * 64
+        + peers
+    )
 
 
 def _num_workers(sms: int, ctas: int, cluster: int) -> int:
@@ -63,11 +70,17 @@ def choose_shape(
     Raises KernelError where the GPU has too little shared memory for such heads."""
     if has_prefixes and (window is not None or cap is not None):
         raise ValueError(f"window is {window} and cap {cap}: attention with shared prefixes has neither")
-    defines = dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu or gpu_of()))
+    gpu = gpu or gpu_of()
+    defines = dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu))
     if has_trees:
         defines["TREE"] = 1
     if is_e4m3:
         defines["E4M3"] = 1
+        # Codes take half the room: as many bytes of them are on their way at a time where the rest leaves it.
+        stages, own = defines["STAGES"], (defines["MAX_ROWS"], heads[2], defines["CLUSTER"])
+        room = gpu.shared_memory // defines["MIN_CTAS"] - 1024
+        fits = (n for n in range(2 * stages, stages, -1) if _shared_bytes(*own, n, defines["TILE"], True) <= room)
+        defines["STAGES"] = next(fits, stages)
     if window is not None:
         defines["WINDOW"] = window
     if cap is not None:
@@ -121,7 +134,7 @@ def _choose_shape(
 def load_all(device: torch.device, defines: dict[str, int]) -> tuple[Kernel, Kernel, Kernel | None]:
     """The kernels that attend, plan, and merge what requests with shared prefixes have; inside `_load.compiling` they are compiled."""
     cluster, rows, stages, tile, head_dim = (defines[key] for key in ("CLUSTER", "MAX_ROWS", "STAGES", "TILE", "HEAD_DIM"))
-    shared = _shared_bytes(rows, head_dim, cluster, stages, tile) if stages else 0
+    shared = _shared_bytes(rows, head_dim, cluster, stages, tile, bool(defines.get("E4M3"))) if stages else 0
     attend = load(device, "attention", "append_attention", defines, shared, programmatic=True)
     plan = load(device, "attention", "plan_attention", defines)
     return attend, plan, load(device, "attention", "merge_attention", defines) if defines["CASCADE"] else None

@@ -29,7 +29,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8;  // of a key, a value, a query
+constexpr int ROW_BYTES = HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8;  // of a query; of a key and a value of which numbers are kept
+constexpr int HELD_BYTES = E4M3 ? HEAD_DIM : ROW_BYTES;         // of a key, a value
 
 // Rows of ROW_BYTES; 16-byte chunks are swapped about by row, so that eight rows of one column lie in different banks. As chunk and
 // row are combined by exclusive or, the address of chunk + 2 i is that of an even chunk xor 32 i.

@@ -6,14 +6,20 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-// Four codes -> four numbers of __half, 256 times too small, or of __nv_bfloat16.
+// Bytes of a word by the digits of `selector`, the lowest first; digits from 8 on: eight times the sign of one.
+template <uint32_t SELECTOR>
+__device__ __forceinline__ uint32_t pick_bytes(uint32_t word) {
+    uint32_t picked;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(picked) : "r"(word), "n"(SELECTOR));
+    return picked;
+}
+
+// Codes, each the lower byte of 16 bits whose upper one is its sign eight times -> numbers of __half, 256 times too small, or of __nv_bfloat16.
 template <bool IS_HALF>
-__device__ __forceinline__ void expand_e4m3(uint32_t word, uint32_t& first, uint32_t& second) {
-    const uint32_t low = __byte_perm(word, 0, 0x1404), high = __byte_perm(word, 0, 0x3424);  // each byte the upper one of 16 bits
-    constexpr int SHIFT = IS_HALF ? 1 : 4;
-    constexpr uint32_t REST = IS_HALF ? 0x3f803f80u : 0x07f007f0u;
-    first = (low & 0x80008000u) | (low >> SHIFT & REST);
-    second = (high & 0x80008000u) | (high >> SHIFT & REST);
+__device__ __forceinline__ void shift_codes(uint32_t& first, uint32_t& second) {
+    constexpr uint32_t SHIFTED = IS_HALF ? 1u << 7 : 1u << 4, MASK = IS_HALF ? 0xbf80bf80u : 0x87f087f0u;
+    first = first * SHIFTED & MASK;
+    second = second * SHIFTED & MASK;
     if constexpr (!IS_HALF) {
         const uint32_t bits = 0x7b807b80u;  // 2^120: the difference of the exponents' biases
         const __nv_bfloat162 factor = *reinterpret_cast<const __nv_bfloat162*>(&bits);
@@ -21,6 +27,13 @@ __device__ __forceinline__ void expand_e4m3(uint32_t word, uint32_t& first, uint
         __nv_bfloat162 b = __hmul2(*reinterpret_cast<__nv_bfloat162*>(&second), factor);
         first = *reinterpret_cast<uint32_t*>(&a), second = *reinterpret_cast<uint32_t*>(&b);
     }
+}
+
+// Four codes -> four numbers, as `shift_codes` makes them.
+template <bool IS_HALF>
+__device__ __forceinline__ void expand_e4m3(uint32_t word, uint32_t& first, uint32_t& second) {
+    first = pick_bytes<0x9180>(word), second = pick_bytes<0xb3a2>(word);
+    shift_codes<IS_HALF>(first, second);
 }
 
 __device__ __forceinline__ uint32_t times_256(uint32_t pair) {

@@ -10,7 +10,7 @@
 #include "e4m3.cuh"
 
 constexpr int SIZE = HEAD_DIM + ROPE, KEY_BYTES = SIZE * 2, KEY_CHUNKS = SIZE / 8, STAGES = 2;
-constexpr int HELD_BYTES = E4M3 ? SIZE : KEY_BYTES, PARTS = HELD_BYTES / 16;  // of an entry in a page, and copies of 16 bytes
+constexpr int ENTRY_BYTES = E4M3 ? SIZE : KEY_BYTES, PARTS = ENTRY_BYTES / 16;  // of an entry in a page, and copies of 16 bytes
 constexpr int M_TILES = (MAX_ROWS + 15) / 16, K_STEPS = SIZE / 16, COLUMNS = HEAD_DIM / WARPS, PAIRS = COLUMNS / 16;
 static_assert(TILE == 8 * WARPS && SIZE % 64 == 0 && COLUMNS % 16 == 0, "see above");
 // Shared memory; latent_attention.py computes the same sum.
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         auto load_tile = [&](int stage) {  // a warp's eight keys lie in one page
             const int token = loaded + warp * 8, count = item.token_end - token;
             if (loaded < item.token_end) {
-                const char* source = (const char*)pages + (int64_t)page * strides.page_bytes + (token & (PAGE_SIZE - 1)) * HELD_BYTES;
+                const char* source = (const char*)pages + (int64_t)page * strides.page_bytes + (token & (PAGE_SIZE - 1)) * ENTRY_BYTES;
                 const uint32_t target = base + stage * STAGE_BYTES + warp * 8 * KEY_BYTES;
 #pragma unroll
                 for (int j = 0; j < PARTS / 4; ++j) {

@@ -1,8 +1,9 @@
 """Projections of quantized weights.
 
-On a GPU few tokens are multiplied with the stored weights themselves, which are read once: up to 192 (128 of 4 bits) by `wide_quantized.cu` on Hopper,
-else up to 16 by `linear.cu`, which also has up to 8 where scales are of groups. Somewhat more have their turns, many have the weights written out
-in the activations' type first (`expand_weight`). A row of a result does not depend on how many rows there are as long as one of the three computes it.
+On a GPU few tokens are multiplied with the stored weights themselves, which are read once: up to 192 (128 of 4 bits) by `wide_quantized.cu` on
+Hopper, else up to 16 by `linear.cu`, which also has up to 8 where scales are of groups. Somewhat more have their turns, many have the weights
+written out in the activations' type first (`expand_weight`). A row of a result does not depend on how many rows there are as long as one of the
+three computes it.
 
 Inside `rounding_prompts` products of many prompts' rows with e4m3 weights take these rows rounded to e4m3, too (w8a8; Micikevicius et al., 2022).
 """

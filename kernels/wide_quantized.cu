@@ -236,16 +236,28 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
       finish(TURNS - 1);
       release(before);
     } else {
+      // Where stages are small enough to be many, each may be given back later: while the next one's first numbers are made, too, products go on. Bytes
+      // are loaded once the products have ended that read the registers which these become.
+      constexpr int EACH = UNITS * PARTS;
+      constexpr bool GOES_ON = TOKENS <= 32;
+      Numbers all[EACH];
       for (; number < last; before = stage, advance()) {
-        await_products<0>();
-        release(before);
+        if constexpr (!GOES_ON) {
+          await_products<0>();
+          release(before);
+        }
         await(full + 8 * stage, parity);
         uint32_t words[UNITS][2][4];
-        Numbers all[UNITS * PARTS];
+        if constexpr (!GOES_ON)
 #pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) load(unit, words[unit]);
+          for (int unit = 0; unit < UNITS; ++unit) load(unit, words[unit]);
 #pragma unroll
-        for (int i = 0; i < UNITS * PARTS; ++i) {
+        for (int i = 0; i < EACH; ++i) {
+          if constexpr (GOES_ON) {
+            await_products<EACH - 1>();
+            if (i == EACH - 1) release(before);
+            load(i / PARTS, words[i / PARTS]);
+          }
           make_numbers(words[i / PARTS], i / PARTS, i % PARTS, all[i]);
           begin_products();
 #pragma unroll

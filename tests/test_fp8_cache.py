@@ -378,19 +378,11 @@ def test_others_options() -> None:
             translate({key: value}, set())
 
 
-def test_a_gpu_refuses_until_it_is_proven(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Asked for, it is an error; of what the checkpoint alone asks for, a warning is enough. One switch is for both."""
-    gpu = torch.device("cuda", 0)
+def test_what_is_asked_for_or_meant_is_taken_on_any_device(folders: dict[str, Path], tmp_path: Path) -> None:
     asked = EngineConfig.from_dict({"model": str(folders["keys"]), **FP8})
     own = EngineConfig(model=str(edited(folders["keys"], tmp_path / "model", quantization_config=SCHEME)))
-    with pytest.raises(ConfigError, match="kv_cache_dtype fp8: keys and values in 8 bits are not proven on cuda:0 yet; take model, or device cpu"):
-        pick_cache_dtype(asked, torch.bfloat16, gpu)
-    assert pick_cache_dtype(own, torch.bfloat16, gpu) == torch.bfloat16
-    assert "meant for fp8; on cuda:0 they are kept in torch.bfloat16" in caplog.text
-    monkeypatch.setattr("backend.devices.FP8_CACHE_ON_GPU", True)
-    assert pick_cache_dtype(asked, torch.bfloat16, gpu) == pick_cache_dtype(own, torch.bfloat16, gpu) == ops.E4M3
+    for device in (CPU, torch.device("cuda", 0)):
+        assert pick_cache_dtype(asked, torch.bfloat16, device) == pick_cache_dtype(own, torch.bfloat16, device) == ops.E4M3
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from backend.budget import CostClass
 from backend.config import BUNDLED_DRAFTER, EngineConfig
-from backend.errors import ConfigError, ModelError
+from backend.errors import ConfigError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
 from backend.speculative_config import BLOCK_METHODS, HEAD_METHODS, RECYCLING, SpeculativeConfig

@@ -47,8 +47,8 @@ class BlockForward:
         return block.compute(DrafterRows(token_ids, positions, slots, slots, slots, plan), states, num_drafts)
 
     def attention_sizes(self, num_drafts: int) -> tuple[int, int]:
-        """Queries of a row of the block's attention, and rows of a request. Causal rows are a request's last ones; where each sees all of them, each is
-        one that asks alone."""
+        """Queries of a row of the block's attention, and rows of a request. Causal rows are a request's last ones; where each sees all of them, each
+        is one that asks alone."""
         count = self._block.count_rows(num_drafts)
         return (count, 1) if self._block.is_causal else (1, count)
 

@@ -95,10 +95,6 @@ class _Read:
     chances: np.ndarray | None = None
 
 
-TREES_ON_GPU = False
-"""Their kernels are proven one by one, steps of a whole engine are not."""
-
-
 class Worker:
     """Called by one thread, on the device's stream (`backend.devices.on_stream`)."""
 
@@ -109,11 +105,6 @@ class Worker:
         self.dtype = pick_dtype(config, self.device)
         self.cache_dtype = pick_cache_dtype(config, self.dtype, self.device)
         """Of the target's keys and values."""
-        if self.device.type == "cuda" and config.speculative_config.tree is not None and not TREES_ON_GPU:
-            keys = "tree_nodes, tree_paths and token_recycling"
-            raise ConfigError(
-                f"speculative_config: trees of drafts ({keys}) run on CPU only so far, not on {self.device}; leave them out or use device cpu"
-            )
         self._threads_for = threads_for(config)
         # Ranks that stop at different drafts, for the last bits of a sum, would wait for one another.
         self._stops_early = self.device.type == "cpu" and ranks.size == 1

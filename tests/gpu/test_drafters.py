@@ -15,7 +15,10 @@ from tests.drafting import serve
 from tests.families import Case, make_model, random_tokens
 
 OPTIONS = {"page_size": 16, "max_batch_size": 8, "max_num_batched_tokens": 64}
-DRAFT_MODELS = [Case("qwen3", config={"head_dim": 64, "vocab_size": 250}), Case("qwen3", "PARD", {"head_dim": 64, "pard_token": 245, "vocab_size": 250})]
+DRAFT_MODELS = [
+    Case("qwen3", config={"head_dim": 64, "vocab_size": 250}),
+    Case("qwen3", "PARD", {"head_dim": 64, "pard_token": 245, "vocab_size": 250}),
+]
 EAGLES = [kind for kind in eagle.KINDS if kind.name in ("speculators", "norm before fc, two layers", "3.1", "EAGLE, two layers, HASS")]
 EAGLES += [kind for kind in eagle.KINDS if kind.name.startswith("P-EAGLE")]
 HEADS = [kind for kind in heads.KINDS if kind.name in ("Medusa, few tokens", "Hydra, an archive", "Hydra++", "speculator, tied")]

@@ -169,11 +169,6 @@ def test_latents(dtype: torch.dtype, num_prompts: int, device: torch.device) -> 
     assert error < {BF16: 1.5e-2, FP16: 3e-3, FP32: 1e-5}[dtype], error
 
 
-@pytest.fixture
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.devices.FP8_CACHE_ON_GPU", True)
-
-
 FAMILIES = [
     Family("llama", config={"head_dim": 64}),
     Family("mistral", "a window", {"sliding_window": 11, "head_dim": 64}),
@@ -182,7 +177,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_calibrated_scales_are_the_cpus(family: Family, tmp_path: Path, allowed: None) -> None:
+def test_calibrated_scales_are_the_cpus(family: Family, tmp_path: Path) -> None:
     """Nodes of either kind can exchange pages."""
     make_model(family, tmp_path)
     layouts = [LLM(str(tmp_path), dtype="float32", device=device, kv_cache_dtype="fp8").engine.worker.store.layout for device in ("cpu", "cuda")]
@@ -190,7 +185,7 @@ def test_calibrated_scales_are_the_cpus(family: Family, tmp_path: Path, allowed:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_tokens_are_nearly_the_cpus(family: Family, tmp_path: Path, allowed: None) -> None:
+def test_tokens_are_nearly_the_cpus(family: Family, tmp_path: Path) -> None:
     """Last bits of sums differ, and now and then one becomes a step of e4m3: most answers stay what they are."""
     make_model(family, tmp_path)
     prompts = [{"prompt_token_ids": random_tokens(30 + seed, seed)} for seed in range(16)]
@@ -202,7 +197,7 @@ def test_tokens_are_nearly_the_cpus(family: Family, tmp_path: Path, allowed: Non
     assert sum(one == other for one, other in zip(*answers)) >= 14
 
 
-def test_drafts_change_nothing(allowed: None) -> None:
+def test_drafts_change_nothing() -> None:
     """In float32 but for a key now and then that is rounded to the next code. In bfloat16, where that is more often, an answer leaves its plain one
     where two tokens are as likely as can be told."""
     config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
-from backend.step import worker
 from kernels import ops, reference
 from kernels import step as step_ops
 from kernels.reference import compact as reference_compact
@@ -235,7 +234,6 @@ SERVERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("server", SERVERS)
 def test_tokens_are_the_cpus(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one batch with chains of a lookup and requests without drafts, sampled with every parameter; eagerly and captured."""
-    monkeypatch.setattr(worker, "TREES_ON_GPU", True)
     options = {"dtype": "float32", "max_batch_size": 32, "speculative_config": {**SERVERS[server], "adaptive": False}}
     one, other = LLM(device="cpu", dtype="float32", max_batch_size=32), LLM(device="cuda", **options)
     used, prompts = note_shapes(other, monkeypatch), code_prompts(24, seed=11)
