@@ -1,6 +1,6 @@
 """Products of quantized weights on a GPU: each shape of Llama-3.1-8B by scheme and number of tokens, against bf16 and the memory.
 
-    python -m benchmarks.gpu_quantized [--tokens 1,8,16,32,64,128,2048]
+    python -m benchmarks.gpu_quantized [--tokens 1,8,16,32,64,128,2048] [--in-layer]
 
 Every figure is the median of replays of a captured graph over weights that the cache cannot hold.
 """
@@ -8,13 +8,16 @@ Every figure is the median of replays of a captured graph over weights that the 
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from benchmarks.gpu_linear import SHAPES, measure, measure_bandwidth
 from kernels._load import device_stream
-from kernels.linear import linear
-from kernels.quantized import quantized_linear
+from kernels.linear import linear, norm_gated_linear, norm_linear
+from kernels.quantized import quantized_linear, quantized_norm_gated_linear, quantized_norm_linear
 from kernels.quantized_weight import QuantizedWeight
 
 SCHEMES: dict[str, tuple[torch.dtype, int | None]] = {
@@ -34,10 +37,17 @@ def make(stored: torch.dtype, group: int | None, out_size: int, in_size: int, de
     return QuantizedWeight(codes, torch.full((out_size, in_size // (group or in_size)), 1e-3, device=device), bits=bits).interleave()
 
 
+def with_norm(product: Callable[..., torch.Tensor], norm: torch.Tensor, x: torch.Tensor, weight: Any) -> torch.Tensor:
+    return product(x, norm, 1e-5, weight)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1,8,16,32,64,128,2048")
     parser.add_argument("--shapes", default="qkv,o,gate_up,down")
+    parser.add_argument(
+        "--in-layer", action="store_true", help="with what a layer has beside them: the norm before qkv and gate_up, and SiLU after that"
+    )
     arguments = parser.parse_args()
     device, counts = torch.device("cuda:0"), [int(n) for n in arguments.tokens.split(",")]
     with device_stream(device), torch.inference_mode():
@@ -50,10 +60,15 @@ def main() -> None:
             stored = {scheme: [make(*kind, out_size, in_size, device) for _ in range(copies)] for scheme, kind in SCHEMES.items()}
             for num_tokens in counts:
                 x = torch.randn(num_tokens, in_size, device=device, dtype=torch.bfloat16)
-                base = measure(lambda: [linear(x, weight) for weight in plain]) / copies * 1e3  # noqa: B023
+                norm = torch.ones(in_size, device=device, dtype=torch.bfloat16)
+                beside = {"qkv": (norm_linear, quantized_norm_linear), "gate_up": (norm_gated_linear, quantized_norm_gated_linear)}
+                base_product, product = (linear, quantized_linear)
+                if arguments.in_layer and name in beside:
+                    base_product, product = (functools.partial(with_norm, own, norm) for own in beside[name])
+                base = measure(lambda: [base_product(x, weight) for weight in plain]) / copies * 1e3  # noqa: B023
                 cells = []
                 for weights in stored.values():
-                    time = measure(lambda: [quantized_linear(x, weight) for weight in weights]) / copies * 1e3  # noqa: B023
+                    time = measure(lambda: [product(x, weight) for weight in weights]) / copies * 1e3  # noqa: B023
                     cells.append(f"{time:8.2f} {weights[0].codes.nbytes / time / 1e6:5.2f} TB/s")
                 print(f"{name:8} {num_tokens:6} {base:8.2f} " + " ".join(f"{cell:>20}" for cell in cells), flush=True)
 

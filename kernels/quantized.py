@@ -27,10 +27,10 @@ MAX_TURNS, MAX_WIDE_TURNS = 4, 2
 TILE, THREADS = linear.TILE, linear.THREADS
 PIECE = 16
 """Bytes that a thread writes out."""
-MAX_KEPT, KEEPING_SHARED = 4096, 200 * 1024
-"""Columns of eight tokens that a block keeps, at most, and its bytes of shared memory then."""
-SMALL_SHARED = 88 * 1024
-"""Bytes of shared memory of a block where a GPU has no more."""
+MAX_KEPT = 4096
+"""Columns of eight tokens that a block keeps, at most."""
+SMALL_SHARED, LARGE_SHARED = 88 * 1024, 200 * 1024
+"""Bytes of shared memory of a block where a GPU has no more, and the most that one takes."""
 
 MIN_ROUNDED = wide_quantized.MAX_TOKENS * MAX_WIDE_TURNS + 1
 """Rows of prompts from which on they are rounded."""
@@ -102,7 +102,7 @@ def is_readable(x: torch.Tensor, weight: QuantizedWeight) -> bool:
 
 def _is_large(x: torch.Tensor) -> bool:
     """Whether a block has shared memory for 16 tokens and a norm's weight."""
-    return gpu_of(x.device).block_memory >= 200 * 1024
+    return gpu_of(x.device).block_memory >= LARGE_SHARED
 
 
 def can_expand(x: torch.Tensor, weight: QuantizedWeight) -> bool:
@@ -122,23 +122,19 @@ def _stages(weight: QuantizedWeight, tokens: int, tiles: int, num_norm: int, num
 
 def _choose(x: torch.Tensor, weight: QuantizedWeight, num_norm: int, is_gated: bool) -> Defines:
     """How `linear.cu` is compiled for a product. Nothing here changes the order in which an output's terms are added."""
-    tokens, gpu = -(-len(x) // 8) * 8, gpu_of(x.device)
+    tokens = -(-len(x) // 8) * 8
     # Tiles to a pass: more read x less often, of fewer the pipeline is longer. Few tiles, or little memory: as many as there are.
-    most = min(-(-len(weight.codes) // TILE // gpu.num_multiprocessors), (4 if weight.bits == 4 else 3) if tokens == 8 else 2)
-    num_kept = _count_kept(x, weight, most) if tokens == 8 else 0
-    sizes = (KEEPING_SHARED,) if num_kept else (linear.SHARED[tokens], linear.MAX_SHARED, 200 * 1024) if _is_large(x) else (SMALL_SHARED,)
+    tiles_each = -(-len(weight.codes) // TILE // gpu_of(x.device).num_multiprocessors)
+    most, num_kept = min(tiles_each, (4 if weight.bits == 4 else 3) if tokens == 8 else 2), 0
+    sizes: tuple[int, ...] = (linear.SHARED[tokens], linear.MAX_SHARED, LARGE_SHARED) if _is_large(x) else (SMALL_SHARED,)
+    if tokens == 8 and tiles_each > most and x.shape[1] <= MAX_KEPT and _is_large(x):
+        # A block has several passes and the memory for all of x: each warp keeps that of its steps.
+        num_kept, sizes = -(-weight.codes.shape[1] // (STEP * linear.WARPS)), (LARGE_SHARED,)
     tiles, shared = next(
         (tiles, size) for size in sizes for tiles in range(max(1, most), 0, -1) if _stages(weight, tokens, tiles, num_norm, num_kept, size) >= 2
     )
     defines = {"TOKENS": tokens, "TILES": tiles, "SHARED": shared, "NORM": num_norm, "GATED": int(is_gated), "GROUPED": int(is_grouped(weight))}
     return kind_of(x.dtype, weight) | defines | ({"KEPT": num_kept} if num_kept else {})
-
-
-def _count_kept(x: torch.Tensor, weight: QuantizedWeight, tiles: int) -> int:
-    """Steps of a warp whose tokens a block keeps for all of its tiles: where it has more of them than at a time, and the memory."""
-    steps = -(-weight.codes.shape[1] // (STEP * linear.WARPS))
-    tiles_each = -(-len(weight.codes) // TILE // gpu_of(x.device).num_multiprocessors)
-    return steps if _is_large(x) and tiles_each > tiles and x.shape[1] <= MAX_KEPT else 0
 
 
 def _launch_skinny(

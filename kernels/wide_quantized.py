@@ -16,8 +16,8 @@ from kernels.tensor_map import tensor_map
 MAX_TOKENS, MAX_4_BIT_TOKENS = 192, 128
 """Of 4 bits stages have twice as many columns of x."""
 MIN_TOKENS, MIN_GROUPED_TOKENS = 1, 9
-"""Where scales are of groups `linear.cu` is faster for fewer. Where they are of rows it is so for one token alone, and a draft of one request is to
-be verified with the sums of plain decoding."""
+"""Fewer are `linear.cu`'s: where scales are of groups it is faster for them, and one request's drafts are verified with the sums of plain decoding
+in either."""
 SIZES = (32, 64, 128, 192)
 """Tokens that a kernel has room for."""
 TILE, THREADS = 64, 384

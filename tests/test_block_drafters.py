@@ -268,6 +268,28 @@ def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: 
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
 
 
+@pytest.mark.parametrize(("drafter", "expected"), [(KINDS[0], (1, NUM_DRAFTS + 1)), (KINDS[1], (NUM_DRAFTS + 1, 1))], ids=str, indirect=["drafter"])
+def test_what_attention_is_compiled_for(drafter: tuple[Drafter, Path], expected: tuple[int, int], target: tuple[Any, Path]) -> None:
+    """Rows that see all of a block ask alone; causal ones are a request's last queries. It is what steps ask for."""
+    llm = serve(target[1], method=drafter[0].kind.method, model=str(drafter[1]))
+    program, asked = llm.engine.worker.program, []
+    block = program.drafting._block
+    assert block is not None
+    plan = block._plan
+
+    def watched_plan(*arguments: Any) -> Any:
+        made = plan(*arguments)
+        asked.append((made.max_query_len, len(made.seq_lens)))
+        return made
+
+    block._plan = watched_plan  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": random_tokens(9, seed)} for seed in range(3)], params, use_tqdm=False)
+    ((heads, *sizes),) = program.drafting.block_attention([0, NUM_DRAFTS])
+    assert tuple(sizes) == expected and heads == llm.engine.worker.drafter.block_heads
+    assert (sizes[0], 3 * sizes[1]) in asked and all(width == sizes[0] for width, _ in asked)
+
+
 @pytest.mark.parametrize("drafter", [KINDS[2]], ids=str, indirect=True)
 def test_chunks_and_cached_prefixes_leave_no_gap(drafter: tuple[Drafter, Path], target: tuple[Any, Path]) -> None:
     """Drafts after a prompt in chunks, and after one whose beginning a request without drafts has computed. It looks at the last layer's output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import itertools
@@ -15,7 +16,7 @@ import torch
 from kernels import _load, latent_attention, sampling, wide_linear, wide_quantized
 from kernels._load import ARCHITECTURES, SOURCES, Gpu, KernelError, compile_source, find_nvcc, target_of
 from kernels._signature import formats_of, kernels_of
-from kernels.attention import Heads, choose_shape
+from kernels.attention import Heads, _shared_bytes, choose_shape
 from kernels.structs import StepSizes, format_of
 
 GPUS = {
@@ -141,6 +142,13 @@ def test_every_shape_fits_the_gpu(architecture: str) -> None:
             assert head_dim == 256 and gpu.block_memory < 110_000, error
         else:
             assert gpu.has_clusters or defines["CLUSTER"] == 1
+        for batch, queries in ((1, 1), (32, 1), (8, 17)):
+            with contextlib.suppress(KernelError):
+                plain = choose_shape(batch, queries, 16, (32, 8, head_dim), torch.bfloat16, False, gpu)
+                codes = choose_shape(batch, queries, 16, (32, 8, head_dim), torch.bfloat16, False, gpu, is_e4m3=True)
+                shape = [codes[key] for key in ("MAX_ROWS", "HEAD_DIM", "CLUSTER", "STAGES", "TILE")]
+                assert _shared_bytes(*shape, True) * codes["MIN_CTAS"] <= gpu.shared_memory - 1024 * codes["MIN_CTAS"]
+                assert plain["STAGES"] <= codes["STAGES"] <= 2 * plain["STAGES"]
 
 
 KERNELS = [(path, name) for path in sorted(SOURCES.glob("*.cu")) for name in kernels_of(path)]

@@ -150,13 +150,19 @@ def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypat
 
 
 def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None:
-    """Up to the order of sums, whose rounding optimizers make as large as the smallest gradients' steps: of few weights it shows."""
+    """Means of gradients are the same up to the order of sums. Optimizers make the rounding of the smallest ones as large as any step, so that a few
+    weights may go the other way."""
     for count in (1, 2):
         assert main(flags(folder, text, tmp_path / str(count), kind="dspark", processes=count, steps=2)) == 0
-    one, two = (torch.load(tmp_path / str(count) / "checkpoint.pt", weights_only=True)["drafter"] for count in (1, 2))
-    for name, weight in one.items():
-        apart = (two[name] - weight).abs()
-        assert (apart > 2e-3).float().mean() < 1e-3 and apart.max() < 2e-2, name
+    one, two = (torch.load(tmp_path / str(count) / "checkpoint.pt", weights_only=True) for count in (1, 2))
+    for optimizer, other in zip(one["optimizers"], two["optimizers"], strict=True):
+        for number, state in optimizer["state"].items():
+            for name in state.keys() & {"momentum", "exp_avg", "exp_avg_sq"}:
+                apart = (other["state"][number][name] - state[name]).norm() / state[name].norm()
+                assert state[name].numel() == 1 or apart < 2e-3, (number, name)
+    for name, weight in one["drafter"].items():
+        is_apart = (two["drafter"][name] - weight).abs() > 2e-3
+        assert is_apart.float().mean() < 1e-3, name
 
 
 def test_answers_of_the_model_itself(folder: Path, tmp_path: Path) -> None:

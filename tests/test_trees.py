@@ -12,6 +12,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
+from backend.step.scores import score_emitted
 from kernels import ops, reference, structs
 from kernels.plain_attention import PlainAttention
 from kernels.request_state import Admission
@@ -337,3 +338,15 @@ def test_the_test_above_catches_siblings_without_residual() -> None:
     spans, _ = draw_spans(PARENTS, LIKELY, careless, 40)
     with pytest.raises(AssertionError):
         assert_follows(spans, of_pairs(), spans.total())
+
+
+def test_scores_of_a_path() -> None:
+    """Of the rows that it goes through; what it says past the tokens that are emitted may be anything."""
+    raw, emitted = torch.randn(7, 50), torch.tensor([[3, 4, 5, -1], [6, -1, -1, -1]], dtype=torch.int32)
+    path = torch.tensor([[0, 2, 3, 99], [0, 2**31 - 1, -(2**31), 4]], dtype=torch.int32)
+    scores = torch.zeros(2, 4, 5, dtype=torch.int32)
+    score_emitted(scores, raw, emitted, torch.tensor([0, 4, 7], dtype=torch.int32), path)
+    logprobs = raw.log_softmax(dim=-1)
+    found = scores[..., 0].view(torch.float32)
+    for own, (row, token) in ((found[0, 0], (0, 3)), (found[0, 1], (2, 4)), (found[0, 2], (3, 5)), (found[1, 0], (4, 6))):
+        torch.testing.assert_close(own, logprobs[row, token])

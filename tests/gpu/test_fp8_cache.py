@@ -68,6 +68,7 @@ def test_append_kv(num_heads: int, num_kv: int, size: int, dtype: torch.dtype, d
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize(("num_heads", "rank", "dim"), [(16, 512, 64), (3, 11, 6)])
 def test_append_latent(num_heads: int, rank: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Latents become the twin's codes, or the next ones; keys, as in `test_append_kv`, are as near to exact ones."""
     entries, norm = torch.randn(9, rank + dim, device=device).to(dtype), (1 + 0.1 * torch.randn(rank, device=device)).to(dtype)
     query = torch.randn(9, num_heads, 24 + dim, device=device).to(dtype)
     cos, sin = (torch.randn(9, 1, dim, device=device).to(dtype) for _ in range(2))
@@ -78,12 +79,14 @@ def test_append_latent(num_heads: int, rank: int, dim: int, dtype: torch.dtype, 
     append_latent(query, entries, norm, 1e-6, cos, sin, slots, pages, scales)
     torch.testing.assert_close(query.cpu(), turned, rtol=2e-2, atol=2e-2)
     got, expected = pages.cpu().float(), twin.float()
-    assert torch.equal(pages.cpu().view(torch.uint8) == 0x55, twin.view(torch.uint8) == 0x55)
+    is_written = twin.view(torch.uint8) != 0x55
+    assert torch.equal(pages.cpu().view(torch.uint8) != 0x55, is_written)
     assert (got == expected).float().mean() > 0.95
-    # The next code, where a number was rounded elsewhere before; of turned ones it is a sum that was.
-    torch.testing.assert_close(got[..., :rank], expected[..., :rank], rtol=0.13, atol=2.0**-8)
-    turned_by = float(cos.abs().max() + sin.abs().max()) * float(entries[:, rank:].abs().max()) * torch.finfo(dtype).eps
-    torch.testing.assert_close(got[..., rank:], expected[..., rank:], rtol=0.13, atol=2.0**-8 + turned_by / float(scales.keys.min()))
+    torch.testing.assert_close(got[..., :rank], expected[..., :rank], rtol=0.13, atol=2.0**-8)  # the next code, where a number was rounded elsewhere
+    exact = torch.zeros(pages.shape, dtype=torch.float64)
+    append_latent(*(x.cpu().double() for x in (query, entries, norm)), 1e-6, cos.cpu().double(), sin.cpu().double(), slots.cpu(), exact)
+    errors = [((own * scales.keys.cpu() - exact) * is_written)[..., rank:].norm() for own in (got.double(), expected.double())]
+    assert errors[0] <= 1.01 * errors[1], errors
 
 
 CASES = [
@@ -213,5 +216,5 @@ def test_drafts_change_nothing() -> None:
 
     equal = sum(one == other for one, other in zip(answer(exact, "none"), answer(exact, "mtp"), strict=True))
     print(f"float32: {equal} of {len(encoded)} answers are the same")
-    assert equal >= 24
+    assert equal >= 28
     check_only_ties_differ(half, exact, encoded, answer(half, "none"), [answer(half, "mtp")])
