@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             for (int k0 = 0; k0 < K_STEPS; k0 += BATCH) {
                 uint32_t b[BATCH][4];
 #pragma unroll
-                for (int k = 0; k < BATCH; k += E4M3 ? 2 : 1) load_matrices(b[k], keys ^ (E4M3 ? (k0 + k) << 4 : (k0 + k) << 5));
+                for (int k = 0; k < BATCH; k += E4M3 ? 2 : 1) load_matrices(b[k], keys ^ ((k0 + k) << STEP_SHIFT));
 #pragma unroll
                 for (int k = 0; k < BATCH; ++k) {
                     if (E4M3 && k % 2 == 0) expand_keys(b[k], b[k + 1]);
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             auto load_values = [&](int k) {
                 if (E4M3 && k % 2) return;  // there already
 #pragma unroll
-                for (int p = 0; p < PAIRS; ++p) load_transposed(v[k][p], (values ^ (E4M3 ? p << 4 : p << 5)) + k * 16 * HELD_BYTES);
+                for (int p = 0; p < PAIRS; ++p) load_transposed(v[k][p], (values ^ (p << STEP_SHIFT)) + k * 16 * HELD_BYTES);
             };
             if (IS_EARLY) {
 #pragma unroll

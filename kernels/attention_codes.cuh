@@ -12,6 +12,8 @@ __device__ __forceinline__ uint32_t code_place(int row, int chunk) {
     return row * HELD_BYTES + ((chunk ^ (HELD_BYTES >= 128 ? row & 7 : row >> 1 & 3)) << 4);
 }
 
+constexpr int STEP_SHIFT = E4M3 ? 4 : 5;  // the address of n times sixteen columns on is that of even chunks xor n << STEP_SHIFT
+
 // What a thread copies of a tile: sixteen codes of a row.
 template <typename Action>
 __device__ __forceinline__ void for_codes(Action action) {
