@@ -111,21 +111,24 @@ class Worker:
         # OpenMP keeps a pool for every thread that ever ran in parallel, and sleeps at each barrier once the pools together
         # outnumber the cores: loading must not leave one behind, for the steps may run on another thread.
         with cpu_threads(1):
-            self.model: Model = load_model(
-                config.model,
-                self.dtype,
-                self.device,
-                ranks,
-                load_format=config.load_format,
-                max_model_len=config.max_model_len,
-                is_expert_parallel=config.parallel_config.expert_parallel,
-                quantization=config.rounding,
-                reads_cache_scales=self.cache_dtype == ops.E4M3 and config.kv_cache_scales == "auto",
-            )
-            self.drafter = load_step_drafter(config, self.model, self.dtype, self.device, ranks)
-            check_max_model_len(config.max_model_len, self.model.max_model_len)
-            is_e4m3 = self.cache_dtype == ops.E4M3
-            scales = {"cache_scales": scale_cache(config, self.model, self.dtype, self.device, ranks)} if is_e4m3 else {}
+            self._load(config, ranks)
+
+    def _load(self, config: EngineConfig, ranks: Ranks) -> None:
+        self.model: Model = load_model(
+            config.model,
+            self.dtype,
+            self.device,
+            ranks,
+            load_format=config.load_format,
+            max_model_len=config.max_model_len,
+            is_expert_parallel=config.parallel_config.expert_parallel,
+            quantization=config.rounding,
+            reads_cache_scales=self.cache_dtype == ops.E4M3 and config.kv_cache_scales == "auto",
+        )
+        self.drafter = load_step_drafter(config, self.model, self.dtype, self.device, ranks)
+        check_max_model_len(config.max_model_len, self.model.max_model_len)
+        is_e4m3 = self.cache_dtype == ops.E4M3
+        scales = {"cache_scales": scale_cache(config, self.model, self.dtype, self.device, ranks)} if is_e4m3 else {}
         self.max_model_len = config.max_model_len or self.model.max_model_len
         self.max_num_batched_tokens = config.max_num_batched_tokens_on(self.device.type)
         specs = self.model.cache_specs(self.cache_dtype)
