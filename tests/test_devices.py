@@ -1,9 +1,12 @@
-"""Which device and type `auto` stands for, on machines that have a GPU, half of one, and none."""
+"""Which device and type `auto` stands for, on machines that have a GPU, half of one, and none; and CPU threads."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from backend.devices import pick_device, pick_dtype
 from backend.errors import ConfigError
 from backend.parallel.ranks import Ranks
 from kernels._load import KernelError
+from tests.conftest import ROOT
 
 NVCC = "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: install CUDA's compiler, or use --device cpu"
 
@@ -116,3 +120,26 @@ def test_a_group_without_exchanges_does_not_pretend_to_exchange() -> None:
     for exchange in (pair.all_reduce, lambda x: pair.gather_vocabulary(x, 6)):
         with pytest.raises(AssertionError, match="a group of several ranks has exchanges"):
             exchange(x)
+
+
+LOADING = """
+import os, threading, torch
+from backend import LLM
+
+def count_native():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+torch.set_num_threads(2)
+before = count_native()
+llm = LLM(kv_cache_memory="16MiB", speculative_config={"method": "mtp"})
+print("left behind:", count_native() - before)
+torch.zeros(10**6).add_(1)
+print("of one operation:", count_native() - before)
+"""
+
+
+def test_loading_leaves_no_pool_of_threads_behind() -> None:
+    """A second one beside that of the thread which runs steps makes OpenMP sleep at every barrier: served tokens took half as long again."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    ran = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=True)
+    assert ran.stdout.splitlines()[-2:] == ["left behind: 0", "of one operation: 1"], ran.stdout
