@@ -236,7 +236,7 @@ def test_decode_goes_under_load(supervised, gateway, how):
     supervised.await_ready()
     assert_serves(supervised.server)
     wait_for(lambda: gateway.health() == 200, "the good news at the gateway", 10)
-    assert supervised.counts() == {**before, "decode": before["decode"] + 1, "server": before["server"] + 1}
+    supervised.assert_went(before, "decode", "server")
 
 
 _ptrace = ctypes.CDLL(None, use_errno=True).ptrace
@@ -298,7 +298,7 @@ def test_the_engine_hangs_in_a_process_that_lives(supervised, gateway):
     supervised.await_ready()
     assert_serves(server)
     wait_for(lambda: gateway.health() == 200, "the good news at the gateway", 10)
-    assert supervised.counts() == {**before, "decode": before["decode"] + 1, "server": before["server"] + 1}
+    supervised.assert_went(before, "decode", "server")
 
 
 def test_the_tokenizer_is_killed_under_load(supervised):
@@ -317,22 +317,27 @@ def test_the_tokenizer_is_killed_under_load(supervised):
         stream.thread.join(60)
         assert stream.error is None and stream.num_tokens == 400
     assert_serves(server)
-    assert supervised.counts() == {**before, "tokenizer": before["tokenizer"] + 1} and supervised.pid == generation
+    supervised.assert_went(before, "tokenizer")
+    assert supervised.pid == generation
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_the_drafter_goes_under_load(supervised, how):
     """Nobody has an error: decoding goes on plainly, then with drafts again."""
     server, before, generation = supervised.server, supervised.counts(), supervised.pid
+    stub = supervised.stub("mtp_drafter")
+    # With calls in its hands, but between two of them: one that goes while it holds a lock of the shared memory takes the server along (Triton's).
+    os.kill(stub, signal.SIGSTOP)
     streams = open_streams(server, max_tokens=200, speculative=None)
-    os.kill(supervised.stub("mtp_drafter"), how)
+    os.kill(stub, how)
     wait_for(lambda: supervised.counts()["mtp_drafter"] == before["mtp_drafter"] + 1, "the news of it", 20)
     assert supervised.health()[0] == 200, "it answers without a drafter too"
     for stream in streams:
         stream.thread.join(60)
         assert stream.error is None and stream.num_tokens == 200
     supervised.await_ready()
-    assert supervised.counts() == {**before, "mtp_drafter": before["mtp_drafter"] + 1} and supervised.pid == generation
+    supervised.assert_went(before, "mtp_drafter")
+    assert supervised.pid == generation
 
     def drafts() -> bool:
         return Client(server.grpc).generate("x = [1, 2, 3, 4, 5, 6, ", **SHORT)[0].speculation["drafted"] > 0
