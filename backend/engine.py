@@ -322,7 +322,7 @@ class Engine:
                 self._open.fail(own, error)
             except Exception as error:  # it belongs to this request only
                 self._open.fail_internally(own, error)
-        self.planner.observe(step, results.outcomes, times.forward + times.decide, draft_seconds)
+        self.planner.observe(step, results.outcomes, times.forward + times.decide, draft_seconds, times.drafts)
         self.planner.keep_pages(step.entries)
 
     def _finish_all(self) -> None:

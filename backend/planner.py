@@ -108,7 +108,7 @@ class Planner:
             self._put_pages(plan, own, entry.request)
             is_prompt = id(entry) not in decoding_ids
             rows.append(self._row(step, entry, own, is_prompt))
-        plan.least_standing = int(self._budget.least_standing() * MILLION)
+        plan.least_standing, plan.trust = int(self._budget.least_standing() * MILLION), int(self._budget.trust * MILLION)
         self._budget.expect_drafts(plan.num_model_drafts, step.num_asked)
         plan.fields = np.zeros((NUM_FIELDS, len(entries)), dtype=np.int32)
         plan.fields[:PREFIX_GROUP] = np.array(rows, dtype=np.int32).T
@@ -269,7 +269,7 @@ class Planner:
         """Notes one row's outcome, before its tokens are booked -> who made each of the drafts that it verified."""
         entry = step.entries[number]
         request, verified, made = entry.request, step.verified[number], step.made[number]
-        made.score, made.chances = outcome.lookup_score, outcome.draft_chances
+        made.note(outcome.lookup_score, outcome.draft_chances, self._drafters.model_name, self._drafters.lookup_name)
         who = verified.who(outcome.num_drafts, self._drafters.lookup_name)
         known = self._known.get(request.request_id)
         if known is None:
@@ -290,8 +290,10 @@ class Planner:
             self._budget.learn(request, chain, outcome.num_accepted, verified.has_model and not verified.is_alone, tree)
         return who
 
-    def observe(self, step: PlannedStep, outcomes: Sequence[Outcome], verify_seconds: float, draft_seconds: float) -> None:
-        """A step's times, after its rows were read."""
+    def observe(
+        self, step: PlannedStep, outcomes: Sequence[Outcome], verify_seconds: float, draft_seconds: float, draft_ends: Sequence[float] = ()
+    ) -> None:
+        """A step's times, after its rows were read. draft_ends: see `StepTimes.drafts`."""
         plan = step.plan
         may_draft = [number for number, limit in enumerate(step.limits) if limit]
         num_drafts = sum(outcomes[number].num_drafts for number in may_draft)
@@ -306,6 +308,7 @@ class Planner:
             has_prompts=plan.num_prompts > 0,
             verify_seconds=verify_seconds,
             draft_seconds=draft_seconds,
+            draft_ends=draft_ends,
             num_model=num_model,
             num_asked=num_asked,
             is_catching_up=step.is_catching_up,

@@ -64,7 +64,8 @@ class Supervised:
     def assert_went(self, before: dict[str, int], *names: str) -> None:
         """That since those counts() each of these went once and nothing else did; if not, what the supervisor has said."""
         expected = {name: count + (name in names) for name, count in before.items()}
-        assert self.counts() == expected, "\n".join(line for line in self.server.log.read_text("utf-8", "replace").splitlines() if " foretoken: " in line)
+        said = [line for line in self.server.log.read_text("utf-8", "replace").splitlines() if " foretoken: " in line]
+        assert self.counts() == expected, "\n".join(said)
 
     def await_ready(self, seconds: float = 90) -> None:
         wait_for(lambda: self.health()[0] == 200 and all(m["state"] == "up" for m in self.health()[1]["models"].values()), "readiness", seconds)

@@ -20,7 +20,7 @@ from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own
 from backend.budget.limits import Group, Limits
-from backend.budget.prices import PRIOR_VALUE, SMOOTHING, Prices
+from backend.budget.prices import PRIOR_CHANCE, PRIOR_VALUE, SMOOTHING, Prices
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival, by_match
 from backend.core import NEVER, Branches, Chain, Request
@@ -51,7 +51,7 @@ ALONE_SMOOTHING = 0.1
 OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
 RECOVERY = 0.05
-"""Of a request that the model is not asked for: how far what its drafts are held to be worth goes back to what they are worth for all."""
+"""Of a request that the model is not asked for: how far the chance of its first draft goes back to that of all."""
 MAX_PENDING = 16
 DRAFTS = tuple(float(n) for n in range(17))
 
@@ -71,7 +71,7 @@ class DraftBudget:
         self._explorers: frozenset[str] = frozenset()
         self._is_trial = self._is_plain = False
         self._next_draft_seconds = 0.0
-        self._values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
+        self._chances: dict[Kind, float] = defaultdict(lambda: PRIOR_CHANCE)  # of the model's first draft
         self._lookup_values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
         self._alone: dict[int, tuple[float, int]] = {}  # by promise; of so many steps, one of them a prior
@@ -89,7 +89,7 @@ class DraftBudget:
             kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
             # Where a tree's drafts are not known, it is as large as it was configured: what fewer would bring, evidence by place does not say.
             is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED and (self._is_exact or not speculation.num_nodes)
-            own = self._own[request.request_id] = Own(ability, kind, is_paced, self._values[kind], self._lookup_values[kind])
+            own = self._own[request.request_id] = Own(ability, kind, is_paced, self._chances[kind], self._lookup_values[kind])
         return own
 
     def stop(self, request: Request) -> None:
@@ -274,7 +274,7 @@ class DraftBudget:
             count = count if own.num_steps % TRY_EVERY == 0 else 0
         own.was_asked = count > 0
         if own.is_paced and own.ability.num_model and not count:
-            own.value += RECOVERY * (self._values[own.kind] - own.value)
+            own.chance += RECOVERY * (self._chances[own.kind] - own.chance)
         return count
 
     def num_lookup(self, request: Request) -> int:
@@ -304,6 +304,11 @@ class DraftBudget:
             return 0.0
         return self._prices.least_standing
 
+    @property
+    def trust(self) -> float:
+        """The power of the model's greatest probability at a draft that says how likely it stands."""
+        return self._prices.trust
+
     def expect_drafts(self, num_drafts: int, num_requests: int) -> None:
         """What the model drafter is to make at the end of the step that is planned: it is a part of the step's time."""
         self._next_draft_seconds = self._costs.draft(num_drafts, num_requests)
@@ -325,10 +330,12 @@ class DraftBudget:
             own.lookup_value += OWN_SMOOTHING * (num_accepted - own.lookup_value)
             self._lookup_values[own.kind] += SMOOTHING * (num_accepted - self._lookup_values[own.kind])
         elif has_model:
-            right = min(num_accepted, sum(evidence.source == own.ability.model for evidence in chain))
-            self._prices.note_model(right, len(chain))
-            own.value += OWN_SMOOTHING * (right - own.value)
-            self._values[own.kind] += SMOOTHING * (right - self._values[own.kind])
+            made = [evidence for evidence in chain if evidence.source == own.ability.model]
+            right = min(num_accepted, len(made))
+            self._prices.note_model(right, made if tree is None else ())
+            if made:
+                own.chance += OWN_SMOOTHING * ((right > 0) - own.chance)
+                self._chances[own.kind] += SMOOTHING * ((right > 0) - self._chances[own.kind])
         if request.speculation.num_speculative_tokens:
             self.chosen.observe(len(chain))
 
@@ -344,11 +351,13 @@ class DraftBudget:
         draft_seconds: float,
         num_model: int,
         num_asked: int,
+        draft_ends: Sequence[float] = (),
         is_catching_up: bool = False,
     ) -> None:
         """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its
         drafts that were verified, and those accepted; num_rows: that were computed; num_model: most drafts that the model made for one of
-        num_asked requests; is_catching_up: it computed more than the step's own tokens. Steps with prompts in them say nothing about times."""
+        num_asked requests; draft_ends: where it is known, when the model had made each of them; is_catching_up: it computed more than the step's
+        own tokens. Steps with prompts in them say nothing about times."""
         by_kind: dict[Kind, tuple[list[int], list[int], list[int]]] = {}
         for (request, limit, has_model), (drafts, accepted) in zip(limits, outcomes, strict=True):
             known = self._own.get(request.request_id)
@@ -365,7 +374,7 @@ class DraftBudget:
             return
         self._costs.add_verify(num_rows, verify_seconds, num_requests)
         if num_model and num_asked and not is_catching_up:
-            self._prices.observe_draft(num_model, num_asked, draft_seconds)
+            self._prices.observe_draft(num_model, num_asked, draft_seconds, draft_ends)
         if num_requests and (self._applied is not None or self._is_exact):
             self._prices.observe(num_requests, outcomes, None if is_catching_up else draft_seconds)
             if limits and not num_asked:

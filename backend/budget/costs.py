@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
+from collections.abc import Sequence
 
 from backend.budget.times import MAX_RATIO, Times, bucket_of
 
@@ -46,8 +47,11 @@ class StepCosts:
         self._verify.add(rows, seconds)
         self._verify_by[bucket_of(num_requests)].add(rows, seconds)
 
-    def add_draft(self, num_drafts: int, num_requests: int, seconds: float) -> None:
-        """num_drafts: the most that the model made for a request."""
+    def add_draft(self, num_drafts: int, num_requests: int, seconds: float, ends: Sequence[float] = ()) -> None:
+        """num_drafts: the most that the model made for a request; ends: when each of them was made, of which fewer drafts' times are known too,
+        and what one more takes from one and the same step."""
+        for number, end in enumerate(ends[: num_drafts - 1], 1):
+            self._draft[number].add(num_requests, end + seconds - ends[-1])
         self._draft[num_drafts].add(num_requests, seconds)
 
     def add_rest(self, seconds: float) -> None:

@@ -54,6 +54,11 @@ def by_probability(source: str, chances: Sequence[float], num_matched: int = 0) 
     return [_of_share(source, matched, min(place, MAX_PLACES - 1), min(int(NUM_SHARES * chance), NUM_SHARES)) for place, chance in enumerate(chances)]
 
 
+def has_probability(evidence: Evidence) -> bool:
+    """Its guess is how likely its drafter said that the draft is."""
+    return evidence.bucket < PLACES
+
+
 def by_branch(source: str, chances: Sequence[float], parents: Sequence[int]) -> list[Evidence]:
     """Of the drafts of a tree, by how likely its drafter says that each is after the one before it. parents: as `Survival.survivals` takes them."""
     depths: list[int] = []

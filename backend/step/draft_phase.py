@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 
 import torch
@@ -149,10 +150,12 @@ class DraftPhase:
                 logits = mask_draft(logits, table, step.indices, number, self.grammars)
             if chances is not None:
                 own = greatest_probability(logits)
-                chances[step.indices.long(), number] = own
-                together *= own
+                chances[step.indices.long(), number] = own if is_ended is None else own * (is_ended == 0)
+                together *= own**shape.trust
             chosen = self._choose_draft(step, logits, number)
             ops.append_draft(packed, lengths, table, fields, chosen, self._page_table, sizes, number, is_ended)
+            if step.fields.device.type == "cpu":
+                step.draft_ends.append(time.perf_counter())
             if chances is not None and float(together.sum()) < shape.least_standing:
                 break
             if number + 1 < shape.num_model_drafts:

@@ -12,7 +12,7 @@ from backend.core import NEVER
 from kernels.request_state import Admission
 from kernels.structs import COUNT, EMITS, FIRST, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, NUM_FIELDS, PREFIX_GROUP
 
-VERSION = 4
+VERSION = 5
 MILLION = 1_000_000
 
 
@@ -41,8 +41,10 @@ class StepPlan:
     num_model_drafts: int = 0
     """Most drafts that the model drafter makes for a row."""
     least_standing: int = 0
-    """Millionths of a request: the model makes no more drafts once all drafts so far stand for fewer requests than that, by the greatest
-    probability at each. On CPU with one rank; elsewhere a step makes as many as it was planned with."""
+    """Millionths of a request: the model makes no more drafts once all drafts so far stand for fewer requests than that. On CPU with one rank;
+    elsewhere a step makes as many as it was planned with."""
+    trust: int = MILLION
+    """Millionths: the power of the greatest probability at a draft that says how likely it stands after those before it."""
     options: int = 0
     """Bits of `backend.step.options.Options`."""
     has_lookup: bool = False

@@ -25,6 +25,8 @@ class StepShape:
     num_model_drafts: int = 0
     least_standing: float = 0.0
     """See `StepPlan.least_standing`, in requests; captured shapes have 0."""
+    trust: float = 1.0
+    """See `StepPlan.trust`; captured shapes have 1."""
     has_lookup: bool = False
     has_lookup_alone: bool = False
     has_prefixes: bool = False
@@ -71,6 +73,8 @@ class StepTensors:
     draft_attention: ops.StepAttention | None = None
     report: torch.Tensor | None = None
     """[B, REPORT_HEAD + K] int32: what the step drafted for the next one; of a request table with trees [B, REPORT_HEAD + 2 K], parents last."""
+    draft_ends: list[float] = field(default_factory=list)
+    """When each of the model drafter's drafts was made (`time.perf_counter`), on CPU."""
     chances: torch.Tensor | None = None
     """[S, K] float32 by request index: the greatest probability that the model drafter gave at each draft, of a tree the draft's own; on CPU."""
 

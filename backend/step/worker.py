@@ -55,6 +55,8 @@ class StepTimes:
     forward: float = 0.0
     decide: float = 0.0
     draft: float = 0.0
+    drafts: tuple[float, ...] = field(default=(), kw_only=True)
+    """Of the phase draft, until each of the model drafter's drafts was made; where they are made one after the other on CPU."""
 
     @property
     def total(self) -> float:
@@ -244,7 +246,7 @@ class Worker:
             self._write(plan, words)
             step = self.program.make_tensors(self._shape(plan, plan.num_rows), fields)
             times = self.program.run(step)
-            seconds = StepTimes(*(end - begin for begin, end in zip(times, times[1:])))
+            seconds = StepTimes(*(end - begin for begin, end in zip(times, times[1:])), drafts=tuple(end - times[-2] for end in step.draft_ends))
             read = _host_copies(step)
             results = Results(self._read(plan, read), read.rows[: plan.num_rows], seconds)
         return Launched(lambda: results, lambda: True)
@@ -281,6 +283,7 @@ class Worker:
             num_queries=plan.num_queries,
             num_model_drafts=plan.num_model_drafts,
             least_standing=plan.least_standing / MILLION if self._stops_early else 0.0,
+            trust=plan.trust / MILLION if self._stops_early else 1.0,
             has_lookup=plan.has_lookup,
             has_lookup_alone=plan.has_lookup_alone,
             has_prefixes=plan.has_prefixes,
