@@ -37,6 +37,8 @@ PLAIN_EVERY = 4
 """Trials of which one begins with a step that verifies nothing: what that takes is what all else is held against."""
 TRIAL_STEPS = 2
 """A model drafter that was not asked for long catches up in the first; the second is what can be measured."""
+MAX_DEPTHS = 8
+"""Numbers of the model's drafts that are weighed, beside all that it may make."""
 MAX_EXPLORERS = 2
 """Requests that a trial takes where others do without: a model drafter has to catch up for each."""
 TRY_EVERY = 32
@@ -128,7 +130,7 @@ class DraftBudget:
         self._costs.begin(num_requests)
         top = max((r.speculation.num_speculative_tokens for r in paced if not r.speculation.num_nodes), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
-        prices.begin(num_requests, able)
+        prices.begin(num_requests, able, self._depths(able))
         prices.speed = prices.usual_speed if self._is_exact else speed
         if not paced:
             return
@@ -136,6 +138,13 @@ class DraftBudget:
         self._applied, self._applied_model = self._limits.chosen
         if not self._has_prompts and self._steps >= EXPLORE_EVERY and self._steps % EXPLORE_EVERY < TRIAL_STEPS:
             self._explore(paced, top)
+
+    def _depths(self, able: Sequence[Own]) -> list[int]:
+        """Numbers of drafts that the model may be asked for: the first few, and all; where one limit holds for all requests, that."""
+        most = max((own.ability.num_model for own in able), default=0)
+        if self._is_exact or not self._limits.chosen[0]:
+            return [*range(1, min(most, MAX_DEPTHS) + 1), *([most] if most > MAX_DEPTHS else [])]
+        return [min(most, self._limits.chosen[0])] if most else []
 
     def _explore(self, paced: Sequence[Request], top: int) -> None:
         """Something else for this step."""

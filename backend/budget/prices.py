@@ -17,13 +17,11 @@ PRIOR_VALUE, PRIOR_DRAFTS, PRIOR_CHANCE = 1.5, 2.0, 0.7
 it."""
 SMOOTHING = 0.05
 """Share of the newest step in means."""
-CHANCE_SMOOTHING = 0.01
+CHANCE_SMOOTHING, MAX_CHANCE = 0.01, 0.99
 PRIOR_TRUST, MIN_TRUST, TRUST_RATE = 0.7, 0.2, 0.02
 """Of the power of a greatest probability: small drafters are right more often than they say."""
 CHEAP = 0.01
 """Share of a step's time that lookups may take whatever they bring."""
-MAX_DEPTHS = 8
-"""Numbers of the model's drafts that are weighed, the first ones, and all that it may make."""
 SLOPE = 4
 """Times as many rows tell what one more takes."""
 
@@ -59,31 +57,27 @@ class Prices:
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def begin(self, num_requests: int, able: Sequence[Own]) -> None:
-        """able: those of the step's requests that a model may draft for."""
+    def begin(self, num_requests: int, able: Sequence[Own], depths: Sequence[int]) -> None:
+        """able: those of the step's requests that a model may draft for; depths: as many drafts as it may be asked for."""
         verify, others = self._costs.verify, num_requests - 1
         self.row_seconds = (verify(SLOPE * num_requests) - verify(num_requests)) / ((SLOPE - 1) * num_requests)
         self._rows, self._rest, self._times = num_requests + others * self._mean_drafts, others * self.draft_seconds, []
         self._other_tokens = others * self._mean_tokens
-        asking = [own.chance for own in able if self.model_worth(own) > 0]  # by the step before
+        asking = [own for own in able if self.model_worth(own) > 0] or able  # by the step before
         self._num_requests, self._num_asking = num_requests, len(asking)
-        self._weigh_model(sum(asking), len(able), max((own.ability.num_model for own in able), default=0))
+        self._weigh_model(sum(own.chance for own in asking), len(able), depths)
 
-    def _weigh_model(self, chances: float, num_able: int, most: int) -> None:
+    def _weigh_model(self, chances: float, num_able: int, depths: Sequence[int]) -> None:
         """By as many drafts as bring most: what fewer have brought lately says nothing against asking for more. chances: the sum of those of the
         first draft."""
         costs, requests, number = self._costs, self._num_requests, self._num_asking
         plain = costs.verify(requests)
-        best, reach, last = requests / max(plain, 1e-9), 0.0, 1.0
-        self.is_model_worth, self._depth, self._reach = not plain, 1, 1.0
-        for depth in range(1, most + 1):
-            reach, last = reach + last, last * self._chance
-            if not number or MAX_DEPTHS < depth < most:
-                continue
-            speed = (requests + chances * reach) / max(costs.draft(depth, number) + costs.verify(requests + number * depth), 1e-9)
-            if speed > best or depth == 1:
-                self.is_model_worth |= speed > best
-                best, self._depth, self._reach = speed, depth, reach
+        self.is_model_worth, self._depth, self._reach, best = not plain, 1, 1.0, 0.0
+        for depth in depths if number and plain else ():
+            reach = (1 - self._chance**depth) / (1 - self._chance)
+            speed = (requests + chances * reach) / (costs.draft(depth, number) + costs.verify(requests + number * depth))
+            if speed > best:
+                self.is_model_worth, self._depth, self._reach, best = speed > requests / plain, depth, reach, speed
         self._asking_gain = chances * self._reach
         half = num_able // 2
         one = (costs.draft(self._depth, num_able) - costs.draft(self._depth, half)) / max(1, num_able - half)
@@ -150,7 +144,7 @@ class Prices:
         for place, evidence in enumerate(made[: num_right + 1]):
             is_right = place < num_right
             if place:
-                self._chance += CHANCE_SMOOTHING * (is_right - self._chance)
+                self._chance += CHANCE_SMOOTHING * (min(is_right, MAX_CHANCE) - self._chance)
             if has_probability(evidence):
                 self.trust += TRUST_RATE * (evidence.guess**self.trust - is_right)
         self.trust = min(max(self.trust, MIN_TRUST), 1 / MIN_TRUST)
