@@ -22,6 +22,9 @@ PRIOR_TRUST, MIN_TRUST, TRUST_RATE = 0.7, 0.2, 0.02
 """Of the power of a greatest probability: small drafters are right more often than they say."""
 CHEAP = 0.01
 """Share of a step's time that lookups may take whatever they bring."""
+MODEL_GAIN = 1.1
+"""Times the speed of plain steps that a model drafter has to promise: unequal counts of rows and its catching up take time that is not in those
+of rows and drafts."""
 SLOPE = 4
 """Times as many rows tell what one more takes."""
 
@@ -77,7 +80,7 @@ class Prices:
             reach = (1 - self._chance**depth) / (1 - self._chance)
             speed = (requests + chances * reach) / (costs.draft(depth, number) + costs.verify(requests + number * depth))
             if speed > best:
-                self.is_model_worth, self._depth, self._reach, best = speed > requests / plain, depth, reach, speed
+                self.is_model_worth, self._depth, self._reach, best = speed > MODEL_GAIN * requests / plain, depth, reach, speed
         self._asking_gain = chances * self._reach
         half = num_able // 2
         one = (costs.draft(self._depth, num_able) - costs.draft(self._depth, half)) / max(1, num_able - half)
