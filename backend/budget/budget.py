@@ -20,7 +20,7 @@ from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own
 from backend.budget.limits import Group, Limits
-from backend.budget.prices import PRIOR_CHANCE, PRIOR_VALUE, SMOOTHING, Prices
+from backend.budget.prices import PRIOR_VALUE, SMOOTHING, Prices
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival, by_match
 from backend.core import NEVER, Branches, Chain, Request
@@ -37,8 +37,6 @@ PLAIN_EVERY = 4
 """Trials of which one begins with a step that verifies nothing: what that takes is what all else is held against."""
 TRIAL_STEPS = 2
 """A model drafter that was not asked for long catches up in the first; the second is what can be measured."""
-MAX_DEPTHS = 8
-"""Numbers of the model's drafts that are weighed, beside all that it may make."""
 MAX_EXPLORERS = 2
 """Requests that a trial takes where others do without: a model drafter has to catch up for each."""
 TRY_EVERY = 32
@@ -53,7 +51,7 @@ ALONE_SMOOTHING = 0.1
 OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
 RECOVERY = 0.05
-"""Of a request that the model is not asked for: how far the chance of its first draft goes back to that of all."""
+"""Of a request that the model is not asked for: how far what its drafts are held to be worth goes back to what they are worth for all."""
 MAX_PENDING = 16
 DRAFTS = tuple(float(n) for n in range(17))
 
@@ -73,7 +71,7 @@ class DraftBudget:
         self._explorers: frozenset[str] = frozenset()
         self._is_trial = self._is_plain = False
         self._next_draft_seconds = 0.0
-        self._chances: dict[Kind, float] = defaultdict(lambda: PRIOR_CHANCE)  # of the model's first draft
+        self._values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
         self._lookup_values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
         self._alone: dict[int, tuple[float, int]] = {}  # by promise; of so many steps, one of them a prior
@@ -91,7 +89,7 @@ class DraftBudget:
             kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
             # Where a tree's drafts are not known, it is as large as it was configured: what fewer would bring, evidence by place does not say.
             is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED and (self._is_exact or not speculation.num_nodes)
-            own = self._own[request.request_id] = Own(ability, kind, is_paced, self._chances[kind], self._lookup_values[kind])
+            own = self._own[request.request_id] = Own(ability, kind, is_paced, self._values[kind], self._lookup_values[kind])
         return own
 
     def stop(self, request: Request) -> None:
@@ -130,7 +128,7 @@ class DraftBudget:
         self._costs.begin(num_requests)
         top = max((r.speculation.num_speculative_tokens for r in paced if not r.speculation.num_nodes), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
-        prices.begin(num_requests, able, self._depths(able))
+        prices.begin(num_requests, able)
         prices.speed = prices.usual_speed if self._is_exact else speed
         if not paced:
             return
@@ -138,13 +136,6 @@ class DraftBudget:
         self._applied, self._applied_model = self._limits.chosen
         if not self._has_prompts and self._steps >= EXPLORE_EVERY and self._steps % EXPLORE_EVERY < TRIAL_STEPS:
             self._explore(paced, top)
-
-    def _depths(self, able: Sequence[Own]) -> list[int]:
-        """Numbers of drafts that the model may be asked for: the first few, and all; where one limit holds for all requests, that."""
-        most = max((own.ability.num_model for own in able), default=0)
-        if self._is_exact or not self._limits.chosen[0]:
-            return [*range(1, min(most, MAX_DEPTHS) + 1), *([most] if most > MAX_DEPTHS else [])]
-        return [min(most, self._limits.chosen[0])] if most else []
 
     def _explore(self, paced: Sequence[Request], top: int) -> None:
         """Something else for this step."""
@@ -283,7 +274,7 @@ class DraftBudget:
             count = count if own.num_steps % TRY_EVERY == 0 else 0
         own.was_asked = count > 0
         if own.is_paced and own.ability.num_model and not count:
-            own.chance += RECOVERY * (self._chances[own.kind] - own.chance)
+            own.value += RECOVERY * (self._values[own.kind] - own.value)
         return count
 
     def num_lookup(self, request: Request) -> int:
@@ -341,10 +332,9 @@ class DraftBudget:
         elif has_model:
             made = [evidence for evidence in chain if evidence.source == own.ability.model]
             right = min(num_accepted, len(made))
-            self._prices.note_model(right, made if tree is None else ())
-            if made:
-                own.chance += OWN_SMOOTHING * ((right > 0) - own.chance)
-                self._chances[own.kind] += SMOOTHING * ((right > 0) - self._chances[own.kind])
+            self._prices.note_model(right, made if tree is None else (), len(chain))
+            own.value += OWN_SMOOTHING * (right - own.value)
+            self._values[own.kind] += SMOOTHING * (right - self._values[own.kind])
         if request.speculation.num_speculative_tokens:
             self.chosen.observe(len(chain))
 

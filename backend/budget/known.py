@@ -31,8 +31,8 @@ class Own:
     ability: Ability
     kind: Kind
     is_paced: bool
-    chance: float
-    """Of the model's first draft to be right, by the steps that verified one; a new request begins with that of others like it."""
+    value: float
+    """Drafts of the model that were right in a step, on average; a new request begins with that of others like it."""
     lookup_value: float
     """Those of lookups, where there is no model."""
     num_steps: int = 0

@@ -12,19 +12,15 @@ from backend.budget.known import Own
 from backend.budget.survival import has_probability
 from backend.core import Chain
 
-PRIOR_VALUE, PRIOR_DRAFTS, PRIOR_CHANCE = 1.5, 2.0, 0.7
-"""Before anything is measured: drafts that are right in a step, those that are verified, and the chance of one of the model's after those before
-it."""
+PRIOR_VALUE, PRIOR_MADE, PRIOR_CHANCE = 1.5, 2.0, 0.7
+"""Before anything is measured: the model's drafts that are right in a step, those that it makes, and the chance of one more."""
 SMOOTHING = 0.05
 """Share of the newest step in means."""
-CHANCE_SMOOTHING, MAX_CHANCE = 0.01, 0.99
+CHANCE_SMOOTHING = 0.01
 PRIOR_TRUST, MIN_TRUST, TRUST_RATE = 0.7, 0.2, 0.02
 """Of the power of a greatest probability: small drafters are right more often than they say."""
 CHEAP = 0.01
 """Share of a step's time that lookups may take whatever they bring."""
-MODEL_GAIN = 1.1
-"""Times the speed of plain steps that a model drafter has to promise: unequal counts of rows and its catching up take time that is not in those
-of rows and drafts."""
 SLOPE = 4
 """Times as many rows tell what one more takes."""
 
@@ -44,47 +40,41 @@ class Prices:
         """Of a request's step, on average."""
         self._num_requests = 1  # in the step
         self._num_asking = 0  # those of them that a model drafter may be worth its time for
-        self._num_asked = 1  # in the last step that asked any: a lookup in the step may draft in the model's place
-        self._asking_gain = 0.0  # what it brings them, in tokens
+        self._asking_value = 0.0  # what it brings them, in tokens
         self._asking_seconds = 0.0  # of one of them more
-        self._depth, self._reach = 1, 1.0  # drafts that it is best asked for; those that stand of so many where the first one does
         self._lookup_seconds = 0.0  # of a request's step without a model
-        self._mean_tokens, self._mean_drafts = PRIOR_VALUE, PRIOR_DRAFTS  # of a request's step: emitted, and drafts that were verified
+        self._num_made = self._num_checked = PRIOR_MADE  # drafts that the model makes in a step, and that are verified of a request's
+        self._mean_tokens, self._mean_drafts = PRIOR_VALUE, PRIOR_MADE  # of a request's step: emitted, and drafts that were verified
         # A step in which one request has no drafts, and the others what they have on average: rows, seconds beside those of rows.
         self._rows, self._rest = 1.0, 0.0
         self._times: list[float] = []  # of that step with so many drafts of the one request, as they are asked for
         self._other_tokens = 0.0
-        self._chance = PRIOR_CHANCE  # of one of the model's drafts after the first, where those before it stand
+        self._chance = PRIOR_CHANCE
+        self._num_asked = 1  # in the last step that asked any: a lookup in the step may draft in the model's place
         self.trust = PRIOR_TRUST
         """The power of the model's greatest probability at a draft that says how likely it stands."""
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def begin(self, num_requests: int, able: Sequence[Own], depths: Sequence[int]) -> None:
-        """able: those of the step's requests that a model may draft for; depths: as many drafts as it may be asked for."""
+    def begin(self, num_requests: int, able: Sequence[Own]) -> None:
+        """able: those of the step's requests that a model may draft for."""
         verify, others = self._costs.verify, num_requests - 1
         self.row_seconds = (verify(SLOPE * num_requests) - verify(num_requests)) / ((SLOPE - 1) * num_requests)
         self._rows, self._rest, self._times = num_requests + others * self._mean_drafts, others * self.draft_seconds, []
         self._other_tokens = others * self._mean_tokens
-        asking = [own for own in able if self.model_worth(own) > 0] or able  # by the step before
-        self._num_requests, self._num_asking = num_requests, len(asking)
-        self._weigh_model(sum(own.chance for own in asking), len(able), depths)
+        asking = [own.value for own in able if self.model_worth(own) > 0]  # by the step before
+        self._num_requests, self._num_asking, self._asking_value = num_requests, len(asking), sum(asking)
+        self._weigh_model(len(able))
 
-    def _weigh_model(self, chances: float, num_able: int, depths: Sequence[int]) -> None:
-        """By as many drafts as bring most: what fewer have brought lately says nothing against asking for more. chances: the sum of those of the
-        first draft."""
-        costs, requests, number = self._costs, self._num_requests, self._num_asking
-        plain = costs.verify(requests)
-        self.is_model_worth, self._depth, self._reach, best = not plain, 1, 1.0, 0.0
-        for depth in depths if number and plain else ():
-            reach = (1 - self._chance**depth) / (1 - self._chance)
-            speed = (requests + chances * reach) / (costs.draft(depth, number) + costs.verify(requests + number * depth))
-            if speed > best:
-                self.is_model_worth, self._depth, self._reach, best = speed > MODEL_GAIN * requests / plain, depth, reach, speed
-        self._asking_gain = chances * self._reach
+    def _weigh_model(self, num_able: int) -> None:
+        number, made = self._num_asking, max(1, round(self._num_made))
+        whole = self._costs.draft(made, number)
+        plain = self._costs.verify(self._num_requests)
+        rows = self._costs.verify(self._num_requests + number * self._num_checked) - plain
+        self.is_model_worth = not plain or self._asking_value * plain > (whole + rows) * self._num_requests
         half = num_able // 2
-        one = (costs.draft(self._depth, num_able) - costs.draft(self._depth, half)) / max(1, num_able - half)
-        self._asking_seconds = one + self._depth * self.row_seconds
+        one = (self._costs.draft(made, num_able) - self._costs.draft(made, half)) / max(1, num_able - half)
+        self._asking_seconds = one + self._num_checked * self.row_seconds
 
     @property
     def usual_speed(self) -> float:
@@ -112,7 +102,7 @@ class Prices:
         bring.
         """
         seconds = self._asking_seconds
-        gain = (1 - alone) * own.chance * self._reach
+        gain = (1 - alone) * own.value
         return gain - max(self._speed_with(gain, seconds), self._speed_with(own.promised / 2, 0.0)) * seconds
 
     def worth(self, survivals: Sequence[float]) -> float:
@@ -133,27 +123,28 @@ class Prices:
     @property
     def least_standing(self) -> float:
         """Requests for which all drafts so far have to stand for one draft more of each to be worth the model's time."""
-        number = max(1, min(self._num_asking, self._num_asked))
+        asking, number = max(1, self._num_asking), max(1, min(self._num_asking, self._num_asked))
         first = self._costs.draft(1, number)
         # Hopeful: where no step has made several for long, what they took then is not held against one more now.
         one = min((self._costs.draft(1 + more, number) - first) / more for more in (1, 2, 3))
-        speed = self._speed_with(self._asking_gain / max(1, self._num_asking), self._asking_seconds)  # with them: with lookups' drafts it may be more
+        speed = self._speed_with(self._asking_value / asking, self._asking_seconds)  # of a step with them: those with lookups' may be faster
         return speed * (max(0.0, one) + number * self.row_seconds) / self._chance
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
-    def note_model(self, num_right: int, made: Chain) -> None:
-        """Of a request: the model's drafts that were accepted, of those of it that were verified."""
+    def note_model(self, num_right: int, made: Chain, num_verified: int) -> None:
+        """Of a request: the model's drafts that were accepted, those of it that were verified, and the number of all that were."""
         for place, evidence in enumerate(made[: num_right + 1]):
             is_right = place < num_right
-            if place:
-                self._chance += CHANCE_SMOOTHING * (min(is_right, MAX_CHANCE) - self._chance)
+            self._chance += CHANCE_SMOOTHING * (is_right - self._chance)
             if has_probability(evidence):
                 self.trust += TRUST_RATE * (evidence.guess**self.trust - is_right)
         self.trust = min(max(self.trust, MIN_TRUST), 1 / MIN_TRUST)
+        self._num_checked += SMOOTHING / max(1, self._num_asking) * (num_verified - self._num_checked)
 
     def observe_draft(self, num_model: int, num_asked: int, seconds: float, ends: Sequence[float] = ()) -> None:
         self._costs.add_draft(num_model, num_asked, seconds, ends)
+        self._num_made += SMOOTHING * (num_model - self._num_made)
         self._num_asked = num_asked
 
     def observe(self, num_requests: int, outcomes: Sequence[tuple[int, int]], seconds: float | None) -> None:
