@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import fcntl
@@ -148,14 +149,19 @@ def check_numpy() -> None:
         raise LaunchError(f"NumPy {numpy.__version__} in {sys.executable}: the server's Python stub needs NumPy < 2: pip install 'numpy<2'")
 
 
+_given_ports: set[int] = set()
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nothing listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Ports of the loopback address that nothing listens on; each is given once by a process, which may not listen on all of them yet."""
+    ports: list[int] = []
+    with contextlib.ExitStack() as stack:
+        while len(ports) < count:
+            own = stack.enter_context(socket.socket())
+            own.bind(("127.0.0.1", 0))
+            if (port := own.getsockname()[1]) not in _given_ports:
+                ports.append(port)
+        _given_ports.update(ports)
     return ports
 
 
