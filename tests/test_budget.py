@@ -216,13 +216,13 @@ def test_requests_of_one_batch_each_get_what_is_best_for_them() -> None:
     """Copied text the lookup alone, other text the model, hopeless text nothing; together faster than any one choice for all."""
     copying, new = make_requests(4, "both", Text((0.5,), copied=1.0)), make_requests(4, "both", Text((0.9,)), first=4)
     bad, plain = make_requests(4, "mtp", BAD), make_requests(2, "none")
-    requests, machine = copying + new + bad + plain, Machine(half_bound, draft_cost=0.2e-3)
+    requests, machine = copying + new + bad + plain, Machine(half_bound)
     machine.speed(requests, 200)
     speed = machine.speed(requests, 600)
     assert machine.mean("both 0") > 3 and machine.mean("both 5") > 1.5 and machine.mean("mtp") < 0.3 and machine.mean("none") == 0
     assert sum(machine.asked) / 600 < 5, "the model is spared copied and hopeless text"
     choices = [(model, count) for model in (0, 2, STEPS) for count in (0, 2, 4, TOP)]
-    assert speed > 1.1 * best_fixed(requests, choices, cost=half_bound, draft_cost=0.2e-3)
+    assert speed > 1.1 * best_fixed(requests, choices, cost=half_bound)
 
 
 def test_a_lookup_drafts_alone_from_the_score_on_that_pays() -> None:

@@ -128,7 +128,7 @@ class Prices:
         # Hopeful: where no step has made several for long, what they took then is not held against one more now.
         one = min((self._costs.draft(1 + more, number) - first) / more for more in (1, 2, 3))
         speed = self._speed_with(self._asking_value / asking, self._asking_seconds)  # of a step with them: those with lookups' may be faster
-        return speed * (max(0.0, one) + number * self.row_seconds) / self._chance
+        return speed * (max(0.0, one) + self.row_seconds) / self._chance
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
