@@ -202,8 +202,10 @@ def greedy(outputs: int) -> SamplingParams:
     return SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
 
 
-def make_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
-    """Stretches of real code, each other than the others."""
+def make_prompts(llm: LLM, count: int, length: int, alike: bool = False) -> list[list[int]]:
+    """Stretches of real code, each other than the others; alike: all of them the first."""
+    if alike:
+        return make_prompts(llm, 1, length) * count
     text = "\n".join(read_heldout().values())
     ids = llm.engine.tokenizer.encode(text[: count * length * 8])
     while len(ids) < count * length:
@@ -370,6 +372,7 @@ def main() -> None:
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts are spread over the ranks")
     parser.add_argument("--quantization", help="of the target's weights")
     parser.add_argument("--experts", action="store_true", help="counts the experts that steps take, in a run of its own, and says what is to be read")
+    parser.add_argument("--alike", action="store_true", help="all requests of a batch have the same prompt, and so take the same experts")
     parser.add_argument("--profile", action="store_true", help="prints the kernels of each row's steps, prompts with them, in a run of its own")
     parser.add_argument("--options", action="store_true", help="compares strategies of verification, and log-probabilities, and nothing else")
     arguments = parser.parse_args()
@@ -405,7 +408,7 @@ def main() -> None:
             llm = load_target(target, max(arguments.batches), length, speculation, **options)
             loaded = time.perf_counter() - started
             for batch in arguments.batches:
-                requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, arguments.prompt)]
+                requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, arguments.prompt, arguments.alike)]
                 row = run(llm, requests, greedy(arguments.outputs))
                 phases = ", ".join(f"{row[key]:.3f}" for key in ("forward_ms", "decide_ms", "draft_ms"))
                 speed = f"{row['tokens_per_step']:.2f} | {row['tokens_per_s']:.0f} | {row['idle']:.1%}"

@@ -75,16 +75,25 @@ def read_bytes(folder: Path, experts_taken: float | None, cached_bytes: float, i
 
 @contextlib.contextmanager
 def profiled(most: int = 24) -> Iterator[None]:
-    """Prints the kernels that took the longest inside, over all steps."""
+    """Prints the kernels that the time inside went to, over all steps.
+
+    A kernel may begin before the one ahead of it has ended and then waits for it, so its own time says little: what it adds is by how much
+    it ends later than all that began before it. The rest is time in which nothing ran.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         yield
         torch.cuda.synchronize()
     times: Counter[str] = Counter()
+    added: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    for event in profile.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name] += event.device_time
-            calls[event.name] += 1
-    total = sum(times.values())
-    for name, time in times.most_common(most):
-        print(f"    {time / total:6.1%} {time / calls[name]:9.2f} us x {calls[name]:6} {name[:110]}")
+    events = [e for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA]
+    last, first = -math.inf, min((e.time_range.start for e in events), default=0.0)
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        times[event.name] += event.device_time
+        added[event.name] += max(0.0, event.time_range.end - max(last, event.time_range.start))
+        calls[event.name] += 1
+        last = max(last, event.time_range.end)
+    total = last - first
+    print("    of the time, us added a call, us a call, calls")
+    for name, time in added.most_common(most):
+        print(f"    {time / total:6.1%} {time / calls[name]:9.2f} {times[name] / calls[name]:9.2f} {calls[name]:6} {name[:110]}")

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 struct ExpertLists {
-    int4* chunks;     // of the rank's own experts: number among them, first row, rows
+    int4* chunks;     // of the rank's own experts: number among them, first row, rows, most rows of any chunk as they were cut
     int* rows;        // [num_pairs] pairs in the order of experts
     int* num_chunks;  // [1]
     // In one piece of memory, in this order.
@@ -12,19 +12,42 @@ struct ExpertLists {
         : chunks(reinterpret_cast<int4*>(lists)), rows(lists + 4 * max_chunks), num_chunks(rows + num_pairs) {}
 };
 
-// By one block of THREADS. experts [num_pairs], whose numbers from `first` on are the rank's own: others are left out. shared: 2 num_own ints.
+// By one block of THREADS. experts [num_pairs], whose numbers from `first` on are the rank's own: others are left out. A chunk has up to `least` rows,
+// or twice, four times as many up to `most` where an expert's would not fit else, lest its weights are read again. shared: 2 num_own ints.
 template <int THREADS>
-__device__ void group_pairs(const ExpertLists& lists, const int64_t* experts, int num_pairs, int first, int num_own, int rows_per_chunk, int* shared) {
+__device__ void group_pairs(const ExpertLists& lists, const int64_t* experts, int num_pairs, int first, int num_own, int least, int most, int* shared) {
+    constexpr int KEPT = 8;  // of a thread's pairs, lest all are read twice
     __shared__ int2 warp_sums[THREADS / 32];
-    int *counts = shared, *places = shared + num_own;
+    __shared__ int warp_peaks[THREADS / 32];
+    int *counts = shared, *places = shared + num_own, kept[KEPT];
+    auto expert_of = [&](int p) {
+        const int e = p < num_pairs ? static_cast<int>(__ldcg(experts + p)) - first : -1;
+        return e < num_own ? e : -1;
+    };
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) kept[i] = expert_of(i * THREADS + threadIdx.x);
     for (int e = threadIdx.x; e < num_own; e += THREADS) counts[e] = 0;
     __syncthreads();
-    for (int p = threadIdx.x; p < num_pairs; p += THREADS) {
-        const int e = static_cast<int>(__ldcg(experts + p)) - first;
-        if (e >= 0 && e < num_own) atomicAdd(counts + e, 1);
-    }
+    auto each = [&](auto&& visit) {
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i)
+            if (kept[i] >= 0) visit(i * THREADS + threadIdx.x, kept[i]);
+        for (int p = KEPT * THREADS + threadIdx.x; p < num_pairs; p += THREADS)
+            if (const int e = expert_of(p); e >= 0) visit(p, e);
+    };
+    each([&](int, int e) { atomicAdd(counts + e, 1); });
     __syncthreads();
     const int per = (num_own + THREADS - 1) / THREADS, begin = min(num_own, static_cast<int>(threadIdx.x) * per), end = min(num_own, begin + per);
+    int rows_per_chunk = least;
+    if (least < most) {
+        int peak = 0;
+        for (int e = begin; e < end; ++e) peak = max(peak, counts[e]);
+        peak = __reduce_max_sync(~0u, peak);
+        if (threadIdx.x % 32 == 0) warp_peaks[threadIdx.x / 32] = peak;
+        __syncthreads();
+        for (int w = 0; w < THREADS / 32; ++w) peak = max(peak, warp_peaks[w]);
+        while (rows_per_chunk < peak && rows_per_chunk < most) rows_per_chunk *= 2;
+    }
     int2 sum = {};
     for (int e = begin; e < end; ++e) sum.x += counts[e], sum.y += (counts[e] + rows_per_chunk - 1) / rows_per_chunk;
     int2 before = sum;
@@ -41,14 +64,20 @@ __device__ void group_pairs(const ExpertLists& lists, const int64_t* experts, in
         const int parts = (counts[e] + rows_per_chunk - 1) / rows_per_chunk;
         for (int i = 0; i < parts; ++i) {  // as even as can be
             const int low = counts[e] * i / parts, high = counts[e] * (i + 1) / parts;
-            lists.chunks[before.y + i] = make_int4(e, before.x + low, high - low, 0);
+            lists.chunks[before.y + i] = make_int4(e, before.x + low, high - low, rows_per_chunk);
         }
         before.x += counts[e], before.y += parts;
     }
     if (threadIdx.x == THREADS - 1) *lists.num_chunks = before.y;
     __syncthreads();
-    for (int p = threadIdx.x; p < num_pairs; p += THREADS) {
-        const int e = static_cast<int>(__ldcg(experts + p)) - first;
-        if (e >= 0 && e < num_own) lists.rows[atomicAdd(places + e, 1)] = p;
-    }
+    each([&](int p, int e) { lists.rows[atomicAdd(places + e, 1)] = p; });
+}
+
+// The same of one token, by one warp: lanes below num_pairs have its experts, all of them different.
+__device__ __forceinline__ void group_one(const ExpertLists& lists, int expert, int num_pairs, int first, int num_own, int lane) {
+    const bool is_own = lane < num_pairs && expert >= first && expert < first + num_own;
+    const unsigned own = __ballot_sync(~0u, is_own);
+    const int place = __popc(own & ((1u << lane) - 1));
+    if (is_own) lists.chunks[place] = make_int4(expert - first, place, 1, 1), lists.rows[place] = lane;
+    if (lane == 0) *lists.num_chunks = __popc(own);
 }

@@ -1,7 +1,7 @@
 // Products of tokens with the experts that they take, few rows to an expert: bound by how fast the weights of the experts that are hit
 // come from memory.
 //
-// group_rows sorts the (token, expert) pairs by expert and cuts each expert's into chunks of at most TOKENS rows. expert_linear is linear.cu's
+// group_rows sorts the (token, expert) pairs by expert and cuts each expert's into chunks of few rows. expert_linear is linear.cu's
 // product for one chunk after the other: its blocks share all chunks' tiles evenly, so that none waits for an expert that many tokens take.
 // combine_experts adds up what a token's experts made. An output is the same whatever other tokens there are, and however they are chunked.
 //
@@ -27,10 +27,10 @@ struct Chunk {
 };
 
 // Sorts the pairs, as the router does where it has few tokens: see group_pairs. One block.
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(int* lists, const int64_t* experts, int max_chunks, int num_pairs, int first, int num_own) {
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(int* lists, const int64_t* experts, int max_chunks, int num_pairs, int first, int num_own, int least, int most) {
     extern __shared__ int counts[];
     wait_for_earlier();
-    group_pairs<GROUP_THREADS>(ExpertLists(lists, max_chunks, num_pairs), experts, num_pairs, first, num_own, TOKENS, counts);
+    group_pairs<GROUP_THREADS>(ExpertLists(lists, max_chunks, num_pairs), experts, num_pairs, first, num_own, least, most, counts);
 }
 
 // weight [num_own, N, K]; x and out: see GATHER; num_chosen: pairs of a token.

@@ -1,8 +1,8 @@
 """Products of tokens with the experts that they take, on a GPU: what `reference.mix_experts` is on CPU.
 
-Nothing of which token takes which expert comes to the host. Few rows to an expert: `experts.cu`, at the speed of the memory, where a row of
-the result does not depend on how many rows there are. Many: torch's grouped product where it has one. float32, for tests, and sizes
-that no kernel takes: every expert over every token, by torch.
+Nothing of which token takes which expert comes to the host. Few tokens, or another GPU than Hopper: `experts.cu`; more: `wide_experts.cu`, both at
+the speed of the memory, where a row of the result does not depend on how many rows there are. Many rows to an expert: torch's grouped product
+where it has one. float32, for tests, and sizes that no kernel takes: every expert over every token, by torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
+from kernels import wide_experts
 from kernels._load import ELEMENTS, Gpu, gpu_of, load
 from kernels.route import ExpertGroups
 
@@ -24,7 +25,9 @@ LEAST_SHARED = {8: 62 * 1024, 16: 90 * 1024, 32: 148 * 1024}
 """With two stages."""
 STATIC_SHARED = 6 * 1024
 MAX_MEAN_ROWS = 32
-"""Rows to an expert on average up to which `experts.cu` is the faster one."""
+"""Rows to an expert on average up to which `experts.cu` is faster than the grouped product."""
+MAX_WIDE_MEAN_ROWS = 128
+"""The same of `wide_experts.cu`."""
 MAX_FEW_TOKENS, MIN_MANY_TOKENS = 192, 65
 """So that forwards of `warm_up.TOKEN_COUNTS` tokens use every kernel that forwards of any number use."""
 MAX_PAIRS = 64 * 1024
@@ -54,25 +57,42 @@ def choose_shape(num_tokens: int, num_chosen: int, num_experts: int, dtype: torc
     return {**common, "GATED": int(is_gated), "GATHER": 1}, {**common, "GATED": 0, "GATHER": 0}
 
 
-def choose_groups(num_tokens: int, num_chosen: int, first: int, num_own: int, dtype: torch.dtype, device: torch.device) -> ExpertGroups | None:
-    """How a router is to sort pairs for `mix_experts` of so many tokens; None: where it is to leave that."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not num_tokens or is_many(num_tokens, num_chosen, num_own):
+def choose_groups(
+    num_tokens: int,
+    num_chosen: int,
+    first: int,
+    num_own: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: tuple[int, int] | None = None,
+) -> ExpertGroups | None:
+    """How a router is to sort pairs for the products of so many tokens; None: where it is to leave that.
+
+    sizes: hidden and inner of `mix_experts`' weights; None: they are stored in 8 or 4 bits.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not num_tokens:
         return None
-    gpu = gpu_of(device)
-    if gpu.block_memory < LEAST_SHARED[8] + STATIC_SHARED:
+    is_wide = sizes is not None and wide_experts.is_wide(num_tokens, *sizes, dtype, device)
+    if is_many(num_tokens, num_chosen, num_own, is_wide) or gpu_of(device).block_memory < LEAST_SHARED[8] + STATIC_SHARED:
         return None
-    rows = int(choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu)[0]["TOKENS"])
-    return ExpertGroups(first, num_own, rows, _count_chunks(num_tokens * num_chosen, num_own, rows))
+    return make_groups(num_tokens, num_chosen, first, num_own, dtype, device, is_wide)
 
 
-def _count_chunks(num_pairs: int, num_own: int, rows: int) -> int:
-    """At most."""
-    return min(num_own, num_pairs) + num_pairs // rows
+def make_groups(
+    num_tokens: int, num_chosen: int, first: int, num_own: int, dtype: torch.dtype, device: torch.device, is_wide: bool = False
+) -> ExpertGroups:
+    """How pairs are sorted for kernels that take them in chunks. is_wide: for `wide_experts.cu`."""
+    if is_wide:
+        least, most = wide_experts.LEAST_ROWS, wide_experts.MOST_ROWS
+    else:
+        least = most = int(choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu_of(device))[0]["TOKENS"])
+    num_pairs = num_tokens * num_chosen
+    return ExpertGroups(first, num_own, least, most, min(num_own, num_pairs) + num_pairs // least)
 
 
-def is_many(num_tokens: int, num_chosen: int, num_own: int) -> bool:
-    """Whether the grouped product is the faster one."""
-    return num_tokens >= MIN_MANY_TOKENS and num_tokens * num_chosen > MAX_MEAN_ROWS * num_own
+def is_many(num_tokens: int, num_chosen: int, num_own: int, is_wide: bool = False) -> bool:
+    """Whether the grouped product is the faster one. is_wide: than `wide_experts.cu`."""
+    return num_tokens >= MIN_MANY_TOKENS and num_tokens * num_chosen > (MAX_WIDE_MEAN_ROWS if is_wide else MAX_MEAN_ROWS) * num_own
 
 
 def mix_experts(
@@ -101,7 +121,8 @@ def mix_experts(
         made = mix_every(x, experts, weights, zip(gate_up, down, strict=True), activation, first)
         return made if residual is None else residual.add_(made)
     num_chosen = experts.shape[1]
-    if is_many(num_tokens, num_chosen, num_own) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
+    is_wide = wide_experts.is_wide(num_tokens, hidden, inner, x.dtype, x.device)
+    if is_many(num_tokens, num_chosen, num_own, is_wide) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
         made, places = multiply_sorted(x, experts, lambda: gate_up, lambda: down, num_own, activation, first)
     elif num_tokens * num_chosen > MAX_PAIRS:
         half = num_tokens // 2
@@ -187,34 +208,38 @@ def _multiply_chunks(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     num_pairs, gpu = num_tokens * num_chosen, gpu_of(device)
+    is_wide = wide_experts.is_wide(num_tokens, hidden, inner, x.dtype, device)
+    groups = make_groups(num_tokens, num_chosen, first, num_own, x.dtype, device, is_wide)
+    lists = sort_pairs(experts, groups, x.dtype, lists)
+    if is_wide:
+        act = wide_experts.launch(x, gate_up, lists, groups, num_pairs, num_chosen, is_silu, True)
+        return wide_experts.launch(act if is_silu else activation(act), down, lists, groups, num_pairs, num_chosen, False, False)
     into, back = choose_shape(num_tokens, num_chosen, num_own, x.dtype, is_silu, gpu)
-    lists, _, max_chunks = sort_pairs(experts, num_own, x.dtype, first, lists)
-    blocks = max(gpu.num_multiprocessors, -(-max_chunks // (SLOTS - 2)))
+    blocks = max(gpu.num_multiprocessors, -(-groups.max_chunks // (SLOTS - 2)))
     shared, grid, block = int(into["SHARED"]), (blocks, 1), (THREADS, 1, 1)
     act = x.new_empty(num_pairs, inner if is_silu else 2 * inner)
     multiply = load(device, "experts", "expert_linear", into, shared, programmatic=True)
-    multiply(grid, block, act, x, gate_up, lists, max_chunks, num_pairs, num_chosen, 2 * inner, hidden, x.stride(0))
+    multiply(grid, block, act, x, gate_up, lists, groups.max_chunks, num_pairs, num_chosen, 2 * inner, hidden, x.stride(0))
     act = act if is_silu else activation(act)
     made = x.new_empty(num_pairs, hidden)
     multiply = load(device, "experts", "expert_linear", back, shared, programmatic=True)
-    multiply(grid, block, made, act, down, lists, max_chunks, num_pairs, num_chosen, hidden, inner, inner)
+    multiply(grid, block, made, act, down, lists, groups.max_chunks, num_pairs, num_chosen, hidden, inner, inner)
     return made
 
 
-def sort_pairs(experts: torch.Tensor, num_own: int, dtype: torch.dtype, first: int, lists: torch.Tensor | None) -> tuple[torch.Tensor, int, int]:
-    """Pairs of experts [T, k] by expert, as kernels read them, the most rows of a chunk, and the most chunks. lists: as a router sorted them."""
-    (num_tokens, num_chosen), device = experts.shape, experts.device
-    num_pairs = num_tokens * num_chosen
-    defines, _ = choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu_of(device))
-    rows = int(defines["TOKENS"])
-    max_chunks = _count_chunks(num_pairs, num_own, rows)
+def sort_pairs(experts: torch.Tensor, groups: ExpertGroups, dtype: torch.dtype, lists: torch.Tensor | None) -> torch.Tensor:
+    """Pairs of experts [T, k] by expert, as kernels read them. lists: as a router sorted them."""
+    num_pairs, device = experts.numel(), experts.device
+    size = 4 * groups.max_chunks + num_pairs + 1
     if lists is None:
-        lists = torch.empty(4 * max_chunks + num_pairs + 1, dtype=torch.int32, device=device)
-        group = load(device, "experts", "group_rows", defines, 8 * num_own, programmatic=True)
-        group((1, 1), (GROUP_THREADS, 1, 1), lists, experts, max_chunks, num_pairs, first, num_own, shared=8 * num_own)
-    elif lists.shape != (4 * max_chunks + num_pairs + 1,):
-        raise ValueError(f"mix_experts: lists {tuple(lists.shape)} are of other tokens: must be [{4 * max_chunks + num_pairs + 1}]")
-    return lists, rows, max_chunks
+        lists = torch.empty(size, dtype=torch.int32, device=device)
+        _, defines = choose_shape(1, 1, 1, dtype, True, gpu_of(device))
+        group = load(device, "experts", "group_rows", defines, 8 * groups.num_own, programmatic=True)
+        numbers = (groups.max_chunks, num_pairs, groups.first, groups.num_own, groups.least_rows, groups.rows_per_chunk)
+        group((1, 1), (GROUP_THREADS, 1, 1), lists, experts, *numbers, shared=8 * groups.num_own)
+    elif lists.shape != (size,):
+        raise ValueError(f"mix_experts: lists {tuple(lists.shape)} are of other tokens: must be [{size}]")
+    return lists
 
 
 def multiply_sorted(

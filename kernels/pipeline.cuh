@@ -35,6 +35,12 @@ __device__ __forceinline__ void copy_block(uint32_t target, const CUtensorMap* m
                "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(line)
                : "memory");
 }
+// The same of five dimensions, all of the second and third: rows that a map puts together, of the matrix number `index`.
+__device__ __forceinline__ void copy_rows(uint32_t target, const CUtensorMap* map, uint32_t barrier, int k, int group, int index) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(target),
+               "l"(map), "r"(barrier), "r"(k), "r"(0), "r"(group), "r"(index)
+               : "memory");
+}
 // Neighbouring bytes to this block: a multiple of 16, as both addresses.
 __device__ __forceinline__ void copy_line(uint32_t target, const void* source, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source), "r"(bytes),

@@ -11,7 +11,7 @@ import torch
 
 from kernels import experts as plain
 from kernels._load import gpu_of, load
-from kernels.experts import Activation, combine, is_many, mix_every, multiply_sorted, sort_pairs
+from kernels.experts import Activation, combine, is_many, make_groups, mix_every, multiply_sorted, sort_pairs
 from kernels.quantized import THREADS, TILE, can_expand, expand_weight
 from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
 
@@ -130,7 +130,8 @@ def _multiply_chunks(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     num_pairs, gpu = num_tokens * num_chosen, gpu_of(x.device)
-    lists, rows, max_chunks = sort_pairs(experts, num_own, x.dtype, first, lists)
+    groups = make_groups(num_tokens, num_chosen, first, num_own, x.dtype, x.device)
+    lists, rows = sort_pairs(experts, groups, x.dtype, lists), groups.rows_per_chunk
     grid = (gpu.num_multiprocessors * (BLOCKS if rows <= 16 else 1), 1)
 
     def multiply(out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, num_rows: int, is_gated: bool, is_gathered: bool) -> torch.Tensor:
@@ -138,7 +139,7 @@ def _multiply_chunks(
         defines = kind | {"TOKENS": rows, "GROUPED": int(is_grouped(weight)), "GATED": int(is_gated), "GATHER": int(is_gathered)}
         kernel = load(x.device, "quantized_experts", "quantized_expert_linear", defines, programmatic=True)
         load(x.device, "quantized_expand", "quantized_expand", kind)  # forwards of many tokens must not wait for nvcc either
-        sizes = (max_chunks, num_pairs, num_chosen, num_rows, weight.codes.shape[1], weight.group_size, weight.scale_stride, x.stride(0))
+        sizes = (groups.max_chunks, num_pairs, num_chosen, num_rows, weight.codes.shape[1], weight.group_size, weight.scale_stride, x.stride(0))
         kernel(grid, (THREADS, 1, 1), out, x, weight.codes, weight.scales, pointer(weight.zeros), lists, *sizes)
         return out
 

@@ -14,6 +14,10 @@ from kernels.norm import rms_norm
 from kernels.structs import RouteSizes
 
 THREADS, TOKENS, WARPS = 256, 8, 8
+AHEAD = 8 * 32 * 4
+"""Of an expert's weights, how many a warp has on their way at once."""
+MAX_SPLIT_BLOCKS = 2
+"""To a multiprocessor, up to which the parts of an expert's weights have warps of their own."""
 MAX_CHOSEN, MAX_GROUPS, MAX_GROUP_SCORES = 32, 32, 2
 """A lane of a warp has one."""
 MAX_SCORED = 256
@@ -27,6 +31,8 @@ class ExpertGroups(NamedTuple):
     first: int
     """The rank's own experts: the first, and their number."""
     num_own: int
+    least_rows: int
+    """A chunk has up to so many rows, or twice, four times as many up to rows_per_chunk where an expert takes more than fit."""
     rows_per_chunk: int
     max_chunks: int
 
@@ -77,7 +83,7 @@ def route_tokens(
         raise ValueError(f"route_tokens: num_chosen is {num_chosen}; must be from 1 to the number of experts ({num_experts})")
     if correction is not None and (correction.shape != (num_experts,) or correction.dtype != torch.float32):
         raise ValueError(f"route_tokens: correction {tuple(correction.shape)} {correction.dtype} must be float32 [{num_experts}]")
-    shared_for_choice = 2 * WARPS * num_experts * 4
+    shared_for_choice = 2 * WARPS * num_experts * 4  # more than it takes to sort the pairs
     is_known = (
         x.is_cuda
         and num_chosen <= MAX_CHOSEN
@@ -93,7 +99,7 @@ def route_tokens(
         shares = scores.sigmoid() if is_sigmoid else scores.softmax(dim=-1)
         return Routing(x, *reference.route(shares, num_chosen, correction=correction, **rule, min_sum=min_sum, scale=scale))
     device = x.device
-    shared = max(TOKENS * hidden * x.element_size(), shared_for_choice)
+    shared = max(min(num_tokens, TOKENS) * hidden * x.element_size(), shared_for_choice)
     is_scored = (
         num_tokens <= MAX_SCORED
         and hidden % 8 == 0
@@ -119,6 +125,9 @@ def route_tokens(
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=device)
     shared = shared if is_scored else shared_for_choice
     kernel = load(device, "route", "route", {"ELEMENT": ELEMENTS[x.dtype]}, gpu_of(device).block_memory - 1024, programmatic=True)
+    num_parts = next((n for n in (1, 2, 4) if hidden <= n * AHEAD), WARPS)
+    num_blocks = -(-num_experts * num_parts // WARPS) * -(-num_tokens // TOKENS)
+    split = num_parts if num_blocks <= MAX_SPLIT_BLOCKS * gpu_of(device).num_multiprocessors else 1
     sizes = RouteSizes(
         num_tokens,
         hidden,
@@ -130,12 +139,14 @@ def route_tokens(
         num_group_scores,
         int(is_sigmoid),
         int(min_sum is not None),
-        *(groups or (0, 0, 0, 0)),
+        *(groups or (0,) * 5),
+        num_parts,
+        split,
         min_sum or 0.0,
         scale,
         0.0 if norm is None else norm[1],
     )
-    grid = (-(-num_experts // WARPS) if is_scored else 1, -(-num_tokens // TOKENS))
+    grid = (-(-num_experts * split // WARPS) if is_scored else 1, -(-num_tokens // TOKENS))
     tensors = (normed, lists, x if is_scored else None, None if norm is None else norm[0], gate, correction)
     pointers = (0 if t is None else t for t in tensors)
     kernel(grid, (THREADS, 1, 1), experts, weights, scores, *pointers, _counters(device), sizes, shared=shared)

@@ -205,8 +205,13 @@ class RouteSizes(NamedTuple):
     first_own: int
     """Of the rank's own experts the first, and their number."""
     num_own: int
+    least_rows: int
     rows_per_chunk: int
     max_chunks: int
+    num_parts: int
+    """Of an expert's weights: 1, 2, 4 or 8."""
+    warps_per_expert: int
+    """As many, or one."""
     min_sum: float
     scale: float
     eps: float

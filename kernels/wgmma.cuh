@@ -1,4 +1,4 @@
-// wgmma.m64nNk16, N = WGMMA_N: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
+// wgmma.m64nNk16, N a multiple of 16 from 32 to 192: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
 // ELEMENT: __nv_bfloat16 or __half. Thread i of a warpgroup has rows i / 32 * 16 + i % 32 / 4 (+ 8), as PTX's figure says.
 #pragma once
 #include <cuda_bf16.h>
@@ -31,71 +31,39 @@
 #define S88 S80, EIGHT(80)
 #define R96 R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define S96 S88, EIGHT(88)
-#if WGMMA_N == 32
-#define SUMS S16
-#define OPERANDS "n32", R16, "%16", "%17", "%18", "%19", "%20", "%21"
-#elif WGMMA_N == 48
-#define SUMS S24
-#define OPERANDS "n48", R24, "%24", "%25", "%26", "%27", "%28", "%29"
-#elif WGMMA_N == 64
-#define SUMS S32
-#define OPERANDS "n64", R32, "%32", "%33", "%34", "%35", "%36", "%37"
-#elif WGMMA_N == 80
-#define SUMS S40
-#define OPERANDS "n80", R40, "%40", "%41", "%42", "%43", "%44", "%45"
-#elif WGMMA_N == 96
-#define SUMS S48
-#define OPERANDS "n96", R48, "%48", "%49", "%50", "%51", "%52", "%53"
-#elif WGMMA_N == 112
-#define SUMS S56
-#define OPERANDS "n112", R56, "%56", "%57", "%58", "%59", "%60", "%61"
-#elif WGMMA_N == 128
-#define SUMS S64
-#define OPERANDS "n128", R64, "%64", "%65", "%66", "%67", "%68", "%69"
-#elif WGMMA_N == 144
-#define SUMS S72
-#define OPERANDS "n144", R72, "%72", "%73", "%74", "%75", "%76", "%77"
-#elif WGMMA_N == 160
-#define SUMS S80
-#define OPERANDS "n160", R80, "%80", "%81", "%82", "%83", "%84", "%85"
-#elif WGMMA_N == 176
-#define SUMS S88
-#define OPERANDS "n176", R88, "%88", "%89", "%90", "%91", "%92", "%93"
-#elif WGMMA_N == 192
-#define SUMS S96
-#define OPERANDS "n192", R96, "%96", "%97", "%98", "%99", "%100", "%101"
-#else
-#error "WGMMA_N must be a multiple of 16 from 32 to 192"
-#endif
-#define MULTIPLY(TYPE) MULTIPLY_WITH(TYPE, OPERANDS)
-#define MULTIPLY_WITH(...) MULTIPLY_AS(__VA_ARGS__)
-#define MULTIPLY_AS(TYPE, N, REGISTERS, A, B, IS_ADDED, ...)                                                                                 \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, " IS_ADDED ", 0;\n"                                                                       \
-               "wgmma.mma_async.sync.aligned.m64" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " A ", " B ", p, 1, 1, 0, 0; }\n"         \
-               : SUMS                                                                                                                    \
-               : "l"(a), "l"(b), "r"(is_added))
-
-// c is replaced unless is_added.
-template <class Element>
-__device__ __forceinline__ void multiply(float (&c)[WGMMA_N / 2], uint64_t a, uint64_t b, int is_added) {
-  if constexpr (std::is_same<Element, __half>::value) MULTIPLY("f16");
-  else MULTIPLY("bf16");
-}
-
-#define MULTIPLY_HELD(TYPE) MULTIPLY_HELD_WITH(TYPE, OPERANDS)
-#define MULTIPLY_HELD_WITH(...) MULTIPLY_HELD_AS(__VA_ARGS__)
-#define MULTIPLY_HELD_AS(TYPE, N, REGISTERS, A0, A1, A2, A3, B, IS_ADDED)                                                                \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, " IS_ADDED ", 0;\n"                                                                       \
-               "wgmma.mma_async.sync.aligned.m64" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, 0; }\n" \
-               : SUMS                                                                                                                    \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added))
-
-// The same of an A that the warpgroup's threads hold: elements 2t, 2t+1 of rows g and g+8, then 2t+8 and 2t+9 of both.
-template <class Element>
-__device__ __forceinline__ void multiply(float (&c)[WGMMA_N / 2], const uint32_t (&a)[4], uint64_t b, int is_added) {
-  if constexpr (std::is_same<Element, __half>::value) MULTIPLY_HELD("f16");
-  else MULTIPLY_HELD("bf16");
-}
+// By the number of a thread's sums: c is replaced unless is_added. A lies in shared memory, or is what the warpgroup's threads hold: elements 2t, 2t+1 of
+// rows g and g+8, then 2t+8 and 2t+9 of both.
+#define PRODUCT(TYPE, N, REGISTERS, A, B, IS_ADDED, LAST)                                                                                  \
+  "{ .reg .pred p; setp.ne.b32 p, " IS_ADDED ", 0;\n"                                                                                      \
+  "wgmma.mma_async.sync.aligned.m64" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " A ", " B ", p, 1, 1, 0" LAST "; }\n"
+#define PRODUCTS(COUNT, N, REGISTERS, SUMS, P0, P1, P2, P3, P4, P5)                                                                        \
+  template <class Element>                                                                                                                \
+  __device__ __forceinline__ void multiply(float (&c)[COUNT], uint64_t a, uint64_t b, int is_added) {                                     \
+    if constexpr (std::is_same<Element, __half>::value)                                                                                   \
+      asm volatile(PRODUCT("f16", N, REGISTERS, P0, P1, P2, ", 0") : SUMS : "l"(a), "l"(b), "r"(is_added));                               \
+    else                                                                                                                                  \
+      asm volatile(PRODUCT("bf16", N, REGISTERS, P0, P1, P2, ", 0") : SUMS : "l"(a), "l"(b), "r"(is_added));                              \
+  }                                                                                                                                       \
+  template <class Element>                                                                                                                \
+  __device__ __forceinline__ void multiply(float (&c)[COUNT], const uint32_t (&a)[4], uint64_t b, int is_added) {                         \
+    if constexpr (std::is_same<Element, __half>::value)                                                                                   \
+      asm volatile(PRODUCT("f16", N, REGISTERS, "{" P0 ", " P1 ", " P2 ", " P3 "}", P4, P5, "")                                           \
+                   : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));                                           \
+    else                                                                                                                                  \
+      asm volatile(PRODUCT("bf16", N, REGISTERS, "{" P0 ", " P1 ", " P2 ", " P3 "}", P4, P5, "")                                          \
+                   : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));                                           \
+  }
+PRODUCTS(16, "n32", R16, S16, "%16", "%17", "%18", "%19", "%20", "%21")
+PRODUCTS(24, "n48", R24, S24, "%24", "%25", "%26", "%27", "%28", "%29")
+PRODUCTS(32, "n64", R32, S32, "%32", "%33", "%34", "%35", "%36", "%37")
+PRODUCTS(40, "n80", R40, S40, "%40", "%41", "%42", "%43", "%44", "%45")
+PRODUCTS(48, "n96", R48, S48, "%48", "%49", "%50", "%51", "%52", "%53")
+PRODUCTS(56, "n112", R56, S56, "%56", "%57", "%58", "%59", "%60", "%61")
+PRODUCTS(64, "n128", R64, S64, "%64", "%65", "%66", "%67", "%68", "%69")
+PRODUCTS(72, "n144", R72, S72, "%72", "%73", "%74", "%75", "%76", "%77")
+PRODUCTS(80, "n160", R80, S80, "%80", "%81", "%82", "%83", "%84", "%85")
+PRODUCTS(88, "n176", R88, S88, "%88", "%89", "%90", "%91", "%92", "%93")
+PRODUCTS(96, "n192", R96, S96, "%96", "%97", "%98", "%99", "%100", "%101")
 
 // Of an operand at a 1024-byte aligned address; rows are 128 bytes, swizzled in groups of eight. Sixteen elements on are 2 more.
 __device__ __forceinline__ uint64_t describe(uint32_t shared) {

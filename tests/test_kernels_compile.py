@@ -52,6 +52,7 @@ DEFINES = {
         "UNITS": 1,
         "STAGES": 4,
     },
+    "wide_experts": {"ELEMENT": "__nv_bfloat16", "GATED": 1, "GATHER": 1, "SHARED": 222 * 1024},
     "wide_linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 64, "WIDTH": 64, "SPLIT": 2, "GATED": 0, "STAGES": 13},
     "token_mask": {"LOGIT": 1},
     "sampling": {"LOGIT": 1, "VECTOR": 1, "CLUSTER": 1, "THREADS": 512, "RING": 4},

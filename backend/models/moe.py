@@ -21,14 +21,13 @@ class Router:
     """Which experts a token takes. Every rank holds it whole, and computes in float32: near ties decide what is computed at all."""
 
     def __init__(self, spec: RouterSpec, weights: Weights) -> None:
-        self._spec, self._correction = spec, None
+        self._spec, self._correction, self.num_chosen = spec, None, spec.num_chosen
         self._gate = weights.exact(f"{spec.gate.name}.weight", (spec.gate.out_features, spec.gate.in_features))
         if spec.correction is not None:
             self._correction = weights.exact(spec.correction, spec.correction_shape).flatten()
 
-    def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, own: tuple[int, int] | None) -> ops.Routing:
-        """Of x [T, hidden] normalised with the weights norm [hidden]. own: the rank's experts, the first and their number, if they want
-        what is chosen sorted by expert."""
+    def __call__(self, x: torch.Tensor, norm: torch.Tensor, eps: float, groups: ops.ExpertGroups | None) -> ops.Routing:
+        """Of x [T, hidden] normalised with the weights norm [hidden]. groups: how the rank's experts want what is chosen sorted, if they do."""
         spec = self._spec
         return ops.route_tokens(
             x,
@@ -42,7 +41,7 @@ class Router:
             min_sum=spec.min_sum if spec.is_normalized else None,
             scale=spec.scale,
             norm=(norm, eps),
-            groups=None if own is None else ops.choose_groups(len(x), spec.num_chosen, *own, x.dtype, x.device),
+            groups=groups,
         )
 
 
@@ -81,7 +80,7 @@ class Moe:
 
     def add(self, x: torch.Tensor) -> None:
         """Adds to x [T, hidden] in place."""
-        routing = self.router(x, self._norm, self._eps, self.experts.own)
+        routing = self.router(x, self._norm, self._eps, self.experts.groups(x, self.router.num_chosen))
         shared = None if self._shared is None else self._shared.into(x)  # its weights come in while the router chooses
         is_alone = self._post_norm is None and self._ranks.size == 1
         made = self.experts(routing, x if is_alone else None)

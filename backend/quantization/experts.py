@@ -20,9 +20,8 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 class Experts(Protocol):
     """The experts of one mixture that a rank holds, whole or in part."""
 
-    @property
-    def own(self) -> tuple[int, int] | None:
-        """The first of them and their number, where the router is to sort what it chooses by expert."""
+    def groups(self, x: torch.Tensor, num_chosen: int) -> ops.ExpertGroups | None:
+        """How the router is to sort by expert what tokens x [T, hidden] choose; None: it is to leave that."""
         ...
 
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,8 +52,10 @@ class SingleExperts:
         self.experts = [_Expert(gate_up, down, activation) for gate_up, down in products]
         self._first = first
 
-    own = None
     num_written = 0
+
+    def groups(self, x: torch.Tensor, num_chosen: int) -> None:
+        return None
 
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         made = ops.mix_experts(routing.x, routing.experts, routing.weights, self.experts, self._first)
@@ -69,9 +70,9 @@ class StackedExperts:
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, first: int, is_silu: bool) -> None:
         self._gate_up, self._down, self._activation, self._first, self._is_silu = gate_up, down, activation, first, is_silu
 
-    @property
-    def own(self) -> tuple[int, int]:
-        return self._first, len(self._down)
+    def groups(self, x: torch.Tensor, num_chosen: int) -> ops.ExpertGroups | None:
+        num_own, *sizes = self._down.shape
+        return ops.choose_groups(len(x), num_chosen, self._first, num_own, x.dtype, x.device, (sizes[0], sizes[1]))
 
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         own = (self._gate_up, self._down, self._activation, self._is_silu, self._first)
@@ -86,14 +87,17 @@ class QuantizedExperts:
     ) -> None:
         """gate_up, down: of all `count` experts, one below the other."""
         self._gate_up, self._down, self._activation, self._is_silu = gate_up, down, activation, is_silu
-        self.own = first, count
+        self._first, self._count = first, count
 
     @property
     def num_written(self) -> int:
         return ops.count_expanded(self._gate_up, self._down)
 
+    def groups(self, x: torch.Tensor, num_chosen: int) -> ops.ExpertGroups | None:
+        return ops.choose_groups(len(x), num_chosen, self._first, self._count, x.dtype, x.device)
+
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
-        own = (self._gate_up, self._down, self._activation, self._is_silu, self.own[0])
+        own = (self._gate_up, self._down, self._activation, self._is_silu, self._first)
         return ops.mix_quantized_experts(routing.x, routing.experts, routing.weights, *own, residual, routing.lists)
 
 

@@ -51,13 +51,14 @@ def test_route(num_experts: int, num_chosen: int, rule: dict[str, Any], num_toke
     torch.testing.assert_close(whole[1][is_same], whole[0][is_same], rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [None, (512, 64)], ids=["stored", "plain"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 9, 200])
-def test_pairs_are_sorted_by_expert(num_tokens: int, device: torch.device) -> None:
+def test_pairs_are_sorted_by_expert(num_tokens: int, sizes: tuple[int, int] | None, device: torch.device) -> None:
     x, gate = torch.randn(num_tokens, 512, device=device).to(BF16), torch.randn(40, 512, device=device) / 512**0.5
     for first, num_own in ((0, 40), (10, 20)):
-        groups = choose_groups(num_tokens, 5, first, num_own, BF16, device)
+        groups = choose_groups(num_tokens, 5, first, num_own, BF16, device, sizes)
         if groups is None:
-            assert num_tokens == 200
+            assert num_tokens == 200 and sizes is None
             continue
         _, experts, _, lists = route_tokens(x, gate, 5, groups=groups)
         assert lists is not None
@@ -104,6 +105,7 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 MIXES = [(n, 64, 6, 2560, 1536) for n in (1, 3, 8, 9, 16, 32, 128, 300, 700)]
 MIXES += [(1, 1, 1, 32, 32), (40, 5, 5, 96, 160), (17, 256, 8, 512, 256), (5, 7, 3, 288, 96), (200, 3, 2, 64, 32), (64, 8, 2, 4096, 1408)]
+MIXES += [(34, 256, 8, 512, 256), (33, 3, 1, 64, 64), (90, 2, 2, 192, 320), (250, 6, 2, 448, 64), (230, 7, 3, 64, 192), (1200, 16, 1, 320, 128)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -138,15 +140,36 @@ def test_odd_sizes_and_float32(device: torch.device) -> None:
         assert relative_error(mix_experts(x, experts, weights, gate_up, down, silu_mul, True), expected) < (1e-5 if dtype == FP32 else 1e-2)
 
 
-def test_rows_do_not_depend_on_their_number(device: torch.device) -> None:
-    x, experts, weights, gate_up, down = make(128, 16, 2, 512, 256, BF16, device)
-    whole = mix_experts(x, experts, weights, gate_up, down, silu_mul, True)
-    for start, stop in ((0, 1), (5, 12), (3, 19), (64, 128)):
-        own = slice(start, stop)
-        assert torch.equal(mix_experts(x[own], experts[own].contiguous(), weights[own].contiguous(), gate_up, down, silu_mul, True), whole[own])
+@pytest.mark.parametrize(
+    "slices", [[(0, 32), (0, 1), (5, 12), (3, 19)], [(0, 600), (0, 33), (5, 69), (64, 192), (100, 340), (20, 420)]], ids=["few", "more"]
+)
+def test_rows_do_not_depend_on_their_number(slices: list[tuple[int, int]], device: torch.device) -> None:
+    """Nor on the kernel of a chunk's size, and experts of which one takes most: few are experts.cu's, more wide_experts.cu's."""
+    x, experts, weights, gate_up, down = make(600, 16, 2, 512, 256, BF16, device)
+    experts[::3] = torch.tensor([3, 9], device=device)
+
+    def mix(start: int, stop: int) -> torch.Tensor:
+        own = (part[start:stop].contiguous() for part in (x, experts, weights))
+        return mix_experts(*own, gate_up, down, silu_mul, True)
+
+    found = torch.full_like(x, float("nan"))
+    for start, stop in slices:
+        out = mix(start, stop)
+        is_new = found[start:stop].isnan()
+        assert torch.equal(out, torch.where(is_new, out, found[start:stop]))
+        found[start:stop] = out
 
 
-@pytest.mark.parametrize("num_tokens", [2, 40, 400])
+def test_tokens_choose_the_same_beside_others(device: torch.device) -> None:
+    for hidden in (512, 2560, 7168):
+        x, gate = torch.randn(200, hidden, device=device).to(BF16), torch.randn(64, hidden, device=device) / hidden**0.5
+        _, experts, weights, _ = route_tokens(x, gate, 6)
+        for start, stop in ((0, 1), (3, 11), (8, 24), (30, 47), (100, 200)):
+            _, own_experts, own_weights, _ = route_tokens(x[start:stop], gate, 6)
+            assert torch.equal(own_experts, experts[start:stop]) and torch.equal(own_weights, weights[start:stop])
+
+
+@pytest.mark.parametrize("num_tokens", [2, 40, 200, 400, 1100])
 def test_replays_follow_the_router(num_tokens: int, device: torch.device) -> None:
     """One captured graph serves whatever tokens take: nothing of it is known on the host."""
     x, _, _, gate_up, down = make(num_tokens, 24, 3, 512, 256, BF16, device)
@@ -156,9 +179,9 @@ def test_replays_follow_the_router(num_tokens: int, device: torch.device) -> Non
     norm = (torch.ones(512, device=device, dtype=BF16), 1e-6)
 
     def step() -> None:
-        groups = choose_groups(num_tokens, 3, 0, 24, BF16, device)
+        groups = choose_groups(num_tokens, 3, 0, 24, BF16, device, (512, 256))
         y, experts, weights, lists = route_tokens(x, gate, 3, min_sum=0.0, norm=norm, groups=groups)
-        assert (lists is None) == (groups is None) == (num_tokens == 400)
+        assert (lists is None) == (num_tokens > MAX_SCORED) and (groups is None) == (num_tokens == 1100)
         out.copy_(x)
         mix_experts(y, experts, weights, gate_up, down, silu_mul, True, residual=out, lists=lists)
 
