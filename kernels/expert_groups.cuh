@@ -74,10 +74,10 @@ __device__ void group_pairs(const ExpertLists& lists, const int64_t* experts, in
 }
 
 // The same of one token, by one warp: lanes below num_pairs have its experts, all of them different.
-__device__ __forceinline__ void group_one(const ExpertLists& lists, int expert, int num_pairs, int first, int num_own, int lane) {
+__device__ __forceinline__ void group_one(const ExpertLists& lists, int expert, int num_pairs, int first, int num_own, int least, int lane) {
     const bool is_own = lane < num_pairs && expert >= first && expert < first + num_own;
     const unsigned own = __ballot_sync(~0u, is_own);
     const int place = __popc(own & ((1u << lane) - 1));
-    if (is_own) lists.chunks[place] = make_int4(expert - first, place, 1, 1), lists.rows[place] = lane;
+    if (is_own) lists.chunks[place] = make_int4(expert - first, place, 1, least), lists.rows[place] = lane;
     if (lane == 0) *lists.num_chunks = __popc(own);
 }

@@ -20,7 +20,7 @@ constexpr int HALF = 32 * 16;                              // bytes of half a ti
 constexpr int STAGE_BYTES = (2 * TILES + COLUMNS) * HALF;  // of one warp: weights, then rows of x
 constexpr int STAGES = (SHARED - 2 * SUMS * 4) / (WARPS * STAGE_BYTES);
 static_assert(STAGES >= 2, "shared memory has no room for two stages");
-constexpr int GROUP_THREADS = 1024;
+constexpr int GROUP_THREADS = 1024, BLOCK_PAIRS = 1024;
 
 struct Chunk {
     int expert, first, count, padding;  // of the rank's own; where its rows begin in the order of experts
@@ -31,6 +31,55 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(int* list
     extern __shared__ int counts[];
     wait_for_earlier();
     group_pairs<GROUP_THREADS>(ExpertLists(lists, max_chunks, num_pairs), experts, num_pairs, first, num_own, least, most, counts);
+}
+
+// For products of many rows: count_pairs adds to counts [num_own + 1] how many pairs an expert has, those of others last; order_pairs gives each pair
+// its place in the order of experts, and each place its token; ends [num_own]: behind an expert's last place. taken [num_own + 1]: places that
+// blocks have taken. Counts and taken are zeros before. Which of an expert's pairs comes first differs from run to run.
+__device__ __forceinline__ int place_among(int64_t expert, int first, int num_own) {
+    return expert >= first && expert < first + num_own ? static_cast<int>(expert) - first : num_own;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) count_pairs(int* counts, const int64_t* experts, int num_pairs, int first, int num_own) {
+    extern __shared__ int own[];
+    for (int e = threadIdx.x; e <= num_own; e += THREADS) own[e] = 0;
+    __syncthreads();
+    const int begin = blockIdx.x * BLOCK_PAIRS, end = min(num_pairs, begin + BLOCK_PAIRS);
+    for (int p = begin + threadIdx.x; p < end; p += THREADS) atomicAdd(own + place_among(experts[p], first, num_own), 1);
+    __syncthreads();
+    for (int e = threadIdx.x; e <= num_own; e += THREADS)
+        if (own[e]) atomicAdd(counts + e, own[e]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) order_pairs(int64_t* tokens, int64_t* places, int* ends, int* taken, const int* counts,
+                                                                  const int64_t* experts, int num_pairs, int num_chosen, int first, int num_own) {
+    extern __shared__ int own[];
+    int* starts = own + num_own + 1;
+    for (int e = threadIdx.x; e <= num_own; e += THREADS) own[e] = 0;
+    __syncthreads();
+    const int begin = blockIdx.x * BLOCK_PAIRS, end = min(num_pairs, begin + BLOCK_PAIRS);
+    for (int p = begin + threadIdx.x; p < end; p += THREADS) atomicAdd(own + place_among(experts[p], first, num_own), 1);
+    if (threadIdx.x < 32) {
+        for (int e = threadIdx.x, before = 0; e - static_cast<int>(threadIdx.x) <= num_own; e += 32) {
+            const int count = e <= num_own ? counts[e] : 0;
+            int sum = count;
+            for (int d = 1; d < 32; d *= 2) {
+                const int other = __shfl_up_sync(~0u, sum, d);
+                if (threadIdx.x >= d) sum += other;
+            }
+            if (e <= num_own) starts[e] = before + sum - count;
+            if (e < num_own && blockIdx.x == 0) ends[e] = before + sum;
+            before += __shfl_sync(~0u, sum, 31);
+        }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e <= num_own; e += THREADS)
+        if (own[e]) starts[e] += atomicAdd(taken + e, own[e]);
+    __syncthreads();
+    for (int p = begin + threadIdx.x; p < end; p += THREADS) {
+        const int place = atomicAdd(starts + place_among(experts[p], first, num_own), 1);
+        tokens[place] = p / num_chosen, places[p] = place;
+    }
 }
 
 // weight [num_own, N, K]; x and out: see GATHER; num_chosen: pairs of a token.

@@ -7,7 +7,6 @@ where it has one. float32, for tests, and sizes that no kernel takes: every expe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -18,7 +17,7 @@ from kernels._load import ELEMENTS, Gpu, gpu_of, load
 from kernels.route import ExpertGroups
 
 TILE, STEP, THREADS, TILES, SLOTS = 16, 32, 256, 2, 32
-GROUP_THREADS = 1024
+GROUP_THREADS, BLOCK_PAIRS = 1024, 1024
 SHARED = {8: 136 * 1024, 16: 160 * 1024, 32: 216 * 1024}
 """By the rows of a chunk: as in `kernels.linear`."""
 LEAST_SHARED = {8: 62 * 1024, 16: 90 * 1024, 32: 148 * 1024}
@@ -255,19 +254,25 @@ def multiply_sorted(
 
     gate_up and down give the weights [E, 2 inner, hidden] and [E, hidden, inner] when they are needed.
     """
-    num_chosen = experts.shape[1]
-    numbers = experts.flatten() - first
-    numbers = torch.where((numbers >= 0) & (numbers < num_own), numbers, num_own)  # others' come last, and belong to no product
-    in_order, order = numbers.sort(stable=True)
-    ends = torch.searchsorted(in_order, _numbers(num_own, x.device), right=True).int()
-    places = torch.empty_like(order).scatter_(0, order, _numbers(len(order), x.device))
-    act = activation(torch._grouped_mm(x[order // num_chosen], gate_up().transpose(1, 2), offs=ends))
-    return torch._grouped_mm(act, down().transpose(1, 2), offs=ends), places.view_as(experts)
+    tokens, places, ends = order_pairs(experts, num_own, first, x.dtype)
+    act = activation(torch._grouped_mm(x.index_select(0, tokens), gate_up().transpose(1, 2), offs=ends))
+    return torch._grouped_mm(act, down().transpose(1, 2), offs=ends), places
 
 
-@functools.lru_cache(maxsize=64)
-def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, device=device)
+def order_pairs(experts: torch.Tensor, num_own: int, first: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs of experts [T, k] by expert, those of others than num_own from `first` on last: each place's token [T k] int64, each pair's place
+    [T, k] int64, and where each own expert's end [num_own] int32. dtype: bfloat16 or float16."""
+    (num_tokens, num_chosen), device = experts.shape, experts.device
+    num_pairs, size = num_tokens * num_chosen, 4 * (num_own + 1)
+    # Zeros, too, where kernels are looked for only, and nothing is written.
+    tokens, places = torch.zeros(num_pairs, dtype=torch.int64, device=device), torch.empty_like(experts)
+    ends, counts, taken = torch.zeros(3, num_own + 1, dtype=torch.int32, device=device)
+    _, defines = choose_shape(1, 1, 1, dtype, True, gpu_of(device))
+    count, order = load(device, "experts", "count_pairs", defines), load(device, "experts", "order_pairs", defines)
+    grid, block = (-(-num_pairs // BLOCK_PAIRS), 1), (THREADS, 1, 1)
+    count(grid, block, counts, experts, num_pairs, first, num_own, shared=size)
+    order(grid, block, tokens, places, ends, taken, counts, experts, num_pairs, num_chosen, first, num_own, shared=2 * size)
+    return tokens, places, ends[:num_own]
 
 
 def combine(

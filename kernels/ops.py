@@ -28,7 +28,7 @@ from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import E4M3, E4M3_MAX, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
-from kernels.route import ExpertGroups, Routing, route_tokens
+from kernels.route import ExpertGroups, Routing, route_tokens, split_gate
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.step import append_draft, append_tree, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
 from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
@@ -101,6 +101,7 @@ __all__ = [
     "silu_mul",
     "simulate_acceptance",
     "soft_cap",
+    "split_gate",
     "token_rows",
     "top_p_candidates",
     "verify",

@@ -14,6 +14,13 @@ MAX_HEAD_DIM = 256
 """That flash attention takes."""
 
 
+def _up(latents: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
+    """latents [K, R] times each head's weight [H, N, R] transposed -> [K, H, size], whose first N numbers are written."""
+    out = latents.new_empty(len(latents), len(weight), size)
+    torch.bmm(latents.expand(len(weight), -1, -1), weight.transpose(1, 2), out=out[..., : weight.shape[1]].transpose(0, 1))
+    return out
+
+
 class PromptAttention:
     """The leading rows of one step that are prompts. Keys and values of all their tokens are gathered for each layer."""
 
@@ -63,12 +70,14 @@ class PromptAttention:
         (num_heads, still, rank), value_size = key_up.shape, value_up.shape[1]
         latents = self._gather(pages, query.dtype)[:, 0]
         own, shared = latents[:, :rank], latents[:, rank:]
-        keys = latents.new_empty(len(latents), num_heads, query.shape[2])
-        keys[..., :still] = F.linear(own, key_up.flatten(0, 1)).view(-1, num_heads, still)
+        size = query.shape[2]
+        if value_size > size:
+            values = F.linear(own, value_up.flatten(0, 1)).view(-1, num_heads, value_size)
+        else:  # flash attention wants keys and values of one size
+            values = _up(own, value_up, size)
+            values[..., value_size:] = 0
+        keys = _up(own, key_up, size)
         keys[..., still:] = shared[:, None]
-        values = F.linear(own, value_up.flatten(0, 1)).view(-1, num_heads, value_size)
-        if value_size < query.shape[2]:  # flash attention wants keys and values of one size
-            values = F.pad(values, (0, query.shape[2] - value_size))
         return self._attend(query, keys, values, scale, None, None)[..., :value_size].contiguous()
 
     def _attend(

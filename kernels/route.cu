@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         float* shares = shared + warp * 2 * sizes.num_experts;
         const int expert = choose(experts + token * sizes.num_chosen, weights + token * sizes.num_chosen, scores + token * sizes.num_experts, correction,
                                   shares, shares + sizes.num_experts, lane, sizes);
-        if (lists && sizes.num_tokens == 1) group_one(own, expert, sizes.num_chosen, sizes.first_own, sizes.num_own, lane);
+        if (lists && sizes.num_tokens == 1) group_one(own, expert, sizes.num_chosen, sizes.first_own, sizes.num_own, sizes.least_rows, lane);
     }
     if (!lists || sizes.num_tokens == 1 || !is_last_of(counters + gridDim.y, gridDim.y)) return;
     group_pairs<THREADS>(own, experts, num_pairs, sizes.first_own, sizes.num_own, sizes.least_rows, sizes.rows_per_chunk, reinterpret_cast<int*>(shared));

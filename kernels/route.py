@@ -56,6 +56,24 @@ def _counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(-(-MAX_SCORED // TOKENS) + 1, dtype=torch.int32, device=device)
 
 
+def split_gate(gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """gate [E, hidden] float32 as a sum of parts in bfloat16 [n, E, hidden], n up to 3, with which products of many tokens of `dtype` run on tensor
+    cores and lose nothing; None: where they do not."""
+    if not gate.is_cuda or dtype != torch.bfloat16 or not hasattr(torch.ops.aten.mm, "dtype") or gpu_of(gate.device).generation < 9:
+        return None
+    parts, rest = [], gate
+    for _ in range(3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1]
+    return torch.stack([part for i, part in enumerate(parts) if i == 0 or part.any()])
+
+
+def _score(x: torch.Tensor, gate_parts: torch.Tensor) -> torch.Tensor:
+    """x [T, hidden] times the sum of gate_parts [n, E, hidden] transposed -> [T, E] float32."""
+    made = torch.mm(x, gate_parts.flatten(0, 1).t(), out_dtype=torch.float32).unflatten(1, gate_parts.shape[:2])
+    return made[:, 0] if len(gate_parts) == 1 else made.sum(dim=1)
+
+
 def route_tokens(
     x: torch.Tensor,
     gate: torch.Tensor,
@@ -70,11 +88,12 @@ def route_tokens(
     scale: float = 1.0,
     norm: tuple[torch.Tensor, float] | None = None,
     groups: ExpertGroups | None = None,
+    gate_parts: torch.Tensor | None = None,
 ) -> Routing:
     """Experts of tokens x [T, hidden], and the weights of what they add.
 
     Scores are x gate^T, gate [E, hidden], in float32, and their sigmoid or softmax; the rest is as `reference.route` says. norm: weights [hidden]
-    and eps of a norm of x before that.
+    and eps of a norm of x before that. gate_parts: what `split_gate` makes of gate.
     """
     if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1] or gate.dtype != torch.float32:
         raise ValueError(f"route_tokens: x {tuple(x.shape)} must be [T, hidden] and gate {tuple(gate.shape)} {gate.dtype} float32 [E, hidden]")
@@ -120,7 +139,7 @@ def route_tokens(
             lists = torch.empty(4 * groups.max_chunks + num_tokens * num_chosen + 1, dtype=torch.int32, device=device)
     else:
         normed = x = x if norm is None else rms_norm(x, *norm)
-        scores = F.linear(x.float(), gate)
+        scores = F.linear(x.float(), gate) if gate_parts is None else _score(x, gate_parts)
     experts = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=device)
     weights = torch.empty(num_tokens, num_chosen, dtype=torch.float32, device=device)
     shared = shared if is_scored else shared_for_choice

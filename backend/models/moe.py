@@ -23,6 +23,7 @@ class Router:
     def __init__(self, spec: RouterSpec, weights: Weights) -> None:
         self._spec, self._correction, self.num_chosen = spec, None, spec.num_chosen
         self._gate = weights.exact(f"{spec.gate.name}.weight", (spec.gate.out_features, spec.gate.in_features))
+        self._gate_parts = ops.split_gate(self._gate, weights.dtype)
         if spec.correction is not None:
             self._correction = weights.exact(spec.correction, spec.correction_shape).flatten()
 
@@ -42,6 +43,7 @@ class Router:
             scale=spec.scale,
             norm=(norm, eps),
             groups=groups,
+            gate_parts=self._gate_parts,
         )
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from kernels import reference
 from kernels.activation import silu_mul
-from kernels.experts import choose_groups, mix_experts
+from kernels.experts import choose_groups, mix_experts, order_pairs
 from kernels.norm import rms_norm
-from kernels.route import MAX_SCORED, route_tokens
+from kernels.route import MAX_SCORED, _score, route_tokens, split_gate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RULES: list[tuple[int, int, dict[str, Any]]] = [
@@ -41,7 +41,8 @@ def test_route(num_experts: int, num_chosen: int, rule: dict[str, Any], num_toke
     scores = (x.double() @ gate.double().t()).cpu()
     shares = scores.sigmoid() if is_sigmoid else scores.softmax(dim=-1)
     expected = reference.route(shares, num_chosen, correction=None if correction is None else correction.cpu().double(), **rule)
-    _, experts, weights, _ = route_tokens(x, gate, num_chosen, is_sigmoid=is_sigmoid, correction=correction, **rule)
+    rule |= {"is_sigmoid": is_sigmoid, "correction": correction, "gate_parts": split_gate(gate, dtype)}
+    _, experts, weights, _ = route_tokens(x, gate, num_chosen, **rule)
     whole = torch.zeros(2, num_tokens, num_experts, dtype=torch.float64)
     for target, (numbers, values) in zip(whole, (expected, (experts.cpu(), weights.cpu().double()))):
         assert all(len(set(row)) == num_chosen for row in numbers.tolist())
@@ -70,6 +71,29 @@ def test_pairs_are_sorted_by_expert(num_tokens: int, sizes: tuple[int, int] | No
             found.setdefault(first + expert, []).extend(rows[begin : begin + count])
         expected = {e: [p for p, number in enumerate(numbers) if number == e] for e in range(first, first + num_own)}
         assert {e: sorted(own) for e, own in found.items()} == {e: own for e, own in expected.items() if own}
+
+
+def test_parts_of_a_gate(device: torch.device) -> None:
+    gate = torch.randn(9, 64, device=device)
+    parts = split_gate(gate, BF16)
+    assert parts is not None and len(parts) == 3 and torch.equal(parts.double().sum(dim=0), gate.double())
+    assert len(split_gate(gate.to(BF16).float(), BF16)) == 1 and split_gate(gate, FP16) is None  # type: ignore[arg-type]
+    x = torch.randn(400, 64, device=device).to(BF16)
+    scores, whole = _score(x, parts), x.double() @ gate.double().t()
+    assert (scores - whole).abs().max() < 1e-5 * whole.abs().max()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300, 5000])
+def test_pairs_in_order(num_tokens: int, device: torch.device) -> None:
+    experts = torch.rand(num_tokens, 90, device=device).topk(7).indices
+    for first, num_own in ((0, 90), (40, 33)):
+        tokens, places, ends = order_pairs(experts, num_own, first, BF16)
+        numbers = experts.flatten().cpu() - first
+        numbers[(numbers < 0) | (numbers >= num_own)] = num_own
+        assert torch.equal(ends.cpu(), numbers.bincount(minlength=num_own + 1)[:num_own].cumsum(0).int())
+        assert torch.equal(places.flatten().sort().values, torch.arange(7 * num_tokens, device=device))
+        assert torch.equal(numbers[places.flatten().argsort().cpu()], numbers.sort().values)
+        assert torch.equal(tokens[places], torch.arange(num_tokens, device=device)[:, None].expand(-1, 7))
 
 
 def test_scores_that_are_no_numbers_choose_some_experts(device: torch.device) -> None:
