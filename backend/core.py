@@ -283,9 +283,9 @@ class Outcome:
     """What the step drafted for the next one, where the host asked for it."""
     next_parents: list[int] = field(default_factory=list)
     """Of each of them, where they are a tree, the number of the draft before it; -1: the newest token. Empty: a chain."""
-    draft_chances: list[float] = field(default_factory=list)
-    """How likely the model drafter held each of its leading drafts' choices to be: the greatest probability there, of a tree's draft its own; empty:
-    it was not asked."""
+    draft_chances: list[float] | None = None
+    """How likely the model drafter held each of its leading drafts' choices to be: the greatest probability there, of a tree's draft its own.
+    Empty: it made none, or was not asked; None: the step does not say."""
     lookup_score: int = 0
     """How well the lookup's match was at the step's end; 0: none, or not asked for."""
     num_drafter_tokens: int = 0

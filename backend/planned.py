@@ -42,11 +42,11 @@ class Drafted:
         """The step's lookup made them all."""
         return self.token_ids is None and self.score >= self.alone_score
 
-    def note(self, score: int, chances: list[float], model_name: str, lookup_name: str) -> None:
+    def note(self, score: int, chances: list[float] | None, model_name: str, lookup_name: str) -> None:
         """What the step reports. A model that stopped early made fewer drafts than it was asked for, and the lookup went on from there; chances: of
-        those that it made, or none where they are not reported."""
-        self.score, self.chances = score, chances
-        for place in range(len(chances) if chances else len(self.sources), len(self.sources)):
+        those that it made; None: the step does not say."""
+        self.score, self.chances = score, chances or []
+        for place in range(len(self.sources) if chances is None else len(chances), len(self.sources)):
             if self.sources[place] == model_name:
                 self.sources[place] = lookup_name
 

@@ -275,7 +275,7 @@ class Planner:
         if known is None:
             return who
         drafts, known.next_drafts = known.next_drafts, outcome.next_drafts
-        if request.speculation.num_nodes and len(outcome.draft_chances) >= len(outcome.next_drafts):
+        if request.speculation.num_nodes and len(outcome.draft_chances or ()) >= len(outcome.next_drafts):
             made.parents = outcome.next_parents or list(range(-1, len(outcome.next_drafts) - 1))
         if known.place.has_model and entry.emits and outcome.num_drafter_tokens:
             self._note_drafter(request, known, outcome)

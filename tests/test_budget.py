@@ -374,11 +374,13 @@ def test_drafts_behind_a_model_that_stopped_early_are_the_lookups() -> None:
     def made() -> Drafted:
         return Drafted(["mtp"] * 5 + ["ngram"] * 3)
 
-    early, whole, unknown = made(), made(), made()
+    early, whole, unknown, nothing = made(), made(), made(), made()
     early.note(0, [0.9, 0.4], "mtp", "ngram")
     whole.note(0, [0.9] * 5, "mtp", "ngram")
-    unknown.note(0, [], "mtp", "ngram")
+    unknown.note(0, None, "mtp", "ngram")
+    nothing.note(0, [], "mtp", "ngram")
     assert early.sources == ["mtp"] * 2 + ["ngram"] * 6 and whole.sources == unknown.sources == made().sources
+    assert nothing.sources == ["ngram"] * 8
     assert [evidence.source for evidence in early.judge(4, "mtp", "ngram")] == ["mtp"] * 2 + ["ngram"] * 2
 
 
