@@ -29,6 +29,7 @@ from tests.test_gateway import LONG, PROMPT, ask, send_request
 from tests.test_server import wait_until
 
 OPTIONS = ("--speculative-config", '{"method": "none"}', "--drain-seconds=20", "--max-batch-size=8")
+LONG_HEAD = "You are a helpful assistant. " * 40
 
 
 # -- who takes what -------------------------------------------------------------------------------------------------------------
@@ -46,8 +47,7 @@ def chosen(servers: Fleet, prompts: list[str]) -> Counter[str]:
 
 
 def test_equal_beginnings_go_to_one_server_while_it_has_room() -> None:
-    servers = make_fleet(0, 0, 0)
-    head = "You are a helpful assistant. " * 40
+    servers, head = make_fleet(0, 0, 0), LONG_HEAD
     (own,) = chosen(servers, [f"{head}{i}" for i in range(20)])
     assert len(chosen(servers, [f"{i} {head}" for i in range(60)])) == 3, "other beginnings have other servers"
     for member in servers.members:
@@ -58,8 +58,41 @@ def test_equal_beginnings_go_to_one_server_while_it_has_room() -> None:
     (other,) = chosen(servers, [head] * 20)
     assert other != own, "it is full beside the others; and the one that took its place keeps it"
     servers._members[own].num_open = 0
-    servers._members[other].description = {"num_running": 4, "num_waiting": 3}
+    servers._members[other].note({"num_running": 4, "num_waiting": 3}, 0)
     assert other not in chosen(servers, [head] * 20), "with other gateways' requests"
+
+
+def test_what_a_server_told_of_requests_that_have_ended_since_does_not_count() -> None:
+    (member,) = make_fleet(6).members
+    member.note({"num_running": 5, "num_waiting": 3}, 6)
+    assert member.load == 8
+    member.num_open = 0
+    assert member.load == 2, "others'"
+    member.num_open = 3
+    member.note({"num_running": 2}, 1)
+    assert member.load == 3, "begun while it was asked"
+
+
+def test_a_server_that_was_held_has_its_beginnings_and_one_that_was_started_anew_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told:
+        answers: list[dict[str, object] | Exception] = [{"process": "a"}, GenerateError("held", "TIMEOUT"), {"process": "a"}, {"process": "b"}]
+
+        async def describe(self, limit: float) -> dict[str, object]:
+            if isinstance(answer := self.answers.pop(0), Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(fleet, "PAUSE_SECONDS", 0)
+    servers = make_fleet(0, 0)
+    (own,) = chosen(servers, [LONG_HEAD])
+    member = servers._members[own]
+    member.upstream = Told()  # type: ignore[assignment]
+    member.description = {"process": "a"}
+    known: list[list[str]] = []
+    monkeypatch.setattr(servers, "_set_up", lambda *_: known.append(servers._beginnings.find(cut({"text_input": LONG_HEAD}), [own])))
+    with pytest.raises(IndexError):
+        asyncio.run(servers._keep_asking(member))
+    assert known == [[own], [own], [own], []]
 
 
 def test_others_go_to_the_less_loaded_of_two() -> None:
@@ -243,11 +276,16 @@ def stop(server: RunningServer, number: signal.Signals) -> None:
 
 def test_all_share_the_work(three: Three) -> None:
     assert min(three.share([f"x{i} = " for i in range(18)])) > 0
-    before = three.finished()
-    for i in range(6):
-        assert three.ask_all([f"{PROMPT * 8}{i}"]) == [200]
-    most = lambda: max(after - b for after, b in zip(three.finished(), before))  # noqa: E731
-    assert wait_until(lambda: most() >= 6), "a beginning has its server"
+
+    def goes_to_one(head: str) -> bool:
+        before = three.finished()
+        for i in range(6):
+            assert three.ask_all([f"{head}{i}"]) == [200]
+        most = lambda: max(after - b for after, b in zip(three.finished(), before))  # noqa: E731
+        return wait_until(lambda: most() >= 6, 5)
+
+    # On a busy machine a server may be left out for a moment.
+    assert any(goes_to_one(f"{attempt} {PROMPT * 8}") for attempt in range(3)), "a beginning has its server"
     assert json.loads(ask(three.address, "/v1/models/foretoken")[2])["max_model_len"] == 2048
     assert json.loads(ask(three.address, "/tokenize", {"prompt": "x"})[2])["count"] > 0 and ask(three.address, "/health")[0] == 200
 

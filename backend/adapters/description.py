@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
 from backend.config import BUNDLED_MODEL
 from backend.engine import Engine
 from backend.version import VERSION
+
+PROCESS = uuid.uuid4().hex
+"""Another one has an empty prefix cache."""
 
 
 def describe(engine: Engine, sampling_defaults: dict[str, Any]) -> str:
@@ -17,6 +21,7 @@ def describe(engine: Engine, sampling_defaults: dict[str, Any]) -> str:
     return json.dumps(
         {
             "version": VERSION,
+            "process": PROCESS,
             "max_model_len": engine.scheduler.max_model_len,
             "max_batch_size": engine.config.max_batch_size,
             "method": speculative.method,

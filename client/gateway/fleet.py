@@ -46,13 +46,20 @@ class Member:
     """Until it is known: a request may find out."""
     num_open: int = 0
     """Of this gateway's requests."""
+    num_others: int = 0
+    """Of other gateways' requests, as the server told lately."""
     description: dict[str, Any] = field(default_factory=dict)
     watch: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> int:
-        """Open requests, those of other gateways too as far as the server told them lately."""
-        return max(self.num_open, self.description.get("num_running", 0) + self.description.get("num_waiting", 0))
+        """Open requests."""
+        return self.num_open + self.num_others
+
+    def note(self, description: dict[str, Any], num_open: int) -> None:
+        """What the server says of itself. num_open: of this gateway's requests when it was asked, which must not count as others' once they end."""
+        self.description = description
+        self.num_others = max(0, description.get("num_running", 0) + description.get("num_waiting", 0) - max(num_open, self.num_open))
 
 
 class Fleet:
@@ -109,7 +116,10 @@ class Fleet:
     async def _keep_asking(self, member: Member) -> None:
         while True:
             try:
-                member.description = await asyncio.wait_for(member.upstream.describe(PROBE_SECONDS), PROBE_SECONDS)
+                num_open, process = member.num_open, member.description.get("process")
+                member.note(await asyncio.wait_for(member.upstream.describe(PROBE_SECONDS), PROBE_SECONDS), num_open)
+                if member.description.get("process") != process:
+                    self._beginnings.forget(member.url)  # it was started anew
                 self._set_up(member, True)
             except (GenerateError, asyncio.TimeoutError, ValueError) as error:
                 self._set_up(member, False, str(error) or f"no answer within {PROBE_SECONDS:g} s")
@@ -117,8 +127,6 @@ class Fleet:
 
     def _set_up(self, member: Member, is_up: bool, reason: str = "") -> None:
         if is_up != member.is_up:
-            if is_up:
-                self._beginnings.forget(member.url)  # it may have been started anew
             logger.warning("server %s %s", member.url, "is back" if is_up else f"is left out: {reason}")
         member.is_up = is_up
         self._metrics.note_server(member.url, is_up, member.num_open)
