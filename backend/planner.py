@@ -221,6 +221,8 @@ class Planner:
         if known.place.has_lookup and entry.emits and (limit := min(self._budget.num_lookup(request), MAX_DRAFTS)):
             lookup_limit = limit
             alone = self._budget.alone_score(request, model_limit)
+            if self._is_exact and drafter_count > MAX_LAG:
+                alone = NEVER  # the model follows so much whatever the lookup finds
         made = [self._drafters.model_name] * model_limit + [self._drafters.lookup_name] * (lookup_limit - model_limit)
         known.drafted = Drafted(made, alone)
         step.verified.append(verified)
@@ -249,10 +251,12 @@ class Planner:
             count = min(wanted - known.num_drafter_tokens, self._max_drafter_tokens)
             if not num_model and (entry.is_decoding or (self._is_exact and wanted - known.num_drafter_tokens <= MAX_LAG)):
                 count = 0  # it may not be worth its time for as long as the request runs, and catches up where it is
-            begin, known.num_drafter_tokens = known.num_drafter_tokens, known.num_drafter_tokens + count
-            known.is_followed = known.num_drafter_tokens == wanted
-            self._seen.note(request.page_ids, begin, known.num_drafter_tokens)
-            return count, known.num_drafter_tokens
+            begin, after = known.num_drafter_tokens, known.num_drafter_tokens + count
+            known.is_followed = after == wanted
+            if not (self._is_exact and entry.emits):  # there the step may spare the model what its lookup drafts alone: its outcome says
+                known.num_drafter_tokens = after
+                self._seen.note(request.page_ids, begin, after)
+            return count, after
         known.is_followed = num_model > 0 and (known.is_followed or self._is_exact)
         return (-1 if known.is_followed else 0), known.num_drafter_tokens
 

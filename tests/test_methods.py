@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
+from backend.core import Delta
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.histories import run_histories
 
@@ -214,6 +215,24 @@ def test_a_cached_prefix_drafts_as_well_as_a_fresh_one(llm_all, is_ahead):
         again = own.generate({"prompt_token_ids": ids}, greedy(TOKENS), use_tqdm=False)[0]
         assert again.num_cached_tokens >= 76
         assert drafted(again.outputs[0]) == drafted(expected), first
+
+
+def test_a_prompt_that_the_model_was_spared_is_not_taken_for_one_that_it_knows():
+    """A lookup drafts alone from the prompt's end on, and the client leaves: where the prompt comes again, the model makes up for it."""
+    config = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 4, "num_model_steps": 4, "adaptive": False}
+    own, fresh = LLM(speculative_config=config), LLM(speculative_config=config, enable_prefix_caching=False)
+    text = "".join(f"    def get_{n}(self):\n        return self._{n}\n\n" for n in ("width", "height", "depth", "colour", "age"))
+    ids = own.engine.tokenizer.encode(f"class Box:\n{text}    def get_weight(self):\n        return")
+    deltas: list[Delta] = []
+    own.engine.submit(ids, greedy(TOKENS), deltas.append, request_id="leaves")
+    while not deltas:
+        own.engine.step()
+    own.engine.cancel("leaves")
+    own.engine.step()
+    mtp = {"method": "mtp", "mtp_strategy": "default"}
+    again = own.generate({"prompt_token_ids": ids}, greedy(TOKENS), speculative=mtp, use_tqdm=False)[0]
+    assert again.num_cached_tokens >= 80
+    assert drafted(again.outputs[0]) == drafted(run(fresh, [Asked(ids, greedy(TOKENS), mtp)])[0])
 
 
 def test_requests_of_one_batch_draft_as_they_would_alone(llm, prompts):
