@@ -100,6 +100,8 @@ class Planner:
         entries = [*prompts, *decoding]
         step = PlannedStep(plan, entries, [], [])
         self._drafting.put(step, decoding, known)
+        if self._is_exact and prompts:
+            self._drafting.foresee(step, prompts, known)
         for entry in batch.entries if plan.admissions else ():
             entry.request.hand_off = None  # its drafts are for the step that admits it, or for none
         rows = []

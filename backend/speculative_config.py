@@ -159,8 +159,9 @@ class SpeculativeConfig(Section):
     """Files whose texts are searched as answers are, from the start on: texts, or .jsonl with a text or a list of token ids in each line (plain, or
     as `text` or `token_ids` of an object). At most 1048576 tokens in all."""
     suffix_decoding_cache_path: str | None = None
-    """File that the suffix cache is saved to every two minutes and at shutdown, and restored from at start. Servers of one model may share it:
-    each adds its answers. Default: none; `foretoken serve`: one for each model in the user's state folder."""
+    """File that the suffix cache is saved to every two minutes and at shutdown, and restored from at start. It holds answers and the
+    last 32 tokens of their prompts. Servers of one model may share it: each adds its answers. Default: none; `foretoken serve`: one for each model
+    in the user's state folder."""
 
     @classmethod
     def from_dict(cls, values: object, where: str = "") -> Self:

@@ -36,6 +36,15 @@ class StepDrafting:
         ready = ((e, known[id(e)]) for e in decoding if e.max_drafts and not e.request.num_steps_ahead)
         self._allot(step, [(entry, own) for entry, own in ready if own.drafted.parents or not entry.request.speculation.num_nodes])
 
+    def foresee(self, step: PlannedStep, prompts: Sequence[Scheduled], known: dict[int, Known]) -> None:
+        """What the host's lookups promise at the ends of prompts, where a model drafter may be spared them."""
+        started = time.perf_counter()
+        for entry in prompts:
+            place = known[id(entry)].place
+            if place.has_model and place.host:
+                self._drafters.foresee(entry.request)
+        step.host_seconds += time.perf_counter() - started
+
     def _allot(self, step: PlannedStep, decoding: Sequence[tuple[Scheduled, Known]]) -> None:
         """Of requests whose drafts are known."""
         lookup, model = self._drafters.lookup_name, self._drafters.model_name
@@ -62,7 +71,7 @@ class StepDrafting:
             return
         started = time.perf_counter()
         draft: Draft = self._drafters.propose(asking)
-        step.host_seconds = time.perf_counter() - started
+        step.host_seconds += time.perf_counter() - started
         plan = step.plan
         for b, entry in enumerate(asking):
             own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)

@@ -280,6 +280,10 @@ def test_fixed_counts_do_not_ask_a_model_whose_drafts_are_left_aside() -> None:
 
     ask(by_match("ngram", 16, TOP), 150)
     assert 1 <= ask(by_match("ngram", 16, TOP), 96) <= 6
+    ((new, _),) = make_requests(1, first=1, is_adaptive=False)
+    for promised, is_asked in (((), True), (by_match("ngram", 16, TOP), False), ((), True)):
+        budget.foresee(new, [promised])  # at a prompt's end
+        assert (budget.num_model(new) > 0) == is_asked
     assert ask((), 20) >= 19
 
 

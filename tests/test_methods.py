@@ -14,6 +14,7 @@ from backend import LLM, SamplingParams
 from backend.core import Delta
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.histories import run_histories
+from tests.test_suffix import settle
 
 METHODS: dict[str, dict[str, Any]] = {
     "naive": {"method": "naive"},
@@ -233,6 +234,19 @@ def test_a_prompt_that_the_model_was_spared_is_not_taken_for_one_that_it_knows()
     again = own.generate({"prompt_token_ids": ids}, greedy(TOKENS), speculative=mtp, use_tqdm=False)[0]
     assert again.num_cached_tokens >= 80
     assert drafted(again.outputs[0]) == drafted(run(fresh, [Asked(ids, greedy(TOKENS), mtp)])[0])
+
+
+def test_a_prompt_that_comes_again_promises_its_answer(monkeypatch):
+    """Before its first token: the model may be spared it."""
+    own = LLM(speculative_config={"method": "mtp", "mtp_strategy": "with_suffix", "num_speculative_tokens": 8, "adaptive": False})
+    promised: list[int] = []
+    monkeypatch.setattr(own.engine.budget, "foresee", lambda request, chains: promised.append(sum(map(len, chains))))
+    (prompt,) = code_prompts(1, (200, 300), seed=31)
+    answers = []
+    for _ in range(2):
+        answers += run(own, [Asked(own.engine.tokenizer.encode(prompt), greedy(TOKENS))])
+        settle(own.engine.drafters._suffix)
+    assert promised == [0, 8] and answers[0].token_ids == answers[1].token_ids
 
 
 def test_requests_of_one_batch_draft_as_they_would_alone(llm, prompts):

@@ -34,10 +34,11 @@ def request_of(prompt: list[int], request_id: str | None = None) -> Request:
 
 @pytest.fixture
 def make() -> Iterator[Make]:
+    """Answers without their prompts' ends, as arctic keeps them, unless a test asks for these."""
     made: list[SuffixLookup] = []
 
     def make(**options) -> SuffixLookup:
-        made.append(SuffixLookup(**options))
+        made.append(SuffixLookup(**{"lead_tokens": 0, **options}))
         return made[-1]
 
     yield make
@@ -156,6 +157,35 @@ def test_an_open_request_drafts_for_others(make: Make) -> None:
     drafter.lookup(first, [], 1)
     second.token_ids += ANSWER[:5]
     assert drafter.lookup(second, [], 16) == ANSWER[5:10]
+
+
+def test_a_prompt_that_comes_again_is_drafted_from_its_end_on(make: Make) -> None:
+    drafter = make(lead_tokens=8)
+    answer(drafter, PROMPT, ANSWER)
+    settle(drafter)
+    assert drafter.num_cached_tokens == 8 + len(ANSWER)
+    again, other = request_of(PROMPT), request_of([*PROMPT[:-1], 99])
+    for request, expected in ((again, ANSWER[:8]), (other, [])):
+        drafter.start(request)
+        assert drafter.lookup(request, [], 16) == expected, "as long as the match, if any"
+    settle(drafter)
+    assert drafter.lookup(again, ANSWER[:1], 16) == ANSWER[1:10]
+    short = request_of(PROMPT[-4:])
+    drafter.start(short)
+    assert settle(drafter).lookup(short, [], 16) == ANSWER[:3]
+
+
+def test_others_answers_are_drafted_while_a_prompt_waits(make: Make, by_hand: None) -> None:
+    drafter = make(lead_tokens=8)
+    answer(drafter, PROMPT, ANSWER)
+    work_off(drafter)
+    long = request_of([*range(2000, 2000 + 3 * suffix.SLICE_TOKENS), *PROMPT, ANSWER[0]])
+    drafter.start(long)
+    for _ in range(3):
+        assert drafter.lookup(long, [], 4) == ANSWER[1:5]
+        drafter._work()
+    work_off(drafter)
+    assert drafter.lookup(long, [], 4) == ANSWER[1:5]
 
 
 def test_limits_on_drafts(make: Make) -> None:
@@ -772,7 +802,7 @@ from backend.core import Request, SamplingParams
 from backend.drafters import suffix
 suffix.SAVE_SECONDS = 0.02
 path, number = sys.argv[1], int(sys.argv[2])
-drafter = suffix.SuffixLookup(cache_path=path, fingerprint="model", max_cached_tokens=4000)
+drafter = suffix.SuffixLookup(cache_path=path, fingerprint="model", max_cached_tokens=4000, lead_tokens=0)
 for i in range(10**9):
     request = Request(str(i), [1, 2], SamplingParams())
     drafter.start(request)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
-from backend.budget.known import Ability, Own
+from backend.budget.known import MAX_SCORE, Ability, Own, as_promise
 from backend.budget.limits import Group, Limits
 from backend.budget.prices import PRIOR_VALUE, SMOOTHING, Prices
 from backend.budget.rule import level, share
@@ -26,8 +26,6 @@ from backend.budget.survival import Survival, by_match
 from backend.core import NEVER, Branches, Chain, Request
 from backend.metrics import Histogram
 
-MAX_SCORE = 16
-"""Scores of lookups from which on they are alike."""
 UNPACED = ("topp",)
 """Strategies that accept whatever is likely: how many drafts they have decides how often the drafter's taste wins over the target's, so
 that it must not follow the load."""
@@ -174,23 +172,29 @@ class DraftBudget:
 
     def pick(self, request: Request, chains: Sequence[Chain]) -> int:
         """The one of several drafts of a request that promises most. chains: the first one is the model's, with what may be judged of it."""
-        own = self._of(request)
-        worth = [self._worth(request, chain) if chain else NOTHING for chain in chains]
+        own, worth = self._of(request), self._judge(request, chains)
         best = max(range(len(worth)), key=lambda number: worth[number])
         if own.ability.num_model and not own.ability.is_remote:
-            self._note_promise(own, max((0.0, *worth[1:])), best > 0)
+            self._note_promise(own, as_promise(worth[1:]), best > 0)
         return best
+
+    def foresee(self, request: Request, chains: Sequence[Chain]) -> None:
+        """What lookups promise at a prompt's end."""
+        self._of(request).promised = as_promise(self._judge(request, chains))
+
+    def _judge(self, request: Request, chains: Sequence[Chain]) -> list[float]:
+        return [self._worth(request, chain) if chain else NOTHING for chain in chains]
 
     def _worth(self, request: Request, chain: Chain) -> float:
         """What drafts bring beyond their cost, in tokens."""
         return self._prices.worth(self._survival.survivals(request.request_id, chain))
 
-    def _note_promise(self, own: Own, promise: float, is_alone: bool) -> None:
+    def _note_promise(self, own: Own, promise: int, is_alone: bool) -> None:
         """How often a lookup comes to be preferred says whether the model should be asked, by what lookups promised a step earlier."""
         if own.was_asked:
             before, count = self._alone.get(own.promised, (0.0, 1))
             self._alone[own.promised] = before + max(ALONE_SMOOTHING, 1 / (count + 1)) * (is_alone - before), count + 1
-        own.promised = min(MAX_SCORE, max(0, round(2 * promise)))
+        own.promised = promise
 
     def _share_alone(self, own: Own) -> float:
         return self._alone.get(own.promised, (0.0, 0))[0]

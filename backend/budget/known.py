@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backend.budget.forecast import Kind
 from backend.core import Chain
+
+MAX_SCORE = 16
+"""Scores of lookups, and half tokens that they promise, from which on they are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +46,8 @@ class Own:
     """The model, for the next step."""
     pending: list[tuple[int, list[int], Chain]] = field(default_factory=list)
     """(place, tokens, evidence) of drafts that were not verified, whose text is not all there yet."""
+
+
+def as_promise(worth: Sequence[float]) -> int:
+    """The most that lookups' drafts are worth, in half tokens."""
+    return min(MAX_SCORE, max(0, round(2 * max((0.0, *worth)))))

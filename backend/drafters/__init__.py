@@ -222,6 +222,13 @@ class Drafters:
         for key, drafter in self._host.items():
             self._guard(key, "begin_step", lambda drafter=drafter: drafter.begin_step(batch))  # type: ignore[misc]
 
+    def foresee(self, request: Request) -> None:
+        """See `HybridDrafter.foresee`."""
+        key = self.place(request).host
+        host = self._host.get(key)
+        if isinstance(host, HybridDrafter):
+            self._guard(key, "foresee", lambda: host.foresee(request))
+
     def put_step_drafts(self, request: Request, token_ids: list[int], sources: list[str], chain: Chain) -> None:
         """What the step made for the request's next one, and what is known of each draft."""
         if self._step_drafts is not None:

@@ -44,6 +44,11 @@ class HybridDrafter:
         if self._model is not None:
             self._model.begin_step(batch)
 
+    def foresee(self, request: Request) -> None:
+        """At a prompt's end, before its first token is known: what lookups promise there says whether the model is to be asked."""
+        count = request.speculation.num_speculative_tokens
+        self._budget.foresee(request, [lookup.lookup_judged(request, (), count)[1] for lookup in self._of(request)])
+
     def propose(self, entries: Sequence[Scheduled], faults: DraftFaults) -> Draft:
         budget = self._budget
         found = [self._look_up(entry) for entry in entries]

@@ -2,6 +2,7 @@
 
 SuffixDecoding (Oliaro et al. 2024), on the suffix trees (C++) of arctic-inference, an optional package. As there, each open request has a tree
 of its own tokens and all answers share one; the tree whose draft has the higher score (the sum of its tokens' estimated probabilities) drafts.
+Not as there, an answer is kept with the last tokens of its prompt, so that it is found from its first token on where the prompt comes again.
 A draft is as long as the match times `max_spec_factor`, and ends where its probability falls below `min_token_prob`.
 
 `SuffixTree` is used and not arctic's `SuffixDecodingCache` around it, which takes a prompt in one call only, evicts on the caller's thread,
@@ -46,6 +47,8 @@ MAX_CACHED_TOKENS = 2**19
 """Of the shared tree: about 180 MB."""
 TOKENS_AHEAD = 2**20
 """While open requests have this many tokens in trees, the prompt of a new one, which may wait for long, goes in at its first lookup only."""
+LEAD_TOKENS = 32
+"""Of a prompt's end, kept before its answer: where the prompt comes again, the answer is found from its first token on."""
 SLICE_TOKENS = 256
 """What one call inserts."""
 PIECE_TOKENS = 1024
@@ -99,10 +102,12 @@ class SuffixLookup:
         cache_path: str | None = None,
         fingerprint: str = "",
         max_cached_tokens: int = MAX_CACHED_TOKENS,
+        lead_tokens: int = LEAD_TOKENS,
         corpus: Sequence[array[int]] = (),
         max_corpus_tokens: int = MAX_TOKENS,
     ) -> None:
-        """corpus: texts that are searched as answers are, and stay; max_corpus_tokens: of these and of those that come later."""
+        """lead_tokens: of a prompt's end that its answer is kept with; corpus: texts that are searched as answers are, and stay; max_corpus_tokens:
+        of these and of those that come later."""
         try:
             from arctic_inference.suffix_decoding._C import SuffixTree
         except ImportError as error:
@@ -116,6 +121,7 @@ class SuffixLookup:
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self.max_cached_tokens = max_cached_tokens
+        self.lead_tokens = lead_tokens
         self.max_spec_factor = max_spec_factor
         self.min_token_prob = min_token_prob
         self.max_corpus_tokens = max_corpus_tokens
@@ -154,7 +160,7 @@ class SuffixLookup:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of those answers."""
+        """Tokens of those answers, with what they are kept with of their prompts."""
         with self._wake:
             return self._num_cached_tokens
 
@@ -190,7 +196,8 @@ class SuffixLookup:
                 self._queue(own)
 
     def lookup(self, request: Request, drafts: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens to follow the request's tokens and `drafts`; none while its tokens are on their way into its tree."""
+        """At most `count` tokens to follow the request's tokens and `drafts`; while its tokens are on their way into its tree, of other requests'
+        answers alone."""
         return self.lookup_scored(request, drafts, count)[0]
 
     def lookup_scored(self, request: Request, drafts: Sequence[int], count: int) -> tuple[list[int], float]:
@@ -210,23 +217,20 @@ class SuffixLookup:
         """The library's draft, or None."""
         with self._wake:
             own = self._open.get(request)
-            if own is None or own.is_queued or count <= 0:
+            if own is None or count <= 0:
                 return None
             missing = len(request.token_ids) - own.text.num_inserted
-            if missing > SLICE_TOKENS:
-                if not self._is_closed:
-                    self._queue(own)
-                return None
-            if missing:
-                self._take_in(own)
+            if missing > SLICE_TOKENS and not own.is_queued and not self._is_closed:
+                self._queue(own)
+            trees = [self._shared] if self._is_sharing or self._num_corpus_tokens else []
+            if missing <= SLICE_TOKENS and not own.is_queued:
+                if missing:
+                    self._take_in(own)
+                trees.insert(0, own.text.tree)
             depth = self.max_tree_depth
             context = np.array([*request.token_ids[-depth:], *drafts][-depth:], dtype=np.int32)
             limits = (count, self.max_spec_factor, 0.0, self.min_token_prob, False)
-            draft = self._speculate(own.text.tree, context, *limits)
-            if self._is_sharing or self._num_corpus_tokens:
-                other = self._speculate(self._shared, context, *limits)
-                draft = other if other.score > draft.score else draft
-            return draft
+            return max((self._speculate(tree, context, *limits) for tree in trees), key=lambda draft: draft.score, default=None)
 
     def stop(self, request: Request) -> None:
         """Keeps the answer and drops the rest. No effect on a request that is not open."""
@@ -280,8 +284,9 @@ class SuffixLookup:
         if not token_ids or not self._is_sharing:
             return
         if own.answer is None:
-            own.answer = _Text(self._shared, array("i"))
+            own.answer = _Text(self._shared, array("i", own.request.prompt_token_ids[-self.lead_tokens :] if self.lead_tokens else ()))
             self._answers.append(own.answer)
+            self._num_cached_tokens += len(own.answer.token_ids)
         if not own.answer.is_evicted:
             own.answer.token_ids.extend(token_ids)
             self._num_cached_tokens += len(token_ids)
