@@ -108,12 +108,17 @@ class Prices:
     def worth(self, survivals: Sequence[float]) -> float:
         """The same of drafts that are there, as many leading ones as bring most, and one at least: below 0 where not even that one is worth its
         row. By the time of whole steps, since the first rows may take longer than later ones."""
-        gain, best = 0.0, float("-inf")
-        for number, survival in enumerate(survivals, 1):
+        if not survivals:
+            return 0.0
+        self._time_of(len(survivals))
+        times, tokens, gain, best = self._times, 1 + self._other_tokens, 0.0, float("-inf")
+        plain = times[0]
+        for survival, whole in zip(survivals, times[1:]):
             gain += survival
-            seconds = self._time_of(number) - self._time_of(0)
-            best = max(best, gain - self._speed_with(gain, seconds) * seconds)
-        return best if survivals else 0.0
+            found = gain - (tokens + gain) / whole * (whole - plain) if plain else gain
+            if found > best:
+                best = found
+        return best
 
     def are_lookups_worth(self, own: Own) -> bool:
         """Whether the lookups of a request without a model bring more than the time that they take."""
