@@ -61,6 +61,18 @@ def test_experts_latents_and_fused_projections(tmp_path: Path, case: Case, form:
     assert_close(own_logits(stored), own_logits(plain))
 
 
+@pytest.mark.parametrize("form", [FORMATS[9], FORMATS[13], INT4], ids=str)
+def test_some_experts_are_plain(tmp_path: Path, form: Format) -> None:
+    """The first one's, as lists of what is left out may have it: numbers of 8 bits of the others would pass for weights without their scales."""
+
+    def write(name: str, weight: torch.Tensor, generator: torch.Generator) -> Any:
+        return None if ".experts.0." in name and "down" not in name else form.write(weight, generator)
+
+    make_model(Case("qwen3_moe", config=QWEN2), tmp_path / "source")
+    stored, plain = write_checkpoints(tmp_path / "source", Format("mixed", form.config, write, is_by_name=True), tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+
+
 def test_targets_have_weights_of_their_own(source: Path, tmp_path: Path) -> None:
     """The name before the pattern before the class; queries, keys and values that are stored differently are one projection here."""
     config = compressed("pack-quantized", ["lm_head", "model.layers.0.self_attn.v_proj"], strategy="group", group_size=32)

@@ -100,13 +100,14 @@ def load_experts(spec: MoeSpec, weights: Weights) -> Experts:
         own = ranks.part(count, f"{spec.router.count_key} (expert_parallel)")
     else:
         inner = ranks.part(spec.inner, spec.inner_key)
-    first, scheme = spec.expert(0)[0], weights.quantization.moe_quant_type
-    if scheme is not None or weights.checkpoint.is_quantized(first.name):
+    scheme = weights.quantization.moe_quant_type
+    numbers = range(own.start, own.stop)
+    if scheme is not None or any(weights.checkpoint.is_quantized(part.name) for number in numbers for part in spec.expert(number)):
         return _load_stored(spec, weights, own, inner, scheme)
     num_own, size = own.stop - own.start, inner.stop - inner.start
     gate_up = weights.empty(num_own, 2 * size, spec.hidden_size)
     down = weights.empty(num_own, spec.hidden_size, size)
-    for place, number in enumerate(range(own.start, own.stop)):
+    for place, number in enumerate(numbers):
         gate, up, back = ((f"{p.name}.weight", (p.out_features, p.in_features)) for p in spec.expert(number))
         gate_up[place, :size] = weights.checkpoint.get(*gate)[inner]
         gate_up[place, size:] = weights.checkpoint.get(*up)[inner]
