@@ -148,7 +148,7 @@ class EngineConfig(Section):
     quantization: str | QuantizationConfig | None = None
     """Weights are rounded when they are loaded: wint8 or fp8 (a scale for each output), wint4 (for 64 inputs), block_wise_fp8 (for 128 x 128), by one
     of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are, and the name of their own format
-    (awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt) asks for nothing."""
+    (awq, gptq, auto-round, compressed-tensors, fp8, fbgemm_fp8, modelopt) asks for nothing."""
     prompt_activations: str = "auto"
     """fp8: on Hopper GPUs and later, products of a step's prompts (from 385 tokens on) with e4m3 weights that have a scale for each output take their
     inputs rounded to e4m3, a scale for each token: twice as fast, and less exact. Other products, and tokens that decode, have them in the model's

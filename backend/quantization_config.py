@@ -14,7 +14,8 @@ ALIASES = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8_fp8":
 NESTED_ALIASES = {"a8w8_fp8_wint4": {"dense_quant_type": "fp8", "moe_quant_type": "wint4"}}
 STORED = {
     "awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "compressed-tensors": "compressed-tensors", "fp8": "fp8",
-    "fbgemm_fp8": "fbgemm_fp8", "modelopt": "modelopt", "modelopt_fp4": "modelopt",
+    "fbgemm_fp8": "fbgemm_fp8", "modelopt": "modelopt", "modelopt_fp4": "modelopt", "modelopt_mxfp8": "modelopt", "modelopt_mixed": "modelopt",
+    "auto-round": "auto-round", "inc": "auto-round",
 }  # fmt: skip
 """vLLM's names of formats of checkpoints, and what those say themselves (`quant_method`)."""
 CACHE_DTYPES = ("auto", "model", "fp8")

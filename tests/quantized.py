@@ -118,17 +118,22 @@ def scaled(
     strategy: str = "channel",
     block: tuple[int, int] = (128, 128),
     name: str = "weight_scale",
-    has_input_scale: bool = False,
+    input_scale: str | None = None,
     is_symmetric: bool = True,
+    top: int = 127,
+    is_exponent: bool = False,
 ) -> Callable[..., tuple[Tensors, torch.Tensor]]:
     def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         rows, columns = weight.shape
-        codes = digits_of(rows, columns, -127, 127, generator).to(torch.int8)
+        codes = digits_of(rows, columns, -top, top, generator).to(torch.int8)
         if is_float:
             codes = (torch.randn(rows, columns, generator=generator) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
         shape = {"channel": (rows, 1), "tensor": (1,), "block": (-(-rows // block[0]), -(-columns // block[1]))}[strategy]
-        scales = torch.rand(shape, generator=generator) * 0.004 + 0.001
+        scales = (torch.rand(shape, generator=generator) * 0.004 + 0.001) * (127 / top)
         tensors: Tensors = {"weight": codes, name: scales}
+        if is_exponent:
+            scales = 2.0 ** scales.log2().round()
+            tensors[name] = (scales.log2() + 127).to(torch.uint8)
         own = scales.double()
         if strategy == "block":
             own = torch.stack([torch.stack([own[r // block[0], c // block[1]] for c in range(columns)]) for r in range(rows)])
@@ -136,8 +141,8 @@ def scaled(
         if not is_symmetric:
             zeros = digits_of(rows, 1, -9, 9, generator)
             tensors["weight_zero_point"] = zeros.to(torch.int8)
-        if has_input_scale:
-            tensors["input_scale"] = torch.tensor(0.5)
+        if input_scale is not None:
+            tensors[input_scale] = torch.tensor(0.5)
         return tensors, own * (codes.double() - zeros)
 
     return write
@@ -208,6 +213,7 @@ def write_checkpoints(source: Path, form: Format, folder: Path) -> tuple[Path, P
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FP8 = {"num_bits": 8, "type": "float"}
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int", "packing_format": "auto_round:auto_gptq"}
 NVFP4 = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}}
 CT_NAMES = ("weight_packed", "weight_scale", "weight_global_scale")
 MXFP4 = Format("mxfp4", compressed("mxfp4-pack-quantized", strategy="group", group_size=32, type="float"), float4(32, (*CT_NAMES[:2], None)))
@@ -233,15 +239,35 @@ FORMATS = [
     Format("compressed int8", compressed("int-quantized", num_bits=8, strategy="channel"), scaled(is_float=False)),
     Format("compressed int8, zeros", compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False), scaled(False, is_symmetric=False)),
     Format("compressed fp8", compressed("float-quantized", strategy="channel", **FP8), scaled()),
-    Format("compressed fp8, tensors", compressed("float-quantized", strategy="tensor", **FP8), scaled(strategy="tensor", has_input_scale=True)),
+    Format("compressed fp8, tensors", compressed("float-quantized", strategy="tensor", **FP8), scaled(strategy="tensor", input_scale="input_scale")),
     Format(
         "compressed fp8, blocks",
         compressed("float-quantized", strategy="block", block_structure=[24, 20], **FP8),
         scaled(strategy="block", block=(24, 20)),
     ),
     Format("fp8 of DeepSeek", BLOCKS, scaled(strategy="block", name="weight_scale_inv")),
-    Format("fp8, static", {"quant_method": "fp8", "activation_scheme": "static"}, scaled(strategy="tensor", has_input_scale=True)),
+    Format("fp8, static", {"quant_method": "fp8", "activation_scheme": "static"}, scaled(strategy="tensor", input_scale="input_scale")),
     Format("fp8 of FBGEMM", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, scaled()),
     Format("nvfp4", compressed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, type="float"), float4(16, CT_NAMES, True)),
     Format("nvfp4 of ModelOpt", NVFP4, float4(16, ("weight", "weight_scale", "weight_scale_2")), file="hf_quant_config.json"),
+    Format("gptq of GPTQModel, v2", GPTQ | {"format": "gptq_v2", "method": "gptq"}, gptq(version=2)),
+    Format("gptq in a file of AutoGPTQ", {"bits": 8, "group_size": 32, "desc_act": True}, gptq(8, has_order=True), file="quantize_config.json"),
+    Format("awq in a file of AutoAWQ", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}, awq(), file="quant_config.json"),
+    Format("autoround", AUTOROUND | {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}, gptq()),
+    Format("autoround as awq", AUTOROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, awq()),
+    Format(
+        "compressed int4 in bytes, older",
+        compressed("int-quantized", strategy="group", group_size=32) | {"quantization_status": "frozen"},
+        scaled(False, "block", (1, 32), top=7),
+    ),
+    Format(
+        "compressed mxfp8",
+        compressed("mxfp8-quantized", strategy="group", group_size=32, **FP8),
+        scaled(strategy="block", block=(1, 32), is_exponent=True),
+    ),
+    Format(
+        "fp8 of transformers, static",
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        scaled(strategy="tensor", name="weight_scale_inv", input_scale="activation_scale"),
+    ),
 ]

@@ -17,7 +17,7 @@ from backend.models.mtp import Mtp
 from backend.quantization_config import QuantizationConfig
 from backend.step.worker import Worker
 from tests.families import VOCABULARY, Case, assert_close, edited, load, make_model, random_tokens, refused
-from tests.quantized import BLOCKS, FORMATS, GPTQ, MXFP4, Format, compressed, gptq, packed, scaled, write_checkpoints
+from tests.quantized import AUTOROUND, BLOCKS, FORMATS, GPTQ, MXFP4, Format, compressed, float4, gptq, packed, scaled, write_checkpoints
 from tests.steps import Row, Steps, make_worker
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import QWEN2, logits_of, on_ranks
@@ -104,6 +104,48 @@ def test_rules_of_gptq(source: Path, tmp_path: Path) -> None:
     assert_close(own_logits(stored), own_logits(plain))
 
 
+def test_layers_of_autoround(source: Path, tmp_path: Path) -> None:
+    """By name before pattern; what they do not say is as in general."""
+    own = {"model.layers.0.self_attn.k_proj": {"bits": 16, "data_type": "float"}, ".*(k|o)_proj": {"bits": 8}, ".*q_proj": {"group_size": -1}}
+
+    def write(name: str, weight: torch.Tensor, generator: torch.Generator) -> Any:
+        if name == "model.layers.0.self_attn.k_proj":
+            return None
+        return (gptq(8) if name.endswith(("k_proj", "o_proj")) else gptq(size=None) if name.endswith("q_proj") else gptq())(weight, generator)
+
+    stored, plain = write_checkpoints(source, Format("layers", AUTOROUND | {"extra_config": own}, write, is_by_name=True), tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+
+
+def test_modelopt_names_each_layer(source: Path, tmp_path: Path) -> None:
+    kinds = {
+        "q_proj": ({"quant_algo": "FP8"}, scaled(strategy="tensor", input_scale="input_scale")),
+        "o_proj": ({"quant_algo": "MXFP8", "group_size": 32}, scaled(strategy="block", block=(1, 32), is_exponent=True)),
+        "up_proj": ({"quant_algo": "NVFP4", "group_size": 16}, float4(16, ("weight", "weight_scale", "weight_scale_2"))),
+    }
+    layers = {name: kinds[name.split(".")[-1]][0] for name in own_projections(source) if name.split(".")[-1] in kinds}
+
+    def write(name: str, weight: torch.Tensor, generator: torch.Generator) -> Any:
+        kind = kinds.get(name.split(".")[-1])
+        return None if kind is None else kind[1](weight, generator)
+
+    config = {"quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "quantized_layers": layers}}
+    form = Format("mixed", config, write, file="hf_quant_config.json", is_by_name=True)
+    stored, plain = write_checkpoints(source, form, tmp_path)
+    assert_close(own_logits(stored), own_logits(plain))
+
+
+def own_projections(folder: Path) -> list[str]:
+    return [name.removesuffix(".weight") for name in load_file(folder / "model.safetensors") if name.endswith("_proj.weight")]
+
+
+def test_groups_of_activations_alone_say_nothing_of_weights(source: Path, tmp_path: Path) -> None:
+    stored, _ = write_checkpoints(source, INT4, tmp_path)
+    groups = INT4.config["config_groups"] | {"attention": {"targets": ["LlamaAttention"], "input_activations": {"num_bits": 8, "type": "float"}}}
+    expected = own_logits(stored)
+    assert torch.equal(own_logits(edited(stored, tmp_path / "model", quantization_config=INT4.config | {"config_groups": groups})), expected)
+
+
 @pytest.mark.parametrize("form", [GPTQ_FORM, ACT_ORDER, FORMATS[13], FORMATS[14]], ids=str)
 def test_two_ranks_compute_what_one_does(source: Path, tmp_path: Path, form: Format) -> None:
     """Groups and blocks are cut where the inputs and outputs are."""
@@ -148,10 +190,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"group_size": 16}, " has shape (2, 64); config.json makes it (4, 64)"),
     ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "version 'gemv' is not supported; known: gemm"),
     ({"quant_method": "awq", "bits": 4, "group_size": 32}, "self_attn.k_proj.g_idx, "),
+    (GPTQ | {"format": "marlin"}, "format 'marlin' is not supported; known: gptq, gptq_v2"),
+    (AUTOROUND | {"packing_format": "auto_round"}, "packing_format 'auto_round' is not supported; known: auto_round:auto_gptq, auto_round:auto_awq"),
+    (AUTOROUND | {"data_type": "mx_fp"}, "data_type 'mx_fp' is not supported; known: int"),
+    (AUTOROUND | {"extra_config": {".*q_proj": {"bits": 3}}}, "extra_config: .*q_proj: bits is 3; it must be 4 or 8"),
+    (AUTOROUND | {"extra_config": {"(": {}}}, "extra_config has '(', which is no regular expression"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4"}}}, "a: quant_algo 'W4'"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported; known: e4m3"),
     (BLOCKS | {"weight_block_size": [128]}, "weight_block_size is [128]; it must be two integers above 0"),
     ({"quant_method": "fp8"}, "no weight is quantized as config.json says (fp8)"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; known: FP8, NVFP4"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; known: FP8, NVFP4, MXFP8"),
     (CT4 | {"format": "marlin-24"}, "format 'marlin-24' is not supported; known: pack-quantized"),
     (CT4 | {"quantization_status": "calibration"}, "quantization_status 'calibration' is not supported"),
     (CT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
@@ -198,6 +246,12 @@ def test_tensors_that_do_not_fit(stored: Path, tmp_path: Path) -> None:
 def test_an_index_of_groups_that_are_not_there(source: Path, tmp_path: Path) -> None:
     stored, _ = write_checkpoints(source, ACT_ORDER, tmp_path)
     refused(damage(stored, tmp_path / "model", g_idx=torch.full((64,), 2, dtype=torch.int32)), "q_proj.g_idx has 2; the limit is 1")
+
+
+def test_codes_of_4_bits_that_need_more(source: Path, tmp_path: Path) -> None:
+    config = compressed("int-quantized", strategy="group", group_size=32)
+    stored, _ = write_checkpoints(source, Format("int4", config, scaled(False, "block", (1, 32), top=7)), tmp_path)
+    refused(damage(stored, tmp_path / "model", weight=torch.full((64, 64), 8, dtype=torch.int8)), "q_proj.weight has 8; the limits are -8 and 7")
 
 
 def test_what_is_left_out_stays_out(source: Path, tmp_path: Path) -> None:

@@ -52,13 +52,26 @@ def _settle(digits: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tens
 
 
 def _read_scaled(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
-    codes, scales = tensors["weight"], tensors[layout.scale].float()
+    codes = tensors["weight"]
+    scales = _read_exponents(tensors[layout.scale]) if layout.is_exponent else tensors[layout.scale].float()
     if layout.block is not None:
         rows, columns = layout.block
         return Quantized(codes, scales.repeat_interleave(rows, dim=0)[:out], None, torch.arange(inputs) // columns)
     num_groups = layout.num_groups(inputs)
     zeros = None if layout.is_symmetric else _of_rows(tensors["weight_zero_point"].float(), out, num_groups)
-    return Quantized(codes, _of_rows(scales, out, num_groups), zeros, _groups(layout, inputs))
+    scales, groups = _of_rows(scales, out, num_groups), _groups(layout, inputs)
+    if layout.bits == 8:
+        return Quantized(codes, scales, zeros, groups)
+    middle = 2 ** (layout.bits - 1)
+    low, high = (int(which) for which in codes.aminmax())
+    if low < -middle or high >= middle:
+        raise ValueError(f"weight has {low if low < -middle else high}; the limits are {-middle} and {middle - 1}")
+    return _settle(codes.to(torch.int16) + middle, None if zeros is None else zeros + middle, scales, groups, layout.bits)
+
+
+def _read_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """e8m0, which safetensors may hold as plain bytes."""
+    return torch.exp2(scales.view(torch.uint8).float() - 127)
 
 
 def _of_rows(values: torch.Tensor, out: int, num_groups: int) -> torch.Tensor:
@@ -93,7 +106,7 @@ def _read_float4(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Sto
     digits = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
     values = torch.tensor([*E2M1, *(-value for value in E2M1)])[digits]
     # Without a global scale those of groups are exponents of 2 alone (e8m0).
-    factors = torch.exp2(scales.view(torch.uint8).float() - 127) if layout.global_scale is None else scales.float()
+    factors = _read_exponents(scales) if layout.global_scale is None else scales.float()
     if layout.global_scale is not None:
         whole = tensors[layout.global_scale].float().reshape(())
         factors = factors / whole if layout.is_global_divisor else factors * whole

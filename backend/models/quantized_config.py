@@ -16,13 +16,19 @@ from backend.models.values import Values
 KEYS = ("quantization_config", "compression_config")
 FILE = "hf_quant_config.json"
 """Beside config.json, where ModelOpt writes what others write in it."""
+OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where AutoGPTQ and AutoAWQ did, before transformers read their checkpoints."""
 CLASS = "Linear"
 """What compressed-tensors' targets call projections in general."""
 E4M3 = "F8_E4M3"
+MXFP8 = Layout("scaled", 8, 32, dtype=E4M3, is_exponent=True)
 MODELOPT = {
     "FP8": Layout("scaled", dtype=E4M3),
     "NVFP4": Layout("float4", bits=4, group=16, global_scale="weight_scale_2"),
+    "MXFP8": MXFP8,
 }
+MIXED = "MIXED_PRECISION"
+"""ModelOpt's, where layers differ."""
 
 
 def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Path) -> CheckpointQuantization | None:
@@ -37,6 +43,9 @@ def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Pat
             return dataclasses.replace(_read_modelopt(values), cache=_read_cache(values))
         cache = _read_cache(values)
         return None if cache is None else CheckpointQuantization("modelopt", lambda name: None, cache, has_weights=False)
+    for file, method in OLD_FILES.items():
+        if (path := Path(directory) / file).exists():
+            return _read(Values({"quant_method": method} | read_json(path), str(path)))
     return None
 
 
@@ -101,7 +110,8 @@ def _gptq_layout(values: Values, general: Layout | None = None) -> Layout:
     group = _group(values) if general is None or values.has("group_size") else general.group
     has_order = values.flag("desc_act", default=general.has_order if general is not None else False)
     values.flag("sym", default=True)  # zeros are stored either way
-    form = values.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") if general is None or values.has("checkpoint_format") else None
+    key = "format" if values.has("format") and not values.has("checkpoint_format") else "checkpoint_format"  # GPTQModel writes both
+    form = values.choice(key, ("gptq", "gptq_v2"), "gptq") if general is None or values.has(key) else None
     offset = (0 if form == "gptq_v2" else 1) if form is not None or general is None else general.zero_offset
     return Layout("gptq", bits, group, has_order=has_order, zero_offset=offset)
 
@@ -113,13 +123,36 @@ def _compile(values: Values, key: str, pattern: str) -> re.Pattern[str]:
         raise ModelError(f"{values.where}: {key} has {pattern!r:.80}, which is no regular expression: {error}") from None
 
 
-# -- AWQ, fp8, ModelOpt -----------------------------------------------------------------------------------------------------------
+# -- AutoRound, AWQ, fp8, ModelOpt ------------------------------------------------------------------------------------------------
+
+
+def _read_autoround(values: Values) -> CheckpointQuantization:
+    """AutoRound's own name for tensors that are as GPTQ's or AWQ's; extra_config names layers that differ, by name or pattern."""
+    kind = values.choice("packing_format", ("auto_round:auto_gptq", "auto_round:auto_awq")).removeprefix("auto_round:auto_")
+    general = _autoround_layout(values, kind)
+    section = values.section("extra_config")
+    own = {name: _autoround_layout(section.section(name), kind, general) for name in values.get("extra_config") or {}}
+    patterns = [(_compile(values, "extra_config", name), layout) for name, layout in own.items() if set(name) & set("*+?^$()[]{}|\\")]
+
+    def layout_of(name: str) -> Layout | None:
+        return own[name] if name in own else next((layout for pattern, layout in patterns if pattern.search(name)), general)
+
+    return CheckpointQuantization(f"auto-round {kind}", layout_of)
+
+
+def _autoround_layout(values: Values, kind: str, general: Layout | None = None) -> Layout | None:
+    if values.has("bits") and values.integer("bits", 32) >= 16:
+        return None
+    values.choice("data_type", ("int",), "int")
+    bits = _bits(values, "bits", (4, 8) if kind == "gptq" else (4,)) if general is None or values.has("bits") else general.bits
+    group = _group(values) if general is None or values.has("group_size") else general.group
+    return Layout("gptq", bits, group, zero_offset=1) if kind == "gptq" else Layout("awq", bits, group)
 
 
 def _read_awq(values: Values) -> CheckpointQuantization:
     bits = _bits(values, "bits" if values.has("bits") else "w_bit", (4,))
     group = _group(values, "group_size" if values.has("group_size") else "q_group_size")
-    values.choice("version", ("gemm", "GEMM"), "gemm")
+    values.choice("format" if values.has("format") and not values.has("version") else "version", ("gemm", "GEMM"), "gemm")
     if not values.flag("zero_point", default=True):
         raise values.refuse("zero_point", "true")
     return _all("awq", Layout("awq", bits, group))
@@ -134,7 +167,7 @@ def _read_fp8(values: Values) -> CheckpointQuantization:
         if len(block) != 2 or 0 in block:
             raise values.refuse("weight_block_size", "two integers above 0")
         return _all("fp8", Layout("scaled", block=(block[0], block[1]), dtype=E4M3, scale="weight_scale_inv"))
-    return _all("fp8", Layout("scaled", dtype=E4M3))
+    return _all("fp8", Layout("scaled", dtype=E4M3, other=Layout("scaled", dtype=E4M3, scale="weight_scale_inv")))  # as transformers calls it
 
 
 def _read_fbgemm(values: Values) -> CheckpointQuantization:
@@ -142,18 +175,27 @@ def _read_fbgemm(values: Values) -> CheckpointQuantization:
 
 
 def _read_modelopt(values: Values) -> CheckpointQuantization:
+    if values.get("quant_algo") == MIXED:
+        section = values.section("quantized_layers")
+        layouts = {layer: _modelopt_layout(section.section(layer))[1] for layer in values.get("quantized_layers") or {}}
+        return CheckpointQuantization(f"modelopt {MIXED}", layouts.get)
+    name, layout = _modelopt_layout(values)
+    return _all(f"modelopt {name}", layout)
+
+
+def _modelopt_layout(values: Values) -> tuple[str, Layout]:
     name = values.choice("quant_algo", tuple(MODELOPT))
     layout = MODELOPT[name]
     if layout.group is not None:
         layout = dataclasses.replace(layout, group=values.integer("group_size", 2**10, default=layout.group))
-    return _all(f"modelopt {name}", layout)
+    return name, layout
 
 
 # -- compressed-tensors -----------------------------------------------------------------------------------------------------------
 
 
 def _read_compressed(values: Values) -> CheckpointQuantization:
-    values.choice("quantization_status", ("compressed",), "compressed")
+    values.choice("quantization_status", ("compressed", "frozen"), "compressed")  # the latter by older versions, for the same
     if values.section("sparsity_config").get("format") not in (None, "dense"):
         raise ModelError(f"{values.where}: sparsity_config is not supported")
     if values.get("transform_config"):
@@ -167,6 +209,8 @@ def _read_compressed(values: Values) -> CheckpointQuantization:
     of_class: Layout | None = None
     for name in values.get("config_groups") or {}:
         group = groups.section(name)
+        if not group.has("weights"):  # of activations alone
+            continue
         layout = _compressed_layout(group.section("weights"), group.get("format") or general, group.where)
         targets = group.get("targets") if group.has("targets") else [CLASS]
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
@@ -185,7 +229,7 @@ def _read_compressed(values: Values) -> CheckpointQuantization:
             return None
         return exact.get(name) or next((layout for pattern, layout in patterns if pattern.match(name)), of_class)
 
-    has_weights = bool(values.get("config_groups")) or not values.has("kv_cache_scheme")
+    has_weights = bool(exact or patterns or of_class) or not (values.get("config_groups") or values.has("kv_cache_scheme"))
     return CheckpointQuantization(f"compressed-tensors {general}", layout_of, has_weights=has_weights)
 
 
@@ -198,7 +242,9 @@ def _matcher(values: Values, key: str) -> Callable[[str], bool]:
     return lambda name: name in plain or any(pattern.match(name) for pattern in patterns)
 
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
 
 
 def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
@@ -209,16 +255,18 @@ def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
     if weights.flag("dynamic"):
         raise weights.refuse("dynamic", "false for weights")
     if form == "nvfp4-pack-quantized":
-        return _float4(weights, Layout("float4", 4, 16, weight="weight_packed", global_scale="weight_global_scale", is_global_divisor=True))
+        return _micro(weights, Layout("float4", 4, 16, weight="weight_packed", global_scale="weight_global_scale", is_global_divisor=True))
     if form == "mxfp4-pack-quantized":
-        return _float4(weights, Layout("float4", 4, 32, weight="weight_packed"))
+        return _micro(weights, Layout("float4", 4, 32, weight="weight_packed"))
+    if form == "mxfp8-quantized":
+        return _micro(weights, MXFP8)
     group = weights.integer("group_size", 2**17) if strategy == "group" else None
     if form == "pack-quantized":
         bits, has_order = _bits(weights, "num_bits", (4, 8)), _read_order(weights)
         if kind != "int" or strategy not in ("group", "channel"):
             raise weights.refuse("strategy" if kind == "int" else "type", "group or channel of int, where the format is pack-quantized")
         return Layout("packed", bits, group, is_symmetric=is_symmetric, has_order=has_order)
-    _bits(weights, "num_bits", (8,))
+    bits = _bits(weights, "num_bits", (4, 8) if kind == "int" else (8,))
     if (form == "int-quantized") > (kind == "int") or (form == "float-quantized") > (kind == "float"):
         raise weights.refuse("type", f"{form.split('-')[0]}, where the format is {form}")
     block = None
@@ -226,7 +274,7 @@ def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
         block = weights.integers("block_structure", 2**16)
         if len(block) != 2 or 0 in block:
             raise weights.refuse("block_structure", "two integers above 0")
-    return Layout("scaled", 8, group, None if block is None else (block[0], block[1]), "I8" if kind == "int" else E4M3, is_symmetric=is_symmetric)
+    return Layout("scaled", bits, group, None if block is None else (block[0], block[1]), "I8" if kind == "int" else E4M3, is_symmetric=is_symmetric)
 
 
 def _read_order(weights: Values) -> bool:
@@ -241,8 +289,9 @@ ORDERS = ("group", "dynamic", "weight", "static")
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
-def _float4(weights: Values, layout: Layout) -> Layout:
-    _bits(weights, "num_bits", (4,))
+def _micro(weights: Values, layout: Layout) -> Layout:
+    """Of floating-point numbers in groups of one size."""
+    _bits(weights, "num_bits", (layout.bits,))
     if weights.choice("type", ("int", "float"), "float") != "float":
         raise weights.refuse("type", "float")
     if weights.integer("group_size", 2**10, default=layout.group) != layout.group:
@@ -253,6 +302,8 @@ def _float4(weights: Values, layout: Layout) -> Layout:
 READERS: dict[str, Callable[[Values], CheckpointQuantization]] = {
     "compressed-tensors": _read_compressed,
     "gptq": _read_gptq,
+    "auto-round": _read_autoround,
+    "intel/auto-round": _read_autoround,
     "awq": _read_awq,
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm,

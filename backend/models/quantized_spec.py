@@ -16,6 +16,7 @@ from typing import Literal
 PLAIN = ("F64", "F32", "F16", "BF16")
 """dtypes of weights and scales."""
 SCALES = (*PLAIN, "F8_E8M0")
+EXPONENTS = ("U8", "F8_E8M0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ class Layout:
     """float4: of the whole tensor."""
     is_global_divisor: bool = False
     """It divides, it does not multiply."""
+    is_exponent: bool = False
+    """scaled: scales are powers of 2, stored as exponents."""
+    other: Layout | None = None
+    """How the same may be stored under other names."""
 
     @property
     def marker(self) -> str:
@@ -69,7 +74,7 @@ class Layout:
             shapes: tuple[tuple[int, ...], ...] = ((out, groups),)
             if groups == 1:
                 shapes = ((out, 1), (out,), (1,), (), (1, 1))
-            found = {"weight": Expected(((out, inputs),), (self.dtype,)), self.scale: Expected(shapes, SCALES)}
+            found = {"weight": Expected(((out, inputs),), (self.dtype,)), self.scale: Expected(shapes, EXPONENTS if self.is_exponent else SCALES)}
             if not self.is_symmetric:
                 found["weight_zero_point"] = Expected(shapes, ("I8", "I32", "I64", *PLAIN))
             return found
@@ -88,7 +93,7 @@ class Layout:
             if inputs % size:
                 raise ValueError(f"in_features {inputs} is not a multiple of {size}")
             found = {self.weight: Expected(((out, inputs // 2),), ("U8",))}
-            found[self.scale] = Expected(((out, inputs // size),), ("U8", "F8_E8M0") if self.global_scale is None else ("F8_E4M3",))
+            found[self.scale] = Expected(((out, inputs // size),), EXPONENTS if self.global_scale is None else ("F8_E4M3",))
             if self.global_scale is not None:
                 found[self.global_scale] = Expected(((1,), ()))
             return found
@@ -106,7 +111,7 @@ class Layout:
     def optional(self, inputs: int) -> dict[str, Expected]:
         """What may be there too, and is not needed: factors of activations, and what is known anyway."""
         number = Expected(((1,), ()))
-        found = dict.fromkeys(("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale"), number)
+        found = dict.fromkeys(("input_scale", "activation_scale", "input_global_scale", "output_scale", "k_scale", "v_scale"), number)
         found["input_zero_point"] = Expected(((1,), ()), ("I8", "I32", "I64", *PLAIN))
         found["weight_shape"] = Expected(((2,),), ("I64", "I32"))
         if self.kind == "gptq" and not self.has_order:
@@ -150,4 +155,6 @@ class CheckpointQuantization:
     def find(self, name: str, held: Container[str]) -> Layout | None:
         """What a checkpoint with these tensors holds: lists of what is not quantized are of many dialects, tensors are not."""
         layout = self.layout_of(name)
-        return layout if layout is not None and f"{name}.{layout.marker}" in held else None
+        while layout is not None and f"{name}.{layout.marker}" not in held:
+            layout = layout.other
+        return layout
