@@ -17,6 +17,9 @@ WEIGHTS_FILE = "model.safetensors"
 PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """Where drafters that were published before safetensors keep their weights: a torch archive of tensors."""
 
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
+"""Of files that hold weights that are not read: pickles, which may run what is in them, and parts without their index."""
+
 
 def check_regular(path: Path) -> int:
     """The size of a file. Raises ModelError for what is not one: reading a pipe or a device may never end."""
@@ -128,24 +131,36 @@ def _find_weight(path: Path, name: str) -> tuple[str, tuple[int, ...], int, int]
 
 def find_pickled(directory: Path) -> Path | None:
     """The archive of tensors of a drafter's folder that has no safetensors."""
-    if (directory / WEIGHTS_FILE).exists() or (directory / INDEX_FILE).exists():
+    if (directory / INDEX_FILE).exists() or any(directory.glob("*.safetensors")):
         return None
     return next((path for name in PICKLED_FILES if (path := directory / name).exists()), None)
 
 
+def name_others(directory: Path) -> str:
+    """The end of a message that a folder has no weights: what it has instead, and what to do."""
+    found = sorted(path.name for path in directory.iterdir() if path.suffix in OTHER_WEIGHTS)
+    if not found:
+        return ""
+    if found[0].endswith(".safetensors"):
+        return f"; of {len(found)} files such as {found[0]} the index is missing"
+    return f"; {found[0]} is a pickle, which is not read as a model: save it anew as safetensors, with transformers' save_pretrained"
+
+
 def find_weights(directory: Path) -> dict[str, Path]:
-    """The file of every weight, by name, as the folder's index has it, or its only file. Raises ModelError."""
+    """The file of every weight, by name, as the folder's index has it, or its only file's. Raises ModelError."""
     index = directory / INDEX_FILE
     if index.is_file():
         files = read_json(index).get("weight_map")
         if not isinstance(files, dict):
             raise ModelError(f"{index} has no weight_map")
         for name, file in files.items():
-            if not isinstance(file, str) or Path(file).name != file:
+            if not isinstance(file, str) or not file or Path(file).name != file:
                 raise ModelError(f"{index}: weight {name} is in {file!r:.80}, which is no file of this folder")
         return {name: directory / file for name, file in files.items()}
     single = directory / WEIGHTS_FILE
+    if not single.exists() and len(named := list(directory.glob("*.safetensors"))) == 1:
+        single = named[0]  # as AutoGPTQ called it: by bits and groups
     if not single.exists():
-        raise ModelError(f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+        raise ModelError(f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{name_others(directory)}")
     with open_weights(single, "np") as file:
         return dict.fromkeys(file.keys(), single)

@@ -18,7 +18,7 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from backend.model_files import check_regular, find_pickled, read_config
+from backend.model_files import check_regular, find_pickled, name_others, read_config
 from backend.model_sources import Source, find_model
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
@@ -68,7 +68,7 @@ def check_model(name: str, max_model_len: int | None = None, load_format: str = 
         raise ModelError(f"{folder / 'tokenizer.json'} is missing")
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{folder} has no *.safetensors")
+        raise ModelError(f"{folder} has no *.safetensors{name_others(folder)}")
     model_checks.check_model(folder, has_weights=has_weights)
     model_checks.check_max_model_len(max_model_len, values["max_position_embeddings"])
     model_checks.check_tokenizer(folder)

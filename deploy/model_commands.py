@@ -82,7 +82,7 @@ def convert(args: argparse.Namespace) -> int:
 def _write(name: str, out: str, write: Callable[[], None]) -> int:
     try:
         write()
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, ModelError, OSError) as error:  # a disk that is full or may not be written names its file
         print(f"foretoken {name}: {error}", file=sys.stderr)
         return 2
     print(f"written to {out}")

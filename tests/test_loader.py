@@ -449,6 +449,8 @@ def test_an_index_that_is_wrong(sharded: Path) -> None:
     del values["weight_map"][name]
     index.write_text(json.dumps(values))
     refused(sharded, f"weight {name} is missing")
+    index.write_text(json.dumps({"weight_map": {name: ""}}))
+    refused(sharded, f"{index}: weight {name} is in '', which is no file of this folder")
     index.write_text("{}")
     refused(sharded, f"{index} has no weight_map")
     index.write_text("{")
@@ -457,8 +459,15 @@ def test_an_index_that_is_wrong(sharded: Path) -> None:
 
 def test_no_weights_at_all(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path) -> None:
     folder = copy_of(tiny[1], tmp_path)
-    (folder / "model.safetensors").unlink()
+    whole = (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")  # one file of any name is the one
+    load(folder)
+    shutil.copy(whole, folder / "model-00002-of-00002.safetensors")
+    refused(folder, "; of 2 files such as gptq_model-4bit-128g.safetensors the index is missing")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
     refused(folder, str(folder), "neither model.safetensors nor model.safetensors.index.json")
+    (folder / "pytorch_model.bin").touch()
+    refused(folder, "pytorch_model.bin is a pickle, which is not read as a model: save it anew as safetensors")
 
 
 def test_no_config(tiny: tuple[transformers.LlamaForCausalLM, Path], tmp_path: Path) -> None:

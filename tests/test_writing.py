@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from backend.models import shards
 from backend.models.mtp import Mtp
 from backend.quantization_config import read_quantization
 from deploy.cli import main
-from tests.families import Case, load, make_model, random_tokens
+from tests.families import Case, edited, load, make_model, random_tokens
 from tests.steps import Row, Steps, make_worker
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import QWEN2
@@ -77,6 +78,19 @@ def test_what_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "is a drafter, whose head is its target's" in refused(str(BUNDLED_DRAFTER), out, "--quantization", '{"head_quant_type": "wint8"}')
     assert "model folder /no/such/model does not exist" in refused("/no/such/model", out, "--quantization", "wint8")
     assert not Path(out).exists()
+    assert "No such file or directory: '/proc/none'" in refused(str(BUNDLED_MODEL), "/proc/none", "--quantization", "wint8")
+    odd = edited(BUNDLED_DRAFTER, tmp_path / "odd", architectures=5)
+    assert "architectures 5 is no drafter" in refused(str(odd), out, "--quantization", "wint8")
     assert main(["quantize", str(BUNDLED_DRAFTER), out, "--quantization", "wint8"]) == 0
     assert "is there already, and no empty folder" in refused(str(BUNDLED_DRAFTER), out, "--quantization", "wint8")
     assert "the weights are quantized already (compressed-tensors" in refused(out, f"{out}-again", "--quantization", "wint8")
+
+
+def test_an_index_that_names_more_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of weights that nobody reads, and which are copied."""
+    shutil.copytree(BUNDLED_DRAFTER, tmp_path / "model")
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        files = dict.fromkeys([*file.keys(), "model.other"], "model.safetensors")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", "wint8"]) == 2
+    assert "model.safetensors: weight model.other cannot be read: File does not contain tensor" in capsys.readouterr().err

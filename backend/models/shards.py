@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from backend.errors import ConfigError
@@ -50,7 +51,11 @@ class ShardWriter:
 
     def _flush(self) -> None:
         self._shards.append(list(self._shard))
-        save_file(self._shard, self._out / f"shard-{len(self._shards)}.safetensors", metadata={"format": "pt"})
+        path = self._out / f"shard-{len(self._shards)}.safetensors"
+        try:
+            save_file(self._shard, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise ConfigError(f"{path} cannot be written: {error}") from None
         self._shard.clear()
         self._num_bytes = 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model
@@ -49,7 +50,8 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
 
 def _find_schemes(config: dict[str, Any], directory: Path, quantization: QuantizationConfig) -> dict[str, str]:
     """Of each projection that is rounded, its type."""
-    names, weights = config.get("architectures") or [], WeightList()
+    weights = WeightList()
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed := config.get("architectures"), list) else []
     head = None
     if any(name in ARCHITECTURES for name in names):
         spec = check_model(directory)
@@ -83,7 +85,10 @@ def _write_weights(files: dict[str, Path], out: Path, schemes: dict[str, str]) -
         for path, names in by_file.items():
             handle = open_weights(path, "pt")
             for name in names:
-                tensor, scheme = handle.get_tensor(name), schemes.get(name.removesuffix(".weight"))
+                try:
+                    tensor, scheme = handle.get_tensor(name), schemes.get(name.removesuffix(".weight"))
+                except SafetensorError as error:  # of what nobody reads, and so nobody has checked
+                    raise ModelError(f"{path}: weight {name} cannot be read: {error}") from None
                 if scheme is None or not name.endswith(".weight"):
                     writer.add({name: tensor})
                 else:
