@@ -252,6 +252,7 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
     """
     files = find_weights(directory)
     required, extra = _expand(weights.required, files, quantization, directory)
+    required |= {name: Expected((shape,), ("I64", "I32")) for name, shape in weights.ids.items()}
     known, groups = required | extra, []
     for group in weights.optional:
         own, extra = _expand(group, files, quantization, directory)

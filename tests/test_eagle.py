@@ -80,6 +80,7 @@ KINDS = [
     Kind("EAGLE", method="eagle", layer="layers.0", tapped=(), has_map=False),
     Kind("EAGLE, two layers, HASS", method="eagle", config={"add_para_norm": True}, layer="layers.0", tapped=(), num_layers=2, has_map=False),
     Kind("EAGLE of speculators", method="eagle", layer="transformer", tapped=(), is_speculators=True, has_map=False),
+    Kind("of ModelOpt", config={"eagle_config": {IDS: [], "use_aux_hidden_state": True}}, has_map=False),
 ]
 
 
@@ -285,6 +286,15 @@ def test_tokens_are_those_without_drafts(drafter: tuple[Drafter, Path], target: 
     check_tokens(target[1], drafter[0].kind.method, model=str(drafter[1]))
 
 
+@pytest.mark.parametrize("policy", [{}, {"mtp_strategy": "with_ngram"}], ids=str)
+def test_scores_that_are_no_numbers(policy: dict[str, Any], folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """As of a drafter that overflows: they cost it its drafts, and nobody the answer."""
+    own = edited(folder, tmp_path / "drafter")
+    weights = load_file(own / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * float("nan")}, own / "model.safetensors")
+    check_tokens(target[1], "eagle3", model=str(own), **policy)
+
+
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0], [0, 1, 2], [1, 0, 0]]
 
 
@@ -353,6 +363,35 @@ def test_parallel_drafting_of_a_drafter_that_was_not_made_for_it(folder: Path, t
 def test_a_map_of_another_vocabulary(offsets: torch.Tensor, message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
     own = edited(folder, tmp_path / "drafter")
     save_file(load_file(own / "model.safetensors") | {"d2t": offsets.contiguous()}, own / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method="eagle3", model=str(own))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("d2t", None, "weight d2t is missing"),
+        ("d2t", torch.zeros(63, dtype=torch.int64), r"weight d2t has shape \(63,\); config.json makes it \(64,\)"),
+        ("d2t", torch.zeros(64), "weight d2t is of dtype (F32; known: I64, I32|float32; known: int64, int32)"),
+        ("norm.weight", torch.ones(HIDDEN, dtype=torch.int32), "weight norm.weight is of dtype (I32|int32); known: "),
+        ("lm_head.weight", torch.ones(64, HIDDEN).to(torch.float8_e4m3fn), "weight lm_head.weight is of dtype (F8_E4M3|float8_e4m3fn); known: "),
+    ],
+    ids=str,
+)
+def test_tensors_of_another_type(
+    name: str, tensor: torch.Tensor | None, message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """Named before the launch, where the folder is one of safetensors, and at load."""
+    own = edited(folder, tmp_path / "drafter")
+    weights = load_file(own / "model.safetensors")
+    weights = {**weights, name: tensor} if tensor is not None else {key: weight for key, weight in weights.items() if key != name}
+    save_file(weights, own / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder("eagle3", own, target[1])
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method="eagle3", model=str(own))
+    (own / "model.safetensors").unlink()
+    torch.save(weights, own / "pytorch_model.bin")
     with pytest.raises(ModelError, match=message):
         serve(target[1], method="eagle3", model=str(own))
 

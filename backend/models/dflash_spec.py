@@ -82,6 +82,8 @@ class DflashSpec:
             {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)},
         ]
         weights.ignored |= {MAP, "t2d"}
+        if self.draft_vocab_size < self.vocab_size:
+            weights.ids[MAP] = (self.draft_vocab_size,)
         if self.markov is not None:
             self.markov.list_weights(weights, self.hidden_size, self.vocab_size, self.draft_vocab_size)
         if self.confidence is not None:

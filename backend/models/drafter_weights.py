@@ -28,9 +28,7 @@ def load_embedding(name: str, hidden_size: int, checkpoint: Checkpoint, target: 
 def load_target_ids(name: str, count: int, checkpoint: Checkpoint, target: Model) -> torch.Tensor:
     """The target's ids of a drafter's `count` tokens, from how far on each is. Raises ModelError for ids that there are not, or twice."""
     most = target.vocab_size
-    offsets = checkpoint.get(name, (count,)).long()
-    if isinstance(checkpoint, DummyCheckpoint):
-        offsets.zero_()
+    offsets = checkpoint.get_ids(name, count)
     ids = torch.arange(count, device=offsets.device) + offsets
     low, high, num_double = int(ids.min()), int(ids.max()), len(ids) - len(ids.unique())
     if low < 0 or high >= most or num_double:

@@ -68,6 +68,8 @@ class EagleSpec:
             {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)},
         ]
         weights.ignored |= {MAP, "t2d"}
+        if self.draft_vocab_size < vocab_size:
+            weights.ids[MAP] = (self.draft_vocab_size,)
         if self.mask_hidden is not None:
             weights.ignored.add(self.mask_hidden)  # in any number of dimensions
 
@@ -207,8 +209,8 @@ def _read_tapped_layers(values: Values, count: int) -> tuple[int, ...]:
     """
     default, outputs = (2, count // 2, count - 3), (1, count // 2 - 1, count - 4)
     section = values.section("eagle_config")
-    place = section if section.has(LAYER_IDS) else values
-    if not place.has(LAYER_IDS):
+    place = section if section.get(LAYER_IDS) else values
+    if place.get(LAYER_IDS) in (None, []):  # ModelOpt writes an empty list for the usual choice
         if min(default) < 0:
             raise ModelError(f"{values.where} has no {LAYER_IDS!r}, and the target's {count} layers are too few for the usual choice")
         return default

@@ -90,7 +90,7 @@ class ResidualHeads:
         self._token_map = None
         if spec.map is not None:
             count = spec.heads[0].scores.out_features
-            ids = checkpoint.get(spec.map, (count,)).long()
+            ids = checkpoint.get_ids(spec.map, count)
             low, high, num_double = int(ids.min()), int(ids.max()), count - len(ids.unique())
             if low < 0 or high >= target.vocab_size or num_double:
                 raise ModelError(

@@ -74,7 +74,7 @@ class HeadsSpec:
             weights.add_norm(self.prefix.norm, self.hidden_size)
             weights.ignored.add("prefix_embeding_layer.embed_tokens.weight")
         if self.map is not None:
-            weights.ignored.add(self.map)
+            weights.ids[self.map] = (self.heads[0].scores.out_features,)
 
 
 @dataclass(frozen=True, slots=True)

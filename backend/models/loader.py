@@ -18,6 +18,17 @@ from backend.quantization import Stored
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+IDS = (torch.int64, torch.int32)
+
+
+def _check_type(tensor: torch.Tensor, known: tuple[torch.dtype, ...], what: str) -> torch.Tensor:
+    """Raises ModelError: integers, and numbers of 8 bits without their scales, would pass for weights."""
+    if tensor.dtype not in known:
+        names = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, *known))
+        raise ModelError(f"{what} is of dtype {next(names)}; known: {', '.join(names)}")
+    return tensor
+
 
 class Checkpoint:
     """Weights by Hugging Face name. Use as a context manager; tensors are read when asked for."""
@@ -52,8 +63,12 @@ class Checkpoint:
         return tuple(self._files)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One weight, whole. Raises ModelError when it is missing, unreadable, or not of `shape`."""
-        return self._read(name, (shape,))
+        """One weight, whole. Raises ModelError when it is missing, unreadable, or not plain numbers of `shape`."""
+        return _check_type(self._read(name, (shape,)), NUMBERS, f"{self._files[name]}: weight {name}")
+
+    def get_ids(self, name: str, count: int) -> torch.Tensor:
+        """The same of `count` integers, int64."""
+        return _check_type(self.get_any(name, ((count,),)), IDS, f"{self.directory}: weight {name}").long()
 
     def get_any(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> torch.Tensor:
         """The same of a weight that may have any of these shapes."""
@@ -119,11 +134,14 @@ class PickledCheckpoint(Checkpoint):
         return tuple(self._tensors)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return _check_type(self._read(name, (shape,)), NUMBERS, f"{self._path}: weight {name}")
+
+    def _read(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> torch.Tensor:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self._path}: weight {name} is missing")
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self._path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shape}")
+        if tuple(tensor.shape) not in shapes:
+            raise ModelError(f"{self._path}: weight {name} has shape {tuple(tensor.shape)}; config.json makes it {shapes[0]}")
         return tensor
 
 
@@ -151,6 +169,9 @@ class DummyCheckpoint(Checkpoint):
     def names(self) -> tuple[str, ...]:
         """Not known: it has what it is asked for."""
         return ()
+
+    def get_ids(self, name: str, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.long, device=self._device)
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:

@@ -32,6 +32,8 @@ class WeightList:
     """Groups of which it has all or none."""
     rounded: dict[str, Literal["dense", "moe"]] = field(default_factory=dict)
     """Projections (without `.weight`) that are rounded where their kind is: see backend/quantization_config.py."""
+    ids: Shapes = field(default_factory=dict)
+    """Integers that have to be there."""
     ignored: set[str] = field(default_factory=set)
     """What may be there, and is read in another way or not at all."""
 

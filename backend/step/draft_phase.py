@@ -181,8 +181,8 @@ class DraftPhase:
 
 
 def greatest_probability(logits: torch.Tensor) -> torch.Tensor:
-    """[B, V] -> [B] float32, above 0."""
-    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_().clamp_(min=1e-6)
+    """[B, V] -> [B] float32, above 0: also of logits that are no numbers, which cost a drafter its drafts and nothing else."""
+    return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_().nan_to_num_(0.0).clamp_(min=1e-6)
 
 
 def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | None) -> DrafterRows:
