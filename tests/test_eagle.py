@@ -376,7 +376,7 @@ def test_a_map_of_another_vocabulary(offsets: torch.Tensor, message: str, folder
         ("norm.weight", torch.ones(HIDDEN, dtype=torch.int32), "weight norm.weight is of dtype (I32|int32); known: "),
         ("lm_head.weight", torch.ones(64, HIDDEN).to(torch.float8_e4m3fn), "weight lm_head.weight is of dtype (F8_E4M3|float8_e4m3fn); known: "),
     ],
-    ids=str,
+    ids=["no map", "a shorter map", "a map of floats", "integers", "codes"],
 )
 def test_tensors_of_another_type(
     name: str, tensor: torch.Tensor | None, message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path
