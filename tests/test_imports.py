@@ -239,6 +239,8 @@ LEVELS = (
         "model_files",
         "chat_template",
         "detokenizer",
+        "limited_process",
+        "schema_numbers",
         "joiners",
         "metrics",
         "sampling_defaults",
