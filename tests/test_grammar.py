@@ -442,6 +442,15 @@ def test_choices_are_followed(grammars, texts):
         assert not own.inner.is_error() and not own.inner.try_consume_tokens(own.vocabulary.tokenizer.tokenize_str("?"))
 
 
+@pytest.mark.parametrize(
+    "grammar", ['?start: sum\n?sum: N "+" N -> add\nN: /[0-9]/', '!start: "1" "+" "2"', "start[max_tokens=9]: /[0-9+]+/", 'x ::= "1+2"\nroot ::= x']
+)
+def test_both_notations_of_grammars_are_known(grammars, grammar):
+    own = grammars.compile(StructuredOutputs(grammar=grammar))
+    tokens = own.vocabulary.tokenizer.tokenize_str("1+2")
+    assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
+
+
 def test_the_schema_that_anything_fulfils(grammars):
     for schema in (True, "true", {}):
         own = grammars.compile(StructuredOutputs(json=schema))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -25,6 +26,8 @@ MAX_CACHED, MAX_CACHED_CHARACTERS = 256, 4_000_000
 Key = tuple[str, str, bool, "str | None", bool]
 WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 """Between the parts of JSON: any indentation, and not any amount: small models go on with it to the limit of the answer."""
+
+_GBNF_RULE = re.compile(r"^\s*[\w.-]+\s*::=", re.M)
 
 
 class Grammars:
@@ -109,7 +112,7 @@ def _write_grammar(asked: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # one lexeme: as rules, some thousands are too much for a step
     if asked.form == "grammar":
         assert asked.grammar is not None
-        return grammar_from("grammar", asked.grammar)
+        return grammar_from("gbnf" if _GBNF_RULE.search(asked.grammar) else "lark", asked.grammar)
     schema = settle_numbers(read_schema(asked), asked.is_lenient)
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(asked))
 
