@@ -228,7 +228,7 @@ def test_the_planner_handles_integers() -> None:
 
 
 LEVELS = (
-    ("errors", "core", "sampling_params", "structured_outputs", "version"),
+    ("errors", "core", "sampling_params", "schema_numbers", "structured_outputs", "version"),
     ("tools",),
     ("section", "speculative_names"),
     (
@@ -240,7 +240,6 @@ LEVELS = (
         "chat_template",
         "detokenizer",
         "limited_process",
-        "schema_numbers",
         "joiners",
         "metrics",
         "sampling_defaults",
