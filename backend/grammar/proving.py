@@ -26,7 +26,7 @@ PROVE_SECONDS = 4.0
 VOCABULARY_SECONDS = 60.0
 ANSWER_SECONDS = 40.0
 """Until the process is taken for lost: ten times as long, since other work may hold the processor."""
-QUEUE_SECONDS = 10.0
+QUEUE_SECONDS = 20.0
 """How long a grammar waits for others."""
 MAX_MEMORY_BYTES = 4 << 30
 _STACK_BYTES = 4 << 20
