@@ -361,6 +361,13 @@ def test_what_nobody_knows_is_named(words: list[str], message: str, capsys: pyte
     assert caught.value.code == 2 and message in told and told.count("\n") == 2, "not behind a list of all options"
 
 
+@pytest.mark.parametrize("command", [["complete", "x"], ["bench"]])
+def test_what_is_no_json_is_said(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([*command, "--speculative", "{bad"])
+    assert "--speculative: '{bad' is not valid JSON: Expecting property name" in capsys.readouterr().err
+
+
 def test_an_error_names_the_option_as_it_was_given(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--max-num-seqs", "512", "--dry-run"]) == 2
     assert "max_batch_size must be from 1 to 256, got 512 (max_batch_size was given as max_num_seqs)" in capsys.readouterr().err
