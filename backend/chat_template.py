@@ -2,25 +2,13 @@
 
 A template is a program that came with the weights. Jinja's sandbox keeps it from the interpreter's insides, and from
 nothing else: it may loop for ever, or ask for any amount of memory in one operation, which no check inside the interpreter
-ends. So templates run in a process of their own, which ends itself when its time is over: the request that it had in hand
-is refused, and the next one gets a new process.
+ends. So templates run in a process of their own (`limited_process`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import resource
-import select
-import signal
-import struct
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -32,6 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from backend.errors import CapacityError, ModelError, RequestError
+from backend.limited_process import Busy, LimitedProcess, Lost, serve
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +34,6 @@ ANSWER_SECONDS = 20.0
 QUEUE_SECONDS = 10.0
 """How long a request waits for others to be rendered."""
 MAX_MEMORY_BYTES = 1 << 30
-_HEADER = struct.Struct("<Q")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning, the first of which templates read."""
 
@@ -133,112 +121,23 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_characters
 
 
 def main() -> None:
-    """Serves one template: its source comes first, then what it is to be rendered with, each answered in turn."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal, it is meant for the parent, whose end is this one's
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends this process, in the midst of one endless operation too
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    """Serves one template: its source comes first, then what it is to be rendered with."""
+    template: jinja2.Template | None = None
 
-    def receive() -> Any:
-        header = requests.read(_HEADER.size)
-        return json.loads(requests.read(_HEADER.unpack(header)[0])) if len(header) == _HEADER.size else None
+    def work(request: dict[str, Any]) -> dict[str, str]:
+        nonlocal template
+        if template is not None:
+            return _render(template, request["variables"], request["max_characters"])
+        try:
+            template = make_environment().from_string(request["source"])
+        except (Exception, MemoryError) as error:
+            return {"error": f"{error}"[:1000]}
+        return {"text": ""}
 
-    def answer(value: dict[str, str]) -> None:
-        data = json.dumps(value).encode()
-        answers.write(_HEADER.pack(len(data)) + data)
-        answers.flush()
-
-    template = None
-    while (request := receive()) is not None:
-        signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)
-        if template is None:
-            try:
-                template = make_environment().from_string(request["source"])
-            except (Exception, MemoryError) as error:
-                answer({"error": f"{error}"[:1000]})
-                return
-            result = {"text": ""}
-        else:
-            result = _render(template, request["variables"], request["max_characters"])
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answer(result)
+    serve(work, RENDER_SECONDS, MAX_MEMORY_BYTES)
 
 
 # -- in the server's process --------------------------------------------------------------------------------------------
-
-
-class _Lost(Exception):
-    """The process ended, or gave no answer."""
-
-
-class _Renderer:
-    """The process, as its parent sees it."""
-
-    def __init__(self) -> None:
-        if not sys.executable:
-            raise ModelError("chat templates need an interpreter of their own, and sys.executable names none")
-        # Modules are looked for where this process found them, whatever was done to its path.
-        path = [p for p in sys.path if p]
-        code = f"import sys; sys.path[:] = {path!r}; from backend.chat_template import main; main()"
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, bufsize=0)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._requests, False)
-        self.end = weakref.finalize(self, _end, self._process)
-
-    def ask(self, request: dict[str, Any]) -> dict[str, str]:
-        """Raises _Lost."""
-        data = json.dumps(request).encode()
-        end = time.monotonic() + ANSWER_SECONDS
-        try:
-            self._write(_HEADER.pack(len(data)) + data, end)
-            (length,) = _HEADER.unpack(self._read(_HEADER.size, end))
-            return json.loads(self._read(length, end))
-        except BrokenPipeError:
-            raise _Lost(self._reason()) from None
-
-    def _wait(self, reading: Sequence[int], writing: Sequence[int], end: float) -> None:
-        poll = select.poll()  # select itself takes no descriptor above 1,023
-        for descriptor in reading:
-            poll.register(descriptor, select.POLLIN)
-        for descriptor in writing:
-            poll.register(descriptor, select.POLLOUT)
-        if not poll.poll(1e3 * max(end - time.monotonic(), 0)):
-            raise _Lost(f"it gave no answer for {ANSWER_SECONDS:g} s")
-
-    def _write(self, data: bytes, end: float) -> None:
-        left = memoryview(data)
-        while left:
-            self._wait([], [self._requests], end)
-            left = left[os.write(self._requests, left[:65536]) :]
-
-    def _read(self, length: int, end: float) -> bytes:
-        parts, left = [], length
-        while left:
-            self._wait([self._answers], [], end)
-            part = os.read(self._answers, min(left, 1 << 20))
-            if not part:
-                raise _Lost(self._reason())
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
-
-    def _reason(self) -> str:
-        status = self._process.wait(ANSWER_SECONDS)
-        if status == -signal.SIGPROF:
-            return f"it ran for more than {RENDER_SECONDS:g} s, the limit"
-        return f"its process ended with status {status}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # what the process did not read any more
-                pipe.close()
 
 
 class ChatTemplate:
@@ -256,8 +155,7 @@ class ChatTemplate:
         self.source = source
         self.variables = tuple(name for name in find_variables(syntax) if not name.endswith("_token"))
         """What it reads that is given to it, special tokens apart."""
-        self._lock = threading.Lock()
-        self._renderer: _Renderer | None = None
+        self._process = LimitedProcess("backend.chat_template", {"source": source}, RENDER_SECONDS)
 
     def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any], max_characters: int) -> str:
         """Raises RequestError where the template refuses or fails, CapacityError when too many wait for it."""
@@ -266,39 +164,16 @@ class ChatTemplate:
         variables = {**variables, "messages": [_name_reasoning(m) for m in messages]}
         request = {"variables": variables, "max_characters": max_characters}
         try:
-            answer = self._ask(request)
-        except _Lost as error:
+            answer = self._process.ask(request, ANSWER_SECONDS, QUEUE_SECONDS)
+        except Busy as error:
+            raise CapacityError(f"the chat template was {error}: retry later") from None
+        except Lost as error:
             answer = {"error": str(error)}
         except (TypeError, ValueError, RecursionError) as error:
             answer = {"error": f"they cannot be written as JSON: {error}"}
         if "error" in answer:
             raise RequestError(f"the chat template refused the messages: {answer['error']}")
         return answer["text"]
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, str]:
-        if not self._lock.acquire(timeout=QUEUE_SECONDS):
-            raise CapacityError(f"the chat template was busy with other requests for {QUEUE_SECONDS:g} s: retry later")
-        try:
-            if self._renderer is None:
-                self._renderer = _Renderer()
-                answer = self._renderer.ask({"source": self.source})
-                if "error" in answer:
-                    self._end_renderer()
-                    return answer
-            return self._renderer.ask(request)
-        except (TypeError, ValueError, RecursionError):  # of what cannot be sent; nothing was
-            raise
-        except BaseException:
-            # Whatever it was in the middle of, the next request must not have this one's answer.
-            self._end_renderer()
-            raise
-        finally:
-            self._lock.release()
-
-    def _end_renderer(self) -> None:
-        if self._renderer is not None:
-            self._renderer.end()
-            self._renderer = None
 
 
 def find_variables(syntax: jinja2.nodes.Template) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backend.chat_template import count_characters
@@ -95,7 +95,7 @@ class Intake:
         asked = self._form_of(params, tools)
         # What has a form has it from its first token on: nothing is thought before it.
         is_free = params.structured_outputs is None and (tools is None or tools.choice in ("auto", "none"))
-        grammars = [self.compile(asked, params) for _ in range(params.n)]
+        grammars = [self.compile(asked, params, tools) for _ in range(params.n)]
         if asked is not None or prediction_ids:  # whose drafts are made from one text: a chain
             speculation = dataclasses.replace(speculation, num_nodes=0)
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:
@@ -129,8 +129,8 @@ class Intake:
             for i in range(params.n)
         ]
 
-    def compile(self, asked: StructuredOutputs | None, params: SamplingParams) -> Matcher | None:
-        """asked: the request's own, or with what its tools ask. Raises RequestError."""
+    def compile(self, asked: StructuredOutputs | None, params: SamplingParams, tools: Tools | None = None) -> Matcher | None:
+        """asked: the request's own, or with what its tools ask; tools: these, to be named in errors. Raises RequestError."""
         if asked is None:
             return None
         try:
@@ -138,10 +138,21 @@ class Intake:
         except RequestError as error:
             if asked is params.structured_outputs:
                 raise
+            for tool in () if tools is None else tools.tools:
+                self._check_parameters(tool["function"])
             beside = "" if params.structured_outputs is None else " and structured_outputs"
             raise RequestError(
                 f"tools{beside}: their schemas cannot be enforced: {str(error).removeprefix('structured_outputs.grammar: ')}"
             ) from None
+
+    def _check_parameters(self, function: Mapping[str, Any]) -> None:
+        """Of one tool by itself, where all together failed. Raises RequestError that names it."""
+        if parameters := function.get("parameters"):
+            try:
+                self._grammars.compile(StructuredOutputs(json=parameters, is_lenient=not function.get("strict")))
+            except ValueError as error:
+                reason = str(error).removeprefix("structured_outputs.json: ")
+                raise RequestError(f"tools: the parameters of {function['name']!r}: {reason}") from None
 
     def _form_of(self, params: SamplingParams, tools: Tools | None) -> StructuredOutputs | None:
         """What the text has to be: as it is asked for, or calls of tools, or either."""

@@ -58,6 +58,10 @@ REFUSED = {
 """Keys that ask for what is done otherwise; false and null ask for nothing."""
 
 
+LOOKUPS = ("ngram", "[ngram]")
+"""What vLLM has for a drafter's folder where the drafter is a lookup."""
+
+
 def read_other_names(values: object, where: str = "") -> Any:
     """The same configuration in this version's names, but for ALIASES. Raises ConfigError for what is done otherwise here."""
     if not isinstance(values, dict):
@@ -73,6 +77,9 @@ def read_other_names(values: object, where: str = "") -> Any:
         if found.get("method", found["speculate_method"]) != found["speculate_method"]:
             raise ConfigError(f"{where}method is given twice: {found['method']!r:.80}, and {found['speculate_method']!r:.80} as speculate_method")
         found["method"] = found.pop("speculate_method")
+    if found.get("model") in LOOKUPS and found.get("method", "ngram") == "ngram":
+        del found["model"]
+        found["method"] = "ngram"
     key = next((key for key in ("method", "speculative_algorithm") if key in found), "method")
     if isinstance(method := found.get(key), str) and method.lower() in PARALLEL:
         if found.get("parallel_drafting") is False:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.errors import RequestError
+from backend.schema_numbers import settle_numbers
 from backend.structured_outputs import StructuredOutputs
 
 MAX_TOOLS = 256
@@ -159,12 +160,19 @@ def _write_answer(answer: StructuredOutputs) -> str:
             f"structured_outputs.{answer.form} cannot stand beside tools, of which an answer may call one or none: json (an object), json_object and "
             "choice can; or tool_choice has to be none"
         )
-    return "%json " + json.dumps({**answer.json, "x-guidance": {"coerce_one_of": True, "lenient": answer.is_lenient}})
+    try:
+        schema = settle_numbers(answer.json, answer.is_lenient)
+    except ValueError as error:
+        raise RequestError(f"structured_outputs.json: {error}") from None
+    return "%json " + json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": answer.is_lenient}})
 
 
 def _write_schema(function: Mapping[str, Any]) -> str:
     """Of the arguments. With `strict` what cannot be enforced is an error."""
-    schema = function.get("parameters") or {"type": "object"}
+    try:
+        schema = settle_numbers(function.get("parameters") or {"type": "object"}, not function.get("strict"))
+    except ValueError as error:
+        raise RequestError(f"tools: the parameters of {function['name']!r}: {error}") from None
     return json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": not function.get("strict")}})
 
 

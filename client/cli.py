@@ -21,8 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    parser.add_argument("--speculative", type=json.loads, metavar="JSON", help="this request's own, such as '{\"num_speculative_tokens\": 0}'")
+    parser.add_argument("--speculative", type=read_json, metavar="JSON", help="this request's own, such as '{\"num_speculative_tokens\": 0}'")
     parser.add_argument("--quiet", action="store_true", help="no statistics")
+
+
+def read_json(text: str) -> Any:
+    """An option's value."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not valid JSON: {error}") from None
 
 
 def _parameters(args: argparse.Namespace) -> dict[str, Any]:

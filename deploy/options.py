@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,12 +176,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--master", metavar="HOST:PORT", help="where the first host meets the others")
     model.add_argument("--load-format", metavar="NAME", help="safetensors (default), or dummy: random weights of config.json's shapes")
     model.add_argument("--generation-config", metavar="WHICH", help="auto: sampling defaults of the model's generation_config.json; none (vllm): not")
-    model.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and output together (default: the model's)")
+    model.add_argument("--max-model-len", type=read_tokens, metavar="N", help="tokens of prompt and output together (default: the model's)")
 
     load = parser.add_argument_group("load and memory")
     load.add_argument("--max-batch-size", type=int, metavar="N", help="requests that run at once (default 256)")
     load.add_argument("--max-waiting", type=int, metavar="N", help="requests that may wait beyond those (default 2048)")
-    load.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="known tokens one step computes (default 512 on CPU, 4096 on GPU)")
+    load.add_argument(
+        "--max-num-batched-tokens", type=read_tokens, metavar="N", help="known tokens one step computes (default 512 on CPU, 4096 on GPU)"
+    )
     load.add_argument("--max-step-ms", type=float, metavar="MS", help="a step with prompts takes no longer while others decode (default 50 on GPU)")
     load.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or such as 2GiB")
     load.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default 0.9)")
@@ -276,6 +279,15 @@ def read_command(args: argparse.Namespace) -> Translation:
         if inner := {key: values.pop(key) for key in keys if key in values}:
             values[section] = {**(values.get(section) or {}), **inner}
     return Translation(values, [*found.notes, *flags.notes], {**found.sources, **flags.sources})
+
+
+def read_tokens(text: str) -> int | str:
+    """A number of tokens as vLLM's users write it: 32k (thousands), 32K (of 1,024), 1.5M; other words for what reads the key."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmKM])", text)
+    if found is None:
+        return int(text) if re.fullmatch(r"-?\d+", text) and text != "-1" else text
+    size = float(found[1]) * {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}[found[2]]
+    return int(size) if size == int(size) else text
 
 
 def parse_json(key: str, text: str) -> Any:

@@ -39,6 +39,20 @@ class Refused:
 
 Other = Alias | Needless | Refused
 
+
+def each(names: str, other: Other) -> dict[str, Other]:
+    """The same of several options."""
+    return dict.fromkeys(names.split(), other)
+
+
+def needless(why: str, switches: str = "", others: str = "") -> dict[str, Other]:
+    return {**each(switches, Needless(why, is_switch=True)), **each(others, Needless(why))}
+
+
+def refused(instead: str, switches: str = "", others: str = "", unless: tuple[Any, ...] = ()) -> dict[str, Other]:
+    return {**each(switches, Refused(instead, is_switch=True)), **each(others, Refused(instead, unless))}
+
+
 KERNELS = "kernels are chosen by the device and the shape of each product"
 GRAPHS = "on a GPU steps run as CUDA graphs where one is captured, and eagerly else; the tokens are the same"
 CHUNKS = "prompts are cut into the room that a step has (max_num_batched_tokens)"

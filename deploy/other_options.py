@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -159,13 +159,18 @@ class ServeParser(argparse.ArgumentParser):
             self.error(f"unknown option {name}{closest(name, own) or closest(name, self._option_string_actions)}")
         return found, left
 
+    def error(self, message: str) -> NoReturn:
+        """Without the list of all options, behind which it would be looked for."""
+        self.exit(2, f"{self.prog}: error: {message}\n({self.prog} --help lists the options)\n")
+
     def _rewrite(self, words: list[str]) -> list[str]:
         written: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
         left = iter(words)
         for word in left:
             flag, has_value, value = word.partition("=")
-            if not flag.startswith("--") or flag == "--":
+            is_short_object = flag.partition(".")[0] in self._option_string_actions and "." in flag  # -cc.mode=3
+            if flag == "--" or not (flag.startswith("--") or is_short_object):
                 written.append(word)
                 continue
             flag = flag.replace("_", "-")

@@ -1,4 +1,5 @@
-"""Options of other servers' serve commands (vLLM, FastDeploy, PaddleNLP), and what each is here; those of SGLang are in a table of their own."""
+"""Options of other servers' serve commands (vLLM, FastDeploy, PaddleNLP), and what each is here; SGLang's, and vLLM's oldest and newest, have
+tables of their own."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from deploy.other_kinds import (
     Refused,
 )
 from deploy.sglang_table import SGLANG, SGLANG_LISTS
+from deploy.vllm_table import VLLM, VLLM_LISTS
 
 OTHERS: dict[str, Other] = {
     # the model
@@ -312,12 +314,12 @@ OTHERS: dict[str, Other] = {
     "collect_detailed_traces": Refused(NO_TRACES),
     "profiler_config": Refused("start the server under nsys or py-spy"),
 }
-OTHERS |= {key: other for key, other in SGLANG.items() if key not in OTHERS}
+OTHERS |= {key: other for key, other in {**SGLANG, **VLLM}.items() if key not in OTHERS}
 """By their keys; flags are the same with dashes."""
 
 SHORT_FLAGS = {"data_parallel_size": ("-dp",), "pipeline_parallel_size": ("-pp",), "decode_context_parallel_size": ("-dcp",)}
 SHORT_FLAGS |= {"compilation_config": ("-cc",), "optimization_level": ("-O",)}
-LISTS = ("lora_modules", "logits_processors", "api_key", "cuda_graph_sizes", *SGLANG_LISTS)
+LISTS = ("lora_modules", "logits_processors", "api_key", "cuda_graph_sizes", *SGLANG_LISTS, *VLLM_LISTS)
 """Their flags take several words."""
 VALUES: dict[str, dict[Any, Any]] = {
     "generation_config": {"vllm": "none", "model": "auto", "openai": "none"},
@@ -326,5 +328,6 @@ VALUES: dict[str, dict[Any, Any]] = {
     "scheduler_name": {"global": "redis"},
     "role": {"null": "mixed"},
     "speculative_config.quantization": {"unquant": None},
+    "max_model_len": {"auto": None, "-1": None},
 }
 """What others call the values of own keys."""

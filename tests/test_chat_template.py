@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from backend import chat_template
+from backend import chat_template, limited_process
 from backend.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from backend.config import BUNDLED_MODEL
 from backend.errors import CapacityError, ModelError, RequestError
@@ -164,13 +164,13 @@ def test_no_template_goes_on_for_ever(source: str, message: str, monkeypatch: py
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a rendering, in the process that renders too."""
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
-    start = chat_template.subprocess.Popen
+    start = limited_process.subprocess.Popen
 
     def start_shortened(command: list[str], **options: Any) -> Any:
         code = command[-1].replace("; main()", "; import backend.chat_template as t; t.RENDER_SECONDS = 0.2; main()")
         return start([*command[:-1], code], **options)
 
-    monkeypatch.setattr(chat_template.subprocess, "Popen", start_shortened)
+    monkeypatch.setattr(limited_process.subprocess, "Popen", start_shortened)
 
 
 def test_others_go_on_after_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,15 +191,15 @@ def test_others_go_on_after_one_that_does_not_end(monkeypatch: pytest.MonkeyPatc
 def test_a_request_does_not_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "QUEUE_SECONDS", 0.1)
     template = ChatTemplate("x", "model")
-    with template._lock, pytest.raises(CapacityError, match=r"busy with other requests for 0\.1 s: retry later"):
+    with template._process._lock, pytest.raises(CapacityError, match=r"busy with other requests for 0\.1 s: retry later"):
         template.render(MESSAGES, {}, 1000)
 
 
 def test_a_process_that_died_is_replaced() -> None:
     template = ChatTemplate("{{ messages | length }}", "model")
     assert template.render(MESSAGES, {}, 1000) == "3"
-    assert template._renderer is not None
-    process = template._renderer._process
+    assert template._process._child is not None
+    process = template._process._child._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     with pytest.raises(RequestError, match="its process ended with status -9"):
@@ -211,8 +211,8 @@ def test_a_process_that_died_is_replaced() -> None:
 def test_a_process_that_is_held_is_replaced(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages | length }}", "model")
     assert template.render(MESSAGES, {}, 1000) == "3"
-    assert template._renderer is not None
-    process = template._renderer._process
+    assert template._process._child is not None
+    process = template._process._child._process
     os.kill(process.pid, signal.SIGSTOP)
     monkeypatch.setattr(chat_template, "ANSWER_SECONDS", 0.3)
     with pytest.raises(RequestError, match=r"it gave no answer for 0\.3 s"):
@@ -223,8 +223,8 @@ def test_a_process_that_is_held_is_replaced(length: int, monkeypatch: pytest.Mon
 def test_the_process_ends_with_its_template() -> None:
     template = ChatTemplate("x", "model")
     template.render(MESSAGES, {}, 1000)
-    assert template._renderer is not None
-    process = template._renderer._process
+    assert template._process._child is not None
+    process = template._process._child._process
     del template
     assert process.poll() is not None
 
@@ -235,7 +235,7 @@ def test_the_process_ends_with_its_template() -> None:
 def test_messages_are_counted_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megabytes for a context of a few thousand tokens cost no rendering and no tokenizing."""
     template = ChatTemplate("x", "model")
-    monkeypatch.setattr(template, "_ask", lambda request: pytest.fail("it was rendered"))
+    monkeypatch.setattr(template._process, "ask", lambda *asked: pytest.fail("it was rendered"))
     for message in (
         {"role": "user", "content": "é" * 998},
         {"role": "", "content": [{"text": "x" * 980}] * 2},

@@ -129,6 +129,15 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
         "--speculate_max_draft_token_num 5 --speculate_max_ngram_size 2".replace("--inference_model ", ""),
         {"speculative_config.num_speculative_tokens": 5, "speculative_config.max_ngram_size": 2},
     ),
+    "vLLM before 0.9, ngram": (
+        "python -m vllm.entrypoints.openai.api_server --model ${MODEL_TAG} --speculative_model [ngram] --num_speculative_tokens 5 "
+        "--ngram_prompt_lookup_max 4 --use-v2-block-manager --max-model-len 1K --disable-log-requests -O.level=3",
+        {"max_model_len": 1024, "speculative_config": {"model": "[ngram]", "num_speculative_tokens": 5, "max_ngram_size": 4}},
+    ),
+    "vLLM, without the object": (
+        "vllm serve ${MODEL_TAG} --spec-method ngram --spec-tokens 2 --max-model-len auto --reasoning-parser qwen3 -cc.mode=3",
+        {"max_model_len": None, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ),
     "vLLM on Ascend, mtp": (
         "vllm serve /deepseek-ai/DeepSeek-V3.2-Exp-W8A8 --port 20004 --data-parallel-size 1 --tensor-parallel-size 4 --enable-expert-parallel "
         "--seed 1024 --served-model-name dsv3 --max-model-len 1024 --max-num-batched-tokens 5000 --max-num-seqs 10 --trust-remote-code "
@@ -193,6 +202,10 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "speculative_token_map 'thunlp/FR-Spec/freq_32768.pt' is not an option here: a drafter scores the tokens that its own weights name",
     ),
     "attention apart": (SGLANG + "--tp 8 --dp 8 --enable-dp-attention", "enable_dp_attention True is not an option here: attention is split"),
+    "another way to accept": (
+        "vllm serve ${MODEL_TAG} --spec-decoding-acceptance-method typical_acceptance_sampler",
+        "spec_decoding_acceptance_method 'typical_acceptance_sampler' is not an option here: say \"verify_strategy\"",
+    ),
     "data parallelism": ("vllm serve ${MODEL_TAG} -dp 2", "`foretoken gateway --upstream A,B`"),
 }  # fmt: skip
 
@@ -300,6 +313,8 @@ def serve_values(*words: str) -> tuple[dict[str, Any], list[str]]:
         (["--speculative-config.method", "ngram", "--speculative-config.num-speculative-tokens=3"],
          {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
         (["--speculative-model", "DIR", "--num-speculative-tokens", "2"], {"speculative_config": {"model": "DIR", "num_speculative_tokens": 2}}),
+        (["--max-num-batched-tokens", "2k", "--max-model-len=1.5K"], {"max_num_batched_tokens": 2000, "max_model_len": 1536}),
+        (["--max-model-len", "-1"], {"max_model_len": None}),
         (["--data-parallel-size", "1", "--pipeline-parallel-size=1", "--no-enable-lora", "--cpu-offload-gb", "0"], {}),
     ],
 )  # fmt: skip
@@ -342,7 +357,15 @@ def test_contradictions(words: list[str], message: str) -> None:
 def test_what_nobody_knows_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         make_parser().parse_args(["serve", *words])
-    assert caught.value.code == 2 and message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert caught.value.code == 2 and message in told and told.count("\n") == 2, "not behind a list of all options"
+
+
+@pytest.mark.parametrize("command", [["complete", "x"], ["bench"]])
+def test_what_is_no_json_is_said(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([*command, "--speculative", "{bad"])
+    assert "--speculative: '{bad' is not valid JSON: Expecting property name" in capsys.readouterr().err
 
 
 def test_an_error_names_the_option_as_it_was_given(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,6 +395,7 @@ def test_tables_say_something_of_each() -> None:
           "speculative_num_draft_tokens": 16}, {"method": "eagle", "num_speculative_tokens": 5, "tree_top_k": 4, "tree_nodes": 15}),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}, {"method": "ngram", "num_speculative_tokens": 5}),
         ({"method": "mtp", "quantization": "weight_only_int4"}, {"quantization": "wint4"}),
+        ({"model": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, {"method": "ngram", "model": None, "max_ngram_size": 4}),
         ({"method": "ngram", "num_gpu_block_expand_ratio": 1.0, "enf_gen_phase_tag": False, "disable_padded_drafter_batch": "False"}, {}),
     ],
 )  # fmt: skip

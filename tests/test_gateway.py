@@ -518,6 +518,10 @@ class TestErrors:
         assert caught.value.code == "invalid_value" and caught.value.param == "top_p"
         with pytest.raises(openai.NotFoundError, match="the model 'gpt' does not exist; there is 'foretoken'"):
             complete(api, model="gpt")
+        for words in (3000, 100_000):
+            with pytest.raises(openai.BadRequestError, match=r"the prompt has \d+ ") as long:
+                complete(api, prompt="x " * words)
+            assert long.value.code == "context_length_exceeded", "by which clients know that a shorter prompt would do"
         with pytest.raises(openai.APIStatusError, match="its timeout_ms passed") as late:
             complete(api, max_tokens=1900, extra_body={"timeout_ms": 200, "ignore_eos": True})
         assert late.value.status_code == 504
@@ -539,7 +543,9 @@ class TestErrors:
             ("/", "DELETE", 405),
         ):
             status, _, answer = ask(address, path, b"{}" if method == "POST" else None, method=method)
-            assert status == wanted and json.loads(answer)["error"]["type"] == "invalid_request_error"
+            error = json.loads(answer)["error"]
+            assert status == wanted and error["type"] == "invalid_request_error"
+            assert status == 405 or "; there is /detokenize, /health, /metrics, /tokenize, /v1/chat/completions, " in error["message"]
 
     @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models"])
     def test_head(self, address, path):

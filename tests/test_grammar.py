@@ -12,11 +12,15 @@ import pytest
 import scipy
 import torch
 
-from backend import LLM, SamplingParams, step_drafting
+from backend import LLM, SamplingParams, limited_process, step_drafting
+from backend.config import BUNDLED_MODEL
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
+from backend.grammar.proving import Prover
+from backend.schema_numbers import settle_numbers
 from backend.step import draft_phase
 from backend.structured_outputs import MAX_CHOICES, StructuredOutputs
+from backend.text import Tokenizer
 from kernels.ops import mask_logits
 from tests.conftest import EVERY_METHOD, code_prompts
 from tests.test_methods import METHODS, PLAIN, Asked, ids_of, run
@@ -352,6 +356,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "the empty text": ({"regex": ""}, "no text but the empty one fulfils it"),
     "unknown rule": ({"grammar": 'start: "a" | foo'}, 'structured_outputs.grammar: .*unknown name: "foo"'),
     "no grammar": ({"grammar": "root ::= ("}, "structured_outputs.grammar"),
+    "an integer that is rounded": ({"json": {"enum": ["x", 2**53 + 1]}}, "json: enum 9007199254740993 cannot be enforced: it would be written as"),
+    "a bound that is rounded": ({"json": {"type": "integer", "minimum": 2**53 + 1}}, "json: minimum 9007199254740993 cannot be enforced"),
+    "a bound beyond 64 bits": ({"json": {"items": {"type": "integer", "maximum": -(10**19)}}}, "maximum -10000000000000000000 cannot be"),
+    "an exclusive bound": ({"json": {"type": "integer", "exclusiveMaximum": -(2**62)}}, "exclusiveMaximum -4611686018427387904 cannot be"),
+    "the least of 64 bits": ({"json": {"const": -(2**63)}}, "const -9223372036854775808 cannot be enforced"),
 }
 
 
@@ -361,6 +370,64 @@ def test_what_cannot_be_followed_is_refused(grammars, name):
     with pytest.raises(RequestError, match=message) as caught:
         grammars.compile(StructuredOutputs(**asked))
     assert len(str(caught.value)) < 700
+
+
+BREAKING: dict[str, dict[str, Any]] = {
+    "a negative number without end": {"grammar": 'start: %json {"const": -9223372036854775808}'},
+    "rules that lead to rules": {"grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(5000)) + 'r5000: "a"'},
+    "references to references": {"json": {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)} | {"3000": {}}}},
+    "a remainder of a million": {"json": {"type": "integer", "multipleOf": 999983}},
+    "two remainders": {"json": {"type": "integer", "multipleOf": 7919, "allOf": [{"multipleOf": 7907}]}},
+}
+"""Each ends the process that compiles it, or keeps it at work for as long as it may be."""
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_what_breaks_the_compiler_breaks_nothing_else(name, monkeypatch):
+    start = limited_process.subprocess.Popen
+
+    def start_shortened(command: list[str], **options: Any) -> Any:
+        code = command[-1].replace("; main()", "; import backend.grammar.proving as p; p.PROVE_SECONDS = 0.5; main()")
+        return start([*command[:-1], code], **options)
+
+    monkeypatch.setattr(limited_process.subprocess, "Popen", start_shortened)
+    own, asked = Grammars(Tokenizer(BUNDLED_MODEL), 4096, [0]), StructuredOutputs(**BREAKING[name])
+    message = f"structured_outputs.{asked.form}: it is nested too deeply, too large, or has a number that is, for its compiler"
+    with pytest.raises(RequestError, match=message):
+        own.compile(asked)
+    assert own.compile(StructuredOutputs(regex="once")), "the next one is compiled"
+    monkeypatch.setattr(Prover, "prove", lambda *asked: pytest.fail("it is tried again"))
+    with pytest.raises(RequestError, match=message):
+        own.compile(asked)
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "others"),
+    [
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, [-(2**63) + 1024, -1, 0, 2**63 - 1], [2**63]),
+        ({"minimum": 0, "maximum": 2**64 - 1}, [0, 2**63 - 1], [-1]),
+        ({"minimum": 2**53 + 3, "maximum": 2**53 + 6}, [2**53 + 4, 2**53 + 6], [2**53 + 2, 2**53 + 7]),
+        ({"exclusiveMinimum": -(2**63), "exclusiveMaximum": 2**63}, [-(2**63) + 1024, 2**63 - 1], [2**63]),
+        ({"enum": [2**60, 2**63 - 1]}, [2**60, 2**63 - 1], [2**60 + 1]),
+        ({"minimum": 3, "default": 2**53 + 1, "anyOf": [{"maximum": 5}]}, [3, 5], [2, 6]),
+    ],
+)
+def test_large_integers(grammars, schema, values, others):
+    """Bounds of 64 bits, as generators of schemas write them: what is allowed fulfils them."""
+
+    def follows(value: int) -> bool:
+        own = grammars.compile(StructuredOutputs(json={"type": "integer", **schema}))
+        tokens = own.vocabulary.tokenizer.tokenize_str(str(value))
+        return own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
+
+    assert [follows(v) for v in values] == [True] * len(values) and not any(follows(v) for v in others)
+
+
+def test_bounds_that_are_rounded_may_be_left_out(grammars):
+    schema = {"type": "object", "properties": {"minimum": {"type": "integer", "minimum": 10**20}, "const": {"const": 1}}}
+    assert settle_numbers(schema, True) == {"type": "object", "properties": {"minimum": {"type": "integer"}, "const": {"const": 1}}}
+    with pytest.raises(ValueError, match="minimum 100000000000000000000 cannot be enforced"):
+        settle_numbers(schema, False)
 
 
 @pytest.mark.parametrize("texts", [["a", "ab", "abc"], ['"', "\\", "\n", "${x}", "/a/", "\0"], [f"k{i}" for i in range(MAX_CHOICES)]], ids=len)
@@ -373,6 +440,15 @@ def test_choices_are_followed(grammars, texts):
         assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
         fill_masks([(own, [])])
         assert not own.inner.is_error() and not own.inner.try_consume_tokens(own.vocabulary.tokenizer.tokenize_str("?"))
+
+
+@pytest.mark.parametrize(
+    "grammar", ['?start: sum\n?sum: N "+" N -> add\nN: /[0-9]/', '!start: "1" "+" "2"', "start[max_tokens=9]: /[0-9+]+/", 'x ::= "1+2"\nroot ::= x']
+)
+def test_both_notations_of_grammars_are_known(grammars, grammar):
+    own = grammars.compile(StructuredOutputs(grammar=grammar))
+    tokens = own.vocabulary.tokenizer.tokenize_str("1+2")
+    assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
 
 
 def test_the_schema_that_anything_fulfils(grammars):

@@ -228,7 +228,7 @@ def test_the_planner_handles_integers() -> None:
 
 
 LEVELS = (
-    ("errors", "core", "sampling_params", "structured_outputs", "version"),
+    ("errors", "core", "sampling_params", "schema_numbers", "structured_outputs", "version"),
     ("tools",),
     ("section", "speculative_names"),
     (
@@ -239,6 +239,7 @@ LEVELS = (
         "model_files",
         "chat_template",
         "detokenizer",
+        "limited_process",
         "joiners",
         "metrics",
         "sampling_defaults",

@@ -390,7 +390,7 @@ def test_no_calls(api):
     with pytest.raises(openai.BadRequestError, match="there are no tools"):
         converse(api, tool_choice="required")
     odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array", "uniqueItems": True}}}
-    with pytest.raises(openai.BadRequestError, match=r"tools: their schemas cannot be enforced: .*uniqueItems"):
+    with pytest.raises(openai.BadRequestError, match=r"tools: the parameters of 'f': .*uniqueItems"):
         converse(api, tools=[odd])
     with pytest.raises(openai.BadRequestError, match="guided_regex cannot stand beside tools"):
         converse(api, tools=TOOLS, extra_body={"guided_regex": "a"})

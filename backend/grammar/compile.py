@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from backend.errors import RequestError
 from backend.grammar.matcher import Matcher, Vocabulary
+from backend.grammar.proving import Prover, build, load_vocabulary, shorten
+from backend.limited_process import Lost
+from backend.schema_numbers import settle_numbers
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
-
-if TYPE_CHECKING:
-    from llguidance import LLParserLimits
 
 logger = logging.getLogger(__name__)
 
 MAX_CACHED, MAX_CACHED_CHARACTERS = 256, 4_000_000
 """Grammars that are kept, and characters of what was asked; the least used goes first."""
-INITIAL_WORK, STEP_WORK, STEP_ITEMS = 1_000_000, 100_000, 50_000
-"""llguidance's units: about 20 ms to compile, and 7 ms and 3 ms for a mask at most. What needs more is refused, or ends its request."""
-
 
 Key = tuple[str, str, bool, "str | None", bool]
 WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
 """Between the parts of JSON: any indentation, and not any amount: small models go on with it to the limit of the answer."""
+
+_GBNF_RULE = re.compile(r"^\s*[\w.-]+\s*::=", re.M)
 
 
 class Grammars:
@@ -37,8 +35,9 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, end_ids
-        self._vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[Key, Matcher] = OrderedDict()
+        self._loaded: tuple[Vocabulary, Prover] | None = None
+        self._compiled: OrderedDict[Key, Matcher | str] = OrderedDict()
+        """Of what the compiler breaks on, what was said of it: it is not tried again."""
         self._num_characters = 0
         self._lock = threading.Lock()
         self._loading = threading.Lock()
@@ -50,8 +49,7 @@ class Grammars:
             found = self._compiled.get(key)
             if found is not None:
                 self._compiled.move_to_end(key)
-                return found.copy(ignores_end)
-        made = self._compile(asked)
+        made = self._compile(asked) if found is None else found
         with self._lock:
             if key not in self._compiled:
                 self._compiled[key] = made
@@ -59,28 +57,23 @@ class Grammars:
             while len(self._compiled) > MAX_CACHED or self._num_characters > MAX_CACHED_CHARACTERS:
                 (_, text, *_), _ = self._compiled.popitem(last=False)
                 self._num_characters -= len(text)
+        if isinstance(made, str):
+            raise RequestError(made)
         return made.copy(ignores_end)
 
-    def _compile(self, asked: StructuredOutputs) -> Matcher:
-        vocabulary = self._load()
-        import llguidance
-
+    def _compile(self, asked: StructuredOutputs) -> Matcher | str:
+        vocabulary, prover = self._load()
         name = f"structured_outputs.{asked.form}"
         try:
-            inner = llguidance.LLMatcher(vocabulary.tokenizer, _write_grammar(asked), log_level=0, limits=_limits())
+            grammar = _write_grammar(asked)
+            prover.prove(grammar)
+            return Matcher(build(vocabulary.tokenizer, grammar, vocabulary.end_ids), vocabulary, asked)
+        except Lost as error:
+            return f"{name}: it is nested too deeply, too large, or has a number that is, for its compiler ({error})"
         except RequestError:
             raise
         except ValueError as error:
-            raise RequestError(f"{name}: {_shorten(error)}") from None
-        mask = np.zeros(vocabulary.num_own_words, dtype=np.int32)
-        if not inner.is_error():
-            inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if inner.is_error() and not inner.get_error().startswith("NoExtension"):
-            raise RequestError(f"{name}: {_shorten(inner.get_error())}")
-        ends = [token_id for token_id in vocabulary.end_ids if mask[token_id // 32] >> token_id % 32 & 1]
-        if inner.is_error() or int(np.unpackbits(mask.view(np.uint8)).sum()) <= len(ends):
-            raise RequestError(f"{name}: no text but the empty one fulfils it")
-        return Matcher(inner, vocabulary, asked)
+            raise RequestError(f"{name}: {shorten(error)}") from None
 
     def load(self) -> None:
         """Reads the vocabulary, which takes up to a second and holds Python's lock: before requests come. The first one does it else."""
@@ -89,26 +82,22 @@ class Grammars:
         except RequestError as error:
             logger.warning("requests that ask for a form of their answers will be refused: %s", error)
 
-    def _load(self) -> Vocabulary:
+    def _load(self) -> tuple[Vocabulary, Prover]:
         with self._loading:
-            if self._vocabulary is None:
+            if self._loaded is None:
                 try:
                     import llguidance
                 except ImportError as error:
                     raise RequestError(f"structured_outputs: this server has no llguidance: {error}") from None
-                size = max(self._vocab_size, self._tokenizer.inner.get_vocab_size())
+                size, text = max(self._vocab_size, self._tokenizer.inner.get_vocab_size()), self._tokenizer.inner.to_str()
+                prover = Prover(text, size, self._end_ids)
+                prover.start()
                 try:
-                    tokenizer = llguidance.LLTokenizer(self._tokenizer.inner.to_str(), n_vocab=size, eos_token=sorted(self._end_ids))
+                    tokenizer = load_vocabulary(text, size, self._end_ids)
                 except Exception as error:  # the library raises what its parts do
-                    raise RequestError(f"structured_outputs: this model's tokenizer cannot be read for grammars: {_shorten(error)}") from None
-                self._vocabulary = Vocabulary(tokenizer, llguidance.LLExecutor(), self._vocab_size, self._end_ids)
-            return self._vocabulary
-
-
-def _limits() -> LLParserLimits:
-    import llguidance
-
-    return llguidance.LLParserLimits(initial_lexer_fuel=INITIAL_WORK, step_lexer_fuel=STEP_WORK, step_max_items=STEP_ITEMS, verbose_errors=False)
+                    raise RequestError(f"structured_outputs: this model's tokenizer cannot be read for grammars: {shorten(error)}") from None
+                self._loaded = Vocabulary(tokenizer, llguidance.LLExecutor(), self._vocab_size, self._end_ids), prover
+            return self._loaded
 
 
 def _write_grammar(asked: StructuredOutputs) -> str:
@@ -123,8 +112,9 @@ def _write_grammar(asked: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # one lexeme: as rules, some thousands are too much for a step
     if asked.form == "grammar":
         assert asked.grammar is not None
-        return grammar_from("grammar", asked.grammar)
-    return LLMatcher.grammar_from_json_schema(json.dumps(read_schema(asked)), overrides=json_options(asked))
+        return grammar_from("gbnf" if _GBNF_RULE.search(asked.grammar) else "lark", asked.grammar)
+    schema = settle_numbers(read_schema(asked), asked.is_lenient)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(asked))
 
 
 def read_schema(asked: StructuredOutputs) -> Any:
@@ -150,8 +140,3 @@ def json_options(asked: StructuredOutputs) -> Any:
     if asked.disable_any_whitespace:
         options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return options
-
-
-def _shorten(error: object) -> str:
-    """Without the parser's own state."""
-    return " ".join(str(error).partition("<non-verbose/>")[0].partition("<state>")[0].split())[:500]

@@ -22,6 +22,7 @@ from client.bench.dataset import DatasetError, Prompt, read_prompts
 from client.bench.report import METRICS, format_table, summarize
 from client.bench.requests import Backend, GrpcBackend, OpenAIBackend, Outcome, send
 from client.bench.speculation import Acceptance, Counters, compare, read_counters
+from client.cli import read_json
 from client.messages import DEFAULT_GRPC_URL
 
 DEFAULT_OPENAI_URL = "http://127.0.0.1:8080"
@@ -131,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser, dataset: Sequence[Path]) -> N
     data.add_argument("--ignore-eos", action="store_true", help="go on past the end of text, to the length asked for; any other length then fails")
     data.add_argument("--temperature", type=float, default=0.0, help="default 0, greedy")
     data.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share together")
-    data.add_argument("--speculative", type=json.loads, metavar="JSON", help="the requests' own, such as '{\"num_speculative_tokens\": 0}'")
+    data.add_argument("--speculative", type=read_json, metavar="JSON", help="the requests' own, such as '{\"num_speculative_tokens\": 0}'")
     data.add_argument("--seed", type=int, default=0, help="of prompts, arrivals and sampling (default 0)")
     load = parser.add_argument_group("load")
     load.add_argument("--request-rate", type=_above_zero, default=math.inf, metavar="RPS", help="requests a second (default: all at once)")

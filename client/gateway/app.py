@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from client.gateway.aliases import alias
 from client.gateway.answers import Answer
-from client.gateway.entrance import ERROR_CODE, ApiKeys, BodyLimit, OtherPaths, RequestLog
+from client.gateway.entrance import ERROR_CODE, PATHS, ApiKeys, BodyLimit, OtherPaths, RequestLog
 from client.gateway.errors import ApiError, from_server, from_unreadable, from_validation
 from client.gateway.fleet import Fleet, is_fleet, split_addresses
 from client.gateway.forms import show
@@ -234,4 +234,5 @@ def _add_error_handlers(app: FastAPI) -> None:
         if error.status_code == 400 and error.__cause__ is not None:
             return respond(request, from_unreadable(error.__cause__))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
-        return respond(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code))
+        there = f"; there is {', '.join(sorted(PATHS - {'/'}))}" if error.status_code == 404 else ""
+        return respond(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}{there}", code))

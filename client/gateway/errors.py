@@ -49,6 +49,13 @@ def from_unreadable(cause: BaseException) -> ApiError:
 _UPSTREAM = {"INVALID_ARG": (400, "invalid_value"), "UNAVAILABLE": (503, "unavailable"), "TIMEOUT": (504, "timeout")}
 
 
+_TOO_LONG = re.compile(
+    r"prompt has \d+ tokens; the context holds|(prompt|chat) has \d+ characters; at most|"
+    r"(messages|text_input|input_ids) has \d+ characters( or more)?; the limit"
+)
+"""Of the server's refusals, those of a prompt that no parameter makes fit: clients look for their code, and send a shorter one."""
+
+
 def from_server(error: GenerateError, names: Mapping[str, str] = NAMES) -> ApiError:
     """The server's refusal as the client sees it. names: what the client's request calls what the server calls otherwise."""
     status, code = _UPSTREAM.get(error.code, (500, "internal_error"))
@@ -56,6 +63,8 @@ def from_server(error: GenerateError, names: Mapping[str, str] = NAMES) -> ApiEr
         return ApiError(status, str(error), code)
     named = re.match(r"(?:request '[^']*': )?(\w+)", str(error))
     param = names.get(named[1], named[1]).partition(".")[0] if named and named[1] in PARAMETERS else None
+    if _TOO_LONG.search(str(error)):
+        code = "context_length_exceeded"
     known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return ApiError(status, re.sub(rf"(?<![\w.])(?:{known})(?!\w)", lambda found: names[found[0]], str(error)), code, param)
 

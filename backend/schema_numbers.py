@@ -1,0 +1,82 @@
+"""Numbers of JSON schemas that the compiler of grammars does not read as they are written: bounds are doubles for it, of integers in 64 bits."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+_LARGEST = 2**63 - 1
+_LEAST = -(2**63) + 1024
+"""The next double above -2**63, on which it breaks."""
+_LOWER = ("minimum", "exclusiveMinimum")
+_UPPER = ("maximum", "exclusiveMaximum")
+_VALUES = ("const", "enum")
+_REMARKS = ("default", "example", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Of names that are the schema's own, and what may stand for each."""
+
+
+def settle_numbers(schema: Any, is_lenient: bool) -> Any:
+    """The schema with bounds that are read as they are, or closer. is_lenient: those that are not are left out.
+
+    Raises ValueError for others, and for values that would be written otherwise: it says which.
+    """
+    try:
+        return _settle(schema, is_lenient)
+    except RecursionError:  # which the compiler refuses
+        return schema
+
+
+def _settle(schema: Any, is_lenient: bool) -> Any:
+    if isinstance(schema, list):
+        return [_settle(item, is_lenient) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            value = {name: _settle(item, is_lenient) for name, item in value.items()}
+        elif key in _VALUES:
+            _check_values(key, value)
+        elif key in _LOWER or key in _UPPER:
+            if key in _LOWER and isinstance(value, (int, float)) and value < _LEAST:
+                key, value = "minimum", _LEAST
+            if isinstance(value, (int, float)) and not _is_kept(key, value):
+                if is_lenient:
+                    continue
+                raise ValueError(f"{key} {value!s:.40} cannot be enforced: integers beyond 2**53 are compared as doubles, and none beyond 2**63 - 1")
+        elif key not in _REMARKS:
+            value = _settle(value, is_lenient)
+        found[key] = value
+    return found
+
+
+def _is_kept(key: str, value: float) -> bool:
+    """Whether no integer is taken that the bound forbids."""
+    if abs(value) <= 2**53:
+        return True
+    is_lower, is_exclusive = key in _LOWER, key.startswith("exclusive")
+    read = _read(value, (1.0 if is_lower else -1.0) if is_exclusive else 0.0)
+    return (read > value or (not is_exclusive and read == value)) if is_lower else (read < value or (not is_exclusive and read == value))
+
+
+def _read(value: float, more: float = 0.0) -> int:
+    """An integer, as the compiler has it: a double, to which what an exclusive bound leaves out is added, as 64 bits."""
+    if abs(value) > 2.0**64:
+        return _LARGEST if value > 0 else -(2**63)
+    return min(max(int(float(value) + more), -(2**63)), _LARGEST)
+
+
+def _check_values(key: str, value: Any) -> None:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _check_values(key, item)
+    elif isinstance(value, int) and abs(value) > 2**53 and (_read(value) != value or value == -(2**63)):
+        try:
+            is_written = abs(value) > 2**63 and Decimal(repr(float(value))) == value
+        except OverflowError:
+            is_written = False
+        if not is_written:
+            raise ValueError(f"{key} {value!s:.40} cannot be enforced: it would be written as the nearest double")
