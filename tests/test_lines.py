@@ -1,13 +1,17 @@
-"""Connections between ranks: who comes to rank 0's port, and is no rank."""
+"""Connections between ranks: who comes to rank 0's port, and is no rank; who is at its address, and is not rank 0."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
+import threading
 import time
 
 import pytest
 
+from backend import follower
+from backend.errors import ModelError
 from backend.parallel import lines
 from backend.parallel.lines import ORDERS, PLANS, Switchboard, connect
 
@@ -42,10 +46,8 @@ STRANGERS = {
 def test_a_stranger_is_sent_away(board: Switchboard, content: bytes) -> None:
     with socket.create_connection((HOST, board.port), timeout=30) as stranger:
         stranger.sendall(content)
-        try:
+        with contextlib.suppress(ConnectionResetError):  # it has not read all of it
             assert stranger.recv(1) == b""
-        except ConnectionResetError:  # it has not read all of it
-            pass
     line = connect(HOST, board.port, 1, ORDERS)
     assert board.wait_for(1, ORDERS, 30) and not board.lost
     line.close()
@@ -74,3 +76,25 @@ def test_nobody_is_listened_to_once_all_are_there(board: Switchboard) -> None:
     while (order := line.receive_order(1)) != {"do": "something"}:
         assert order in ({"do": "beat"}, None) and time.monotonic() < end
     line.close()
+
+
+@pytest.mark.parametrize("answer", [b"", b"-ERR unknown command\r\n"], ids=["nothing", "something else"])
+def test_a_master_that_is_none(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "MEET_SECONDS", 0.2)
+    monkeypatch.setattr(follower, "MEET_SLACK_SECONDS", 0.2 if not answer else 30.0)
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(100)
+                        connection.sendall(answer)
+
+        if answer:
+            threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ModelError, match=f"parallel_config.master {HOST}:{port}: no rank 0 within 0 s: .*{'says nothing' if not answer else ''}"):
+            follower.reach_store(HOST, port, 2)
+        listener.shutdown(socket.SHUT_RDWR)
