@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from backend.section import Section, choose, require
@@ -10,6 +11,7 @@ from backend.section import Section, choose, require
 ROLES = ("mixed", "prefill", "decode")
 SCHEDULERS = ("local", "redis")
 TRANSFER_BACKENDS = ("nixl",)
+MAX_TTL = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +36,11 @@ class DisaggregationConfig(Section):
     scheduler_topic: str = "foretoken"
     """What all keys in Redis begin with: nodes of one topic work for each other."""
     scheduler_ttl: int = 900
-    """Seconds after which Redis forgets streams that nobody writes to."""
+    """Seconds after which Redis forgets streams that nobody writes to; not fewer than job_seconds."""
     transfer_backend: str = "nixl"
     """What moves pages: nixl."""
     node_id: str | None = None
-    """Of this node, unlike any other's. Default: host name, process and a random number."""
+    """Name of this node in Redis and in logs, where a random number follows it. Default: host name and process."""
     heartbeat_seconds: float = 1.0
     """Between a node's signs of life; after three that are missing it is taken for dead."""
     job_seconds: float = 30.0
@@ -58,7 +60,6 @@ class DisaggregationConfig(Section):
         put("transfer_backend", choose("transfer_backend", self.transfer_backend, TRANSFER_BACKENDS))
         require(1 <= self.scheduler_port <= 65535, "scheduler_port", self.scheduler_port, "from 1 to 65535")
         require(self.scheduler_db >= 0, "scheduler_db", self.scheduler_db, ">= 0")
-        require(self.scheduler_ttl >= 1, "scheduler_ttl", self.scheduler_ttl, ">= 1")
         for key in ("scheduler_host", "scheduler_topic", "node_id", "scheduler_password_file", "scheduler_password_variable"):
             require(getattr(self, key) != "", key, "", "a name")
         good = self.scheduler_password_file is None or self.scheduler_password_variable is None
@@ -66,6 +67,9 @@ class DisaggregationConfig(Section):
         for key, least in (("heartbeat_seconds", 0.05), ("job_seconds", 0.1), ("lease_seconds", 2.0)):
             value = getattr(self, key)
             require(least <= value <= 86400, key, value, f"from {least} to 86400")
+        least = math.ceil(self.job_seconds)  # else jobs that wait would be forgotten, and be waited for all the same
+        good = least <= self.scheduler_ttl <= MAX_TTL
+        require(good, "scheduler_ttl", self.scheduler_ttl, f"from {least} (job_seconds) to {MAX_TTL}")
         require(self.min_remote_tokens >= 1, "min_remote_tokens", self.min_remote_tokens, ">= 1")
 
     @property

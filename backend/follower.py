@@ -22,6 +22,7 @@ import torch.distributed as dist
 from backend.config import EngineConfig
 from backend.devices import on_stream
 from backend.disaggregation.rank_pages import RankPages
+from backend.errors import ModelError
 from backend.group import CAPTURE, PLAN, PROBS, STOP, Verdicts, check_verdicts
 from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.ranks import Ranks, make_ranks
@@ -37,6 +38,8 @@ LOST_STATUS = 3
 PARENT_SECONDS = 0.5
 LOOK_SECONDS = 0.0005
 """Between two looks at a step under way, where plans come by a connection."""
+MEET_SLACK_SECONDS = 5.0
+"""After which the library's own time limit for meeting is known not to hold."""
 
 
 Report = Callable[[dict[str, Any]], None]
@@ -137,6 +140,26 @@ def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple
     return connect(host, port, rank, ORDERS), connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
 
 
+def reach_store(host: str, port: int, size: int) -> dist.TCPStore:
+    """What rank 0 and the others meet by. Raises ModelError: the library waits for ever for who takes a connection and says nothing."""
+    made: list[dist.TCPStore] = []
+    errors: list[Exception] = []
+
+    def reach() -> None:
+        try:
+            made.append(dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=MEET_SECONDS)))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=reach, name="meeting", daemon=True)
+    thread.start()
+    thread.join(MEET_SECONDS + MEET_SLACK_SECONDS)
+    if not made:
+        why = str(errors[0]).splitlines()[0] if errors else "it takes connections, and says nothing"
+        raise ModelError(f"parallel_config.master {host}:{port}: no rank 0 within {MEET_SECONDS:.0f} s: {why}")
+    return made[0]
+
+
 def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -> None:
     """One rank, by what `backend.rank_processes.describe_rank` says of it, until rank 0 says that it was the last plan.
 
@@ -145,7 +168,11 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
     rank, host = spec["rank"], spec["host"]
     config = EngineConfig.from_dict(spec["config"])
     size, is_far = config.parallel_config.tensor_parallel_size, config.parallel_config.nnodes > 1
-    store = dist.TCPStore(host, spec["port"], size, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
+    try:
+        store = reach_store(host, spec["port"], size)
+    except ModelError as error:
+        report({"error": str(error)})
+        raise
     lost: list[str] = []
     ranks: Ranks | None = None
 

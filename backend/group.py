@@ -91,6 +91,8 @@ class Group:
         self.ranks: Ranks | None = None
         self.on_lost: Callable[[], None] = lambda: None
         """A rank is gone: `check` says which. Called by a thread of its own."""
+        self.on_silent: Callable[[int], None] = lambda rank: None
+        """A rank that this process has not started hangs: whoever can is to end it."""
         self._children: dict[int, subprocess.Popen[str]] = {}
         """Ranks of this host."""
         self._losing = threading.Lock()
@@ -113,8 +115,6 @@ class Group:
                     greet(rank, spec)
             self._store.set("lines", str(self.switchboard.port))
             self._meet(config)
-            if self._ring is not None:
-                self._ring.unlink()
             device = torch.device(device_of_rank(config, 0))
             with on_stream(device):
                 address = host if parallel.nnodes > 1 else ""
@@ -144,6 +144,7 @@ class Group:
                     self.check()
                     if time.monotonic() > end:
                         raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
+        self.switchboard.stop_listening()
 
     def _await_hellos(self, own: Hello, came: set[int], end: float) -> None:
         """came: the ranks that have said theirs."""
@@ -175,7 +176,11 @@ class Group:
         with self._losing:
             for rank, why in self.switchboard.lost.items():
                 child = self._children.get(rank)
-                if child is not None and child.poll() is None and why.startswith(SILENT):
+                if not why.startswith(SILENT):
+                    continue
+                if child is None:
+                    self.on_silent(rank)
+                elif child.poll() is None:
                     child.kill()
             if self.ranks is not None:
                 self.ranks.abort()

@@ -139,6 +139,7 @@ class HandOvers:
             return
         sources, index = self._planner.hand_over(step, number, outcome)
         probs = self._worker.read_draft_probs(index) if index >= 0 else None
-        scores = None if outcome.scores is None else outcome.scores[:1].copy()
+        # A step has scores of all its requests where one of them wants some.
+        scores = None if outcome.scores is None or request.params.logprobs is None else outcome.scores[:1].copy()
         sink.done(request, HandOff(dataclasses.replace(outcome, scores=scores), sources, probs))
         self._open.send(own, Delta(request.group_id, request.index, finish_reason="length"))

@@ -23,7 +23,8 @@ from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
-from backend.disaggregation.node import NodeInfo, RedisState, read_password
+from backend.disaggregation.node import RedisState, read_password
+from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
 from backend.disaggregation.transfer import PageTransfer
@@ -120,7 +121,8 @@ class Cluster:
         self.open: list[One] = []
 
     def make(self, role: str, *, engine: dict[str, Any] | None = None, **options: Any) -> One:
-        config = {"scheduler_port": self.redis.port, "scheduler_topic": self.topic, "heartbeat_seconds": 0.5, "role": role, **options}
+        config = {"scheduler_port": self.redis.port, "scheduler_topic": self.topic, "heartbeat_seconds": 0.5, "scheduler_ttl": 7200}
+        config |= {"role": role, **options}
         llm = LLM(**{"speculative_config": EVERY_METHOD, "disaggregation": config, "kv_cache_memory": "256MiB", "num_threads": 1, **(engine or {})})
         one = One(llm, Disaggregation(llm.engine))
         self.open.append(one)
@@ -349,6 +351,46 @@ def test_nodes_of_another_version_are_told_apart(caplog) -> None:
     assert f"version {VERSION} here, {VERSION + 1} there" in record.getMessage()
 
 
+def test_entries_of_nodes_that_cannot_be_read(cluster: Cluster, llm_all: LLM) -> None:
+    """Of another version no more is read than that it is one; what is none is left out, and nobody's heartbeat ends by it."""
+    here = cluster.make("decode")
+    node, client = here.nodes.node, cluster.redis.client
+    own = json.loads(json.dumps({f: getattr(node.describe(), f) for f in NodeInfo.__slots__}))
+    entries = {
+        "new": json.dumps({"version": VERSION + 1, "role": "prefill", "more": 1}),
+        "good": json.dumps({**own, "role": "prefill"}),
+        "types": json.dumps({**own, "methods": None}),
+        "time": json.dumps({**own, "time": "now"}),
+        "list": "[]",
+        "text": "x",
+        b"\xff": "",
+    }
+    for name, value in entries.items():
+        client.set(node.key("node", name) if isinstance(name, str) else node.key("node").encode() + b":" + name, value)
+        client.sadd(node.key("nodes"), name)
+    wait_for(lambda: set(node.state.peers) == {"new", "good"}, "the two that can be read")
+    assert (node.state.peers["new"].version, node.state.peers["good"].node_id) == (VERSION + 1, "good")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"scheduler_ttl": 29}, "scheduler_ttl must be from 30 (job_seconds) to 1000000000, got 29"),
+        ({"scheduler_ttl": 10**12}, "scheduler_ttl must be from 30 (job_seconds) to 1000000000, got 1000000000000"),
+        ({"job_seconds": 900.5}, "scheduler_ttl must be from 901 (job_seconds) to 1000000000, got 900"),
+        ({"job_seconds": float("nan")}, "job_seconds must be from 0.1 to 86400, got nan"),
+        ({"heartbeat_seconds": 0.01}, "heartbeat_seconds must be from 0.05 to 86400, got 0.01"),
+        ({"lease_seconds": 1}, "lease_seconds must be from 2.0 to 86400, got 1"),
+        ({"scheduler_port": 0}, "scheduler_port must be from 1 to 65535, got 0"),
+        ({"node_id": ""}, "node_id must be a name, got ''"),
+        ({"role": "decode", "scheduler_name": "local"}, "scheduler_name must be redis for role decode, got 'local'"),
+    ],
+)
+def test_options_that_cannot_be(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        DisaggregationConfig(**values)
+
+
 def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "password"
     file.write_text("secret \nmore\n")
@@ -421,6 +463,19 @@ def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
     assert all(one.prefill.results["done"] > 2 for one in nodes), "work is shared out"
     assert sum(one.prefill.results["done"] for one in nodes) == here.num_fetched
     assert here.nodes.fetcher is not None and here.nodes.fetcher.num_bytes > 0
+
+
+def test_log_probabilities_of_another_request(cluster: Cluster, llm_all: LLM) -> None:
+    """Of one step of the prefill node some prompts want them, and some do not."""
+    there, here = cluster.make("prefill"), cluster.make("decode")
+    cluster.see(here, there)
+    there.take_no_jobs()
+    prompts = [{"prompt_token_ids": p["prompt_token_ids"][:70]} for p in prompts_of(llm_all, 4, seed=42)]
+    answers = [here.submit(prompt, greedy(4, logprobs=number % 2 or None)) for number, prompt in enumerate(prompts)]
+    wait_for(lambda: here.llm.engine.scheduler.num_fetching == 4)
+    del there.nodes.prefill._has_room  # type: ignore[union-attr]
+    assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(4))
+    assert here.num_fetched == 4 and not here.fallbacks
 
 
 def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster, llm_all: LLM) -> None:
@@ -703,6 +758,120 @@ def test_a_job_that_takes_too_long(cluster: Cluster, llm_all: LLM) -> None:
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
     wait_for(lambda: there.prefill.results["stopped"] == 3, "late jobs are not computed")
     there.check_idle()
+
+
+def test_a_job_that_waited_too_long_is_told(cluster: Cluster, llm_all: LLM) -> None:
+    """By the prefill node's limit, not by the decode node's: who waits still hears of other prompts from there."""
+    there, here = cluster.make("prefill", job_seconds=0.1), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    there.take_no_jobs()
+    (prompt,) = prompts_of(llm_all, 1, seed=70)
+    answer = here.submit(prompt, greedy(4))
+    stream = here.nodes.node.key("jobs", there.nodes.node.node_id)
+    wait_for(lambda: cluster.redis.client.xlen(stream), "the job")
+    time.sleep(0.2)
+    del there.nodes.prefill._has_room  # type: ignore[union-attr]
+    assert answer.wait() == expect(llm_all, [prompt], greedy(4))
+    assert here.fallbacks == {"timeout": 1} and there.prefill.results == {"late": 1}
+    for one in (here, there):
+        one.check_idle()
+
+
+def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> None:
+    """No connection breaks by that. Jobs that are lost are not waited for."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    there.take_no_jobs()
+    prompts = prompts_of(llm_all, 3, seed=71)
+    answers = [here.submit(prompt, greedy(4)) for prompt in prompts]
+    wait_for(lambda: here.llm.engine.scheduler.num_fetching == 3)
+    cluster.redis.client.flushall()
+    assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(4))
+    assert here.fallbacks == {"redis": 3}
+    del there.nodes.prefill._has_room  # type: ignore[union-attr]
+    cluster.see(here, there)
+    here.generate(prompts_of(llm_all, 1, seed=72), greedy(4))
+    assert here.num_fetched == 1
+    for one in (here, there):
+        one.check_idle()
+
+
+def test_streams_that_are_none(cluster: Cluster, llm_all: LLM) -> None:
+    """Somebody has put something else in their place."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=5)
+    cluster.see(here, there)
+    node, prompts = here.nodes.node, iter(prompts_of(llm_all, 60, seed=73, lengths=(300, 400)))
+    for one, kind in ((there, "jobs"), (there, "inbox"), (here, "inbox")):
+        cluster.redis.client.set(node.key(kind, one.nodes.node.node_id), "x")
+
+    def is_fetched() -> bool:
+        prompt = next(prompts)
+        assert here.generate([prompt], greedy(2)) == expect(llm_all, [prompt], greedy(2))
+        return here.num_fetched > 0
+
+    wait_for(is_fetched, "a prompt that the prefill node computed")
+    for one in (here, there):
+        one.check_idle()
+
+
+@pytest.mark.parametrize(("reason", "job_seconds", "lease_seconds"), [("transfer", 0.5, 60), ("lease", 3600, 2)])
+def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job_seconds: float, lease_seconds: float) -> None:
+    """The network is cut, though Redis still tells of the other node: prompts are computed here, and where reads hang their node is not asked."""
+    there = cluster.make("prefill", lease_seconds=lease_seconds)
+    here = cluster.make("decode", job_seconds=job_seconds)
+    cluster.see(here, there)
+    transfer = here.nodes.transfer
+    transfer.is_done = lambda read: False  # type: ignore[method-assign]
+    prompts = prompts_of(llm_all, 2, seed=74)
+    assert here.generate(prompts[:1], SAMPLED) == expect(llm_all, prompts[:1], SAMPLED)
+    assert here.fallbacks == {reason: 1}
+    assert here.llm.engine.scheduler.pool.num_held > 0, "what may still be written to is nobody else's"
+    if reason == "transfer":
+        assert here.generate(prompts[1:], SAMPLED) == expect(llm_all, prompts[1:], SAMPLED)
+        assert here.fallbacks == {reason: 2} and sum(there.prefill.results.values()) == 1
+    else:
+        wait_for(lambda: there.prefill.num_expired_leases == 1, "the lease's end")
+    del transfer.is_done  # the reads go on, and are served until they end
+    for one in (here, there):
+        one.check_idle()
+    wait_for(lambda: not there.prefill._late, "the end of all reads")
+    here.generate([{"prompt_token_ids": prompts[1]["prompt_token_ids"][::-1]}], SAMPLED)
+    assert here.num_fetched == 1, "the network is mended"
+
+
+def test_drafts_whose_distribution_has_no_room(cluster: Cluster, llm_all: LLM) -> None:
+    """Another request's read of one hangs: the drafts are left out, and the prompt goes on."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=0.5)
+    cluster.see(here, there)
+    transfer, hung = here.nodes.transfer, []
+    read, is_done = transfer.read, transfer.is_done
+
+    def note(*args: Any, to_scratch: bool = False, **options: Any) -> Any:
+        made = read(*args, to_scratch=to_scratch, **options)
+        hung.extend([made] if to_scratch else [])
+        return made
+
+    transfer.read, transfer.is_done = note, lambda one: one not in hung and is_done(one)  # type: ignore[method-assign]
+    prompts, choice = prompts_of(llm_all, 2, seed=75), {"method": "mtp", "verify_strategy": "rejection"}
+    assert here.generate(prompts[:1], SAMPLED, choice) == expect(llm_all, prompts[:1], SAMPLED, choice)
+    assert here.fallbacks == {"transfer": 1}
+    other = cluster.make("prefill")
+    cluster.see(here, other)
+    here.generate(prompts[1:], SAMPLED, choice)
+    assert here.num_fetched == 1 and len(hung) == 1
+    hung.clear()
+    for one in (here, there, other):
+        one.check_idle()
+
+
+def test_two_nodes_of_one_name(cluster: Cluster, llm_all: LLM) -> None:
+    """Each is one of its own: pages of one are not read from the other."""
+    nodes = [cluster.make("prefill", node_id="same") for _ in range(2)]
+    here = cluster.make("decode", node_id="same")
+    cluster.see(here, *nodes)
+    prompts = prompts_of(llm_all, 4, seed=76)
+    assert here.generate(prompts, SAMPLED) == expect(llm_all, prompts, SAMPLED)
+    assert here.num_fetched == 4 and all(one.prefill.results["done"] for one in nodes)
 
 
 def test_pages_that_nobody_comes_for(cluster: Cluster, llm_all: LLM) -> None:

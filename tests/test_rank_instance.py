@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -127,6 +130,30 @@ def test_a_rank_that_rank_0_does_not_come_to(adapter, tmp_path):
     threading.Timer(0.3, relay.close, ["no GPU"]).start()
     with pytest.raises(ModelError, match="rank 1: rank 0 has ended: no GPU"):
         instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: None, 30.0)
+
+
+HUNG = """
+import os, signal, sys
+from multiprocessing.connection import Client
+connection = Client(sys.argv[1], "AF_UNIX")
+connection.send_bytes(b'{"rank": 1, "arrays": []}\\n')
+connection.recv_bytes()
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_rank_that_hangs_is_ended(adapter, tmp_path):
+    """Its clients wait for the server's end, which comes when a process has died."""
+    relay = importlib.import_module("backend.adapters.relay").RequestRelay(tmp_path / "relay")
+    with subprocess.Popen([sys.executable, "-c", HUNG, str(tmp_path / "relay")]) as process:
+        relay.greet(1, {})
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        relay.kill(2)
+        assert process.poll() is None
+        relay.kill(1)
+        assert process.wait(30) == -signal.SIGKILL
+    relay.kill(1)
+    relay.close("the test is over")
 
 
 class TestClaims:

@@ -22,10 +22,10 @@ from backend import LLM
 from backend.core import Delta
 from backend.errors import EngineError
 from client import AsyncClient, Client, GenerateError, HttpClient
-from deploy.demo import running_gateway
+from deploy.demo import free_ports, running_gateway
 from deploy.launcher import RESTRICTED_APIS
 from deploy.supervision import watch
-from deploy.supervision.probe import progress_pattern
+from deploy.supervision.probe import ServerApi, progress_pattern
 from deploy.supervision.processes import Stub, find_stubs, has_children, hide_argument, is_running, parse_stub, read_memory, read_state
 from deploy.supervision.watch import Backoff, ModelState, RestartBudget
 from tests.conftest import greedy
@@ -141,6 +141,19 @@ def test_how_long_a_model_was_up() -> None:
     assert state.up_seconds == 0.0 and state.detail == "why"
     state.set("down")
     assert state.up_seconds == 0.0 and state.num_restarts == 1, "it was not up between"
+
+
+def test_shared_memory_of_a_model_that_loads_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else it would be left there when the server ends before it has answered."""
+    monkeypatch.setattr(watch, "find_stubs", lambda server: [Stub(5, "decode", "region"), Stub(6, "tokenizer", "other")])
+    monkeypatch.setattr(watch, "NOTE_SECONDS", 0.0)
+    api = ServerApi("127.0.0.1", *free_ports(3), "key")
+    own = watch.ModelWatch(ModelState("decode"), api, tmp_path, os.getpid(), 1.0, 1, lambda why: None)
+    own.start()
+    wait_for(lambda: own.regions == {"region"}, "the region")
+    own.stop()
+    own.join(30)
+    assert not own.is_alive()
 
 
 def test_progress_is_read_from_the_servers_metrics() -> None:

@@ -86,6 +86,8 @@ class TritonPythonModel:
     def _load(self, args: dict[str, str], config: EngineConfig) -> None:
         service = BlsDraftService(DRAFTER_MODEL) if config.speculative_config.placement == "bls" else None
         self._engine = Engine(config, draft_service=service, greet=self._relay.greet if self._relay is not None else None)
+        if self._relay is not None and self._engine.group is not None:
+            self._engine.group.on_silent = self._relay.kill
         self._nodes = Disaggregation(self._engine) if config.disaggregation.is_on else None
         self._limits = InputLimits(self._engine.scheduler.max_model_len)
         self._sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}

@@ -10,7 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
+import signal
+import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
@@ -146,6 +150,14 @@ class RequestRelay:
         self._take, self._on_leave = take, on_leave
         self._can_take.set()
 
+    def kill(self, rank: int) -> None:
+        """Ends the process of a rank that hangs: its clients' connections end with the server, which is started anew once a process has died."""
+        with self._lock:
+            line = next((line for line in self._lines if line.rank == rank and not line.is_over), None)
+        if line is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(line.pid, signal.SIGKILL)
+
     def close(self, why: str) -> None:
         """Tells the other ranks, after all that was sent before."""
         with self._has_greeting:
@@ -181,7 +193,7 @@ class RequestRelay:
             senders.pop(number, None)
 
         try:
-            rank = unpack(line.connection.recv_bytes())[0]["rank"]
+            rank = line.rank = unpack(line.connection.recv_bytes())[0]["rank"]
             with self._has_greeting:
                 self._has_greeting.wait_for(lambda: rank in self._greeting or self._is_closed)
                 line.put(self._greeting.get(rank))
@@ -202,7 +214,14 @@ class RequestRelay:
             for sender in list(senders.values()):
                 sender.is_gone = True
         finally:
+            line.is_over = True
             line.put(None)
+
+
+def _peer_of(connection: Connection[bytes, bytes]) -> int:
+    """The process at the other end, as the kernel says."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        return int(struct.unpack("3i", own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0])
 
 
 class _Line:
@@ -210,6 +229,9 @@ class _Line:
 
     def __init__(self, connection: Connection[bytes, bytes]) -> None:
         self.connection = connection
+        self.rank = 0
+        self.is_over = False
+        self.pid = _peer_of(connection)
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="relay writer", daemon=True)
         self._thread.start()

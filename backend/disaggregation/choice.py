@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from backend.core import Request
-from backend.disaggregation.node import NodeInfo, RedisState
+from backend.disaggregation.node import RedisState
+from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.records import VERSION
 from backend.prefix_cache import ROOT, chain_hash
 
@@ -28,14 +29,23 @@ class NodeChoice:
         self._loads: dict[str, tuple[float, int]] = {}
         """Of nodes: prompt tokens that they had to compute, and when they said so."""
         self._refused: set[tuple[str, int, str]] = set()
+        self._hung: frozenset[str] = frozenset()
 
     def _can_exchange(self, info: NodeInfo) -> bool:
         return info.version == VERSION and info.fingerprint == self._fingerprint
 
+    def note_hung(self, node_ids: Set[str]) -> None:
+        """Nodes whose pages do not come, though they were told of: nobody asks them until those reads have ended."""
+        for node_id in node_ids - self._hung:
+            logger.warning("prefill node %s: pages that are read from there do not come; it is asked for nothing until they have", node_id)
+        if node_ids != self._hung:
+            self._hung = frozenset(node_ids)
+
     def fitting(self, state: RedisState, request: Request) -> list[NodeInfo]:
         """Those that could compute a prompt now."""
         method, length = request.speculation.method, len(request.prompt_token_ids)
-        return [i for i in _working(state) if self._can_exchange(i) and method in i.methods and length < i.max_model_len]
+        working = [info for info in _working(state) if info.node_id not in self._hung]
+        return [i for i in working if self._can_exchange(i) and method in i.methods and length < i.max_model_len]
 
     def why_none(self, state: RedisState, request: Request) -> str:
         """Why there is no such node, as fall-backs are counted."""
@@ -47,7 +57,10 @@ class NodeChoice:
         fitting = [info for info in working if self._can_exchange(info)]
         if not fitting:
             return "fingerprint"
-        return "method" if all(request.speculation.method not in info.methods for info in fitting) else "too_long"
+        fitting = [info for info in fitting if request.speculation.method in info.methods]
+        if not fitting:
+            return "method"
+        return "transfer" if any(len(request.prompt_token_ids) < info.max_model_len for info in fitting) else "too_long"
 
     def tell_refused(self, me: NodeInfo, state: RedisState) -> None:
         """Says once of each node why it is of no use."""

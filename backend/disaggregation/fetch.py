@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from backend.core import HandOff, Request
 from backend.disaggregation.checks import check_done
 from backend.disaggregation.choice import NodeChoice
-from backend.disaggregation.node import JOIN_SECONDS, Node, NodeInfo, RedisState
+from backend.disaggregation.node import JOIN_SECONDS, Node, RedisState
+from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.node_transfer import NodeAddress, NodeRead, NodeTransfer
 from backend.disaggregation.records import Job, Message, RecordError, probs_from_pages, write_job
 from backend.disaggregation.transfer import PageAddress
@@ -51,6 +52,7 @@ POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
 class _Read:
     handle: NodeRead
     address: NodeAddress
+    node_id: str
     num_pages: int
     begun: float
     to_scratch: bool = False
@@ -81,6 +83,8 @@ class _Fetch:
     done: Message | None = None
     hand_off: HandOff | None = None
     wants_probs: bool = False
+    is_told: bool = False
+    """The node knows that its pages are read, or not wanted."""
     is_over: bool = False
     """The engine was told how it ended, or asked for its end: its reads are waited for, for the pages' sake."""
 
@@ -139,6 +143,9 @@ class PageFetcher:
     # -- the node's thread ----------------------------------------------------------------------------------------------
 
     def on_heartbeat(self, state: RedisState) -> None:
+        if not state.is_connected:  # which says nothing of the other nodes
+            self.on_lost()
+            return
         self._choice.tell_refused(self._node.describe(), state)
         self._events.put(lambda: self._take_heartbeat(list(state.peers.values())))
 
@@ -207,7 +214,8 @@ class PageFetcher:
         self._choice.note_load(message.sender, message.time, message.load)
         fetch = self._fetches.get(message.job_id)
         if fetch is None or fetch.is_over:
-            if message.kind in ("pages", "done"):  # of a prompt that nobody waits for any more
+            is_reader = fetch is not None and fetch.node_id == message.sender  # which is told once its reads are over
+            if message.kind in ("pages", "done") and not is_reader:  # of a prompt that nobody waits for any more
                 self._tell_stop(message.sender, message.job_id)
             return
         if message.sender != fetch.node_id:
@@ -216,7 +224,7 @@ class PageFetcher:
                 return
         if message.kind == "failed":
             logger.warning("request %r: prefill node %s: %s", fetch.request.group_id, message.sender, message.text)
-            self._give_up(fetch, message.reason)
+            self._give_up(fetch, message.reason if message.reason in FALLBACKS else "failed")
         elif message.kind == "pages":
             self._read_pages(fetch, message)
         elif message.kind == "done":
@@ -259,7 +267,7 @@ class PageFetcher:
         except TransferError as error:
             self._fail_transfer(fetch, fetch.address, error)
             return
-        fetch.reads.append(_Read(handle, fetch.address, len(local), begun, to_scratch))
+        fetch.reads.append(_Read(handle, fetch.address, fetch.node_id, len(local), begun, to_scratch))
 
     def _fail_transfer(self, fetch: _Fetch, address: NodeAddress, error: TransferError) -> None:
         logger.warning("request %r: pages of node %s: %s", fetch.request.group_id, fetch.node_id, error)
@@ -288,18 +296,31 @@ class PageFetcher:
             if fetch.is_over:
                 if not fetch.reads:
                     self._forget(fetch)
-            elif self._is_late(fetch, now):
-                self._give_up(fetch, "timeout")
+            elif why := self._why_late(fetch, now):
+                self._give_up(fetch, why)
             elif fetch.done is not None:
-                self._go_on(fetch, fetch.done)
+                self._go_on(fetch, fetch.done, now)
+        self._choice.note_hung({r.node_id for f in self._fetches.values() for r in f.reads if self._hangs(r, now)})
 
-    def _is_late(self, fetch: _Fetch, now: float) -> bool:
-        limit = self._node.config.job_seconds
-        return now - max(fetch.begun, self._heard.get(fetch.node_id, 0.0)) >= limit or now - fetch.begun >= MAX_JOB_LIMITS * limit
+    def _hangs(self, read: _Read, now: float) -> bool:
+        """The network may be cut, though Redis still tells of the other node. A read has no end of its own until TCP gives up."""
+        return now - read.begun >= self._node.config.job_seconds
 
-    def _go_on(self, fetch: _Fetch, done: Message) -> None:
+    def _why_late(self, fetch: _Fetch, now: float) -> str:
+        """Empty: it is not."""
+        if fetch.done is not None and self._node.server_time() + self._node.state.lag > fetch.done.expires - LEASE_MARGIN:
+            return "lease"
+        limit, heard = self._node.config.job_seconds, max(fetch.begun, self._heard.get(fetch.node_id, 0.0))
+        if any(self._hangs(read, now) for read in fetch.reads) or now - heard >= limit or now - fetch.begun >= MAX_JOB_LIMITS * limit:
+            return "transfer" if fetch.reads else "timeout"
+        return ""
+
+    def _go_on(self, fetch: _Fetch, done: Message, now: float) -> None:
         """What is left to read, and the end."""
-        if fetch.wants_probs and self._probs_of is None:
+        other = self._probs_of
+        if fetch.wants_probs and other is not None and any(r.to_scratch and self._hangs(r, now) for r in other.reads):
+            self._drop_drafts(fetch)  # the memory for it is not to be had soon
+        if fetch.wants_probs and other is None:
             if len(done.probs_pages) > len(self._transfer.scratch):
                 self._drop_drafts(fetch)
             else:
@@ -311,13 +332,9 @@ class PageFetcher:
                     self._probs_of = None
         if fetch.is_over or fetch.reads or fetch.wants_probs or fetch.num_asked < len(fetch.page_ids):
             return
-        if self._node.server_time() > done.expires - LEASE_MARGIN:
-            self._give_up(fetch, "lease")
-            return
         fetch.is_over = True
         request, hand_off = fetch.request, fetch.hand_off
         assert hand_off is not None
-        self._tell_stop(fetch.node_id, fetch.job_id)
         self._end(request, lambda: self._engine.hand_overs.take(request, hand_off))
         self._forget(fetch)
 
@@ -343,8 +360,7 @@ class PageFetcher:
         request = fetch.request
         if reason != "failed":
             logger.warning("request %r: its prompt is computed here: %s (node %s)", request.group_id, reason, fetch.node_id or "none")
-        if fetch.node_id:
-            self._tell_stop(fetch.node_id, fetch.job_id)
+        self._tell_over(fetch)
         self._end(request, lambda: self._engine.hand_overs.give_up(request, reason))
 
     def _end(self, request: Request, action: Callable[[], None]) -> None:
@@ -371,14 +387,20 @@ class PageFetcher:
         fetch = self._fetches.get(job_id)
         if fetch is not None and not fetch.is_over:
             fetch.is_over = True
-            if fetch.node_id:
-                self._tell_stop(fetch.node_id, job_id)
+            self._tell_over(fetch)
 
     def _forget(self, fetch: _Fetch) -> None:
         """Nothing is written into its pages any more."""
         self._fetches.pop(fetch.job_id, None)
+        self._tell_over(fetch)
         lease = fetch.lease
         self._call(lambda: self._engine.scheduler.pool.end_lease(lease))
+
+    def _tell_over(self, fetch: _Fetch) -> None:
+        """Once nothing is read any more: reads under way need the other node."""
+        if fetch.node_id and not fetch.reads and not fetch.is_told:
+            fetch.is_told = True
+            self._tell_stop(fetch.node_id, fetch.job_id)
 
     def _tell_stop(self, node_id: str, job_id: str) -> None:
         self._node.tell(node_id, Message("stop", job_id, self._node.node_id))

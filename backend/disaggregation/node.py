@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backend.disaggregation.node_info import NodeInfo, read_info
 from backend.disaggregation.records import Fields, Message, RecordError, read_message, write_message
 from backend.disaggregation_config import DisaggregationConfig
 from backend.errors import ConfigError
@@ -96,40 +97,9 @@ def names_for_ssl() -> Iterator[None]:
         yield
 
 
-def make_node_id() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInfo:
-    """What a node says of itself."""
-
-    node_id: str
-    role: str
-    version: int
-    fingerprint: str
-    """Of its pages."""
-    layout: dict[str, Any]
-    """What the fingerprint is of, for messages."""
-    methods: list[str]
-    max_model_len: int
-    address: list[dict[str, Any]]
-    """`PageAddress.as_dict` of each of its ranks."""
-    load: int = 0
-    """Prompt tokens that it has to compute."""
-    time: float = 0.0
-    """When that was so, in the Redis server's seconds."""
-    is_leaving: bool = False
-    """It takes no more jobs, and ends those that it has."""
-
-    def differences(self, other: NodeInfo) -> str:
-        """Both values of what keeps two nodes from exchanging pages; empty: nothing does."""
-        if self.version != other.version:
-            return f"version {self.version} here, {other.version} there"
-        if self.fingerprint == other.fingerprint:
-            return ""
-        keys = [key for key in {**self.layout, **other.layout} if self.layout.get(key) != other.layout.get(key)]
-        return ", ".join(f"{key} {self.layout.get(key)} here, {other.layout.get(key)} there" for key in keys) or "layouts differ"
+def make_node_id(name: str | None) -> str:
+    """Unlike any other's, also where two nodes were given one name: who is asked for pages of one must not read the other's."""
+    return f"{name or f'{socket.gethostname()}-{os.getpid()}'}-{secrets.token_hex(4)}"
 
 
 @dataclass(slots=True)
@@ -149,7 +119,9 @@ class RedisState:
     """Ids of nodes that are not, and that nobody has cleaned up after."""
     is_connected: bool = False
     clock: float = 0.0
-    """The server's seconds minus this process's monotonic ones."""
+    """The server's seconds minus this process's monotonic ones, at least."""
+    lag: float = 0.0
+    """By which that may be more: the answer took so long."""
 
 
 class Node:
@@ -163,16 +135,17 @@ class Node:
         on_lost: Callable[[], None] = lambda: None,
         on_heartbeat: Callable[[RedisState], None] = lambda state: None,
     ) -> None:
-        """describe: this node's entry, by its id; on_lost: the connection broke, and
+        """describe: this node's entry, by its id; on_lost: the connection broke, or the server has forgotten this node, and
         messages may have been lost; on_heartbeat: after each round. Raises ConfigError."""
         self.config = config
-        self.node_id = config.node_id or make_node_id()
+        self.node_id = make_node_id(config.node_id)
         self.redis = connect(config)
         self.state = RedisState()
         self._describe, self._on_message, self._on_lost, self._on_heartbeat = describe, on_message, on_lost, on_heartbeat
         self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
         self._was_connected: bool | None = None
+        self._has_joined = False
         self.is_leaving = False
         self._threads = [threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True) for run in (self._beat, self._receive, self._send)]
 
@@ -195,7 +168,7 @@ class Node:
         return self._is_stopping.wait(seconds)
 
     def server_time(self) -> float:
-        """Of the Redis server, by what the last heartbeat said; seconds."""
+        """Of the Redis server, by what the last heartbeat said; seconds. It may be later by `state.lag`, and is not earlier."""
         return time.monotonic() + self.state.clock
 
     # -- to others ----------------------------------------------------------------------------------------------------
@@ -247,6 +220,8 @@ class Node:
                 if not isinstance(error, redis.RedisError):
                     logger.exception("reading from Redis")
                 self._on_lost()
+                last = b"0-0"  # another server's clock, of which its numbers are, may be behind
+                self.clear_wrong_type("inbox", error)
                 self._is_stopping.wait(RETRY_SECONDS)
                 continue
             for _, entries in as_pairs(found):
@@ -274,6 +249,16 @@ class Node:
         except redis.RedisError as error:
             self._note(error)
 
+    def clear_wrong_type(self, kind: str, error: Exception) -> None:
+        """Removes a stream of this node's where that was the error: what somebody has put in its place would keep it from its messages for good."""
+        import redis
+
+        if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
+            key = self.key(kind, self.node_id)
+            logger.error("Redis: %s is no stream, and is removed", key)
+            with contextlib.suppress(redis.RedisError):
+                self.redis.delete(key)
+
     # -- signs of life --------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
@@ -299,17 +284,23 @@ class Node:
         pipe.sadd(self.key("nodes"), self.node_id)
         pipe.smembers(self.key("nodes"))
         pipe.time()
-        *_, members, (seconds, micros) = pipe.execute()
-        ids = sorted(m.decode() for m in members if m.decode() != self.node_id)
+        asked = time.monotonic()
+        _, is_new, members, (seconds, micros) = pipe.execute()
+        answered = time.monotonic()
+        if is_new and self._has_joined:
+            logger.warning("Redis has forgotten node %s: prompts under way are computed by each node itself", self.node_id)
+            self._on_lost()
+        self._has_joined = True
+        ids = sorted({m.decode("utf-8", "replace") for m in members} - {self.node_id})
         values = self.redis.mget([self.key("node", i) for i in ids]) if ids else []
         peers, dead = {}, []
         for node_id, value in zip(ids, values):
-            info = _read_info(node_id, value) if value is not None else None
+            info = read_info(node_id, value) if value is not None else None
             if info is not None:
                 peers[node_id] = info
             elif value is None:
                 dead.append(node_id)
-        self.state = RedisState(peers, dead, True, seconds + micros / 1e6 - time.monotonic())
+        self.state = RedisState(peers, dead, True, seconds + micros / 1e6 - answered, answered - asked)
         if self._was_connected is not True:
             logger.info("node %s (%s) is in Redis %s:%d", self.node_id, own.role, self.config.scheduler_host, self.config.scheduler_port)
         self._was_connected = True
@@ -325,7 +316,7 @@ class Node:
 
     def _note(self, error: Exception) -> None:
         """The server cannot be used."""
-        self.state = RedisState(clock=self.state.clock)
+        self.state = RedisState(clock=self.state.clock, lag=self.state.lag)
         if self._was_connected is not False and not self._is_stopping.is_set():
             where = f"{self.config.scheduler_host}:{self.config.scheduler_port}"
             logger.warning("Redis %s: %s: prompts are computed by each node itself until it is back", where, error)
@@ -342,14 +333,6 @@ class Node:
             self.redis.delete(self.key("node", self.node_id), self.key("inbox", self.node_id))
         except Exception as error:  # it is forgotten by itself soon
             logger.debug("leaving: %s", error)
-
-
-def _read_info(node_id: str, value: bytes) -> NodeInfo | None:
-    try:
-        return NodeInfo(**json.loads(value))
-    except (TypeError, ValueError) as error:
-        logger.debug("node %s says what this version does not understand: %s", node_id, error)
-        return None
 
 
 def as_pairs(found: Any) -> list[tuple[bytes, list[tuple[bytes, Mapping[bytes, bytes]]]]]:

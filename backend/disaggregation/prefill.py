@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ MAX_TAKEN = 16
 BUSY_SECONDS = 0.02
 SERVE_SECONDS, IDLE_SECONDS = 0.0005, 0.5
 """Between two looks at others' reads, and for jobs to serve at all."""
+LATE_SECONDS = 1000.0
+"""For which reads are served after their lease: a cut connection is given up by TCP within that time."""
 MAX_STOPPED = 4096
 """Ids of jobs that were stopped before they were taken."""
 
@@ -55,6 +57,9 @@ class PrefillService:
         self._engine, self._node, self._transfer = engine, node, transfer
         self._open: dict[str, _Open] = {}
         """By job id; the engine thread's."""
+        self._late: dict[str, tuple[str, float]] = {}
+        """Jobs whose pages went to others before their decode node said that it reads no more: which one, and until when it is believed to. Without
+        being served its reads would not end, and its own pages not come back. The engine thread's."""
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
         self.results: Counter[str] = Counter()
         """Jobs by what became of them: done, or why they failed."""
@@ -92,7 +97,7 @@ class PrefillService:
     def _serve(self) -> None:
         while not self._node.is_stopping:
             self._has_jobs.clear()  # before the look, so that none is missed
-            if not self._open:
+            if not self._open and not self._late:
                 self._has_jobs.wait(IDLE_SECONDS)
                 continue
             try:
@@ -123,8 +128,9 @@ class PrefillService:
                         self._take(entry_id, fields)
                 for dead in self._node.state.dead:
                     self._inherit(dead)
-            except redis.RedisError:  # the heartbeat says why; the group may be gone with everything else
+            except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
                 is_ready = False
+                self._node.clear_wrong_type("jobs", error)
                 self._node.wait(RETRY_SECONDS)
             except Exception:
                 logger.exception("jobs could not be taken")
@@ -146,6 +152,8 @@ class PrefillService:
     def _inherit(self, dead: str) -> None:
         """Takes the jobs of a node that died: those that it had taken, and those that it had not."""
         client, stream = self._node.redis, self._node.key("jobs", dead)
+        if client.exists(self._node.key("node", dead)):
+            return  # it was silent for a while, and has come back since
         if not client.exists(stream):
             self._node.bury(dead)
             return
@@ -174,11 +182,14 @@ class PrefillService:
             logger.warning("%s", error)
             self._acknowledge(entry_id)
             return
-        age = self._node.server_time() - time_of(entry_id)
+        age, limit = self._node.server_time() - time_of(entry_id), self._node.config.job_seconds
         self.queue_seconds = max(0.0, age)
-        if job.job_id in self._stopped or age > self._node.config.job_seconds:
-            self.results["late" if age > self._node.config.job_seconds else "stopped"] += 1
+        if job.job_id in self._stopped:
+            self.results["stopped"] += 1
             self._acknowledge(entry_id)
+            return
+        if age > limit:  # whoever waits for it still hears of other prompts from here, and would go on waiting
+            self._refuse(job, entry_id, "timeout", f"it waited for {age:.1f} s; the limit is {limit:g} s", "late")
             return
         if job.job_id in self._open:
             self._acknowledge(entry_id)
@@ -206,8 +217,9 @@ class PrefillService:
             reason = "full" if isinstance(error, CapacityError) else "refused"
             self._refuse(job, entry_id, reason, f"{type(error).__name__}: {error}")
 
-    def _refuse(self, job: Job, entry_id: bytes, reason: str, text: str) -> None:
-        self.results[reason] += 1
+    def _refuse(self, job: Job, entry_id: bytes, reason: str, text: str, result: str = "") -> None:
+        """result: what is counted here, where it is not the reason."""
+        self.results[result or reason] += 1
         logger.warning("job %s of %s is refused: %s", job.job_id, job.sender, text)
         self._node.tell(job.sender, Message("failed", job.job_id, self._node.node_id, reason=reason, text=text))
         self._acknowledge(entry_id)
@@ -294,6 +306,16 @@ class PrefillService:
     def _stop_job(self, job_id: str) -> None:
         self._engine.cancel(job_id)
         self._release(job_id)
+        self._late.pop(job_id, None)
+
+    def _expire(self, job_id: str) -> None:
+        if (own := self._open.get(job_id)) is not None:
+            self._late[job_id] = own.job.sender, time.monotonic() + LATE_SECONDS
+            self._release(job_id)
+
+    def _forget_readers(self, alive: Set[str]) -> None:
+        now = time.monotonic()
+        self._late = {job_id: (sender, end) for job_id, (sender, end) in self._late.items() if sender in alive and now < end}
 
     # -- the node's threads ---------------------------------------------------------------------------------------------
 
@@ -316,7 +338,10 @@ class PrefillService:
         for job_id in late:
             logger.warning("job %s: its pages were not read within %g s", job_id, self._node.config.lease_seconds)
             self.num_expired_leases += 1
-            self._call(lambda job_id=job_id: self._release(job_id))  # type: ignore[misc]
+            self._call(lambda job_id=job_id: self._expire(job_id))  # type: ignore[misc]
+        state = self._node.state
+        if self._late and state.is_connected:
+            self._call(lambda: self._forget_readers(state.peers.keys()))
 
     def _call(self, action: Any) -> None:
         try:

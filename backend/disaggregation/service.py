@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from backend.disaggregation.fetch import PageFetcher
-from backend.disaggregation.node import Node, NodeInfo, RedisState
+from backend.disaggregation.node import Node, RedisState
+from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.prefill import PrefillService
 from backend.disaggregation.records import VERSION, Message

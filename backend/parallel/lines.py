@@ -33,7 +33,9 @@ LAG_SECONDS = 0.5
 SILENT = "no sign of life"
 """What begins the reason why a rank is lost that has not ended."""
 HELLO_SECONDS = 10.0
-MAX_MESSAGE_BYTES = 2**28
+MAX_MESSAGE_BYTES, MAX_HELLO_BYTES = 2**28, 1024
+MAX_GREETED, ACCEPT_SECONDS = 64, 0.1
+"""Connections that have not said yet whose they are: more wait. And between two tries where none can be taken."""
 ORDERS, PLANS = "orders", "plans"
 
 Order = dict[str, Any]
@@ -59,14 +61,14 @@ class Line:
     def send_order(self, order: Order) -> None:
         self.send(json.dumps(order).encode())
 
-    def receive(self, timeout: float | None = None) -> bytes | None:
-        """The next message; None: there was none for `timeout` seconds."""
+    def receive(self, timeout: float | None = None, limit: int = MAX_MESSAGE_BYTES) -> bytes | None:
+        """The next message; None: there was none for `timeout` seconds. limit: of its bytes."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             if len(self._received) >= 4:
                 (size,) = struct.unpack_from("<I", self._received)
-                if size > MAX_MESSAGE_BYTES:
-                    raise ConnectionError(f"a message of {size} bytes; the limit is {MAX_MESSAGE_BYTES}")
+                if size > limit:
+                    raise ConnectionError(f"a message of {size} bytes; the limit is {limit}")
                 if len(self._received) >= 4 + size:
                     content = bytes(self._received[4 : 4 + size])
                     del self._received[: 4 + size]
@@ -81,13 +83,13 @@ class Line:
                 raise ConnectionError("the connection has ended")
             self._received += part
 
-    def receive_order(self, timeout: float | None = None) -> Order | None:
-        content = self.receive(timeout)
+    def receive_order(self, timeout: float | None = None, limit: int = MAX_MESSAGE_BYTES) -> Order | None:
+        content = self.receive(timeout, limit)
         if content is None:
             return None
         try:
             order = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConnectionError(f"no message: {error}") from None
         if not isinstance(order, dict):
             raise ConnectionError("no message")
@@ -123,6 +125,8 @@ class Switchboard:
         """host: address to listen on; on_lost: some rank is gone, see `lost`. Raises OSError."""
         self._size, self._on_lost = size, on_lost
         self._listener = socket.create_server((host, 0))
+        self._is_listening = True
+        self._greeted = threading.Semaphore(MAX_GREETED)
         self.port: int = self._listener.getsockname()[1]
         self._lines: dict[tuple[int, str], Line] = {}
         self._has_changed = threading.Condition()
@@ -178,35 +182,46 @@ class Switchboard:
                 line.close()
         self._on_lost()
 
-    def close(self) -> None:
-        self._is_closed = True
+    def stop_listening(self) -> None:
+        """Every rank is there: whoever else comes is no rank."""
+        self._is_listening = False
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.stop_listening()
         for line in list(self._lines.values()):
             line.close()
 
     # -- its threads --------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while self._is_listening:
+            self._greeted.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(connection,), name="rank", daemon=True).start()
+                threading.Thread(target=self._greet, args=(connection,), name="rank", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # as many files or threads as there may be, or the end
+                self._greeted.release()
+                if self._is_listening:
+                    logger.warning("a connection could not be taken: %s", error)
+                    time.sleep(ACCEPT_SECONDS)
 
     def _greet(self, connection: socket.socket) -> None:
         line = Line(connection)
         try:
-            hello = line.receive_order(HELLO_SECONDS) or {}
+            hello = line.receive_order(HELLO_SECONDS, MAX_HELLO_BYTES) or {}
             rank, kind = hello.get("rank"), hello.get("kind")
-            if not isinstance(rank, int) or not 1 <= rank < self._size or kind not in (ORDERS, PLANS):
+            if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank < self._size or kind not in (ORDERS, PLANS):
                 raise ConnectionError(f"{hello} is no rank of {self._size}")
         except ConnectionError as error:
             logger.warning("a connection that is none of a rank: %s", error)
             line.close()
             return
+        finally:
+            self._greeted.release()
         with self._has_changed:
             if (rank, kind) in self._lines:
                 logger.warning("rank %d of %d is there already", rank, self._size)

@@ -1,14 +1,15 @@
-"""Step plans from rank 0 to the other ranks of a host, by shared memory: one writer, and readers that each see every message."""
+"""Step plans from rank 0 to the other ranks of a host, by shared memory: one writer, and readers that each see every message.
+
+The memory has no name in any file system: nothing is left of it when processes are killed, and no limit of /dev/shm holds for it.
+"""
 
 from __future__ import annotations
 
 import functools
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +19,8 @@ SPINS = 2000
 """Looks before a waiting rank begins to sleep between them: a step is some milliseconds."""
 PAUSE_SECONDS = 5e-5
 MAX_READERS = 63
-MEMORY_FOLDER = Path("/dev/shm")
+NAME = "foretoken-plans"
+"""By which /proc shows the memory."""
 
 
 class PlanRing:
@@ -29,20 +31,21 @@ class PlanRing:
     """
 
     def __init__(self, num_readers: int, path: str | None = None) -> None:
-        """path: of the ring to read; None makes one. (Python's own shared memory starts a process, which the server's stub does not let it.)"""
+        """path: of the ring to read, in a process of the same user; None makes one."""
         if not 1 <= num_readers <= MAX_READERS:
             raise ValueError(f"num_readers is {num_readers}; the limit is {MAX_READERS}")
         head = 8 * (2 * MAX_READERS + 1)
         size = head + 4 * NUM_SLOTS * (SLOT_WORDS + 2)
-        if path is None:
-            file, path = tempfile.mkstemp(prefix="foretoken-plans-", dir=MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None)
-            os.truncate(file, size)
-            self._owned: Path | None = Path(path)
-        else:
-            file, self._owned = os.open(path, os.O_RDWR), None
-        self.path, self._num_readers = path, num_readers
-        self._memory = mmap.mmap(file, size)
-        os.close(file)
+        file = os.memfd_create(NAME) if path is None else os.open(path, os.O_RDWR)
+        try:
+            if path is None:
+                os.truncate(file, size)
+            self._memory = mmap.mmap(file, size)
+        except BaseException:
+            os.close(file)
+            raise
+        self.path, self._num_readers = path or f"/proc/{os.getpid()}/fd/{file}", num_readers
+        self._file = file  # whose number others open it by
         self._numbers = np.frombuffer(self._memory, dtype=np.int64, count=2 * MAX_READERS + 1)
         self._slots = np.frombuffer(self._memory, dtype=np.int32, offset=head, count=NUM_SLOTS * (SLOT_WORDS + 2)).reshape(NUM_SLOTS, -1)
 
@@ -89,15 +92,10 @@ class PlanRing:
     def _has_news(self, number: int) -> bool:
         return int(self._numbers[0]) > number
 
-    def unlink(self) -> None:
-        """Once every reader has opened it: it is gone with the last of them, however they end."""
-        if self._owned is not None:
-            self._owned.unlink(missing_ok=True)
-
     def close(self) -> None:
-        self.unlink()
         del self._numbers, self._slots
         self._memory.close()
+        os.close(self._file)
 
 
 def _wait(is_ready: Callable[[], bool], check: Callable[[], None]) -> None:
