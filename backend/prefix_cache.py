@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from backend.core import Request
 from backend.pages import PagePool
 
 ROOT = b"foretoken"
@@ -109,3 +110,40 @@ class PrefixCache:
         assert {p for c in self._children.values() for p in c} == set(self._entries)
         assert all(self._entries[p].hash == h for h, p in self._by_hash.items())
         assert all(e.hash is None or self._by_hash[e.hash] == p for p, e in self._entries.items())
+
+
+class RequestPages:
+    """Pages of requests: those with known content can be found by other requests, and all go back."""
+
+    def __init__(self, pool: PagePool, cache: PrefixCache | None) -> None:
+        self._pool, self._cache = pool, cache
+
+    def register_full(self, request: Request) -> None:
+        """The pages that are full."""
+        if self._cache is None:
+            return
+        size = self._pool.page_size
+        while (len(request.page_hashes) + 1) * size <= request.num_computed_tokens:
+            number = len(request.page_hashes)
+            parent = request.page_hashes[-1] if number else ROOT
+            key = self._cache.insert(request.page_ids[number], parent, request.token_ids[number * size : (number + 1) * size])
+            assert key is not None
+            request.page_hashes.append(key)
+
+    def register_tail(self, request: Request) -> None:
+        """The last page, filled in part, for requests that go on from the same tokens."""
+        if self._cache is None:
+            return
+        start = len(request.page_hashes) * self._pool.page_size
+        if start < request.num_computed_tokens:
+            parent = request.page_hashes[-1] if request.page_hashes else ROOT
+            page = request.page_ids[len(request.page_hashes)]
+            self._cache.insert(page, parent, request.token_ids[start : request.num_computed_tokens])
+
+    def release(self, request: Request) -> None:
+        """All of them."""
+        self.register_tail(request)
+        for page in reversed(request.page_ids):  # so that the end of a chain is given away before its beginning
+            self._pool.release(page)
+        request.page_ids = []
+        request.page_hashes = []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from backend.core import Batch, FinishReason, Request, Scheduled
 from backend.errors import CapacityError, RequestError
 from backend.pages import PagePool
-from backend.prefix_cache import ROOT, Match, PrefixCache
+from backend.prefix_cache import Match, PrefixCache, RequestPages
 
 
 def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
@@ -49,6 +49,7 @@ class Scheduler:
         """num_tokens_after_step: pages are held for that many tokens past those of a step, for a drafter that runs at its end."""
         self.pool = PagePool(num_pages, page_size)
         self.prefix_cache = PrefixCache(self.pool) if enable_prefix_caching else None
+        self._pages = RequestPages(self.pool, self.prefix_cache)
         self.max_batch_size = max_batch_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -132,10 +133,10 @@ class Scheduler:
         """Takes a request out, whatever it was doing. Its computed pages stay findable while nobody needs the room."""
         del self._requests[request.request_id]
         if request in self.running:
-            self._release_pages(request)
+            self._pages.release(request)
             self.running.remove(request)
         elif request.page_ids:
-            self._release_pages(request)
+            self._pages.release(request)
             if self._fetching.pop(request.request_id, None) is not None:
                 self._unpark(request)
             if request in self._ready:
@@ -227,7 +228,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, batch: Batch) -> None:
-        self._release_pages(request)
+        self._pages.release(request)
         self.running.remove(request)
         request.num_computed_tokens = 0
         request.hand_off = None
@@ -313,7 +314,7 @@ class Scheduler:
         """Its prompt is to be computed here."""
         del self._fetching[request.request_id]
         self._unpark(request)
-        self._release_pages(request)
+        self._pages.release(request)
         request.is_remote, request.num_computed_tokens = False, 0
         heapq.heappush(self._waiting, (request.priority, request.arrival, request))
 
@@ -359,7 +360,7 @@ class Scheduler:
             if not entry.is_decoding:
                 request.num_computed_tokens = entry.begin + entry.num_tokens
                 # Whoever shares these pages computes after the step that fills them.
-                self._register_full_pages(request)
+                self._pages.register_full(request)
             if entry.emits:
                 request.num_steps_ahead += 1
                 request.num_tokens_ahead += 1 + entry.max_drafts
@@ -387,37 +388,9 @@ class Scheduler:
             for page in reversed(request.page_ids[keep:]):
                 self.pool.release(page)
             del request.page_ids[keep:]
-        self._register_full_pages(request)
+        self._pages.register_full(request)
         if was_prompt:
-            self._register_tail(request)
-
-    def _register_full_pages(self, request: Request) -> None:
-        if self.prefix_cache is None:
-            return
-        size = self.pool.page_size
-        while (len(request.page_hashes) + 1) * size <= request.num_computed_tokens:
-            number = len(request.page_hashes)
-            parent = request.page_hashes[-1] if number else ROOT
-            key = self.prefix_cache.insert(request.page_ids[number], parent, request.token_ids[number * size : (number + 1) * size])
-            assert key is not None
-            request.page_hashes.append(key)
-
-    def _register_tail(self, request: Request) -> None:
-        """The last page, filled in part, for requests that go on from the same tokens."""
-        if self.prefix_cache is None:
-            return
-        start = len(request.page_hashes) * self.pool.page_size
-        if start < request.num_computed_tokens:
-            parent = request.page_hashes[-1] if request.page_hashes else ROOT
-            page = request.page_ids[len(request.page_hashes)]
-            self.prefix_cache.insert(page, parent, request.token_ids[start : request.num_computed_tokens])
-
-    def _release_pages(self, request: Request) -> None:
-        self._register_tail(request)
-        for page in reversed(request.page_ids):  # so that the end of a chain is given away before its beginning
-            self.pool.release(page)
-        request.page_ids = []
-        request.page_hashes = []
+            self._pages.register_tail(request)
 
     def check(self) -> None:
         """Asserts that every page is accounted for. For tests and for idle moments."""
