@@ -133,10 +133,15 @@ def test_states_of_disk_are_those_that_are_computed(folder: Path, text: Path, tm
     offline = trainer.OfflineStates(target, ids, 32, (1, 2), cache, is_writer=False).read(torch.tensor([3, 0]))
     online = trainer.OnlineStates(target, ids, 32, (1, 2)).read(torch.tensor([96, 0]))
     assert torch.equal(offline.ids, online.ids)
+    (cache / "final.states").write_bytes(b"cut off")
+    again = trainer.OfflineStates(target, ids, 32, (1, 2), cache).read(torch.tensor([3, 0]))
+    assert torch.equal(again.hidden, offline.hidden)
     for own, other in ((offline.hidden, online.hidden), *((offline.entering[n], online.entering[n]) for n in (1, 2))):
         torch.testing.assert_close(own, other, rtol=0, atol=1e-5)
     capsys.readouterr()
     refused(flags(folder, text, tmp_path / "c", states=cache, context=16), capsys, f"--states {cache} holds states of another context")
+    (cache / "states.json").write_text("{")
+    refused(flags(folder, text, tmp_path / "c", states=cache), capsys, f"{cache / 'states.json'} cannot be read")
     refused(flags(folder, text, tmp_path / "d", states=text.parent), capsys, f"--states {text.parent} is no folder of states, and not empty")
 
 
@@ -147,6 +152,13 @@ def test_a_full_disk_is_said(folder: Path, text: Path, tmp_path: Path, monkeypat
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "checkpoint.tmp").symlink_to("/dev/full")
     refused(flags(folder, text, tmp_path / "b"), capsys, f"--out {tmp_path / 'b'}: No space left on device; no checkpoint was written yet")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "log.jsonl").symlink_to("/dev/full")
+    (tmp_path / "c" / "result.json").symlink_to("/dev/full")
+    last = "No space left on device; --resume goes on from the checkpoint there"
+    refused(flags(folder, text, tmp_path / "c", steps=2, checkpoint_every=1), capsys, f"--out {tmp_path / 'c'}: {last}")
+    (tmp_path / "c" / "log.jsonl").unlink()
+    refused(flags(folder, text, tmp_path / "c", "--resume", steps=2, checkpoint_every=1), capsys, f"--out {tmp_path / 'c'}: {last}")
 
 
 def test_two_processes_are_one(folder: Path, text: Path, tmp_path: Path) -> None:
@@ -252,6 +264,9 @@ BAD_FILES: dict[str, tuple[str, bytes]] = {
     "no object": ("a.jsonl", b"[1]\n"),
     "text that is none": ("a.jsonl", b'{"text": 5}\n'),
     "messages that are none": ("a.jsonl", b'{"messages": 5}\n'),
+    "messages of strings": ("a.jsonl", b'{"messages": ["a"]}\n'),
+    "half a surrogate pair": ("a.jsonl", b'{"text": "\\ud800"}\n'),
+    "nested": ("a.jsonl", b"[" * 100_000),
     "binary": ("a.bin", bytes(range(256))),
     "latin": ("a.txt", b"caf\xe9"),
     "damaged archive": ("a.u16.xz", b"no archive"),
@@ -264,7 +279,9 @@ BAD_FILES: dict[str, tuple[str, bytes]] = {
 @pytest.mark.parametrize(("name", "content"), BAD_FILES.values(), ids=BAD_FILES)
 def test_files_that_cannot_be_used(folder: Path, tmp_path: Path, name: str, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / name).write_bytes(content)
-    refused(flags(folder, tmp_path / name, tmp_path / "out"), capsys, f"--data {tmp_path / name} cannot be used")
+    line = f": line {content.count(10) or 1}: " if name.endswith(".jsonl") else ": "
+    for more in ([], ["--answers=2"]):
+        refused(flags(folder, tmp_path / name, tmp_path / "out", *more), capsys, f"--data {tmp_path / name} cannot be used{line}")
 
 
 def test_data_that_is_not_there_or_too_little(folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,6 +309,38 @@ def test_folders_that_cannot_be_written(folder: Path, text: Path, tmp_path: Path
     refused(flags(folder, text, tmp_path / "held"), capsys, f"--out {tmp_path / 'held'} has model.safetensors already: --resume goes on")
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("run", "[]", "is of a run with kind None"),
+        ("run", "[1]", "cannot be read"),
+        ("step", -1, "step -1 is none of the run's 2"),
+        ("drafter", None, "is of another drafter"),
+        ("optimizers", None, "is of another drafter"),
+        ("generator", torch.zeros(3), "is of another drafter"),
+    ],
+)
+def test_a_checkpoint_of_other_things(
+    folder: Path, stopped: Path, text: Path, tmp_path: Path, part: str, value: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(torch.load(stopped / "checkpoint.pt", weights_only=True) | {part: value}, tmp_path / "checkpoint.pt")
+    refused(flags(folder, text, tmp_path, "--resume", steps=2), capsys, f"--resume: {tmp_path / 'checkpoint.pt'} ", message)
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stopped")
+    assert main(flags(folder, text, out, steps=2)) == 0
+    return out
+
+
+def test_a_damaged_log_costs_its_lines(folder: Path, stopped: Path, text: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(stopped, tmp_path / "out"))
+    (out / "log.jsonl").write_bytes(b'\xff\n{"step": null}\n[]\n{"step": 1}\n{"step": 3}\n{"st')
+    assert main(flags(folder, text, out, "--resume", steps=2)) == 0
+    assert read_log(out) == [{"step": 1}]
+
+
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 truncated"])
 def test_a_damaged_checkpoint(folder: Path, text: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoint.pt").write_bytes(content)
@@ -315,9 +364,11 @@ def test_resuming_another_run(folder: Path, text: Path, tmp_path: Path, capsys: 
         ("tokenizer.json", {}, "tokenizer.json"),
         ("config.json", {"architectures": ["GPT2LMHeadModel"]}, "architectures ['GPT2LMHeadModel'] are not supported"),
         ("config.json", {"intermediate_size": 40}, "config.json makes it (40, 32)"),
+        ("config.json", {"max_position_embeddings": None}, "has no 'max_position_embeddings'"),
+        ("config.json", {"vocab_size": "4096"}, "vocab_size is '4096'"),
         ("model.safetensors", None, "has neither model.safetensors"),
     ],
-    ids=["no tokenizer", "damaged tokenizer", "unknown family", "other sizes", "no weights"],
+    ids=["no tokenizer", "damaged tokenizer", "unknown family", "other sizes", "no context", "a vocabulary that is none", "no weights"],
 )
 def test_targets_that_cannot_be_used(
     folder: Path, text: Path, tmp_path: Path, name: str, content: dict[str, Any] | None, message: str, capsys: pytest.CaptureFixture[str]
@@ -357,6 +408,8 @@ def test_read_ids_of_every_kind(folder: Path, tmp_path: Path) -> None:
     assert read(tmp_path / "lines.jsonl", tmp_path / "ids.u32") == [*encoded("a = b", "c\nd"), 5, 4095, 2]
     assert read(tmp_path / "packed.u16.xz", tmp_path / "b" / "one.py") == [7, 8, *encoded("x = 1\n")]
     (tmp_path / "code.sh").write_text("echo\n")
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a = b"}\r\n')
+    assert read(tmp_path / "marked.jsonl") == encoded("a = b")
     assert read(tmp_path / "code.sh") == encoded("echo\n"), "a file that is named is text, whatever its name"
 
 

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from backend.errors import ConfigError, ModelError, RequestError
+from backend.model_checks import check_model
 from backend.model_files import read_config
 from backend.models.dflash_spec import MARKOV_KINDS
 from training.data import PROMPT_SHARE, Reader, choose_draft_ids, choose_mask_token, cut_prompts, write_answers
 from training.drafters import KINDS
 from training.objective import LOSSES
 from training.report import describe, measure
-from training.trainer import Run, count_anchors, train
+from training.trainer import Run, count_anchors, told, train
 
 DESCRIPTION = """\
 Trains a drafter for a model: on a model of any family that is served, frozen, with the states that serving hands to drafters.
@@ -205,8 +206,8 @@ def _read_taps(text: str | None) -> tuple[int, ...] | None:
 
 def prepare(args: argparse.Namespace) -> tuple[Run, torch.Tensor, list[np.ndarray]]:
     """The run, its token ids, and prompts for the report. Raises ValueError, ModelError."""
-    config, kind = read_config(args.model), KINDS[args.kind]
-    limit, vocab_size = config.get("max_position_embeddings", 0), config.get("vocab_size", 0)
+    spec, kind = check_model(args.model), KINDS[args.kind]
+    limit, vocab_size = spec.max_model_len, spec.vocab_size
     if args.context > limit:
         raise ValueError(f"--context {args.context} is beyond the model's own limit {limit}")
     if args.draft_vocab_size is not None and args.draft_vocab_size > vocab_size:
@@ -270,7 +271,8 @@ def _distil(args: argparse.Namespace, documents: list[np.ndarray]) -> list[np.nd
         raise ValueError(f"prompts of {longest} tokens and --answer-tokens {most} are more than the model's own limit {limit}")
     device = "cpu" if args.device == "cpu" else "auto"
     answers = write_answers(args.model, prompts, most, args.temperature or 0.0, args.seed, dtype=args.dtype, device=device)
-    np.concatenate(answers).astype("<u4").tofile(path)
+    with told(args.out, args.out / "checkpoint.pt"):
+        path.write_bytes(np.concatenate(answers).astype("<u4").tobytes())
     return answers
 
 
@@ -291,7 +293,8 @@ def run_command(args: argparse.Namespace) -> dict[str, Any] | None:
         longest = min(args.context - args.context // PROMPT_SHARE, args.report_tokens)
         engine = {"dtype": run.dtype, "device": "cpu" if args.device == "cpu" else "auto", "max_batch_size": 8}
         result["report"] = measure(run.model, run.out, run.kind, run.drafts, prompts, longest, **engine)
-    (run.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    with told(run.out, run.checkpoint):
+        (run.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
 
 

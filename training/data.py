@@ -30,7 +30,7 @@ class Reader:
             raise ModelError(f"{model / 'tokenizer.json'} cannot be read: {error}") from None
         config = read_config(model)
         self._vocab_size, end = config["vocab_size"], config.get("eos_token_id")
-        self._start = [] if end is None else [end if isinstance(end, int) else end[0]]
+        self._start = [end] if isinstance(end, int) else list(end or [])[:1]
 
     def read(self, paths: Sequence[Path], option: str, *, as_prompts: bool = False) -> list[np.ndarray]:
         """Documents [T] uint32 of text files, folders of them (*.py, *.txt, *.md), *.jsonl (each line with "text" or "messages"), and ids
@@ -45,8 +45,9 @@ class Reader:
         for file in tqdm(files, desc="tokens", unit="file", mininterval=2.0, disable=len(files) < 500):
             try:
                 found += self._read_file(file, as_prompts)
-            except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, RequestError) as error:
-                raise ValueError(f"{option} {file} cannot be used: {error!r:.200}") from None
+            except (OSError, lzma.LZMAError, ValueError) as error:
+                told = f"it is no UTF-8 ({error.reason})" if isinstance(error, UnicodeDecodeError) else error
+                raise ValueError(f"{option} {file} cannot be used: {told!s:.300}") from None
         if not found:
             raise ValueError(f"{option} {', '.join(map(str, paths))}: no *.py, *.txt, *.md, *.jsonl, *.u16 or *.u32 there")
         return found
@@ -58,18 +59,29 @@ class Reader:
             if len(ids) and ids.max() >= self._vocab_size:
                 raise ValueError(f"it holds id {ids.max()}; the model's vocabulary has ids 0 to {self._vocab_size - 1}")
             return [ids]
-        text = file.read_text("utf-8")
+        text = file.read_text("utf-8-sig")  # some programs begin a file with the mark of its encoding
         if file.suffix != ".jsonl":
             return [self._encode(text)]
-        return [self._read_line(json.loads(line), as_prompts) for line in text.split("\n") if line.strip()]
+        found = []
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                try:
+                    found.append(self._read_line(json.loads(line), as_prompts))
+                except (ValueError, TypeError, RecursionError, RequestError) as error:  # TypeError: text with half of a surrogate pair
+                    raise ValueError(f"line {number}: {error!s:.200}") from None
+        return found
 
     def _read_line(self, line: Any, as_prompts: bool) -> np.ndarray:
+        if not isinstance(line, dict) or not line.keys() & {"messages", "text"}:
+            raise ValueError(f'it must be an object with "text" or "messages", got {line!r:.80}')
         if "messages" not in line:
             if not isinstance(text := line["text"], str):
                 raise ValueError(f'"text" must be a string, got {text!r:.80}')
             return self._encode(text)
         messages = line["messages"]
-        if as_prompts and isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise ValueError(f'"messages" must be a list of objects, got {messages!r:.80}')
+        if as_prompts and messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]
         rendered = self._tokenizer.render_chat(messages, add_generation_prompt=as_prompts)
         return np.array(self._tokenizer.encode(rendered, add_special_tokens=False), dtype=np.uint32)

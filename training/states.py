@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from backend.model_files import fingerprint
+from backend.model_files import fingerprint, read_json
 from training.target import States, Target
 
 CACHED_DTYPE = {torch.float32: torch.float32, torch.bfloat16: torch.int16}
@@ -48,9 +51,9 @@ class OfflineStates:
         names = [FINAL, *map(str, self._layers)]
         if is_writer:
             self._check(ids)
-            if missing := [name for name in names if not self._path(name).is_file()]:
+            if missing := [name for name in names if not self._is_whole(name)]:
                 self._compute(missing)
-        self._files = {name: torch.from_numpy(np.memmap(self._path(name), self._numpy, "r+", shape=self._shape)) for name in names}
+        self._files = {name: torch.from_numpy(np.memmap(self._path(name), self._numpy, "c", shape=self._shape)) for name in names}
 
     @property
     def _numpy(self) -> type[np.generic]:
@@ -63,6 +66,10 @@ class OfflineStates:
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.states"
 
+    def _is_whole(self, name: str) -> bool:
+        path = self._path(name)
+        return path.is_file() and path.stat().st_size == math.prod(self._shape) * self._stored.itemsize
+
     def _check(self, ids: np.ndarray) -> None:
         """That the folder is of the same model, data, context and dtype."""
         data = hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest()
@@ -71,8 +78,8 @@ class OfflineStates:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if path.is_file():
-                held = json.loads(path.read_text())
-                if other := [key for key in own if not isinstance(held, dict) or held.get(key) != own[key]]:
+                held = read_json(path)
+                if other := [key for key in own if held.get(key) != own[key]]:
                     raise ValueError(f"--states {self._folder} holds states of another {', '.join(other)}: name another folder, or remove it")
             elif any(self._folder.iterdir()):
                 raise ValueError(f"--states {self._folder} is no folder of states, and not empty")
@@ -88,8 +95,9 @@ class OfflineStates:
             raise ValueError(f"--states {self._folder}: the states take {wanted / 2**30:.2f} GiB, {free / 2**30:.2f} GiB of the disk are free")
         layers = [int(name) for name in names if name != FINAL]
         parts = {name: self._path(name).with_suffix(".part") for name in names}
-        files = {name: path.open("wb") for name, path in parts.items()}
+        files: dict[str, BinaryIO] = {}
         try:
+            files |= {name: path.open("wb") for name, path in parts.items()}
             for ids in tqdm(self._ids.split(8), desc="states", unit="batch", mininterval=2.0):
                 found = self._target.states(ids.to(self._target.device), layers)
                 for name, file in files.items():
@@ -98,15 +106,16 @@ class OfflineStates:
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
+            for name, path in parts.items():
+                path.replace(self._path(name))
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise ValueError(f"--states {self._folder}: the disk is full: {wanted / 2**30:.2f} GiB are needed") from None
-            raise
+            raise ValueError(f"--states {self._folder}: {error}") from None
         finally:
             for file in files.values():
-                file.close()
-        for name, path in parts.items():
-            path.replace(self._path(name))
+                with suppress(OSError):  # what a full disk did not take is told above
+                    file.close()
 
     def read(self, starts: torch.Tensor) -> States:
         """starts [B]: numbers of windows, below num_starts."""

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -218,7 +218,7 @@ def _train(rank: int, run: Run, ids: torch.Tensor) -> bool:
     own = slice(rank * share, (rank + 1) * share)
     stop, started = _Stop(run), time.time()
     bar = tqdm(range(first, run.steps), initial=first, total=run.steps, desc=f"train {run.kind}", unit="step", mininterval=2.0, disable=not is_first)
-    with _handling(stop), _open_log(run, first, is_first=is_first) as log:
+    with told(run.out, run.checkpoint), _handling(stop), _open_log(run, first, is_first=is_first) as log:
         for step in bar:
             starts = torch.randint(source.num_starts, (run.batch_size,), generator=generator)
             states, anchors = source.read(starts[own]), run.draw_anchors(generator)
@@ -244,7 +244,7 @@ def _train(rank: int, run: Run, ids: torch.Tensor) -> bool:
             if is_stopped and done < run.steps:
                 return False
     if is_first:
-        with _told(run):
+        with told(run.out, run.checkpoint):
             drafter.save(target, run.out, torch.bfloat16)
     return True
 
@@ -260,41 +260,49 @@ def make_source(run: Run, target: Target, ids: np.ndarray, layers: tuple[int, ..
 
 
 @contextmanager
-def _told(run: Run) -> Iterator[None]:
-    """A full disk is no traceback."""
+def told(out: Path, checkpoint: Path) -> Iterator[None]:
+    """Raises ValueError for a folder that cannot be written: a full disk is no traceback."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         # safetensors has no errno.
         is_full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        last = "--resume goes on from the checkpoint there" if run.checkpoint.is_file() else "no checkpoint was written yet"
+        last = "--resume goes on from the checkpoint there" if checkpoint.is_file() else "no checkpoint was written yet"
         reason = "No space left on device" if is_full else error
-        raise ValueError(f"--out {run.out}: {reason}; {last}") from None
+        raise ValueError(f"--out {out}: {reason}; {last}") from None
 
 
 @contextmanager
 def _open_log(run: Run, done: int, *, is_first: bool) -> Iterator[Any]:
     """log.jsonl up to the step that is gone on from; of processes that are not the first, nothing."""
     path = run.out / "log.jsonl"
-    kept = path.read_text().splitlines(keepends=True) if done and is_first and path.is_file() else []
+    kept = path.read_text(errors="replace").splitlines(keepends=True) if done and is_first and path.is_file() else []
     with open(path if is_first else os.devnull, "w") as log:
-        log.writelines(line for line in kept if line.endswith("\n") and json.loads(line)["step"] <= done)
+        log.writelines(line for line in kept if line.endswith("\n") and _is_before(line, done))
         log.flush()
         yield log
+
+
+def _is_before(line: str, done: int) -> bool:
+    """Whether a line of the log is of a step up to this one; one that a crash has damaged is not."""
+    try:
+        return bool(json.loads(line)["step"] <= done)
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _save(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator, step: int) -> None:
     state = {"drafter": drafter.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "generator": generator.get_state()}
     part = run.checkpoint.with_suffix(".tmp")
-    with _told(run):
-        try:
-            buffer = io.BytesIO()  # torch's own writer tells a full disk in no words that can be known
-            torch.save(state | {"step": step, "run": json.dumps(run.identity())}, buffer)
-            part.write_bytes(buffer.getbuffer())
-            part.replace(run.checkpoint)
-        except BaseException:
+    try:
+        buffer = io.BytesIO()  # torch's own writer tells a full disk in no words that can be known
+        torch.save(state | {"step": step, "run": json.dumps(run.identity())}, buffer)
+        part.write_bytes(buffer.getbuffer())
+        part.replace(run.checkpoint)
+    except BaseException:
+        with suppress(OSError):
             part.unlink(missing_ok=True)
-            raise
+        raise
 
 
 def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> int:
@@ -302,7 +310,9 @@ def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer],
     path = run.checkpoint
     try:
         state = torch.load(path, map_location=run.device, weights_only=True)
-        before, step = json.loads(state["run"]), int(state["step"])
+        before, step = dict(json.loads(state["run"])), int(state["step"])
+        if not 0 <= step <= run.steps and before.get("steps") == run.steps:
+            raise ValueError(f"step {step} is none of the run's {run.steps}")
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise ValueError(f"--resume: {path} cannot be read: {error!r:.200}") from None
     now = json.loads(json.dumps(run.identity()))
@@ -314,6 +324,6 @@ def _resume(run: Run, drafter: Drafter, optimizers: list[torch.optim.Optimizer],
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         generator.set_state(state["generator"].cpu())
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--resume: {path} is of another drafter: {error!r:.200}") from None
     return step
