@@ -20,6 +20,7 @@ from backend.drafters.block import BlockDrafter
 from backend.sampling_params import SamplingParams
 from tests.drafting import check_drafts, serve
 from tests.families import Case, make_model
+from tests.test_mixtures import GLM
 from training import command
 from training.drafters import KINDS, Drafter, Options
 from training.target import Target
@@ -28,10 +29,12 @@ CPU = torch.device("cpu")
 KINDS_OF_DRAFTERS: dict[str, tuple[str, dict[str, Any], Case]] = {
     "mtp": ("mtp", {"inner": 40}, Case("llama")),
     "mtp, two layers, on Qwen 3": ("mtp", {"layers": 2}, Case("qwen3")),
+    "mtp, on GLM-4.5": ("mtp", {"inner": 40}, Case("glm4_moe", config=GLM)),
     "eagle3": ("eagle3", {}, Case("llama", config={"num_hidden_layers": 5})),
     "eagle3, few tokens, other taps, on Gemma 2": ("eagle3", {"taps": (1, 2), "few": True, "inner": 40}, Case("gemma2", config={"head_dim": 16})),
     "dflash": ("dflash", {"layers": 2, "taps": (0, 2), "mask_token_id": 7, "inner": 40}, Case("llama", config={"tie_word_embeddings": True})),
     "dflash, on Gemma 2": ("dflash", {"taps": (1, 2)}, Case("gemma2", config={"head_dim": 16})),
+    "dflash, on Phi-4 mini": ("dflash", {"taps": (1, 2), "inner": 40}, Case("phi3", config={"partial_rotary_factor": 0.5})),
     "dspark": ("dspark", {"layers": 2, "markov_rank": 6}, Case("qwen3", config={"num_hidden_layers": 5})),
     "dspark, gated": ("dspark", {"markov_rank": 6, "markov_head_type": "gated", "taps": (1,)}, Case("llama")),
     "dspark, rnn": ("dspark", {"markov_rank": 6, "markov_head_type": "rnn", "taps": (1, 2)}, Case("llama")),

@@ -81,8 +81,9 @@ class Target:
             size = 128 if self.hidden_size % 128 == 0 else 64
             num_q = num_kv = max(1, self.hidden_size // size)
         rope = {key: config[key] for key in ROPE_KEYS if config.get(key) is not None}
-        if not isinstance(part, AttentionSpec) or any(isinstance(value, dict) for value in rope.get("rope_parameters", {}).values()):
-            rope = {"rope_theta": part.turning[0].theta}
+        turning, _, _ = part.turning
+        if turning.dim < size or not isinstance(part, AttentionSpec) or any(isinstance(v, dict) for v in rope.get("rope_parameters", {}).values()):
+            rope = {"rope_theta": turning.theta}  # a drafter's layer turns whole heads, all layers alike
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
