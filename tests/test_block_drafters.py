@@ -376,6 +376,25 @@ def test_what_is_refused_before_the_launch_and_at_load(
         serve(target[1], method=kind.method, model=str(own))
 
 
+@pytest.mark.parametrize(
+    ("made", "method", "message"),
+    [
+        ("DFlashDraftModel", "dspark", "it must be a DSpark drafter's with this method"),
+        ("DFlashDraftModel", "eagle", "it must be an EAGLE drafter's with this method"),
+        ("Qwen3DSparkModel", "eagle", "it must be an EAGLE drafter's with this method"),
+    ],
+)
+def test_a_folder_of_another_method(made: str, method: str, message: str, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """With two taps its tensors have the names and sizes of an EAGLE drafter's."""
+    values = {"mask_token_id": 1, "target_layer_ids": [0, 3]}
+    kind = Kind("two taps", config={"block_size": 4, "dflash_config": values}, tapped=(1, 4))
+    save_drafter(kind, make_weights(kind), tmp_path / "made")
+    own = edited(tmp_path / "made", tmp_path / "drafter", architectures=[made])
+    check_drafter_folder("dflash", own, target[1])
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder(method, own, target[1])
+
+
 def test_what_a_drafter_cannot_do(target: tuple[Any, Path], tmp_path: Path) -> None:
     save_drafter(DFLASH, make_weights(DFLASH), tmp_path / "drafter")
     folder = str(tmp_path / "drafter")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY
+from backend.models.eagle_spec import MAP, TYPE_KEY, made_for
 from backend.models.families.qwen import qwen3_layer
 from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
@@ -109,7 +109,9 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
     target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
     tapped = _read_tapped_layers(values, section, num_target_layers)
     # DeepSeek's code makes DFlash drafters too, which draft as DSpark's do.
-    is_deepseek = any("DSpark" in str(name) for name in values.get("architectures") or []) if not is_speculators else is_spark
+    is_deepseek = made_for(values, "DSpark") if not is_speculators else is_spark
+    if is_spark and not is_speculators and made_for(values, "DFlash") and not values.has("sample_from_anchor"):  # its first row is not a draft
+        raise values.refuse("architectures", "a DSpark drafter's with this method")
     is_anchor_sampled = values.flag("sample_from_anchor", default=is_deepseek or is_spark)
     block = (section if section.has("block_size") else values).integer("block_size", MAX_BLOCK, low=1 if is_anchor_sampled else 2)
     causal = section if section.has("causal") else values

@@ -180,7 +180,15 @@ def _is_speculators(values: Values) -> bool:
     return values.has(TYPE_KEY)
 
 
+def made_for(values: Values, *parts: str) -> bool:
+    """Whether the class that a folder names has one of these in its name."""
+    names = values.get("architectures")
+    return isinstance(names, list) and any(part in str(name) for name in names for part in parts)
+
+
 def _check_type(values: Values, *kinds: str) -> None:
+    if not _is_speculators(values) and made_for(values, "DFlash", "DSpark"):  # whose tensors may have EAGLE's names and sizes
+        raise values.refuse("architectures", "an EAGLE drafter's with this method")
     if _is_speculators(values) and values.get(TYPE_KEY) not in kinds:
         raise values.refuse(TYPE_KEY, f"{' or '.join(map(repr, kinds))} with this method")
 
