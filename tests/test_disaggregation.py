@@ -777,6 +777,32 @@ def test_a_job_that_waited_too_long_is_told(cluster: Cluster, llm_all: LLM) -> N
         one.check_idle()
 
 
+def test_a_job_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
+    """Its node tells of others all the time: it is waited for no longer than a job waits there. One that the node has told of is."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    there.take_no_jobs()
+    (prompt,) = prompts_of(llm_all, 1, seed=77)
+    answer = here.submit(prompt, greedy(4))
+    fetcher, sender = here.nodes.fetcher, there.nodes.node.node_id
+    assert fetcher is not None
+    wait_for(lambda: fetcher._fetches, "the job")
+    (fetch,) = fetcher._fetches.values()
+    fetcher._heard[sender] = fetch.begun + 3000
+    assert not fetcher._why_late(fetch, fetch.begun + 3599) and fetcher._why_late(fetch, fetch.begun + 3600) == "timeout"
+    kinds, take = [], fetcher._take_message
+
+    def note(message: Message) -> None:
+        take(message)
+        fetcher._heard[sender] = fetch.begun + 3000
+        kinds.append((message.kind, fetcher._why_late(fetch, fetch.begun + 3600), fetcher._why_late(fetch, fetch.begun + 6600)))
+
+    fetcher._take_message = note  # type: ignore[method-assign]
+    del there.nodes.prefill._has_room  # type: ignore[union-attr]
+    assert answer.wait() == expect(llm_all, [prompt], greedy(4)) and here.num_fetched == 1
+    wait_for(lambda: ("taken", "", "timeout") in kinds, "the node has told that it has the job")
+
+
 def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> None:
     """No connection breaks by that. Jobs that are lost are not waited for."""
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)

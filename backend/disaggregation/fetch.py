@@ -43,7 +43,7 @@ FALLBACKS = (
 LEASE_MARGIN = 1.0
 """Seconds before the end of a prefill node's lease by which pages have to be here: two nodes know Redis's time to some milliseconds."""
 MAX_JOB_LIMITS = 20
-"""Times job_seconds after which a prompt is not waited for any more, though its node tells of others."""
+"""Times job_seconds after which a prompt that was taken is not waited for any more, though its node tells of others."""
 POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
 """Between two looks at reads under way, and at deadlines."""
 
@@ -83,6 +83,8 @@ class _Fetch:
     done: Message | None = None
     hand_off: HandOff | None = None
     wants_probs: bool = False
+    is_taken: bool = False
+    """The node has told of it: from then on it is as late as the node is with all that it has."""
     is_told: bool = False
     """The node knows that its pages are read, or not wanted."""
     is_over: bool = False
@@ -222,6 +224,7 @@ class PageFetcher:
             self._move(fetch, message.sender)
             if fetch.is_over:
                 return
+        fetch.is_taken = True
         if message.kind == "failed":
             logger.warning("request %r: prefill node %s: %s", fetch.request.group_id, message.sender, message.text)
             self._give_up(fetch, message.reason if message.reason in FALLBACKS else "failed")
@@ -310,7 +313,9 @@ class PageFetcher:
         """Empty: it is not."""
         if fetch.done is not None and self._node.server_time() + self._node.state.lag > fetch.done.expires - LEASE_MARGIN:
             return "lease"
-        limit, heard = self._node.config.job_seconds, max(fetch.begun, self._heard.get(fetch.node_id, 0.0))
+        limit, heard = self._node.config.job_seconds, fetch.begun
+        if fetch.is_taken:  # else it may be lost, though the node tells of others: none waits for longer there
+            heard = max(heard, self._heard.get(fetch.node_id, 0.0))
         if any(self._hangs(read, now) for read in fetch.reads) or now - heard >= limit or now - fetch.begun >= MAX_JOB_LIMITS * limit:
             return "transfer" if fetch.reads else "timeout"
         return ""
