@@ -261,7 +261,7 @@ def test_a_rank_that_decides_differently_is_found(caplog: pytest.LogCaptureFixtu
         return launch(*arguments)
 
     worker.launch = launch_wrongly  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="the ranks decided differently in step 20[0-9], "):
+    with pytest.raises(EngineError, match=r"the ranks decided differently in step 20[0-9], "):
         llm.generate(PROMPTS[:1], params, use_tqdm=False)
     assert "was: 1 rows, 0 of prompts" in caplog.text
     llm.close()

@@ -44,8 +44,8 @@ class Message:
     """What nodes tell each other of a job."""
 
     kind: str
-    """To the decode node: `taken` (the prefill node's engine has it), `pages` (some more are final), `done`, `failed`; to the prefill node: `stop` (the
-    pages are read, or not wanted)."""
+    """To the decode node: `taken` (the prefill node's engine has it), `pages` (some more are final), `done`, `failed`; to the prefill node: `stop`
+    (the pages are read, or not wanted)."""
     job_id: str
     sender: str
     first_page: int = 0
