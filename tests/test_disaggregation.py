@@ -462,7 +462,7 @@ def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
         one.check_idle()
     assert all(one.prefill.results["done"] > 2 for one in nodes), "work is shared out"
     assert sum(one.prefill.results["done"] for one in nodes) == here.num_fetched
-    assert here.nodes.fetcher is not None and here.nodes.fetcher.num_bytes > 0
+    assert here.nodes.fetcher is not None and here.nodes.fetcher.reads.num_bytes > 0
 
 
 def test_log_probabilities_of_another_request(cluster: Cluster, llm_all: LLM) -> None:
@@ -495,10 +495,10 @@ def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster, llm_all: LLM) ->
     cluster.see(cached, *nodes)
     cached.generate([prompt], greedy(4))
     assert cached.nodes.fetcher is not None
-    first = cached.nodes.fetcher.num_bytes
+    first = cached.nodes.fetcher.reads.num_bytes
     longer = {"prompt_token_ids": [*ids, *range(10, 110)]}
     assert cached.generate([longer], greedy(6)) == expect(llm_all, [longer], greedy(6))
-    assert cached.num_fetched == 2 and cached.nodes.fetcher.num_bytes - first < first / 2
+    assert cached.num_fetched == 2 and cached.nodes.fetcher.reads.num_bytes - first < first / 2
     cached.generate([longer], greedy(4))
     assert cached.num_fetched == 2, "what it has it computes"
     for one in (here, cached, *nodes):
@@ -840,7 +840,7 @@ def test_streams_that_are_none(cluster: Cluster, llm_all: LLM) -> None:
         one.check_idle()
 
 
-@pytest.mark.parametrize(("reason", "job_seconds", "lease_seconds"), [("transfer", 0.5, 60), ("lease", 3600, 2)])
+@pytest.mark.parametrize(("reason", "job_seconds", "lease_seconds"), [("transfer", 2, 60), ("lease", 3600, 2)])
 def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job_seconds: float, lease_seconds: float) -> None:
     """The network is cut, though Redis still tells of the other node: prompts are computed here, and where reads hang their node is not asked."""
     there = cluster.make("prefill", lease_seconds=lease_seconds)
