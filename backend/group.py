@@ -27,12 +27,14 @@ from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
 from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, Hello, describe_rank, describe_self, device_of_rank, end_ranks, start_rank
-from backend.step.plan import StepPlan
+from backend.step.plan import PlanOutline, StepPlan
 
 logger = logging.getLogger(__name__)
 
 CHECK_EVERY = 256
 """Steps between comparisons of what the ranks decided."""
+MAX_UNDER_WAY = 4
+"""Steps that one rank may have booked before another has."""
 EXPLAIN_SECONDS = 1.0
 """That a rank whose exchange failed may take to end."""
 DONE_SECONDS = 0.0002
@@ -51,7 +53,7 @@ class Verdicts:
 
     def __init__(self) -> None:
         self._sum = 0
-        self._recent: deque[int] = deque(maxlen=4)
+        self._recent: deque[int] = deque(maxlen=CHECK_EVERY + MAX_UNDER_WAY)
         self.num_steps = 0
 
     def add(self, rows: np.ndarray) -> None:
@@ -59,19 +61,33 @@ class Verdicts:
         self._recent.append(self._sum)
         self.num_steps += 1
 
-    def at(self, num_steps: int) -> int:
-        """After so many steps, of which the newest four are known."""
-        return self._recent[num_steps - self.num_steps - 1]
+    def since_check(self, num_steps: int) -> list[int]:
+        """After each of the first num_steps steps that the check before this one has not seen; the newest few may be left out."""
+        begin = max(0, num_steps - CHECK_EVERY)
+        kept = list(self._recent)
+        first = self.num_steps - len(kept)
+        return kept[begin - first : num_steps - first]
 
 
 def check_verdicts(ranks: Ranks, verdicts: Verdicts, num_launched: int, device: torch.device) -> None:
-    """Before every CHECK_EVERY-th step, on every rank. Raises EngineError when they decided differently."""
+    """Before every CHECK_EVERY-th step, on every rank. Raises RanksDiffer when they decided differently."""
     if num_launched % CHECK_EVERY or not num_launched:
         return
-    own = verdicts.at(num_launched - 1)  # the last one may be under way still
-    sums = ranks.gather(torch.tensor([own], dtype=torch.int64, device=device)).flatten().tolist()
-    if len(set(sums)) > 1:
-        raise EngineError(f"the ranks decided differently within {CHECK_EVERY} steps up to step {num_launched - 1}: checksums {sums}")
+    own = verdicts.since_check(num_launched - 1)  # the last one may be under way still
+    ends = ranks.gather(torch.tensor(own[-1:], dtype=torch.int64, device=device)).flatten().tolist()
+    if len(set(ends)) > 1:
+        sums = ranks.gather(torch.tensor(own, dtype=torch.int64, device=device))
+        step = num_launched - 1 - len(own) + int((sums != sums[0]).any(dim=0).nonzero()[0])
+        raise RanksDiffer(step, f"the ranks decided differently in step {step}, and perhaps later: checksums {ends} after step {num_launched - 2}")
+
+
+class RanksDiffer(EngineError):
+    """Ranks of one model have computed different things."""
+
+    def __init__(self, step: int, text: str) -> None:
+        """step: the first one, counted from 0."""
+        super().__init__(text)
+        self.step = step
 
 
 class Group:
@@ -88,6 +104,8 @@ class Group:
         self.num_launched = 0
         """Steps."""
         self.verdicts = Verdicts()
+        self._plans: deque[PlanOutline] = deque(maxlen=CHECK_EVERY + MAX_UNDER_WAY)
+        """Of the newest steps, without anybody's tokens."""
         self.ranks: Ranks | None = None
         self.on_lost: Callable[[], None] = lambda: None
         """A rank is gone: `check` says which. Called by a thread of its own."""
@@ -223,7 +241,12 @@ class Group:
         """To every rank, which launches it, as the caller does next."""
         self._send(PLAN, plan.to_array())
         assert self.ranks is not None
-        check_verdicts(self.ranks, self.verdicts, self.num_launched, device)
+        try:
+            check_verdicts(self.ranks, self.verdicts, self.num_launched, device)
+        except RanksDiffer as error:
+            logger.error("step %d was: %s", error.step, self._plans[error.step - self.num_launched])
+            raise
+        self._plans.append(plan.outline())
         self.num_launched += 1
 
     def send_capture(self) -> None:

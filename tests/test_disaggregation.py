@@ -462,7 +462,7 @@ def test_tokens_are_those_of_one_node(cluster: Cluster, llm_all: LLM) -> None:
         one.check_idle()
     assert all(one.prefill.results["done"] > 2 for one in nodes), "work is shared out"
     assert sum(one.prefill.results["done"] for one in nodes) == here.num_fetched
-    assert here.nodes.fetcher is not None and here.nodes.fetcher.num_bytes > 0
+    assert here.nodes.fetcher is not None and here.nodes.fetcher.reads.num_bytes > 0
 
 
 def test_log_probabilities_of_another_request(cluster: Cluster, llm_all: LLM) -> None:
@@ -495,10 +495,10 @@ def test_a_prompt_goes_where_its_beginning_is(cluster: Cluster, llm_all: LLM) ->
     cluster.see(cached, *nodes)
     cached.generate([prompt], greedy(4))
     assert cached.nodes.fetcher is not None
-    first = cached.nodes.fetcher.num_bytes
+    first = cached.nodes.fetcher.reads.num_bytes
     longer = {"prompt_token_ids": [*ids, *range(10, 110)]}
     assert cached.generate([longer], greedy(6)) == expect(llm_all, [longer], greedy(6))
-    assert cached.num_fetched == 2 and cached.nodes.fetcher.num_bytes - first < first / 2
+    assert cached.num_fetched == 2 and cached.nodes.fetcher.reads.num_bytes - first < first / 2
     cached.generate([longer], greedy(4))
     assert cached.num_fetched == 2, "what it has it computes"
     for one in (here, cached, *nodes):
@@ -777,6 +777,32 @@ def test_a_job_that_waited_too_long_is_told(cluster: Cluster, llm_all: LLM) -> N
         one.check_idle()
 
 
+def test_a_job_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
+    """Its node tells of others all the time: it is waited for no longer than a job waits there. One that the node has told of is."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    there.take_no_jobs()
+    (prompt,) = prompts_of(llm_all, 1, seed=77)
+    answer = here.submit(prompt, greedy(4))
+    fetcher, sender = here.nodes.fetcher, there.nodes.node.node_id
+    assert fetcher is not None
+    wait_for(lambda: fetcher._fetches, "the job")
+    (fetch,) = fetcher._fetches.values()
+    fetcher._heard[sender] = fetch.begun + 3000
+    assert not fetcher._why_late(fetch, fetch.begun + 3599) and fetcher._why_late(fetch, fetch.begun + 3600) == "timeout"
+    kinds, take = [], fetcher._take_message
+
+    def note(message: Message) -> None:
+        take(message)
+        fetcher._heard[sender] = fetch.begun + 3000
+        kinds.append((message.kind, fetcher._why_late(fetch, fetch.begun + 3600), fetcher._why_late(fetch, fetch.begun + 6600)))
+
+    fetcher._take_message = note  # type: ignore[method-assign]
+    del there.nodes.prefill._has_room  # type: ignore[union-attr]
+    assert answer.wait() == expect(llm_all, [prompt], greedy(4)) and here.num_fetched == 1
+    wait_for(lambda: ("taken", "", "timeout") in kinds, "the node has told that it has the job")
+
+
 def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> None:
     """No connection breaks by that. Jobs that are lost are not waited for."""
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
@@ -814,7 +840,7 @@ def test_streams_that_are_none(cluster: Cluster, llm_all: LLM) -> None:
         one.check_idle()
 
 
-@pytest.mark.parametrize(("reason", "job_seconds", "lease_seconds"), [("transfer", 0.5, 60), ("lease", 3600, 2)])
+@pytest.mark.parametrize(("reason", "job_seconds", "lease_seconds"), [("transfer", 2, 60), ("lease", 3600, 2)])
 def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job_seconds: float, lease_seconds: float) -> None:
     """The network is cut, though Redis still tells of the other node: prompts are computed here, and where reads hang their node is not asked."""
     there = cluster.make("prefill", lease_seconds=lease_seconds)

@@ -10,7 +10,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import EngineConfig
-from backend.core import Delta, HandOff, Request
+from backend.core import NEVER, Delta, HandOff, Request
 from backend.disaggregation.records import Job, probs_from_pages, probs_to_pages, read_job, write_job
 from backend.engine import Engine
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
@@ -192,6 +192,29 @@ def test_trees_as_on_one_engine(is_ahead) -> None:
     check_idle(link)
     for llm in (alone, here, there):
         llm.close()
+
+
+def test_a_lookup_that_spared_the_drafter_a_prompt(llm_all, pair, monkeypatch) -> None:
+    """What the drafter has not computed there it computes here, on pages that came: every draft is the one of a single engine."""
+    llm, link = pair(False)
+
+    def alone_score(request: Request, num_model: int) -> int:
+        length = len(request.token_ids)
+        return 1 if length == len(request.prompt_token_ids) or length % 3 == 0 else NEVER
+
+    for engine in (llm_all.engine, link.here, link.there):  # each would learn of its own steps who is to draft
+        monkeypatch.setattr(engine.planner._budget, "alone_score", alone_score)
+        monkeypatch.setattr(engine.planner._budget, "least_standing", lambda: 0.0)
+    spared: list[bool] = []
+    monkeypatch.setattr(link, "change", lambda hand_off: spared.append(hand_off.outcome.num_drafter_tokens < 40))
+    (tokens,) = (llm_all.engine.tokenizer.encode(prompt) for prompt in code_prompts(1, (150, 300), seed=31))
+    prompts = [{"prompt_token_ids": own} for own in (tokens, tokens + tokens[: len(tokens) // 2], tokens[:20] * 6, tokens[::-1])]
+    choice = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 5}
+    for prompt in prompts:
+        expected, found = (summary(one, [prompt], PARAMETERS["penalties"], choice) for one in (llm_all, llm))
+        assert found == expected
+    assert 0 < sum(spared) < len(spared) == len(prompts) and not link.here.hand_overs.fallbacks
+    check_idle(link)
 
 
 def test_a_first_token_that_the_form_forbids(llm_all, pair, monkeypatch) -> None:

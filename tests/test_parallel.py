@@ -17,7 +17,7 @@ from backend import LLM, SamplingParams
 from backend.core import Delta
 from backend.errors import ConfigError, EngineError
 from backend.follower import Steps
-from backend.group import CHECK_EVERY, Verdicts, check_verdicts
+from backend.group import CHECK_EVERY, RanksDiffer, Verdicts, check_verdicts
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
 from backend.step.plan import StepPlan
@@ -222,19 +222,49 @@ def fail() -> None:
     raise EngineError("rank 1 of 2 has ended")
 
 
-def test_ranks_that_decide_differently_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checksum is over all rows up to the step before the last one launched, and compared every so often."""
-    first, second = Verdicts(), Verdicts()
-    for step in range(CHECK_EVERY - 1):
+@pytest.mark.parametrize(("num_steps", "wrong"), [(CHECK_EVERY, 100), (CHECK_EVERY, 0), (2 * CHECK_EVERY, CHECK_EVERY - 1), (3 * CHECK_EVERY, 700)])
+def test_ranks_that_decide_differently_are_an_error(monkeypatch: pytest.MonkeyPatch, num_steps: int, wrong: int) -> None:
+    """The checksum is over all rows up to the step before the last one launched, and compared every so often. One rank may have booked more."""
+    first, second, third = Verdicts(), Verdicts(), Verdicts()
+    for step in range(num_steps):
         rows = np.full((2, 3), step, np.int32)
-        first.add(rows)
-        second.add(rows + (step == 100))
+        if step < num_steps - 1:
+            first.add(rows)
+        second.add(rows + (step == wrong))
+        third.add(rows)
     device, ranks = torch.device("cpu"), Ranks(0, 2)
-    monkeypatch.setattr(Ranks, "gather", lambda self, x: torch.stack([x, torch.tensor([second.at(CHECK_EVERY - 1)])]))
-    check_verdicts(ranks, first, CHECK_EVERY - 1, device)
-    with pytest.raises(EngineError, match="decided differently within 256 steps up to step 255: checksums"):
-        check_verdicts(ranks, first, CHECK_EVERY, device)
-    check_verdicts(ranks, second, CHECK_EVERY, device)
+    others = [second]
+
+    def gather(self: Ranks, x: torch.Tensor) -> torch.Tensor:
+        own = others[0].since_check(num_steps - 1)
+        return torch.stack([x, torch.tensor(own[-len(x) :])])
+
+    monkeypatch.setattr(Ranks, "gather", gather)
+    check_verdicts(ranks, first, num_steps - 1, device)
+    with pytest.raises(RanksDiffer, match=rf"decided differently in step {wrong}, .* after step {num_steps - 2}") as error:
+        check_verdicts(ranks, first, num_steps, device)
+    assert error.value.step == wrong
+    others[0] = third
+    check_verdicts(ranks, first, num_steps, device)
+
+
+def test_a_rank_that_decides_differently_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Its step is named, with the plan of it, and every open request has an error."""
+    llm = LLM(tensor_parallel_size=2, num_threads=1, speculative_config={"method": "none"})
+    worker, launch, counts = llm.engine.worker, llm.engine.worker.launch, [0]
+    params = SamplingParams(max_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
+
+    def launch_wrongly(*arguments: Any) -> Launched:
+        if counts[0] == 200:
+            worker.table.seeds.fill_(5)  # of rank 0 alone
+        counts[0] += 1
+        return launch(*arguments)
+
+    worker.launch = launch_wrongly  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=r"the ranks decided differently in step 20[0-9], "):
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert "was: 1 rows, 0 of prompts" in caplog.text
+    llm.close()
 
 
 class TestSteps:

@@ -375,6 +375,14 @@ def test_a_server_that_is_stopped_whole(supervised):
     assert_serves(server)
 
 
+def is_refused(client: Client) -> bool:
+    try:
+        client.generate("y = ", **SHORT)
+    except GenerateError as error:
+        return "the server is shutting down" in str(error)
+    return False
+
+
 def test_sigterm_drains(tmp_path):
     """New requests are refused, running ones finish up to the limit, those beyond it have an error, the suffix cache is saved."""
     path = tmp_path / "suffix.npz"
@@ -389,7 +397,7 @@ def test_sigterm_drains(tmp_path):
         os.kill(supervised.server.process.pid, signal.SIGTERM)
         wait_for(lambda: supervised.health()[1]["status"] == "draining", "draining", 5)
         assert supervised.health()[0] == 503
-        time.sleep(0.3)
+        wait_for(lambda: is_refused(known), "refusals", 5)  # the model sees the drain a little later than the supervisor tells of it
         for client in (known, Client(server.grpc, model="generate"), HttpClient(server.http)):
             with pytest.raises(GenerateError, match="the server is shutting down"):
                 client.generate("y = ", **SHORT)

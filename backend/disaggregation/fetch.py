@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from backend.core import HandOff, Request
+from backend.core import Request
 from backend.disaggregation.checks import check_done
 from backend.disaggregation.choice import NodeChoice
 from backend.disaggregation.node import JOIN_SECONDS, Node, RedisState
 from backend.disaggregation.node_info import NodeInfo
-from backend.disaggregation.node_transfer import NodeAddress, NodeRead, NodeTransfer
-from backend.disaggregation.records import Job, Message, RecordError, probs_from_pages, write_job
+from backend.disaggregation.node_transfer import NodeTransfer
+from backend.disaggregation.reads import Fetch, PageReads
+from backend.disaggregation.records import Job, Message, RecordError, write_job
 from backend.disaggregation.transfer import PageAddress
 from backend.engine import Engine
 from backend.errors import EngineError, TransferError
@@ -43,70 +42,26 @@ FALLBACKS = (
 LEASE_MARGIN = 1.0
 """Seconds before the end of a prefill node's lease by which pages have to be here: two nodes know Redis's time to some milliseconds."""
 MAX_JOB_LIMITS = 20
-"""Times job_seconds after which a prompt is not waited for any more, though its node tells of others."""
+"""Times job_seconds after which a prompt that was taken is not waited for any more, though its node tells of others."""
 POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
 """Between two looks at reads under way, and at deadlines."""
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    handle: NodeRead
-    address: NodeAddress
-    node_id: str
-    num_pages: int
-    begun: float
-    to_scratch: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """A prompt on its way."""
-
-    request: Request
-    job_id: str
-    page_ids: list[int]
-    """Of this node, to be filled."""
-    first_page: int
-    """Number within the prompt of the first of them."""
-    lease: int
-    begun: float
-    """time.monotonic()"""
-    tokens: int
-    """To be computed elsewhere."""
-    after: int
-    """Steps that were launched when its pages were given out."""
-    node_id: str = ""
-    address: NodeAddress | None = None
-    num_asked: int = 0
-    """Leading ones of page_ids that were read, or are being read."""
-    reads: list[_Read] = field(default_factory=list)
-    done: Message | None = None
-    hand_off: HandOff | None = None
-    wants_probs: bool = False
-    is_told: bool = False
-    """The node knows that its pages are read, or not wanted."""
-    is_over: bool = False
-    """The engine was told how it ended, or asked for its end: its reads are waited for, for the pages' sake."""
 
 
 class PageFetcher:
     """`Fetcher` for an engine. Its thread writes jobs, reads pages and watches the time; the engine's thread never waits."""
 
     def __init__(self, engine: Engine, node: Node, transfer: NodeTransfer) -> None:
-        self._engine, self._node, self._transfer = engine, node, transfer
+        self._engine, self._node = engine, node
         self.min_tokens = node.config.min_remote_tokens
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._fetches: dict[str, _Fetch] = {}
+        self._fetches: dict[str, Fetch] = {}
         """By job; its own thread's."""
         self._jobs: dict[str, str] = {}
         """Jobs by request; the engine thread's."""
         self._choice = NodeChoice(engine.worker.store.fingerprint, engine.config.page_size)
         self._heard: dict[str, float] = {}
         """When a node told last of any prompt, in time.monotonic(): one that works through its queue is not late."""
-        self._probs_of: _Fetch | None = None
-        """Whose distributions are being read to the scratch memory."""
-        self.num_bytes = 0
-        self.read_seconds = 0.0
+        self.reads = PageReads(transfer, engine.worker.store.page_bytes, node.config.job_seconds)
         self._thread = threading.Thread(target=self._run, name="fetch", daemon=True)
         engine.hand_overs.use(self)
 
@@ -122,7 +77,7 @@ class PageFetcher:
 
     def begin(self, request: Request, num_cached_pages: int) -> None:
         page_ids = request.page_ids[num_cached_pages:]
-        fetch = _Fetch(
+        fetch = Fetch(
             request,
             uuid.uuid4().hex,
             page_ids,
@@ -184,7 +139,7 @@ class PageFetcher:
             except Exception:
                 logger.exception("prompts that other nodes compute")
 
-    def _send(self, fetch: _Fetch) -> None:
+    def _send(self, fetch: Fetch) -> None:
         self._fetches[fetch.job_id] = fetch
         try:
             info = self._choice.choose(self._node.state, fetch.request, self._count_owed())
@@ -206,7 +161,7 @@ class PageFetcher:
                 owed[fetch.node_id] = owed.get(fetch.node_id, 0) + fetch.tokens
         return owed
 
-    def _assign(self, fetch: _Fetch, info: NodeInfo) -> None:
+    def _assign(self, fetch: Fetch, info: NodeInfo) -> None:
         fetch.node_id, fetch.address = info.node_id, tuple(PageAddress.from_dict(own) for own in info.address)
 
     def _take_message(self, message: Message) -> None:
@@ -222,6 +177,7 @@ class PageFetcher:
             self._move(fetch, message.sender)
             if fetch.is_over:
                 return
+        fetch.is_taken = True
         if message.kind == "failed":
             logger.warning("request %r: prefill node %s: %s", fetch.request.group_id, message.sender, message.text)
             self._give_up(fetch, message.reason if message.reason in FALLBACKS else "failed")
@@ -237,7 +193,7 @@ class PageFetcher:
             fetch.done, fetch.hand_off = message, message.hand_off
             fetch.wants_probs = bool(message.probs_pages)
 
-    def _move(self, fetch: _Fetch, node_id: str) -> None:
+    def _move(self, fetch: Fetch, node_id: str) -> None:
         """Another node has taken the job over; what was read of the first one's pages stays right."""
         info = self._node.state.peers.get(node_id)
         if info is None:
@@ -246,7 +202,7 @@ class PageFetcher:
             logger.info("request %r: its prompt is computed by %s now, in place of %s", fetch.request.group_id, node_id, fetch.node_id)
             self._assign(fetch, info)
 
-    def _read_pages(self, fetch: _Fetch, message: Message) -> None:
+    def _read_pages(self, fetch: Fetch, message: Message) -> None:
         skip = fetch.first_page + fetch.num_asked - message.first_page
         if skip < 0:
             logger.error("request %r: node %s has left pages out before page %d", fetch.request.group_id, message.sender, message.first_page)
@@ -256,22 +212,14 @@ class PageFetcher:
         if not remote:
             return
         local = fetch.page_ids[fetch.num_asked : fetch.num_asked + len(remote)]
-        self._begin_read(fetch, local, remote, to_scratch=False)
+        try:
+            self.reads.begin(fetch, local, remote)
+        except TransferError as error:
+            self._fail_transfer(fetch, error)
         fetch.num_asked += len(remote)
 
-    def _begin_read(self, fetch: _Fetch, local: list[int], remote: list[int], *, to_scratch: bool) -> None:
-        assert fetch.address is not None
-        begun = time.monotonic()
-        try:
-            handle = self._transfer.read(fetch.address, local, remote, after=fetch.after, to_scratch=to_scratch)
-        except TransferError as error:
-            self._fail_transfer(fetch, fetch.address, error)
-            return
-        fetch.reads.append(_Read(handle, fetch.address, fetch.node_id, len(local), begun, to_scratch))
-
-    def _fail_transfer(self, fetch: _Fetch, address: NodeAddress, error: TransferError) -> None:
+    def _fail_transfer(self, fetch: Fetch, error: TransferError) -> None:
         logger.warning("request %r: pages of node %s: %s", fetch.request.group_id, fetch.node_id, error)
-        self._transfer.forget(address)  # a later one begins anew
         self._give_up(fetch, "transfer")
 
     # -- its own thread: what became of it --------------------------------------------------------------------------------
@@ -279,20 +227,10 @@ class PageFetcher:
     def _look(self) -> None:
         now = time.monotonic()
         for fetch in list(self._fetches.values()):
-            for read in list(fetch.reads):
-                try:
-                    if not self._transfer.is_done(read.handle):
-                        continue
-                    self.num_bytes += read.num_pages * self._engine.worker.store.page_bytes
-                    self.read_seconds += time.monotonic() - read.begun
-                    fetch.reads.remove(read)
-                    if read.to_scratch:
-                        self._take_probs(fetch)
-                except TransferError as error:
-                    fetch.reads.remove(read)
-                    if read.to_scratch:
-                        self._probs_of = None
-                    self._fail_transfer(fetch, read.address, error)
+            try:
+                self.reads.look(fetch)
+            except TransferError as error:
+                self._fail_transfer(fetch, error)
             if fetch.is_over:
                 if not fetch.reads:
                     self._forget(fetch)
@@ -300,36 +238,26 @@ class PageFetcher:
                 self._give_up(fetch, why)
             elif fetch.done is not None:
                 self._go_on(fetch, fetch.done, now)
-        self._choice.note_hung({r.node_id for f in self._fetches.values() for r in f.reads if self._hangs(r, now)})
+        self._choice.note_hung({r.node_id for f in self._fetches.values() for r in f.reads if self.reads.hangs(r, now)})
 
-    def _hangs(self, read: _Read, now: float) -> bool:
-        """The network may be cut, though Redis still tells of the other node. A read has no end of its own until TCP gives up."""
-        return now - read.begun >= self._node.config.job_seconds
-
-    def _why_late(self, fetch: _Fetch, now: float) -> str:
+    def _why_late(self, fetch: Fetch, now: float) -> str:
         """Empty: it is not."""
         if fetch.done is not None and self._node.server_time() + self._node.state.lag > fetch.done.expires - LEASE_MARGIN:
             return "lease"
-        limit, heard = self._node.config.job_seconds, max(fetch.begun, self._heard.get(fetch.node_id, 0.0))
-        if any(self._hangs(read, now) for read in fetch.reads) or now - heard >= limit or now - fetch.begun >= MAX_JOB_LIMITS * limit:
+        limit, heard = self._node.config.job_seconds, fetch.begun
+        if fetch.is_taken:  # else it may be lost, though the node tells of others: none waits for longer there
+            heard = max(heard, self._heard.get(fetch.node_id, 0.0))
+        if any(self.reads.hangs(read, now) for read in fetch.reads) or now - heard >= limit or now - fetch.begun >= MAX_JOB_LIMITS * limit:
             return "transfer" if fetch.reads else "timeout"
         return ""
 
-    def _go_on(self, fetch: _Fetch, done: Message, now: float) -> None:
+    def _go_on(self, fetch: Fetch, done: Message, now: float) -> None:
         """What is left to read, and the end."""
-        other = self._probs_of
-        if fetch.wants_probs and other is not None and any(r.to_scratch and self._hangs(r, now) for r in other.reads):
-            self._drop_drafts(fetch)  # the memory for it is not to be had soon
-        if fetch.wants_probs and other is None:
-            if len(done.probs_pages) > len(self._transfer.scratch):
-                self._drop_drafts(fetch)
-            else:
-                self._probs_of = fetch
-                pages = list(range(len(done.probs_pages)))
-                fetch.wants_probs = False
-                self._begin_read(fetch, pages, done.probs_pages, to_scratch=True)
-                if fetch.is_over:
-                    self._probs_of = None
+        if fetch.wants_probs:
+            try:
+                self.reads.begin_probs(fetch, done.probs_pages, now)
+            except TransferError as error:
+                self._fail_transfer(fetch, error)
         if fetch.is_over or fetch.reads or fetch.wants_probs or fetch.num_asked < len(fetch.page_ids):
             return
         fetch.is_over = True
@@ -338,21 +266,7 @@ class PageFetcher:
         self._end(request, lambda: self._engine.hand_overs.take(request, hand_off))
         self._forget(fetch)
 
-    def _take_probs(self, fetch: _Fetch) -> None:
-        self._probs_of = None
-        if fetch.done is None or fetch.hand_off is None:
-            return
-        count = len(fetch.done.probs_pages)
-        probs = probs_from_pages(self._transfer.scratch[:count].clone(), fetch.done.probs_shape)
-        fetch.hand_off = dataclasses.replace(fetch.hand_off, draft_probs=probs)
-
-    def _drop_drafts(self, fetch: _Fetch) -> None:
-        """Drafts that were drawn from what cannot be had cannot be verified."""
-        assert fetch.hand_off is not None
-        fetch.wants_probs = False
-        fetch.hand_off = HandOff(dataclasses.replace(fetch.hand_off.outcome, next_drafts=[]))
-
-    def _give_up(self, fetch: _Fetch, reason: str) -> None:
+    def _give_up(self, fetch: Fetch, reason: str) -> None:
         """The engine computes the prompt itself. Reads under way go on into pages that are held for them."""
         if fetch.is_over:
             return
@@ -389,14 +303,14 @@ class PageFetcher:
             fetch.is_over = True
             self._tell_over(fetch)
 
-    def _forget(self, fetch: _Fetch) -> None:
+    def _forget(self, fetch: Fetch) -> None:
         """Nothing is written into its pages any more."""
         self._fetches.pop(fetch.job_id, None)
         self._tell_over(fetch)
         lease = fetch.lease
         self._call(lambda: self._engine.scheduler.pool.end_lease(lease))
 
-    def _tell_over(self, fetch: _Fetch) -> None:
+    def _tell_over(self, fetch: Fetch) -> None:
         """Once nothing is read any more: reads under way need the other node."""
         if fetch.node_id and not fetch.reads and not fetch.is_told:
             fetch.is_told = True

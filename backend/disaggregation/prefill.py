@@ -208,7 +208,7 @@ class PrefillService:
         except (RecordError, RequestError) as error:
             self._refuse(job, entry_id, "refused", str(error))
             return
-        self._open[job.job_id] = _Open(job, entry_id, job.num_cached_pages)
+        self._open[job.job_id] = taken = _Open(job, entry_id, job.num_cached_pages)
         self._has_jobs.set()
         try:
             self._engine.submit_requests([job.request], lambda delta: self._note_end(job.job_id, delta))
@@ -216,6 +216,8 @@ class PrefillService:
             del self._open[job.job_id]
             reason = "full" if isinstance(error, CapacityError) else "refused"
             self._refuse(job, entry_id, reason, f"{type(error).__name__}: {error}")
+            return
+        self._tell(taken, "taken")
 
     def _refuse(self, job: Job, entry_id: bytes, reason: str, text: str, result: str = "") -> None:
         """result: what is counted here, where it is not the reason."""

@@ -14,7 +14,7 @@ import torch
 from backend.core import HandOff, Outcome, Request, Speculation
 from backend.sampling_params import SamplingParams
 
-VERSION = 4
+VERSION = 5
 """Of these records. Nodes of different versions do not work for each other."""
 
 Fields = dict[str, bytes]
@@ -44,7 +44,8 @@ class Message:
     """What nodes tell each other of a job."""
 
     kind: str
-    """To the decode node: `pages` (some more are final), `done`, `failed`; to the prefill node: `stop` (the pages are read, or not wanted)."""
+    """To the decode node: `taken` (the prefill node's engine has it), `pages` (some more are final), `done`, `failed`; to the prefill node: `stop`
+    (the pages are read, or not wanted)."""
     job_id: str
     sender: str
     first_page: int = 0
@@ -62,7 +63,7 @@ class Message:
     expires: float = 0.0
     """done: the Redis server's seconds until which the pages are held."""
     load: int = 0
-    """pages, done: prompt tokens that the sender has to compute."""
+    """taken, pages, done: prompt tokens that the sender has to compute."""
     time: float = 0.0
     """When that was so, in the Redis server's seconds."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from backend.core import NEVER
 from kernels.request_state import Admission
-from kernels.structs import COUNT, EMITS, FIRST, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, NUM_FIELDS, PREFIX_GROUP
+from kernels.structs import COUNT, EMITS, FIRST, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, NUM_FIELDS, PREFIX_GROUP, Field
 
 VERSION = 5
 MILLION = 1_000_000
@@ -23,6 +23,21 @@ class Arrival:
     admission: Admission
     bad_words: Sequence[Sequence[int]] = ()
     """Token sequences that it may not spell."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOutline:
+    """Of a step plan what a log may say: nobody's tokens."""
+
+    fields: np.ndarray
+    num_prompts: int
+    num_queries: int
+    options: int
+
+    def __str__(self) -> str:
+        names = ", ".join(name.lower() for name in Field.__members__)
+        rows = self.fields.T.tolist()
+        return f"{len(rows)} rows, {self.num_prompts} of prompts; at most {self.num_queries} queries; options {self.options:#x}; {names}: {rows}"
 
 
 @dataclass(slots=True)
@@ -109,6 +124,9 @@ class StepPlan:
         padded[LOOKUP_ALONE] = NEVER
         padded[:, : self.num_rows] = self.fields
         return padded
+
+    def outline(self) -> PlanOutline:
+        return PlanOutline(self.fields, self.num_prompts, self.num_queries, self.options)
 
     # -- as one array -------------------------------------------------------------------------------------------------
 
