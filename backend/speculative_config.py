@@ -174,6 +174,8 @@ class SpeculativeConfig(Section):
         if given and values.get(method_key) is None:
             hints = "".join(f"; {key} is a key of {', '.join(KEY_METHODS[name])}" for name, key in given.items() if name in KEY_METHODS)
             raise ConfigError(f"{where}method must be given with other keys ({', '.join(given.values())}): one of {', '.join(METHODS)}{hints}")
+        if config.method in ("none", "naive") and (count := values.get(given.get("num_speculative_tokens"))) is not None and count > 1:  # its default
+            logger.warning("method %s drafts nothing: num_speculative_tokens %d is set to 0", config.method, count)
         loaded = config.loaded_methods
         if idle := {name: key for name, key in given.items() if name in KEY_METHODS and not set(KEY_METHODS[name]) & set(loaded)}:
             without = super().from_dict({key: value for key, value in values.items() if key not in idle.values()}, where)
@@ -271,8 +273,6 @@ class SpeculativeConfig(Section):
         require(count is None or count >= 0, "num_speculative_tokens", count, ">= 0")
         require(steps is None or 1 <= steps <= limit, "num_model_steps", steps, rule)
         if self.method in ("none", "naive"):
-            if count is not None and count > 1:  # 1 is the default
-                logger.warning("method %s drafts nothing: num_speculative_tokens %d is set to 0", self.method, count)
             count = 0
         elif count is None:
             model_count = {**dict.fromkeys(STEP_METHODS, steps or self._default_depth or 1), AUTO: max(AUTO_TOKENS, steps or 1)}

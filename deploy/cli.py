@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import textwrap
 
@@ -139,7 +140,13 @@ def main(argv: list[str] | None = None) -> int:
         from training import command
 
         return command.main(argv[1:])
-    args = make_parser().parse_args(argv)
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # an exception amid imports becomes errors of theirs
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        args = make_parser().parse_args(argv)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     args.argv = argv[1:]
     try:
         return args.run(args)

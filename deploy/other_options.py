@@ -87,9 +87,7 @@ class Translation:
 
 def translate(values: Mapping[str, Any], own: Collection[str]) -> Translation:
     """Keys of any server in those of this one; unknown ones stay as they are. Raises ConfigError for what is done otherwise here, or not at all."""
-    found = Translation(
-        {key: VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value for key, value in values.items() if key in own}
-    )
+    found = Translation({key: _own_value(key, value) for key, value in values.items() if key in own})
     if isinstance(nested := found.values.get("speculative_config"), dict):
         found.values["speculative_config"] = dict(nested)
     refused = []
@@ -109,10 +107,14 @@ def translate(values: Mapping[str, Any], own: Collection[str]) -> Translation:
             if value and value not in other.unless:
                 refused.append(f"{given_as} {value!r:.80} is not an option here: {other.instead}")
         else:
-            found.put(key, VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value, given_as)
+            found.put(key, _own_value(key, value), given_as)
     if refused:
         raise ConfigError("; ".join(refused))
     return found
+
+
+def _own_value(key: str, value: Any) -> Any:
+    return VALUES.get(key, {}).get(value, value) if isinstance(value, str | int) else value
 
 
 def read_scalar(text: str) -> Any:

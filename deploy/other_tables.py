@@ -328,6 +328,6 @@ VALUES: dict[str, dict[Any, Any]] = {
     "scheduler_name": {"global": "redis"},
     "role": {"null": "mixed"},
     "speculative_config.quantization": {"unquant": None},
-    "max_model_len": {"auto": None, "-1": None},
+    "max_model_len": {"auto": None, "-1": None, -1: None},
 }
 """What others call the values of own keys."""

@@ -34,17 +34,8 @@ def run_together(gateway: Sequence[str], server: Sequence[str]) -> int:
     """Runs both commands until a signal, or the end of either, ends them. Returns the exit status: half a service that ended well is no success."""
     processes: dict[str, subprocess.Popen[bytes]] = {}
     told: list[int] = []
-
-    def pass_on(number: int, frame: object = None) -> None:
-        told.append(number)
-        for process in processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            if len(told) > 1:  # whatever they still wait for
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-
-    before = {number: signal.signal(number, pass_on) for number in ENDING_SIGNALS}
+    # Only noted here: one that comes while a process is being started is for that process too.
+    before = {number: signal.signal(number, lambda number, frame: told.append(number)) for number in ENDING_SIGNALS}
     try:
         for name, command in (("gateway", gateway), ("server", server)):
             # Of their own sessions: Ctrl-C in a terminal is for this process to pass on, once.
@@ -56,17 +47,22 @@ def run_together(gateway: Sequence[str], server: Sequence[str]) -> int:
         if not told:
             other = "gateway" if ended[0] == "server" else "server"
             print(f"foretoken serve: the {ended[0]} ended; stopping the {other}", file=sys.stderr, flush=True)
-            code = processes[ended[0]].returncode
-            status = 128 - code if code < 0 else code or 1
+            status = _status(processes[ended[0]].returncode) or 1
         for process in processes.values():
-            if process.poll() is None and not told:
+            if process.poll() is None:
                 process.terminate()
-        for process in processes.values():
-            process.wait()
-        return status if not told else max(p.returncode % 256 for p in processes.values())
-    finally:
+        while any(process.poll() is None for process in processes.values()) and len(told) < 2:
+            time.sleep(LOOK_SECONDS)
+    finally:  # told twice, whatever they still wait for
         for process in processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
+    return status if status or not told else max(_status(process.returncode) for process in processes.values())
+
+
+def _status(code: int) -> int:
+    """As a shell has it."""
+    return 128 - code if code < 0 else code

@@ -328,6 +328,8 @@ def test_the_file_may_use_other_names_too(tmp_path: Path) -> None:
     values, notes = serve_values("--config", str(path))
     assert values == {"max_batch_size": 8, "disaggregation": {"role": "decode"}, "scheduler_password": "x"} and len(notes) == 1
     assert serve_values("--config", str(path), "--max-batch-size", "4")[0]["max_batch_size"] == 4, "flags win, whatever the names"
+    path.write_text("max_model_len: -1")
+    assert serve_values("--config", str(path))[0] == {"max_model_len": None}, "as the flag is taken"
 
 
 @pytest.mark.parametrize(

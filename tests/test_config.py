@@ -572,6 +572,10 @@ def test_what_drafts_nothing_says_so(caplog: pytest.LogCaptureFixture, method: s
         config = SpeculativeConfig.from_dict({"method": method, "num_speculative_tokens": 5})
     assert config.num_speculative_tokens == 0
     assert method in caplog.text and "num_speculative_tokens 5 is set to 0" in caplog.text
+    caplog.clear()
+    with pytest.raises(ConfigError, match="method must be given"):
+        SpeculativeConfig.from_dict({"num_speculative_tokens": 5})
+    assert not caplog.records, "of what is refused, that alone is said"
 
 
 def test_nothing_is_said_when_nothing_is_overridden(caplog: pytest.LogCaptureFixture) -> None:

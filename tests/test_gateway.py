@@ -542,10 +542,34 @@ class TestErrors:
             ("/v1/embeddings", "POST", 404),
             ("/", "DELETE", 405),
         ):
-            status, _, answer = ask(address, path, b"{}" if method == "POST" else None, method=method)
+            status, headers, answer = ask(address, path, b"{}" if method == "POST" else None, method=method)
             error = json.loads(answer)["error"]
-            assert status == wanted and error["type"] == "invalid_request_error"
+            assert status == wanted and error["type"] == "invalid_request_error" and bool(headers["allow"]) == (status == 405)
             assert status == 405 or "; there is /detokenize, /health, /metrics, /tokenize, /v1/chat/completions, " in error["message"]
+
+        status, _, answer = ask(address, "/v1/responses/resp_1", method="GET")
+        assert status == 404 and "no answer is stored" in json.loads(answer)["error"]["message"]
+
+    @pytest.mark.parametrize("path", ["/v1/completions/", "//v1/completions", "/v1//completions", "/completions/"])
+    def test_slashes_too_many(self, address, path):
+        """Answered where they came: curl, for one, follows no redirection."""
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        connection.request("POST", path, json.dumps({"prompt": PROMPT, "max_tokens": 1}), {"content-type": "application/json"})
+        assert connection.getresponse().status == 200
+        connection.close()
+
+    @pytest.mark.parametrize("is_streamed", [True, False])
+    def test_http_1_0(self, address, is_streamed):
+        """It has no chunks: their sizes would stand in the text."""
+        data = json.dumps({"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "stream": is_streamed}).encode()
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(HEAD.format(path="/v1/completions", length=len(data)).replace("HTTP/1.1", "HTTP/1.0").encode() + data)
+            head, _, answer = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head and b"connection: close" in head
+        *parts, end = read_events(answer) if is_streamed else (answer, "[DONE]")
+        assert end == "[DONE]" and all(len(json.loads(part)["choices"]) == 1 for part in parts)
+        assert not is_streamed or (answer.startswith(b"data: ") and answer.count(b"\n\n") == len(parts) + 1)
 
     @pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/v1/models"])
     def test_head(self, address, path):

@@ -113,10 +113,11 @@ def test_forms_of_weights(kind: Kind, stored: torch.dtype, dtype: str, error: fl
     assert (weights[name].float() - before[name]).abs().max() < error * before[name].abs().max()
 
 
-def test_a_dtype_of_ones_own(folder: Path, tmp_path: Path) -> None:
+def test_a_dtype_of_ones_own(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_gguf(folder, tmp_path / "model.gguf", Kind.Q8_0)
     assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     assert {own.dtype for own in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
+    assert "Converting" not in capsys.readouterr().err, "bars are for terminals"
 
 
 def test_parts_of_a_split_file(folder: Path, tmp_path: Path) -> None:

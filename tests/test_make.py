@@ -70,6 +70,35 @@ def test_both_end_when_told_to(tmp_path: Path, log, sent: signal.Signals) -> Non
     assert log().count("gateway ended") == log().count("server ended") == 1 and "stopping" not in log()
 
 
+def test_a_signal_while_they_are_started_ends_both(tmp_path: Path) -> None:
+    """It came before the server was there, which was never told then, and went on."""
+    early = BOTH.replace(
+        "sys.exit",
+        """
+import os, signal, subprocess
+start = subprocess.Popen
+def interrupt(command, **options):
+    if command[-1] == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return start(command, **options)
+subprocess.Popen = interrupt
+sys.exit""",
+    )
+    command = [sys.executable, "-c", early, STAY.format(name="gateway"), STAY.format(name="server")]
+    with (tmp_path / "log").open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        assert process.wait(30) in (0, 128 + signal.SIGTERM)  # of a shell that did not listen yet
+    finally:
+        process.kill()
+
+
+def test_a_command_that_is_interrupted_while_it_starts_says_nothing() -> None:
+    program = "import os, signal; from deploy import cli; cli.make_parser = lambda: os.kill(os.getpid(), signal.SIGINT); cli.main(['complete'])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert ended.returncode == -signal.SIGINT and not ended.stderr
+
+
 def test_neither_outlives_the_one_that_started_them(tmp_path: Path, log) -> None:
     process = run_both(tmp_path, STAY.format(name="gateway"), STAY.format(name="server"))
     assert wait_until(lambda: both_run(log))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from client import Client
 from client.gateway import answers
-from deploy.demo import running_gateway
+from deploy.demo import free_ports, running_gateway
 from tests.pages import WIDE, fill, open_page, value, wait_for_answers
 from tests.test_gateway import LOOPS, PROMPT, gateway_in_this_process
 from tests.test_server import wait_until
@@ -239,3 +239,27 @@ def test_a_gateway_that_is_gone(chromium, server, tmp_path):
         page.get_by_role("button", name="Run").click()
         expect(page.get_by_role("alert")).to_have_text("The gateway cannot be reached.")
         expect(page.get_by_role("button", name="Run")).to_be_enabled()
+
+
+def test_a_server_that_is_not_there_is_told_in_plain_words(chromium, tmp_path):
+    """gRPC's own words are for logs."""
+    (port,) = free_ports(1)
+    said = "The server was lost, or is still starting: try again in a moment."
+
+    def lose(route: Route) -> None:
+        """As of a server that is killed in the midst of an answer."""
+        route.fulfill(content_type="text/event-stream", body='data: {"error": {"message": "Stream removed (Socket closed)"}}\n\n')
+
+    with (
+        running_gateway(tmp_path / "log", f"127.0.0.1:{port}") as (address, _),
+        open_page(chromium, address, may_lose=True, has_model=False) as page,
+    ):
+        expect(page.locator("#health")).to_have_text("The server is not there, or not ready.")
+        fill(page, PROMPT, 8)
+        page.get_by_role("button", name="Run").click()
+        expect(page.get_by_role("alert")).to_have_text(said)
+        page.route("**/v1/completions", lose)
+        with page.expect_response("**/v1/completions"):
+            page.get_by_role("button", name="Run").click()
+        expect(page.get_by_role("button", name="Run")).to_be_enabled()
+        expect(page.get_by_role("alert")).to_have_text(said)

@@ -25,8 +25,21 @@ from client import AsyncClient, Client, GenerateError, HttpClient
 from deploy.demo import free_ports, running_gateway
 from deploy.launcher import RESTRICTED_APIS
 from deploy.supervision import watch
-from deploy.supervision.probe import ServerApi, progress_pattern
-from deploy.supervision.processes import Stub, find_stubs, has_children, hide_argument, is_running, parse_stub, read_memory, read_state
+from deploy.supervision.probe import progress_pattern
+from deploy.supervision.processes import (
+    REGION,
+    REGIONS_FILE,
+    SHARED_MEMORY_FOLDER,
+    Stub,
+    find_stubs,
+    has_children,
+    hide_argument,
+    is_running,
+    parse_stub,
+    read_memory,
+    read_state,
+    remove_regions,
+)
 from deploy.supervision.watch import Backoff, ModelState, RestartBudget
 from tests.conftest import greedy
 from tests.servers import RunningServer, serve
@@ -143,17 +156,41 @@ def test_how_long_a_model_was_up() -> None:
     assert state.up_seconds == 0.0 and state.num_restarts == 1, "it was not up between"
 
 
-def test_shared_memory_of_a_model_that_loads_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Else it would be left there when the server ends before it has answered."""
-    monkeypatch.setattr(watch, "find_stubs", lambda server: [Stub(5, "decode", "region"), Stub(6, "tokenizer", "other")])
-    monkeypatch.setattr(watch, "NOTE_SECONDS", 0.0)
-    api = ServerApi("127.0.0.1", *free_ports(3), "key")
-    own = watch.ModelWatch(ModelState("decode"), api, tmp_path, os.getpid(), 1.0, 1, lambda why: None)
-    own.start()
-    wait_for(lambda: own.regions == {"region"}, "the region")
-    own.stop()
-    own.join(30)
-    assert not own.is_alive()
+LOADING = """
+import mmap, os, sys, time
+region = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.truncate(region, 4096)
+own = mmap.mmap(region, 4096)
+open(sys.argv[2], "w").close()
+time.sleep(60)
+"""
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from deploy.supervision.probe import ServerApi
+from deploy.supervision.supervisor import Supervisor
+command = [sys.executable, "-c", sys.argv[1], sys.argv[2], sys.argv[3] + "/mapped"]
+api = ServerApi("127.0.0.1", *map(int, sys.argv[4:]), "key")
+options = {"drain_seconds": 1, "hang_seconds": 30.0, "max_restarts": 0, "max_server_memory": None}
+sys.exit(Supervisor(command, dict(os.environ), Path(sys.argv[3]), ["decode"], api, **options).run())
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_server_that_ends_while_it_loads(tmp_path: Path, sent: signal.Signals) -> None:
+    """Its shared memory is there before the processes of its models are, and before any of them has answered."""
+    region = Path(SHARED_MEMORY_FOLDER, f"{REGION}test-{os.getpid()}")
+    ports = map(str, free_ports(3))
+    try:
+        process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, LOADING, str(region), str(tmp_path), *ports])
+        wait_for((tmp_path / ("mapped" if sent == signal.SIGTERM else REGIONS_FILE)).exists, "the server's memory")
+        process.send_signal(sent)
+        process.wait(30)
+        if sent == signal.SIGKILL:  # the next one on this folder does it
+            remove_regions(tmp_path)
+        assert not region.exists()
+    finally:
+        region.unlink(missing_ok=True)
 
 
 def test_progress_is_read_from_the_servers_metrics() -> None:

@@ -50,7 +50,7 @@ def write_folder(path: Path, out: Path, dtype: str = "auto") -> None:
     out.mkdir(parents=True, exist_ok=True)
     kinds: list[str] = []
     with ShardWriter(out) as writer:
-        for name, shape in tqdm(wanted.items(), desc=f"Converting {path.name}", unit="tensor"):
+        for name, shape in tqdm(wanted.items(), desc=f"Converting {path.name}", unit="tensor", disable=None):  # on terminals alone
             numbers, kind = weights.read(name, shape)
             own = stored_dtype(kind, numbers) if dtype == "auto" else DTYPES[dtype]
             kinds += [kind] * (len(shape) == 2)

@@ -96,7 +96,7 @@ def create_app(settings: Settings) -> FastAPI:
         yield
         await upstream.close()
 
-    app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Foretoken", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     # The last one added is the first to be passed.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ApiKeys, keys=settings.api_keys, admin_keys=settings.admin_keys)
@@ -134,7 +134,6 @@ def create_app(settings: Settings) -> FastAPI:
     async def respond(request: Request, body: ResponsesRequest) -> Response:
         return ResponsesAnswer(upstream, metrics, check_model(body.model), request.state.request_id, body)
 
-    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         more = await describe()
@@ -235,4 +234,8 @@ def _add_error_handlers(app: FastAPI) -> None:
             return respond(request, from_unreadable(error.__cause__))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
         there = f"; there is {', '.join(sorted(PATHS - {'/'}))}" if error.status_code == 404 else ""
-        return respond(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}{there}", code))
+        if request.url.path.startswith("/v1/responses/"):
+            there = "; no answer is stored, so none can be asked for, cancelled or deleted by its id"
+        response = respond(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}{there}", code))
+        response.headers.update(error.headers or {})  # of a 405, what is allowed
+        return response

@@ -58,7 +58,8 @@ async def _discard(receive: Receive) -> None:
 
 
 class OtherPaths:
-    """Takes the paths of clients whose `base_url` is the gateway's bare address, or ends with a route, as PaddleNLP's examples have it."""
+    """Takes the paths of clients whose `base_url` is the gateway's bare address, ends with a slash, or with a route, as PaddleNLP's examples have it.
+    Slashes too many are left out: many clients do not follow a redirection with what they posted."""
 
     _BASES = ("/v1/chat/completions", "/v1/completions", "/v1", "")
     _ROUTES = ("/chat/completions", "/completions", "/responses", "/models")
@@ -70,8 +71,11 @@ class OtherPaths:
             del self._paths[path]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (path := self._paths.get(scope["path"])) is not None:
-            scope = {**scope, "path": path, "raw_path": path.encode()}
+        if scope["type"] == "http":
+            plain = re.sub("/+", "/", f"/{scope['path'].strip('/')}")
+            path = self._paths.get(plain, plain)
+            if path != scope["path"] and path in PATHS:
+                scope = {**scope, "path": path, "raw_path": path.encode()}
         await self._app(scope, receive, send)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 65536
@@ -13,7 +14,8 @@ HEAD_SECONDS = 30.0
 
 class LimitedHeadProtocol(HttpToolsProtocol):
     """Answers 400 to a head that goes on for longer, and hangs up; tells all requests of a connection when it is lost, where uvicorn tells the
-    newest alone, which may wait behind the one that is answered."""
+    newest alone, which may wait behind the one that is answered; and sends a stream to a client of HTTP/1.0 without the marks of chunks that it
+    would take for text."""
 
     _is_in_head = False
     _num_head_bytes = 0
@@ -42,6 +44,8 @@ class LimitedHeadProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
+        if self.parser.get_http_version() == "1.0" and self.cycle.scope["method"] != "HEAD":
+            _send_as_it_is(self.cycle)
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and all(cycle.response_complete for cycle in self._cycles):
@@ -64,3 +68,20 @@ class LimitedHeadProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _send_as_it_is(cycle: RequestResponseCycle) -> None:
+    """An answer without a length ends with its connection, as HTTP/1.0 has it."""
+    send, has_length = cycle.send, False
+
+    async def send_as_it_is(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)  # type: ignore[arg-type]
+
+    cycle.send = send_as_it_is  # type: ignore[method-assign, assignment]

@@ -62,6 +62,15 @@ def find_stubs(server_pid: int) -> list[Stub]:
     return found
 
 
+def find_regions(server_pid: int) -> set[str]:
+    """Shared memory that a server has mapped, of models too whose processes are yet to be started."""
+    try:
+        maps = Path(f"/proc/{server_pid}/maps").read_text("utf-8", "replace")
+    except OSError:
+        return set()
+    return set(re.findall(rf"{SHARED_MEMORY_FOLDER}/({REGION}\S+)", maps))
+
+
 def has_children(pid: int) -> bool:
     return any(entry.name.isdigit() and read_state(int(entry.name))[1] == pid for entry in Path("/proc").iterdir())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, ServerApi
-from deploy.supervision.processes import find_stubs, has_children, hide_argument, note_regions, read_memory, remove_regions
+from deploy.supervision.processes import find_regions, find_stubs, has_children, hide_argument, note_regions, read_memory, remove_regions
 from deploy.supervision.watch import ModelState, ModelWatch, RestartBudget
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,10 @@ class Supervisor:
 
     def _note_regions(self) -> None:
         """For the next supervisor on this folder, if this one is killed."""
-        regions = {r for w in self._watches for r in tuple(w.regions)}
+        assert self._process is not None
+        regions = self._regions | {r for w in self._watches for r in tuple(w.regions)}
+        if any(state.state != "up" for state in self.states):  # one that is ended while it loads leaves shared memory, too
+            regions |= find_regions(self._process.pid)
         if regions != self._regions:
             self._regions = regions
             note_regions(self._repository, sorted(regions))
@@ -256,11 +259,12 @@ class Supervisor:
             return 1
         for watch in self._watches:
             watch.stop()
+        regions = self._regions | {r for w in self._watches for r in tuple(w.regions)} | find_regions(self._process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         while (status := self._exit_status) is None:
             time.sleep(LOOK_SECONDS)
-        remove_regions(self._repository, {r for w in self._watches for r in w.regions})
+        remove_regions(self._repository, regions)
         self._regions = set()
         for watch in self._watches:  # their calls end with the server
             watch.join(JOIN_SECONDS)

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 2.0
-NOTE_SECONDS = 0.5
-"""Between two looks at a model's processes while it loads."""
 MAX_ERRORS = 3
 """Probes in a row that are answered with an error before a model whose process lives counts as down."""
 STABLE_SECONDS = 300.0
@@ -149,12 +147,9 @@ class ModelWatch(threading.Thread):
 
     def _await_answer(self, limit: float) -> bool:
         """False when told to stop, or when there is none for so long."""
-        started = noted = time.monotonic()
+        started = time.monotonic()
         probe = Probe(self._api, self.state.name)
         while (answer := probe.poll()) != "" and time.monotonic() - started < limit and not self._is_over.wait(LOOK_SECONDS):
-            if time.monotonic() - noted > NOTE_SECONDS:  # one that is killed while it loads leaves shared memory, too
-                noted = time.monotonic()
-                self._find_stubs()
             if time.monotonic() - probe.since > ASK_AGAIN_SECONDS:  # it may have reached the process that died
                 probe.close()
                 probe = Probe(self._api, self.state.name)

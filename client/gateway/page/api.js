@@ -50,11 +50,15 @@ async function readError(response) {
   }
 }
 
-// An error in words for who sits before the page: request ids are for logs.
+// What gRPC and Triton say of a server that is gone, or is starting again.
+const LOST = /^(failed to connect|stream removed|socket closed|connection reset|connections? .* (closed|dropped)|recvmsg|stub process|request for unknown model)/i;
+
+// An error in words for who sits before the page: request ids are for logs, and so are the words of connections.
 export function explain(error) {
   if (error.status === 401) return "A valid API key is needed: enter it under Connection.";
   if (error instanceof TypeError) return "The gateway cannot be reached.";
-  return error.message.replace(/^request '[^']*': /, "");
+  const message = error.message.replace(/^request '[^']*': /, "");
+  return LOST.test(message) ? "The server was lost, or is still starting: try again in a moment." : message;
 }
 
 // What /v1/models says of the model; null while nobody says anything.
@@ -70,7 +74,7 @@ export async function askModel(key) {
 export async function askHealth() {
   try {
     const response = await fetch("/health");
-    return response.ok ? { isGood: true, text: "The server is ready." } : { text: `The server is not there: ${(await response.json()).error}` };
+    return response.ok ? { isGood: true, text: "The server is ready." } : { text: "The server is not there, or not ready." };
   } catch {
     return { text: "The gateway is not there." };
   }
