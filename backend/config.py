@@ -37,7 +37,7 @@ MAX_ASKED_MASKED = 8
 RANKS = ("processes", "instances")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
-PROMPT_ACTIVATIONS = ("auto", "model", "fp8")
+ACTIVATIONS = ("auto", "model", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 DEFAULT_STEP_MS = {"cuda": 50.0}
@@ -149,10 +149,11 @@ class EngineConfig(Section):
     """Weights are rounded when they are loaded: wint8 or fp8 (a scale for each output), wint4 (for 64 inputs), block_wise_fp8 (for 128 x 128), by one
     of these names or an object of names (below). Not for a checkpoint that is quantized: such are read as they are, and the name of their own format
     (awq, gptq, auto-round, compressed-tensors, fp8, fbgemm_fp8, modelopt) asks for nothing."""
-    prompt_activations: str = "auto"
-    """fp8: on Hopper GPUs and later, products of a step's prompts (from 385 tokens on) with e4m3 weights that have a scale for each output take their
-    inputs rounded to e4m3, a scale for each token: twice as fast, and less exact. Other products, and tokens that decode, have them in the model's
-    dtype. model: all have. auto: fp8 where quantization is a name that asks for it (a8w8_fp8, wfp8afp8, a8w8_fp8_wint4)."""
+    activations: str = "auto"
+    """fp8: bfloat16 models on Hopper GPUs round the inputs of products with e4m3 weights (w8a8) and with weights of 4 bits (w4a8) to e4m3, too, with
+    a scale for each token: faster and less exact. Experts' products, and the head's, have inputs in the model's dtype. On later GPUs it is products of
+    385 tokens and more, of e4m3 weights that have a scale for each output. model: all have the model's dtype. auto: fp8 where quantization is a name
+    that asks for it (a8w8_fp8, wfp8afp8, w4a8, w4afp8, a8w8_fp8_wint4)."""
     generation_config: str = "auto"
     """auto: requests that say nothing of their own are sampled as generation_config.json in the model's folder recommends (temperature, top_p,
     top_k, min_p, repetition_penalty, max_new_tokens); none: they are not."""
@@ -169,10 +170,9 @@ class EngineConfig(Section):
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
-        known = ", ".join(PROMPT_ACTIVATIONS)
-        require(self.prompt_activations in PROMPT_ACTIVATIONS, "prompt_activations", self.prompt_activations, f"one of {known}")
-        if self.prompt_activations == "auto":
-            object.__setattr__(self, "prompt_activations", "fp8" if asks_for_activations(self.quantization) else "model")
+        require(self.activations in ACTIVATIONS, "activations", self.activations, "one of " + ", ".join(ACTIVATIONS))
+        if self.activations == "auto":
+            object.__setattr__(self, "activations", "fp8" if asks_for_activations(self.quantization) else "model")
         object.__setattr__(self, "quantization", normalize_quantization("quantization", self.quantization, has_cache=True))
         object.__setattr__(self, "kv_cache_dtype", normalize_cache_dtype("kv_cache_dtype", self.kv_cache_dtype))
         if isinstance(parts := self.quantization, QuantizationConfig) and parts.kv_cache_quant_type not in (None, "auto"):

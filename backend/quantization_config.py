@@ -9,8 +9,9 @@ from backend.errors import ConfigError
 from backend.section import Section, closest
 
 SCHEMES = ("wint8", "wint4", "fp8", "block_wise_fp8")
-ALIASES = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8_fp8": "fp8", "wfp8afp8": "fp8"}
-"""What PaddleNLP and FastDeploy call them."""
+ACTIVATION_ALIASES = {"a8w8_fp8": "fp8", "wfp8afp8": "fp8", "w4a8": "wint4", "w4afp8": "wint4"}
+ALIASES = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", **ACTIVATION_ALIASES}
+"""What PaddleNLP and FastDeploy call them; some name activations in e4m3, too."""
 NESTED_ALIASES = {"a8w8_fp8_wint4": {"dense_quant_type": "fp8", "moe_quant_type": "wint4"}}
 STORED = {
     "awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "compressed-tensors": "compressed-tensors", "fp8": "fp8",
@@ -27,8 +28,8 @@ MIXED = "mix_quant"
 
 
 def asks_for_activations(value: object) -> bool:
-    """Whether an option's name is one of PaddleNLP's and FastDeploy's for e4m3 weights and activations."""
-    return isinstance(value, str) and value.lower() in ("a8w8_fp8", "wfp8afp8", *NESTED_ALIASES)
+    """Whether an option's name is one of PaddleNLP's and FastDeploy's for weights and activations in 8 bits."""
+    return isinstance(value, str) and value.lower() in (*ACTIVATION_ALIASES, *NESTED_ALIASES)
 
 
 def normalize_scheme(key: str, value: object) -> str:

@@ -21,13 +21,13 @@ from kernels.quantized import (
     quantized_linear,
     quantized_norm_gated_linear,
     quantized_norm_linear,
-    rounding_prompts,
 )
 from kernels.quantized_experts import count_expanded, mix_quantized_experts
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import E4M3, E4M3_MAX, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
 from kernels.request_table import RequestTable, commit
+from kernels.rounded import rounding_activations
 from kernels.route import ExpertGroups, Routing, route_tokens, split_gate
 from kernels.sampling import choose, process_and_choose, sample
 from kernels.step import append_draft, append_tree, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
@@ -93,7 +93,7 @@ __all__ = [
     "quantized_norm_gated_linear",
     "quantized_norm_linear",
     "rms_norm",
-    "rounding_prompts",
+    "rounding_activations",
     "route",
     "route_tokens",
     "sample",

@@ -3,24 +3,21 @@
 On a GPU few tokens are multiplied with the stored weights themselves, which are read once: up to 192 (128 of 4 bits) by `wide_quantized.cu` on
 Hopper, else up to 16 by `linear.cu`, which also has up to 8 where scales are of groups. Somewhat more have their turns, many have the weights
 written out in the activations' type first (`expand_weight`). A row of a result does not depend on how many rows there are as long as one of the
-three computes it.
-
-Inside `rounding_prompts` products of many prompts' rows with e4m3 weights take these rows rounded to e4m3, too (w8a8; Micikevicius et al., 2022).
+three computes it. What activations are rounded for is `rounded.py`'s.
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
 from kernels import linear, reference, wide_quantized
-from kernels._load import ELEMENTS, gpu_of, load
+from kernels._load import gpu_of, load
 from kernels.activation import silu_mul
 from kernels.norm import rms_norm
 from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
+from kernels.round_rows import as_rounded
+from kernels.rounded import is_rounded, is_rounded_for_groups, multiply_rounded
 
 MAX_TURNS, MAX_WIDE_TURNS = 4, 2
 """Times that `linear.cu` and `wide_quantized.cu` may read the weights, from which on writing them out takes no longer."""
@@ -32,55 +29,7 @@ MAX_KEPT = 4096
 SMALL_SHARED, LARGE_SHARED = 88 * 1024, 200 * 1024
 """Bytes of shared memory of a block where a GPU has no more, and the most that one takes."""
 
-MIN_ROUNDED = wide_quantized.MAX_TOKENS * MAX_WIDE_TURNS + 1
-"""Rows of prompts from which on they are rounded."""
-
 Defines = dict[str, "int | str"]
-_prompt_rows = _all_rows = 0  # of the forward that runs, where its prompts may be rounded
-
-
-@contextlib.contextmanager
-def rounding_prompts(prompt_rows: int, all_rows: int) -> Iterator[None]:
-    """In a forward of all_rows rows, of which the first prompt_rows are prompts'. By one thread at a time."""
-    global _prompt_rows, _all_rows
-    _prompt_rows, _all_rows = prompt_rows, all_rows
-    try:
-        yield
-    finally:
-        _prompt_rows = _all_rows = 0
-
-
-def _count_rounded(x: torch.Tensor, weight: QuantizedWeight) -> int:
-    """Leading rows of x [M, K] that are rounded to e4m3."""
-    is_fit = (
-        len(x) == _all_rows
-        and _prompt_rows >= MIN_ROUNDED
-        and weight.codes.dtype == torch.float8_e4m3fn
-        and not is_grouped(weight)
-        and weight.is_interleaved
-        and weight.order is None
-        and len(weight.codes) % 16 == 0
-        and x.dtype == torch.bfloat16
-        and x.stride(1) == 1
-        and x.stride(0) % 8 == 0
-        and x.data_ptr() % 16 == 0
-        and gpu_of(x.device).generation >= 9
-    )
-    return _prompt_rows if is_fit else 0
-
-
-def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] on a GPU -> e4m3 codes [M, K], interleaved, and scales [M, 1] float32: a row's largest number is 448 steps."""
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    kernel = load(x.device, "round_rows", "round_rows", {"ELEMENT": ELEMENTS[x.dtype]}, programmatic=True)
-    kernel((len(x), 1), (THREADS, 1, 1), codes, scales, x, x.shape[1], x.stride(0))
-    return codes, scales
-
-
-def _multiply_rounded(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    codes, scales = round_rows(x)
-    return torch._scaled_mm(codes, weight.codes.t(), scales, weight.scales.view(1, -1), bias, out_dtype=x.dtype, use_fast_accum=True)
 
 
 def is_readable(x: torch.Tensor, weight: QuantizedWeight) -> bool:
@@ -162,8 +111,6 @@ def expand_weight(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     num_rows, row_bytes = weight.codes.shape
     out = torch.empty(num_rows, weight.num_columns, dtype=dtype, device=weight.codes.device)
     kernel = load(out.device, "quantized_expand", "quantized_expand", kind_of(dtype, weight))
-    if weight.codes.dtype == torch.float8_e4m3fn:
-        load(out.device, "round_rows", "round_rows", {"ELEMENT": ELEMENTS[dtype]})  # the first long prompts must not wait for nvcc either
     num_blocks = -(-num_rows * (row_bytes // PIECE) // THREADS)
     sizes = (num_rows, row_bytes, weight.group_size, weight.scale_stride)
     kernel((num_blocks, 1), (THREADS, 1, 1), out, weight.codes, weight.scales, pointer(weight.zeros), *sizes)
@@ -187,7 +134,8 @@ def _multiply_stored(
     is_gated: bool = False,
 ) -> torch.Tensor | None:
     """The product by a kernel that reads the stored weights; None: there is none for it. x as the columns lie; norm: weight and eps."""
-    is_wide = wide_quantized.is_wide(x, weight, is_gated)
+    rounds = is_rounded_for_groups(x, weight, is_gated)
+    is_wide = rounds or wide_quantized.is_wide(x, weight, is_gated)
     if not (is_wide or is_readable(x, weight)):
         return None
     most, turns = (linear.MAX_TOKENS if _is_large(x) else 8), (1 if gpu_of(x.device).generation == 9 else MAX_TURNS)
@@ -196,12 +144,12 @@ def _multiply_stored(
     if len(x) > most * turns:
         return None
     can_fuse = not is_wide and len(x) <= most and x.dtype == torch.bfloat16 and x.shape[1] <= linear.MAX_NORM and _is_large(x)
-    if norm is not None and not can_fuse:
+    if norm is not None and not can_fuse and not (rounds and len(x) <= most):
         x, norm = rms_norm(x, *norm), None
 
     def run(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if is_wide:
-            return wide_quantized.launch(x, weight, bias, residual, is_gated)
+            return wide_quantized.launch(x, weight, bias, residual, is_gated, rounds, norm)
         norm_weight, eps = norm or (None, 0.0)
         return _launch_skinny(x, weight, bias, residual, norm_weight, eps, is_gated)
 
@@ -218,13 +166,19 @@ def _multiply_stored(
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [M, in] times a quantized weight [N, in] transposed, plus bias [N] -> [M, N]."""
     _check("quantized_linear", x, weight)
-    if count := _count_rounded(x, weight):
-        first = _multiply_rounded(x[:count], weight, bias)
-        return first if count == len(x) else torch.cat([first, quantized_linear(x[count:], weight, bias)])
+    if is_rounded(x, weight):
+        return multiply_rounded(x, weight, bias)
     x = weight.ordered(x)
     made = _multiply_stored(x, weight, bias)
     if made is not None:
         return made
+    return _multiply_written(x, weight, bias)
+
+
+def _multiply_written(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, is_gated: bool = False) -> torch.Tensor:
+    """By torch, with the weights written out."""
+    if is_rounded_for_groups(x, weight, is_gated):
+        x = as_rounded(x)
     return F.linear(x, expand_weight(weight, x.dtype), bias) if can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
 
 
@@ -234,35 +188,36 @@ def quantized_add_linear(residual: torch.Tensor, x: torch.Tensor, weight: Quanti
     if residual.shape != (len(x), len(weight.scales)) or residual.dtype != x.dtype or not residual.is_contiguous():
         wanted = f"[{len(x)}, {len(weight.scales)}] {x.dtype}, contiguous"
         raise ValueError(f"quantized_add_linear: residual {tuple(residual.shape)} {residual.dtype} must be {wanted}")
-    if count := _count_rounded(x, weight):
-        residual[:count].add_(_multiply_rounded(x[:count], weight, bias))
-        if count < len(x):
-            quantized_add_linear(residual[count:], x[count:], weight, bias)
-        return residual
+    if is_rounded(x, weight):
+        return multiply_rounded(x, weight, bias, residual)
     x = weight.ordered(x)
     made = _multiply_stored(x, weight, bias, residual) if residual.data_ptr() % 16 == 0 else None
     if made is not None:
         return made
     if can_expand(x, weight) and bias is None:
-        return residual.addmm_(x, expand_weight(weight, x.dtype).t())  # cuBLAS adds in float32
-    made = F.linear(x, expand_weight(weight, x.dtype), bias) if can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
-    return residual.add_(made)
+        rows = as_rounded(x) if is_rounded_for_groups(x, weight) else x
+        return residual.addmm_(rows, expand_weight(weight, x.dtype).t())  # cuBLAS adds in float32
+    return residual.add_(_multiply_written(x, weight, bias))
 
 
 def quantized_norm_linear(
     x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: QuantizedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """quantized_linear(rms_norm(x, norm_weight, eps), weight, bias), for few tokens in bf16 in one kernel as `linear.norm_linear`."""
+    _check("quantized_norm_linear", x, weight)
+    if is_rounded(x, weight):
+        return multiply_rounded(x, weight, bias, norm=(norm_weight, eps))
     if weight.order is None and (made := _multiply_stored(x, weight, bias, norm=(norm_weight, eps))) is not None:
-        _check("quantized_norm_linear", x, weight)
         return made
     return quantized_linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
 def quantized_norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: QuantizedWeight) -> torch.Tensor:
     """silu_mul(quantized_norm_linear(x, norm_weight, eps, weight)): weight [2N, in] = gate | up -> [M, N]."""
+    _check("quantized_norm_gated_linear", x, weight)
+    if is_rounded(x, weight):
+        return multiply_rounded(x, weight, norm=(norm_weight, eps), is_gated=True)
     if weight.order is None and (made := _multiply_stored(x, weight, norm=(norm_weight, eps), is_gated=True)) is not None:
-        _check("quantized_norm_gated_linear", x, weight)
         return made
     return quantized_gated_linear(rms_norm(x, norm_weight, eps), weight)
 
@@ -270,12 +225,10 @@ def quantized_norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps:
 def quantized_gated_linear(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """silu_mul(quantized_linear(x, weight)): weight [2N, in] = gate | up -> [M, N]."""
     _check("quantized_gated_linear", x, weight)
-    if count := _count_rounded(x, weight):
-        first = silu_mul(_multiply_rounded(x[:count], weight))
-        return first if count == len(x) else torch.cat([first, quantized_gated_linear(x[count:], weight)])
+    if is_rounded(x, weight):
+        return multiply_rounded(x, weight, is_gated=True)
     x = weight.ordered(x)
     made = _multiply_stored(x, weight, is_gated=True)
     if made is not None:
         return made
-    made = F.linear(x, expand_weight(weight, x.dtype)) if can_expand(x, weight) else reference.quantized_linear(x, weight)
-    return silu_mul(made)
+    return silu_mul(_multiply_written(x, weight, is_gated=True))

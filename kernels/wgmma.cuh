@@ -1,10 +1,12 @@
 // wgmma.m64nNk16, N a multiple of 16 from 32 to 192: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
-// ELEMENT: __nv_bfloat16 or __half. Thread i of a warpgroup has rows i / 32 * 16 + i % 32 / 4 (+ 8), as PTX's figure says.
+// ELEMENT: __nv_bfloat16, __half, or E4m3 (k32). Thread i of a warpgroup has rows i / 32 * 16 + i % 32 / 4 (+ 8), as PTX's figure says.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cstdint>
 #include <type_traits>
+
+struct E4m3 {};  // operands of eight bits: twice as many in the same bytes
 
 #define EIGHT(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define R8 "%0, %1, %2, %3, %4, %5, %6, %7"
@@ -32,21 +34,29 @@
 #define R96 R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define S96 S88, EIGHT(88)
 // By the number of a thread's sums: c is replaced unless is_added. A lies in shared memory, or is what the warpgroup's threads hold: elements 2t, 2t+1 of
-// rows g and g+8, then 2t+8 and 2t+9 of both.
+// rows g and g+8, then 2t+8 and 2t+9 of both; of E4m3 4t to 4t+3 of both, then 4t+16 to 4t+19.
 #define PRODUCT(TYPE, N, REGISTERS, A, B, IS_ADDED, LAST)                                                                                  \
   "{ .reg .pred p; setp.ne.b32 p, " IS_ADDED ", 0;\n"                                                                                      \
   "wgmma.mma_async.sync.aligned.m64" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " A ", " B ", p, 1, 1, 0" LAST "; }\n"
+#define SMALL_PRODUCT(N, REGISTERS, A, B, IS_ADDED)                                                                                        \
+  "{ .reg .pred p; setp.ne.b32 p, " IS_ADDED ", 0;\n"                                                                                      \
+  "wgmma.mma_async.sync.aligned.m64" N "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A ", " B ", p, 1, 1; }\n"
 #define PRODUCTS(COUNT, N, REGISTERS, SUMS, P0, P1, P2, P3, P4, P5)                                                                        \
   template <class Element>                                                                                                                \
   __device__ __forceinline__ void multiply(float (&c)[COUNT], uint64_t a, uint64_t b, int is_added) {                                     \
-    if constexpr (std::is_same<Element, __half>::value)                                                                                   \
+    if constexpr (std::is_same<Element, E4m3>::value)                                                                                     \
+      asm volatile(SMALL_PRODUCT(N, REGISTERS, P0, P1, P2) : SUMS : "l"(a), "l"(b), "r"(is_added));                                       \
+    else if constexpr (std::is_same<Element, __half>::value)                                                                              \
       asm volatile(PRODUCT("f16", N, REGISTERS, P0, P1, P2, ", 0") : SUMS : "l"(a), "l"(b), "r"(is_added));                               \
     else                                                                                                                                  \
       asm volatile(PRODUCT("bf16", N, REGISTERS, P0, P1, P2, ", 0") : SUMS : "l"(a), "l"(b), "r"(is_added));                              \
   }                                                                                                                                       \
   template <class Element>                                                                                                                \
   __device__ __forceinline__ void multiply(float (&c)[COUNT], const uint32_t (&a)[4], uint64_t b, int is_added) {                         \
-    if constexpr (std::is_same<Element, __half>::value)                                                                                   \
+    if constexpr (std::is_same<Element, E4m3>::value)                                                                                     \
+      asm volatile(SMALL_PRODUCT(N, REGISTERS, "{" P0 ", " P1 ", " P2 ", " P3 "}", P4, P5)                                                \
+                   : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));                                           \
+    else if constexpr (std::is_same<Element, __half>::value)                                                                              \
       asm volatile(PRODUCT("f16", N, REGISTERS, "{" P0 ", " P1 ", " P2 ", " P3 "}", P4, P5, "")                                           \
                    : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));                                           \
     else                                                                                                                                  \
@@ -65,9 +75,11 @@ PRODUCTS(80, "n160", R80, S80, "%80", "%81", "%82", "%83", "%84", "%85")
 PRODUCTS(88, "n176", R88, S88, "%88", "%89", "%90", "%91", "%92", "%93")
 PRODUCTS(96, "n192", R96, S96, "%96", "%97", "%98", "%99", "%100", "%101")
 
-// Of an operand at a 1024-byte aligned address; rows are 128 bytes, swizzled in groups of eight. Sixteen elements on are 2 more.
+// Of an operand whose rows are 128 (or 64) bytes, swizzled in groups of eight (four), at an address aligned to eight rows. Thirty-two bytes on are 2 more.
+template <int ROW_BYTES = 128>
 __device__ __forceinline__ uint64_t describe(uint32_t shared) {
-  return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+  static_assert(ROW_BYTES == 128 || ROW_BYTES == 64, "swizzles of these");
+  return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(ROW_BYTES * 8 >> 4) << 32 | uint64_t(ROW_BYTES == 128 ? 1 : 2) << 62;
 }
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

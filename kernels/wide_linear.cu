@@ -1,14 +1,16 @@
-// x [M, K] times weight [N, K] transposed, for 17 to 192 rows of x: bound by the memory, at the end by arithmetic nearly as much.
+// x [M, K] times weight [N, K] transposed, for up to 192 rows of x: bound by the memory, at the end by arithmetic nearly as much.
 //
 // Tokens are the A operand of wgmma, 64 for each warpgroup but the first; WIDTH rows of the weights are its columns, so that tiles can be as wide
-// as gives nearly every multiprocessor one. Each weight is read once. A thread of the first warpgroup copies blocks of 64 elements of K to
+// as gives nearly every multiprocessor one. Each weight is read once. A thread of the first warpgroup copies blocks of 128 bytes of K to
 // shared memory (bulk tensor copies, STAGES under way). With SPLIT two blocks of a cluster share a tile, each with half of K, and each
 // adds up half of the columns through distributed shared memory. So the sum for an output is the same whatever M and the timing are.
 //
 // A multiprocessor has one block. The next kernel's is let in as soon as the last weights are on their way, begins when this one ends, and
 // its weights come in while whatever small kernel is in between runs, for which registers and shared memory are left: weights never change.
 //
-// ELEMENT: __nv_bfloat16 or __half; TOKENS: 64, 128 or 192, most rows of x; WIDTH: a multiple of 16 up to 192, 224 or 256; SPLIT: 1 or 2; GATED:
+// With CODES x and the weights are e4m3, each row of either with a scale of its own, which its sums are multiplied by.
+//
+// ELEMENT: __nv_bfloat16 or __half; CODES: 0 or 1; TOKENS: 64, 128 or 192, most rows of x; WIDTH: a multiple of 16 up to 192, 224 or 256; SPLIT: 1 or 2; GATED:
 // weight is gate | up, the output silu(gate) * up, and a tile has as many rows of either; STAGES.
 #include "dense.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -24,8 +26,9 @@
 #include "wgmma.cuh"
 
 using Element = ELEMENT;
+using Operand = std::conditional_t<CODES, E4m3, Element>;
 
-constexpr int STEP = 64;  // elements of K in a stage: a swizzled row of 128 bytes
+constexpr int STEP = CODES ? 128 : 64;  // elements of K in a stage: a swizzled row of 128 bytes
 constexpr int A_BYTES = TOKENS * 128, B_BYTES = WIDTH * 128, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CONSUMERS = TOKENS * 2, THREADS = CONSUMERS + 128;
 constexpr int PARTS = GATED ? 2 : 1;                                            // column blocks of the product for one of the output
@@ -64,6 +67,7 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
 struct Output {
   Element* out;
   const Element *bias, *residual;
+  const float* column_scales;
   int num_tokens, width;
 
   __device__ __forceinline__ bool has(int token, int n) const { return token < num_tokens && n < width; }
@@ -71,7 +75,17 @@ struct Output {
   __device__ __forceinline__ uint4 load_residual(int token, int n) const {
     return !GATED && residual && has(token, n) ? __ldcg(reinterpret_cast<const uint4*>(residual + size_t(token) * width + n)) : uint4();
   }
-  __device__ __forceinline__ uint32_t round(int n, const float* c, const float* up) const {
+  // Two columns' sums of a token whose row has this scale.
+  __device__ __forceinline__ uint32_t round(int n, const float* sums, const float* up_sums, float row_scale) const {
+    float c[2] = {sums[0], sums[1]}, up[2] = {up_sums[0], up_sums[1]};
+    if constexpr (CODES) {
+      const auto scale = [&](float(&v)[2], const float* scales) {
+        const float2 own = n < width ? __ldg(reinterpret_cast<const float2*>(scales + n)) : float2();
+        v[0] *= own.x * row_scale, v[1] *= own.y * row_scale;
+      };
+      scale(c, column_scales);
+      if constexpr (GATED) scale(up, column_scales + width);
+    }
     Element pair[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -92,13 +106,14 @@ struct Output {
   }
 };
 
-// Grid: a cluster of SPLIT a tile, or without SPLIT blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; rows of
-// x to copy, M rounded up to eight.
+// Grid: a cluster of SPLIT a tile, or without SPLIT blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; scales
+// of codes: of the weights' rows [N], of x's [M]; rows of x to copy, M rounded up to eight.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     wide_linear(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens, Element* out, const Element* bias,
-                const Element* residual, int M, int N, int K, int num_tiles, int num_rows) {
+                const Element* residual, const float* scales, const float* token_scales, int M, int N, int K, int num_tiles, int num_rows) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 * STAGES + 1];
+  __shared__ float row_scales[CODES ? TOKENS : 1];
   const uint32_t stages = (uint32_t(__cvta_generic_to_shared(dynamic_memory)) + 1023) & ~1023u;
   const uint32_t full = uint32_t(__cvta_generic_to_shared(barriers)), empty = full + 8 * STAGES, parts = empty + 8 * STAGES;
   const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, first_tile = blockIdx.x / SPLIT, tile_step = SPLIT > 1 ? num_tiles : gridDim.x;
@@ -145,7 +160,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     take_registers<CONSUMER_REGISTERS>();
     const int thread = threadIdx.x - 128, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
     const int token = group * 64 + warp * 16 + lane / 4;  // and 8 further on
-    const Output output = {out, bias, residual, M, GATED ? N / 2 : N};
+    const Output output = {out, bias, residual, scales, M, GATED ? N / 2 : N};
     const auto release = [&](int stage) {
       if (lane == 0) arrive(empty + 8 * stage);
     };
@@ -156,6 +171,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
     await_cluster();
     wait_for_earlier();
+    if constexpr (CODES) {
+      if (thread < TOKENS) row_scales[thread] = thread < M ? __ldcg(token_scales + thread) : 0.0f;
+      asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+    }
     int stage = 0, parity = 0;
     for (int tile = first_tile; tile < num_tiles; tile += tile_step) {
       Sums sums;
@@ -164,10 +183,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
         const uint32_t place = stages + stage * STAGE_BYTES;
         begin_products();
 #pragma unroll
-        for (int k = 0; k < STEP / 16; ++k)
+        for (int k = 0; k < 128 / 32; ++k)
 #pragma unroll
           for (int piece = 0; piece < PIECES; ++piece)
-            multiply<Element>(sums[piece], describe(place + group * 64 * 128) + 2 * k, describe(place + A_BYTES + piece * WGMMA_N * 128) + 2 * k,
+            multiply<Operand>(sums[piece], describe(place + group * 64 * 128) + 2 * k, describe(place + A_BYTES + piece * WGMMA_N * 128) + 2 * k,
                               step > begin || k > 0);
         end_products();
         await_products<PENDING_STAGES>();
@@ -222,7 +241,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int block = 4 * q + i, n = column + block * 8 + lane % 4 * 2;
-            words[i] = block < OWN ? output.round(n, sum(sums, block) + 2 * half, sum(sums, block + (PARTS - 1) * BLOCKS) + 2 * half) : 0;
+            const float *c = sum(sums, block) + 2 * half, *up = sum(sums, block + (PARTS - 1) * BLOCKS) + 2 * half;
+            words[i] = block < OWN ? output.round(n, c, up, CODES ? row_scales[token + 8 * half] : 1.0f) : 0;
           }
           transpose(words);
           if (4 * q + lane % 4 < OWN) output.store(token + 8 * half, column + (4 * q + lane % 4) * 8, words, added[SPLIT > 1 ? q : 0][half]);

@@ -9,7 +9,10 @@
 //
 // Like wide_linear.cu's blocks these let the next kernel's in when the last weights are on their way, and begin before the one ahead has ended.
 //
-// ELEMENT, KIND, ZEROS: see quantized.cuh; GROUPED: scales are of group_size columns each, or there are zeros; TOKENS: 32, 64, 128 or 192 (not of 4 bits), most rows of
+// With ROUNDED x is e4m3, each token with a scale of its own, and nothing is made of the stored bytes: those of e4m3 are what tensor cores take, and so are
+// digits of 4 bits, as e4m3's numbers below 16 * 2^-9 are those of its bytes. What zeros take off is zero times a sum of x's codes, which x comes with.
+//
+// ELEMENT, KIND, ZEROS: see quantized.cuh; ROUNDED: 0, or 1 where scales are of groups and KIND is not 0; SPAN: units that share a scale; GROUPED: scales are of group_size columns each, or there are zeros; TOKENS: 32, 64, 128 or 192 (not of 4 bits), most rows of
 // x; SPLIT: 1 or 2; GATED: weights are gate | up, the output silu(gate) * up, and a tile has as many rows of either; UNITS: 1, 2 or 4; STAGES.
 #include "quantized.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -27,9 +30,13 @@
 
 constexpr int TILE = 64, UNIT = 64, STEP = UNITS * UNIT;  // rows of a tile; bytes of each of a unit, and columns of each part; of a step
 constexpr int LINE = UNITS > 1 ? 128 : 64, LINES = STEP / LINE;  // bytes that lie together in shared memory, swizzled
-constexpr int TOKEN_BYTES = PARTS * UNITS * TOKENS * 128, CODE_BYTES = TILE * STEP, ROW_BYTES = TILE * 4;  // ROW_BYTES: of the rows' scales
-constexpr int SCALE_PLACE = TOKEN_BYTES + CODE_BYTES, ZERO_PLACE = SCALE_PLACE + (GROUPED ? UNITS * PARTS * ROW_BYTES : 0);
-constexpr int STAGE_BYTES = (ZERO_PLACE + (ZEROS ? UNITS * PARTS * ROW_BYTES : 0) + 1023) / 1024 * 1024;
+constexpr int TOKEN_BYTES = ROUNDED ? 64 : 128;                                                 // of a token's columns of a unit
+constexpr int ALL_TOKEN_BYTES = PARTS * UNITS * TOKENS * TOKEN_BYTES, CODE_BYTES = TILE * STEP, ROW_BYTES = TILE * 4;  // ROW_BYTES: of the rows' scales
+constexpr int SPANS = UNITS / SPAN * PARTS;                                                     // of a step, that have scales of their own
+constexpr int SUM_LINES = ROUNDED && KIND == 2 ? SPANS : 0, LINE_BYTES = TOKENS * 4;  // of sums of x's codes, which belong to a span
+constexpr int SCALE_PLACE = ALL_TOKEN_BYTES + CODE_BYTES, ZERO_PLACE = SCALE_PLACE + (GROUPED ? SPANS * ROW_BYTES : 0);
+constexpr int CODE_SUM_PLACE = ZERO_PLACE + (ZEROS ? SPANS * ROW_BYTES : 0);
+constexpr int STAGE_BYTES = (CODE_SUM_PLACE + SUM_LINES * LINE_BYTES + 1023) / 1024 * 1024;
 constexpr int GROUPS = 2, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;  // warpgroups that multiply, their threads
 constexpr int BLOCKS = TOKENS / 8, HALF = BLOCKS / GROUPS, OWN = HALF / SPLIT;  // of eight tokens: all, a warpgroup's in the end, and with SPLIT
 constexpr int OUTPUTS = GATED ? TILE / 2 : TILE, PITCH = OUTPUTS * 2 + 16;       // of a tile; bytes of a token's in shared memory
@@ -40,8 +47,15 @@ constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - PRODUCER_REGIST
 static_assert(TOKENS * PITCH <= SUM_BYTES, "outputs have no room where sums were");
 // A barrier's wait cannot tell a phase from the one after the next, so a stage belongs to one warpgroup.
 static_assert(STAGES % GROUPS == 0, "warpgroups have stages of their own");
+static_assert(!ROUNDED || (GROUPED && KIND != 0), "products of codes of one scale are wide_linear.cu's");
+static_assert(UNITS % SPAN == 0 && (SPAN == 1 || ROUNDED), "a step has whole spans");
 // Where scales are of groups, a step is awaited before the stage of the one before is given back.
 static_assert(STAGES >= 2 * GROUPS, "a warpgroup would wait for itself");
+
+using Operand = std::conditional_t<ROUNDED, E4m3, Element>;
+constexpr int PRODUCTS_EACH = UNIT / (ROUNDED ? 32 : 16);               // of a unit
+constexpr float DIGIT = ROUNDED && KIND == 2 ? 0x1p-9f : 1.0f;          // what a digit is to tensor cores
+constexpr float OUT_FACTOR = (ROUNDED ? 1.0f : FACTOR) / DIGIT;
 
 using Sums = float[TURNS][WGMMA_N / 2];
 // A thread's four of eight tokens: two neighbouring ones of each of two rows.
@@ -58,19 +72,25 @@ __device__ __forceinline__ float load_word(uint32_t address) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
   return v;
 }
+__device__ __forceinline__ float2 load_pair(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
 template <int NUMBER, int COUNT>
 __device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory"); }
 __device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 
 // Grid: a cluster of SPLIT a tile, or without SPLIT blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; codes:
-// rows of row_bytes bytes; scales and zeros [groups, N], a group scale_stride after the other, group_size a multiple of 64; rows of x to copy, M
-// rounded up to eight. N is a multiple of 16, of 32 where gated.
+// rows of row_bytes bytes; scales and zeros [groups, N], a group scale_stride after the other, group_size a multiple of 64 SPAN; of rounded x the tokens'
+// scales [M] and the sums of each 64 SPAN codes [K / 64 SPAN, num_rows]; rows of x to copy, M rounded up to eight. N is a multiple of 16, of 32 where gated.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     wide_quantized(const __grid_constant__ CUtensorMap codes, const __grid_constant__ CUtensorMap tokens, Element* out, const float* scales,
-                   const float* zeros, const Element* bias, const Element* residual, int M, int N, int row_bytes, int group_size, int scale_stride,
+                   const float* zeros, const Element* bias, const Element* residual, const float* token_scales, const float* code_sums, int M, int N, int row_bytes, int group_size, int scale_stride,
                    int num_tiles, int num_rows) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 * STAGES + 1];
+  __shared__ float own_scales[ROUNDED ? TOKENS : 1];
   const uint32_t stages = (uint32_t(__cvta_generic_to_shared(dynamic_memory)) + 1023) & ~1023u;
   const uint32_t exchange = stages + STAGES * STAGE_BYTES, remote = exchange + SUM_BYTES;
   const uint32_t full = uint32_t(__cvta_generic_to_shared(barriers)), empty = full + 8 * STAGES, parts = empty + 8 * STAGES;
@@ -93,29 +113,34 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     keep_registers<PRODUCER_REGISTERS>();
     // By a whole warp: its first lane copies codes, and scales and zeros, which are short lines and many, are the lanes' in turn. They may come in before
     // the first lane has said how many bytes there are, as nobody's wait ends before it has.
-    constexpr int SIDES = GATED ? 2 : 1, SCALE_LINES = GROUPED ? UNITS * PARTS * SIDES * (ZEROS ? 2 : 1) : 0;
+    constexpr int SIDES = GATED ? 2 : 1, SCALE_LINES = GROUPED ? SPANS * SIDES * (ZEROS ? 2 : 1) : 0;
     const auto copy_codes = [&](int stage, int tile, int step) {
       const uint32_t place = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
       const int row = tile * OUTPUTS, size = min(OUTPUTS, num_outputs - row) * 4;  // bytes of the scales that there are
       if (threadIdx.x == 0) {
-        arrive_expecting(barrier, PARTS * UNITS * num_rows * 128 + CODE_BYTES + SCALE_LINES * size);
-        copy_block(place + TOKEN_BYTES, &codes, barrier, row, step * LINES);
-        if constexpr (GATED) copy_block(place + TOKEN_BYTES + CODE_BYTES / 2, &codes, barrier, num_outputs + row, step * LINES);
+        arrive_expecting(barrier, num_rows * (PARTS * UNITS * TOKEN_BYTES + SUM_LINES * 4) + CODE_BYTES + SCALE_LINES * size);
+        copy_block(place + ALL_TOKEN_BYTES, &codes, barrier, row, step * LINES);
+        if constexpr (GATED) copy_block(place + ALL_TOKEN_BYTES + CODE_BYTES / 2, &codes, barrier, num_outputs + row, step * LINES);
       }
       if constexpr (GROUPED)
         for (int i = threadIdx.x; i < SCALE_LINES; i += 32) {
-          const int part = i % (UNITS * PARTS), side = i / (UNITS * PARTS) % SIDES;
-          const bool is_zero = i >= UNITS * PARTS * SIDES;
-          const int column = (step * UNITS + part / PARTS) * UNIT + part % PARTS * row_bytes;
+          const int span = i % SPANS, side = i / SPANS % SIDES;
+          const bool is_zero = i >= SPANS * SIDES;
+          const int column = (step * UNITS + span / PARTS * SPAN) * UNIT + span % PARTS * row_bytes;
           const size_t line = size_t(column / group_size) * scale_stride + row + side * num_outputs;
-          copy_line(place + (is_zero ? ZERO_PLACE : SCALE_PLACE) + part * ROW_BYTES + side * (ROW_BYTES / 2), (is_zero ? zeros : scales) + line, size, barrier);
+          copy_line(place + (is_zero ? ZERO_PLACE : SCALE_PLACE) + span * ROW_BYTES + side * (ROW_BYTES / 2), (is_zero ? zeros : scales) + line, size, barrier);
         }
     };
     // Of a tile's copies, which step of K one is.
     const auto step_of = [&](int i) { return begin + i / 2 + (i % 2 ? (num_own + 1) / 2 : 0); };
     const auto copy_tokens = [&](int stage, int step) {
+      const uint32_t place = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
       for (int p = 0; p < PARTS; ++p)
-        copy_block(stages + stage * STAGE_BYTES + p * UNITS * num_rows * 128, &tokens, full + 8 * stage, 0, step * UNITS + p * (row_bytes / UNIT));
+        copy_block(place + p * UNITS * num_rows * TOKEN_BYTES, &tokens, barrier, 0, step * UNITS + p * (row_bytes / UNIT));
+      for (int i = 0; i < SUM_LINES; ++i) {
+        const int line = (step * UNITS + i / PARTS * SPAN + i % PARTS * (row_bytes / UNIT)) / SPAN;
+        copy_line(place + CODE_SUM_PLACE + i * LINE_BYTES, code_sums + size_t(line) * num_rows, num_rows * 4, barrier);
+      }
     };
     const int num_early = min(STAGES, num_own);
     if (threadIdx.x < (GROUPED ? 32 : 1)) {
@@ -143,6 +168,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
   const int thread = threadIdx.x - 128, group = thread / 128, own_thread = thread % 128, warp = own_thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
   await_cluster();
   wait_for_earlier();
+  if constexpr (ROUNDED) {
+    if (thread < TOKENS) own_scales[thread] = thread < M ? __ldcg(token_scales + thread) : 0.0f;
+    meet<1, CONSUMERS>();
+  }
 
   // Of the tile, the rows whose sums a thread has. Of a gated one the first is gate's and the second is up's for the same output.
   const int rows[2] = {GATED ? warp * 8 + g : warp * 16 + g, GATED ? TILE / 2 + warp * 8 + g : warp * 16 + 8 + g};
@@ -151,7 +180,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
   const auto read_place = [&](int unit, int pair) {
     const int piece = unit * 4 % (LINE / 16) + pair * 2 + lane / 16, swizzled = piece ^ (LINE == 128 ? read_row % 8 : read_row / 2 % 4);
     constexpr int ROWS = GATED ? TILE / 2 : TILE;  // of a copied block
-    return TOKEN_BYTES + (GATED ? lane / 8 % 2 * (CODE_BYTES / 2) : 0) + unit * UNIT / LINE * ROWS * LINE + read_row * LINE + swizzled * 16;
+    return ALL_TOKEN_BYTES + (GATED ? lane / 8 % 2 * (CODE_BYTES / 2) : 0) + unit * UNIT / LINE * ROWS * LINE + read_row * LINE + swizzled * 16;
   };
 
   int count = 0;  // of the block's steps so far
@@ -179,27 +208,104 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     const auto release = [&](int stage) {  // -1: there is none yet
       if (lane == 0 && stage >= 0) arrive(empty + 8 * stage);
     };
-    // Part of a unit as numbers, four times what wgmma takes.
-    using Numbers = uint32_t[UNIT / 16][4];
+    // Part of a unit as numbers, as often as given what wgmma takes.
+    using Numbers = uint32_t[PRODUCTS_EACH][4];
     const auto load = [&](int unit, uint32_t(&words)[2][4]) {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) load_fragments(stages + stage * STAGE_BYTES + read_place(unit, pair), words[pair]);
     };
     const auto make_numbers = [&](const uint32_t(&words)[2][4], int unit, int part, Numbers& a) {
+      if constexpr (ROUNDED) {
+#pragma unroll
+        for (int k = 0; k < PRODUCTS_EACH; ++k)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[k][i] = digits_of(words[k][i], part);
+        return;
+      }
       uint32_t offsets[2] = {usual_offset(), usual_offset()};
       if constexpr (ZEROS)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           offsets[i] = offset_of(load_word(stages + stage * STAGE_BYTES + ZERO_PLACE + (unit * PARTS + part) * ROW_BYTES + rows[i] * 4));
 #pragma unroll
-      for (int k = 0; k < UNIT / 16; ++k)
+      for (int k = 0; k < PRODUCTS_EACH; ++k)
 #pragma unroll
         for (int i = 0; i < 2; ++i) expand(digits_of(words[k / 2][k % 2 * 2 + i], part), offsets[i], a[k][i], a[k][2 + i]);
     };
-    const auto tokens_of = [&](int unit, int part) { return describe(stages + stage * STAGE_BYTES + (part * UNITS + unit) * num_rows * 128); };
+    const auto tokens_of = [&](int unit, int part) {
+      return describe<TOKEN_BYTES>(stages + stage * STAGE_BYTES + (part * UNITS + unit) * num_rows * TOKEN_BYTES);
+    };
     // Numbers are made while the ones before them are multiplied, in registers that products under way do not read.
     int before = -1;
-    if constexpr (GROUPED) {
+    if constexpr (ROUNDED) {
+      // Numbers take no making, so what is multiplied is finished at once, or where a thread has the registers behind the next span's products.
+      constexpr bool GOES_ON = TOKENS <= 64;
+      float own[GOES_ON ? 2 : 1][WGMMA_N / 2], scale[2][2], zero[2][2];
+      const auto finish = [&](int span, int turn) {
+        const float* v = own[GOES_ON ? span % 2 : 0];
+#pragma unroll
+        for (int block = 0; block < WGMMA_N / 8; ++block) {
+          float2 of_codes;
+          if constexpr (SUM_LINES > 0) of_codes = load_pair(stages + stage * STAGE_BYTES + CODE_SUM_PLACE + span * LINE_BYTES + (turn * WGMMA_N + block * 8 + t * 2) * 4);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float term = v[block * 4 + e];
+            if constexpr (SUM_LINES > 0) term = __fmaf_rn(zero[span % 2][e / 2], e % 2 ? of_codes.y : of_codes.x, term);
+            sums[turn][block * 4 + e] = __fmaf_rn(term, scale[span % 2][e / 2], sums[turn][block * 4 + e]);
+          }
+        }
+      };
+      for (; number < last; advance()) {
+        await(full + 8 * stage, parity);
+        const uint32_t place = stages + stage * STAGE_BYTES;
+        uint32_t words[SPAN][2][4];
+        Numbers a[GOES_ON ? 2 : 1][SPAN];
+#pragma unroll
+        for (int span = 0; span < SPANS; ++span) {
+          const int first_unit = span / PARTS * SPAN, part = span % PARTS;
+          if (part == 0)
+#pragma unroll
+            for (int u = 0; u < SPAN; ++u) load(first_unit + u, words[u]);
+#pragma unroll
+          for (int u = 0; u < SPAN; ++u) make_numbers(words[u], first_unit + u, part, a[GOES_ON ? span % 2 : 0][u]);
+#pragma unroll
+          for (int turn = 0; turn < TURNS; ++turn) {
+            begin_products();
+#pragma unroll
+            for (int u = 0; u < SPAN; ++u) {
+              const uint64_t b = tokens_of(first_unit + u, part) + turn * (WGMMA_N * TOKEN_BYTES / 16);
+#pragma unroll
+              for (int k = 0; k < PRODUCTS_EACH; ++k)
+                multiply<Operand>(own[GOES_ON ? span % 2 : 0], a[GOES_ON ? span % 2 : 0][u][k], b + 2 * k, u > 0 || k > 0);
+            }
+            end_products();
+            if (turn == 0)
+#pragma unroll
+              for (int h = 0; h < 2; ++h) {
+                scale[span % 2][h] = load_word(place + SCALE_PLACE + span * ROW_BYTES + rows[h] * 4);
+                if constexpr (SUM_LINES > 0) zero[span % 2][h] = -DIGIT * (ZEROS ? load_word(place + ZERO_PLACE + span * ROW_BYTES + rows[h] * 4) : 8.0f);
+              }
+            if constexpr (GOES_ON) {
+              if (span > 0) {
+                await_products<1>();
+                hold(own[(span - 1) % 2]);
+                finish(span - 1, 0);
+              }
+            } else {
+              await_products<0>();
+              hold(own[0]);
+              finish(span, turn);
+            }
+          }
+        }
+        if constexpr (GOES_ON) {
+          await_products<0>();
+          hold(own[(SPANS - 1) % 2]);
+          finish(SPANS - 1, 0);
+        }
+        release(stage);
+      }
+    } else if constexpr (GROUPED) {
       Numbers both[2];
       float own[WGMMA_N / 2] = {}, scale[2] = {};  // at first nothing is added
       const auto finish = [&](int turn) {
@@ -225,10 +331,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
             if (turn == 0)
 #pragma unroll
               for (int h = 0; h < 2; ++h) scale[h] = load_word(stages + stage * STAGE_BYTES + SCALE_PLACE + i * ROW_BYTES + rows[h] * 4);
-            const uint64_t b = tokens_of(unit, part) + turn * (WGMMA_N * 128 / 16);
+            const uint64_t b = tokens_of(unit, part) + turn * (WGMMA_N * TOKEN_BYTES / 16);
             begin_products();
 #pragma unroll
-            for (int k = 0; k < UNIT / 16; ++k) multiply<Element>(own, a[k], b + 2 * k, k > 0);
+            for (int k = 0; k < PRODUCTS_EACH; ++k) multiply<Element>(own, a[k], b + 2 * k, k > 0);
             end_products();
           }
         }
@@ -261,7 +367,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
           make_numbers(words[i / PARTS], i / PARTS, i % PARTS, all[i]);
           begin_products();
 #pragma unroll
-          for (int k = 0; k < UNIT / 16; ++k) multiply<Element>(sums[0], all[i][k], tokens_of(i / PARTS, i % PARTS) + 2 * k, 1);
+          for (int k = 0; k < PRODUCTS_EACH; ++k) multiply<Element>(sums[0], all[i][k], tokens_of(i / PARTS, i % PARTS) + 2 * k, 1);
           end_products();
         }
       }
@@ -319,8 +425,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
         if (output < num_outputs) added[i] = to_float(__ldg(bias + output + (GATED ? i * num_outputs : 0)));
       }
     }
-    const auto round = [&](float v, int i) {
-      const float value = v * FACTOR * channel[i];
+    const auto round = [&](float v, int i, int token) {
+      const float value = v * OUT_FACTOR * (ROUNDED ? own_scales[token] : channel[i]);
       return from_float<Element>(bias ? value + added[i] : value);
     };
     const auto keep = [&](int token, int output, Element v) {
@@ -331,8 +437,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int token = first_token + i * 8 + t * 2 + e;
-        if constexpr (GATED) keep(token, rows[0], gate_mul(round(totals[i][e], 0), round(totals[i][2 + e], 1)));
-        else keep(token, rows[0], round(totals[i][e], 0)), keep(token, rows[1], round(totals[i][2 + e], 1));
+        const Element values[2] = {round(totals[i][e], 0, token), round(totals[i][2 + e], 1, token)};
+        if constexpr (GATED) keep(token, rows[0], gate_mul(values[0], values[1]));
+        else keep(token, rows[0], values[0]), keep(token, rows[1], values[1]);
       }
     meet_group(group);
     constexpr int LINES = OUTPUTS / 8;

@@ -327,10 +327,12 @@ def test_layouts_of_dense_weights_are_one_product(kind: type[Linear], has_bias: 
         torch.testing.assert_close(added, residual + plain(x))
 
 
-@pytest.mark.parametrize(("own", "expected"), [({}, "model"), ({"quantization": "fp8"}, "model"), ({"quantization": "A8W8_FP8"}, "fp8")])
+@pytest.mark.parametrize(
+    ("own", "expected"), [({}, "model"), ({"quantization": "fp8"}, "model"), ({"quantization": "A8W8_FP8"}, "fp8"), ({"quantization": "w4a8"}, "fp8")]
+)
 def test_names_that_ask_for_activations(own: dict[str, str], expected: str) -> None:
     config = EngineConfig.from_dict(own)
-    assert config.prompt_activations == expected and dataclasses.replace(config).prompt_activations == expected
-    assert EngineConfig.from_dict(own | {"prompt_activations": "model"}).prompt_activations == "model"
-    with pytest.raises(ConfigError, match="prompt_activations must be one of auto, model, fp8, got 'int8'"):
-        EngineConfig.from_dict(own | {"prompt_activations": "int8"})
+    assert config.activations == expected and dataclasses.replace(config).activations == expected
+    assert EngineConfig.from_dict(own | {"activations": "model"}).activations == "model"
+    with pytest.raises(ConfigError, match="activations must be one of auto, model, fp8, got 'int8'"):
+        EngineConfig.from_dict(own | {"activations": "int8"})

@@ -60,8 +60,8 @@ class Program:
         self.bad_words = BadWords(table)
         self._attending = Attending(page_table, store.page_size, max_model_len, dtype, model.heads)
         self.drafting = DraftPhase(config, table, drafter, self._attending, self.distributions)
-        self.rounds_prompts = False
-        """Whether prompts' activations are rounded to 8 bits."""
+        self.rounds_activations = False
+        """Whether inputs of products with e4m3 weights are rounded to e4m3, too."""
         reports_chances = drafter is not None and table.device.type == "cpu"
         self._chances = torch.zeros(table.size, table.max_drafts) if reports_chances else None
         self.masks = torch.empty(0, 0, dtype=torch.int32)
@@ -164,7 +164,7 @@ class Program:
             step.wanted_attention.refresh()
             wanted = Wanted(rows.logit_rows, step.wanted_attention)
         entering = dict.fromkeys(self._drafter.tapped_layers, slots) if self._drafter is not None else {}
-        with ops.rounding_prompts(sum(step.shape.prompt_lens) if self.rounds_prompts else 0, len(token_ids)):
+        with ops.rounding_activations(self.rounds_activations):
             step.hidden = self._model.forward(token_ids, positions, slots, self._cache, step.attention, wanted, entering)
         if self._tap is not None:
             kept = step.hidden if self._drafter is None else self._drafter.tap(step.hidden, entering)
@@ -232,4 +232,5 @@ class Program:
 
     def draft(self, step: StepTensors) -> None:
         """The drafts for the next step: a lookup's alone where it promises more, else the model's, lengthened by the lookup."""
-        self.drafting.run(step)
+        with ops.rounding_activations(self.rounds_activations):
+            self.drafting.run(step)

@@ -137,7 +137,9 @@ class Worker:
         if width := tap_width(config.speculative_config, self.drafter, self.model):
             specs.append(CacheSpec(HIDDEN, (width,), self.dtype))
         specs += self.drafter.cache_specs(self.dtype) if self.drafter is not None else []
-        weights, drafter = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}", step_drafter_identity(config)
+        activations = " fp8 activations" if config.activations == "fp8" else ""
+        weights = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}{activations}"
+        drafter = step_drafter_identity(config)
         identity = {"model": weights, "drafter": drafter, "tensor_parallel_size": ranks.size, "rank": ranks.rank, **scales}
         num_pages = ranks.least(self._count_pages(specs), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
@@ -150,7 +152,7 @@ class Worker:
         shape = (self.table.size, width)
         self.page_table = torch.full(shape, self.store.scratch_page, dtype=torch.int32, device=self.device)
         self.program = Program(speculative, self.model, self.store, self.table, self.page_table, self.drafter, self.max_model_len, self.dtype)
-        self.program.rounds_prompts = config.prompt_activations == "fp8"
+        self.program.rounds_activations = config.activations == "fp8"
         if self.device.type == "cuda":
             self.program.masks = torch.zeros(self._mask_shape, dtype=torch.int32, device=self.device)
         self.graphs = Graphs(config, self.program, self.table, self.device, self._stage_words) if self.device.type == "cuda" else None

@@ -18,10 +18,10 @@ from kernels.quantized import (
     quantized_linear,
     quantized_norm_gated_linear,
     quantized_norm_linear,
-    round_rows,
-    rounding_prompts,
 )
 from kernels.quantized_weight import KINDS, NATURAL, QuantizedWeight
+from kernels.round_rows import as_rounded, round_rows
+from kernels.rounded import MIN_ROWS, is_rounded, is_rounded_for_groups, rounding_activations
 
 DTYPES = (torch.bfloat16, torch.float16)
 STORED = tuple(KINDS)
@@ -224,28 +224,128 @@ def test_many_tokens_and_odd_sizes(stored: torch.dtype, device: torch.device) ->
             assert relative_error(quantized_gated_linear(x, weight), silu_mul(exact.float().cpu()).double().to(device)) <= 4 * allowed
 
 
-def test_prompts_with_rounded_activations(device: torch.device) -> None:
-    """The first rows are rounded to e4m3, each with its own scale; those behind them are what they are alone."""
-    weight, x = make(torch.float8_e4m3fn, 96, 640, None, device), tokens(510, 640, torch.bfloat16, device)
-    x[:, 5] *= 40  # as some channels are
-    codes, scales = round_rows(x[:500])
-    rounded = (x[:500].float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+def exact_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What round_rows made, as float64 in the columns' order."""
     pieces = codes.view(torch.uint8).unflatten(1, (-1, 16))[:, :, NATURAL].flatten(1).view(torch.float8_e4m3fn)
-    assert (pieces.float() - rounded.float()).abs().max() <= 32 and (pieces.float() == rounded.float()).float().mean() > 0.99
-    exact = (pieces.double() * scales.double()) @ exact_weight(weight).T
-    bias, residual = torch.randn(96, device=device).bfloat16(), torch.randn(510, 96, device=device).bfloat16()
-    alone, part = quantized_linear(x[500:], weight, bias), quantized_linear(x[:300], weight)
-    expected = residual.double()
-    with rounding_prompts(500, 510):
-        out = quantized_linear(x, weight, bias)
+    return pieces.double() * scales.double()
+
+
+@pytest.mark.parametrize("size", [16, 128, 528, 4096, 14336, 53248])
+def test_rows_in_e4m3(size: int, device: torch.device) -> None:
+    x = tokens(7, size, torch.bfloat16, device)
+    x[:, 5] *= 40  # as some channels are
+    x[3] = 0
+    codes, scales, _ = round_rows(x)
+    assert torch.allclose(scales[:, 0], x.abs().amax(dim=1).float().clamp(min=1e-12) / 448)
+    error = (exact_rows(codes, scales) - x.double()).abs()
+    assert (error <= x.double().abs() / 16 + scales / 512 * 1.01).all(), "more than half a step"
+    assert torch.equal(as_rounded(x), exact_rows(codes, scales).bfloat16())
+    for columns in (64, 128) if size % 128 == 0 else ():
+        sums = round_rows(x, None, columns).sums
+        assert torch.equal(sums[:, :7], codes.float().unflatten(1, (-1, columns)).sum(2).t())
+    norm = (1 + 0.1 * torch.randn(size, device=device)).bfloat16()
+    if size > 512:  # a warp normalises shorter rows, in another order
+        normed = round_rows(rms_norm(x.contiguous(), norm, 1e-5))
+        for own, other in zip(round_rows(x, (norm, 1e-5)), normed, strict=True):
+            assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
+
+
+ROUNDED = [(1, 6144, 4096), (6, 4096, 4096), (8, 28672, 4096), (30, 4096, 14336), (64, 28672, 4096), (100, 6144, 4096), (128, 4096, 14336)]
+ROUNDED += [(192, 28672, 4096), (193, 96, 640), (500, 4096, 4096), (510, 96, 656)]
+ROUNDED += [(1, 16, 128), (3, 32, 256), (17, 4256, 384), (65, 12832, 128), (129, 33824, 256), (191, 576, 640), (9, 48, 1152), (33, 64, 8192)]
+
+
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), ROUNDED)
+def test_rounded_activations(num_tokens: int, out_size: int, in_size: int, device: torch.device) -> None:
+    """Sums of the rounded numbers, as exact as tensor cores add them up: their error is far below that of rounding."""
+    weight, x = make(torch.float8_e4m3fn, out_size, in_size, None, device), tokens(num_tokens, in_size, torch.bfloat16, device)
+    bias, residual = torch.randn(out_size, device=device).bfloat16(), torch.randn(num_tokens, out_size, device=device).bfloat16()
+    norm = (1 + 0.1 * torch.randn(in_size, device=device)).bfloat16()
+    exact = exact_rows(*round_rows(x)[:2]) @ exact_weight(weight).T
+    plain, before = quantized_linear(x, weight), residual.clone()
+    with rounding_activations(True):
+        assert is_rounded(x, weight)
+        out, with_bias = quantized_linear(x, weight), quantized_linear(x, weight, bias)
         added = quantized_add_linear(residual, x, weight)
-        gated = quantized_gated_linear(x, weight)
-        assert torch.equal(quantized_linear(x[:300], weight), part), "not all of the forward's rows"
-    assert torch.equal(out[500:], alone)
-    assert relative_error(out[:500], exact + bias.double()) < 4e-3
-    assert relative_error(added[:500], expected[:500] + exact) < 4e-3 and added is residual
-    assert relative_error(gated[:500], silu_mul(exact.bfloat16()).double()) < 2e-2
-    assert relative_error(quantized_linear(x, weight), x.double() @ exact_weight(weight).T) < 4e-3
+        normed = quantized_norm_linear(x, norm, 1e-5, weight, bias)
+        gated = quantized_gated_linear(x, weight) if out_size % 2 == 0 else None
+        normed_gated = quantized_norm_gated_linear(x, norm, 1e-5, weight)
+        own = rms_norm(x.contiguous(), norm, 1e-5)
+        expected, expected_gated = quantized_linear(own, weight, bias), quantized_gated_linear(own, weight)
+    assert relative_error(out, exact) < 4e-3
+    assert relative_error(with_bias, exact + bias.double()) < 4e-3
+    assert added is residual and torch.equal(added, before + out)
+    assert torch.equal(normed, expected) and torch.equal(normed_gated, expected_gated)
+    assert gated is not None and torch.equal(gated, silu_mul(out))
+    assert 1e-3 < relative_error(plain, x.double() @ exact_weight(weight).T) + relative_error(out, x.double() @ exact_weight(weight).T) < 6e-2
+    assert not is_rounded(x, weight), "outside"
+
+
+def test_what_is_not_rounded(device: torch.device) -> None:
+    x = tokens(MIN_ROWS, 256, torch.bfloat16, device)
+    by_row, by_group = make(torch.float8_e4m3fn, 96, 256, None, device), make(torch.float8_e4m3fn, 96, 256, 64, device)
+    with rounding_activations(True):
+        assert is_rounded(x, by_row) and is_rounded(x[:1], by_row)
+        assert not is_rounded(x, by_group) and is_rounded_for_groups(x, by_group) and not is_rounded_for_groups(x, by_row)
+        assert not is_rounded_for_groups(x, make(torch.int8, 96, 256, 64, device)) and not is_rounded(x, make(torch.int8, 96, 256, None, device))
+        assert not is_rounded(x.half(), by_row) and not is_rounded(x[:0], by_row)
+        odd = make(torch.float8_e4m3fn, 96, 208, None, device)
+        assert is_rounded(x[:, :208], odd) and not is_rounded(x[1:, :208], odd), "wide_linear.cu has no form for it"
+
+
+GROUPS = [(1, 6144, 4096, 128), (6, 4096, 4096, 64), (8, 28672, 4096, 128), (30, 4096, 14336, 128), (64, 28672, 4096, 64), (128, 4096, 14336, 128)]
+GROUPS += [(100, 6144, 4096, None), (192, 4096, 4096, 128), (256, 4096, 4096, 128), (500, 576, 640, 64)]
+GROUPS += [
+    (1, 32, 128, 64),
+    (3, 32, 256, 128),
+    (17, 4256, 384, 64),
+    (65, 12832, 128, 64),
+    (129, 33824, 256, 128),
+    (9, 48, 1152, 64),
+    (33, 64, 8192, 256),
+]
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("stored", [torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size", "group"), GROUPS)
+def test_rounded_activations_of_groups(
+    num_tokens: int, out_size: int, in_size: int, group: int | None, stored: torch.dtype, has_zeros: bool, device: torch.device
+) -> None:
+    """Digits of 4 bits are multiplied as they are: the zeros' part is taken off by sums of codes."""
+    if stored != torch.uint8 and (has_zeros or group is None):
+        pytest.skip("there are none of e4m3, or wide_linear.cu multiplies them")
+    weight, x = make(stored, out_size, in_size, group, device, has_zeros), tokens(num_tokens, in_size, torch.bfloat16, device)
+    x += 1.5 * x.std()  # as what an activation leaves: sums of codes are large
+    bias, residual = torch.randn(out_size, device=device).bfloat16(), torch.randn(num_tokens, out_size, device=device).bfloat16()
+    norm = (1 + 0.1 * torch.randn(in_size, device=device)).bfloat16()
+    exact, before = exact_rows(*round_rows(x)[:2]) @ exact_weight(weight).T, residual.clone()
+    with rounding_activations(True):
+        assert is_rounded_for_groups(x, weight) and not is_rounded(x, weight)
+        out, with_bias = quantized_linear(x, weight), quantized_linear(x, weight, bias)
+        added = quantized_add_linear(residual, x, weight)
+        normed, own = quantized_norm_linear(x, norm, 1e-5, weight, bias), rms_norm(x.contiguous(), norm, 1e-5)
+        expected = quantized_linear(own, weight, bias)
+        gated = quantized_gated_linear(x, weight) if out_size % 32 == 0 else None
+        normed_gated, expected_gated = quantized_norm_gated_linear(x, norm, 1e-5, weight), quantized_gated_linear(own, weight)
+    assert relative_error(out, exact) < 5e-3
+    assert relative_error(with_bias, exact + bias.double()) < 5e-3
+    assert added is residual and relative_error(added, before.double() + exact) < 5e-3
+    assert torch.equal(normed, expected) and torch.equal(normed_gated, expected_gated)
+    if gated is not None:
+        assert relative_error(gated, silu_mul(exact.float().cpu()).double().to(device)) < 2e-2
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.uint8], ids=str)
+@pytest.mark.parametrize(("out_size", "in_size"), [(6144, 4096), (4096, 14336), (28672, 4096), (576, 640), (33824, 256)])
+def test_rounded_rows_do_not_depend_on_their_number(out_size: int, in_size: int, stored: torch.dtype, device: torch.device) -> None:
+    weight = make(stored, out_size, in_size, None if stored == torch.float8_e4m3fn else 64 if in_size % 128 else 128, device)
+    x = tokens(192, in_size, torch.bfloat16, device)
+    with rounding_activations(True):
+        whole, gated = quantized_linear(x, weight), quantized_gated_linear(x, weight)
+        for start, stop in ((0, 1), (10, 42), (3, 9), (30, 64), (1, 49), (60, 125), (0, 128), (3, 192), (191, 192)):
+            assert torch.equal(quantized_linear(x[start:stop], weight), whole[start:stop])
+            assert torch.equal(quantized_gated_linear(x[start:stop], weight), gated[start:stop])
 
 
 def test_columns_in_another_order(device: torch.device) -> None:
@@ -258,13 +358,15 @@ def test_columns_in_another_order(device: torch.device) -> None:
     assert relative_error(quantized_linear(x, weight), exact) < 0.01
 
 
-@pytest.mark.parametrize("stored", STORED, ids=str)
-def test_in_a_graph(stored: torch.dtype, device: torch.device) -> None:
-    weight, other = make(stored, 512, 256, 64, device), make(stored, 256, 256, 64, device)
+@pytest.mark.parametrize(("stored", "rounds"), [*((dtype, False) for dtype in STORED), (torch.float8_e4m3fn, True), (torch.uint8, True)], ids=str)
+def test_in_a_graph(stored: torch.dtype, rounds: bool, device: torch.device) -> None:
+    group = None if rounds and stored != torch.uint8 else 64
+    weight, other = make(stored, 512, 256, group, device), make(stored, 256, 256, group, device)
     x = tokens(6, 256, torch.bfloat16, device)
 
     def run() -> torch.Tensor:
-        return quantized_add_linear(x.clone(memory_format=torch.contiguous_format), quantized_gated_linear(x, weight), other)
+        with rounding_activations(rounds):
+            return quantized_add_linear(x.clone(memory_format=torch.contiguous_format), quantized_gated_linear(x, weight), other)
 
     expected, graph = run(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

@@ -1,0 +1,91 @@
+"""Projections whose inputs are rounded to e4m3 (`round_rows.py`), so that tensor cores take codes on both sides and nothing is unpacked.
+
+Inside `rounding_activations` products with e4m3 weights (w8a8) and with digits of 4 bits (w4a8) are these. On Hopper up to 192 rows are multiplied
+by `wide_linear.cu` where a weight's rows have a scale each, up to 128 or 192 in up to two turns by `wide_quantized.cu` where groups have: a row of a
+result does not depend on how many there are. More rows are cuBLAS's, in e4m3 or, where scales are of groups, as the rounded numbers in bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from kernels import wide_linear, wide_quantized
+from kernels._load import gpu_of
+from kernels.activation import silu_mul
+from kernels.quantized_weight import PIECE, QuantizedWeight, is_grouped
+from kernels.round_rows import MAX_COLUMNS, Norm, round_rows
+
+MIN_ROWS = 385
+"""Where `wide_linear.cu` has no form for a product, rows from which on they are rounded: fewer are multiplied with the stored weights alone."""
+
+_is_on = False
+
+
+@contextlib.contextmanager
+def rounding_activations(is_on: bool) -> Iterator[None]:
+    """Around a phase of a step, by one thread at a time."""
+    global _is_on
+    before, _is_on = _is_on, is_on
+    try:
+        yield
+    finally:
+        _is_on = before
+
+
+def _may_round(x: torch.Tensor) -> bool:
+    return _is_on and x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and x.shape[1] <= MAX_COLUMNS
+
+
+def is_rounded_for_groups(x: torch.Tensor, weight: QuantizedWeight, is_gated: bool = False) -> bool:
+    """Whether x [M, K], as the columns lie, is rounded for its product with a weight of 4 bits, or of e4m3 with scales of groups."""
+    is_one = weight.bits == 4 or (weight.codes.dtype == torch.float8_e4m3fn and is_grouped(weight))
+    return is_one and _may_round(x) and wide_quantized.is_wide(x, weight, is_gated, is_rounded=True)
+
+
+def is_rounded(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+    """Whether x [M, K] is rounded for its product with a weight of e4m3 whose rows have a scale each (`multiply_rounded`)."""
+    return (
+        _may_round(x)
+        and weight.codes.dtype == torch.float8_e4m3fn
+        and not is_grouped(weight)
+        and weight.is_interleaved
+        and weight.order is None
+        and len(weight.codes) % 16 == 0
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and gpu_of(x.device).generation >= 9
+        and (len(x) >= MIN_ROWS or (gpu_of(x.device).generation == 9 and weight.codes.shape[1] % wide_linear.LINE == 0))
+    )
+
+
+def _is_wide(num_rows: int, weight: QuantizedWeight, is_gated: bool) -> bool:
+    out_size, in_size = weight.codes.shape
+    is_fit = in_size % wide_linear.LINE == 0 and out_size % (32 if is_gated else 16) == 0
+    return num_rows <= wide_linear.MAX_TOKENS and is_fit and gpu_of(weight.codes.device).generation == 9
+
+
+def multiply_rounded(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """x [M, K], for which `is_rounded` holds, or rms_norm(x, *norm), times the weight [N, K] transposed, plus bias [N] -> [M, N]; added, rounded, to
+    residual [M, N] in place; gated: silu(gate) * up [M, N / 2]."""
+    codes, scales, _ = round_rows(x, norm)
+    operands = (codes, scales, weight.codes, weight.scales, x.dtype)
+    if _is_wide(len(x), weight, is_gated) and (residual is None or residual.data_ptr() % PIECE == 0):
+        return wide_linear.launch_codes(*operands, bias, residual, is_gated)
+    if _is_wide(len(x), weight, False):
+        made = wide_linear.launch_codes(*operands, bias)
+    else:
+        made = torch._scaled_mm(codes, weight.codes.t(), scales, weight.scales.view(1, -1), bias, out_dtype=x.dtype, use_fast_accum=True)
+    if is_gated:
+        return silu_mul(made)
+    return made if residual is None else residual.add_(made)
