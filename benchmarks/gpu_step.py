@@ -26,6 +26,7 @@ import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
+from backend.quantization import schemes
 from backend.step.draft_masks import Grammars
 from backend.step.plan import StepPlan
 from backend.step.worker import Results, StepTimes
@@ -371,11 +372,13 @@ def main() -> None:
     parser.add_argument("--shared", type=int, metavar="TOKENS", help="compares cascade attention for requests that begin alike, and nothing else")
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts are spread over the ranks")
     parser.add_argument("--quantization", help="of the target's weights")
+    parser.add_argument("--group", type=int, default=schemes.GROUP, help="inputs that share a scale in wint4 and w4a8: 128 as most checkpoints have")
     parser.add_argument("--experts", action="store_true", help="counts the experts that steps take, in a run of its own, and says what is to be read")
     parser.add_argument("--alike", action="store_true", help="all requests of a batch have the same prompt, and so take the same experts")
     parser.add_argument("--profile", action="store_true", help="prints the kernels of each row's steps, prompts with them, in a run of its own")
     parser.add_argument("--options", action="store_true", help="compares strategies of verification, and log-probabilities, and nothing else")
     arguments = parser.parse_args()
+    schemes.GROUP = arguments.group
     copy, read = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")
     with tempfile.TemporaryDirectory() as folder:

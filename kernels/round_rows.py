@@ -22,7 +22,8 @@ class RoundedRows(NamedTuple):
     """Rows of x: codes times scales."""
 
     codes: torch.Tensor
-    """[M, K] float8_e4m3fn, interleaved as stored weights' are (`quantized_weight.ORDER`)."""
+    """[M rounded up to eight, K] float8_e4m3fn, interleaved as stored weights' are (`quantized_weight.ORDER`); in rows past M is anything: bulk
+    copies past a tensor's end are slow."""
     scales: torch.Tensor
     """[M, 1] float32."""
     sums: torch.Tensor
@@ -35,7 +36,7 @@ def round_rows(x: torch.Tensor, norm: Norm | None = None, columns_to_sum: int = 
     columns_to_sum: 0, or 64 or 128, of which K is a multiple then.
     """
     (num_rows, size), stride = x.shape, -(-len(x) // 8) * 8
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    codes = torch.empty(stride, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     sums = torch.empty(size // columns_to_sum if columns_to_sum else 0, stride, dtype=torch.float32, device=x.device)
     _launch(x, norm, columns_to_sum, codes, 0, scales, sums if columns_to_sum else 0, stride)

@@ -78,14 +78,15 @@ def multiply_rounded(
 ) -> torch.Tensor:
     """x [M, K], for which `is_rounded` holds, or rms_norm(x, *norm), times the weight [N, K] transposed, plus bias [N] -> [M, N]; added, rounded, to
     residual [M, N] in place; gated: silu(gate) * up [M, N / 2]."""
-    codes, scales, _ = round_rows(x, norm)
-    operands = (codes, scales, weight.codes, weight.scales, x.dtype)
+    rounded = round_rows(x, norm)
+    operands = (rounded, weight.codes, weight.scales, x.dtype)
     if _is_wide(len(x), weight, is_gated) and (residual is None or residual.data_ptr() % PIECE == 0):
         return wide_linear.launch_codes(*operands, bias, residual, is_gated)
     if _is_wide(len(x), weight, False):
         made = wide_linear.launch_codes(*operands, bias)
     else:
-        made = torch._scaled_mm(codes, weight.codes.t(), scales, weight.scales.view(1, -1), bias, out_dtype=x.dtype, use_fast_accum=True)
+        codes, scales = rounded.codes[: len(x)], (rounded.scales, weight.scales.view(1, -1))
+        made = torch._scaled_mm(codes, weight.codes.t(), *scales, bias, out_dtype=x.dtype, use_fast_accum=True)
     if is_gated:
         return silu_mul(made)
     return made if residual is None else residual.add_(made)

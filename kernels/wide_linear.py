@@ -10,6 +10,7 @@ import functools
 import torch
 
 from kernels._load import ELEMENTS, gpu_of, load
+from kernels.round_rows import RoundedRows
 from kernels.tensor_map import tensor_map
 
 MIN_TOKENS, MAX_TOKENS = 17, 192
@@ -73,12 +74,11 @@ def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, is_gated: bool = False
 ) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]; added to residual [M, N] in place; gated: silu(gate) * up [M, N / 2]."""
-    return _launch(x, weight, x.dtype, (0, 0), bias, residual, is_gated)
+    return _launch(x, len(x), weight, x.dtype, (0, 0), bias, residual, is_gated)
 
 
 def launch_codes(
-    x: torch.Tensor,
-    scales: torch.Tensor,
+    x: RoundedRows,
     weight: torch.Tensor,
     weight_scales: torch.Tensor,
     dtype: torch.dtype,
@@ -86,13 +86,15 @@ def launch_codes(
     residual: torch.Tensor | None = None,
     is_gated: bool = False,
 ) -> torch.Tensor:
-    """The same of x [M, K] and weight [N, K] in e4m3, their columns in one order, times scales [M, 1] and weight_scales [N, 1] float32; K is a
-    multiple of 128, N of 16, gated of 32. dtype: bfloat16 or float16, of the result."""
-    return _launch(x.view(torch.uint8), weight.view(torch.uint8), dtype, (weight_scales, scales), bias, residual, is_gated)
+    """The same of x [M, K] and weight [N, K] in e4m3, their columns in one order, times x's scales and weight_scales [N, 1] float32; K is a multiple
+    of 128, N of 16, gated of 32. dtype: bfloat16 or float16, of the result."""
+    codes, num_tokens = x.codes.view(torch.uint8), len(x.scales)
+    return _launch(codes, num_tokens, weight.view(torch.uint8), dtype, (weight_scales, x.scales), bias, residual, is_gated)
 
 
 def _launch(
     x: torch.Tensor,
+    num_tokens: int,
     weight: torch.Tensor,
     dtype: torch.dtype,
     scales: tuple[torch.Tensor | int, torch.Tensor | int],
@@ -100,7 +102,7 @@ def _launch(
     residual: torch.Tensor | None,
     is_gated: bool,
 ) -> torch.Tensor:
-    (num_tokens, in_size), out_size, size = x.shape, weight.shape[0], x.element_size()
+    (out_size, in_size), size = weight.shape, x.element_size()
     out_width = out_size // 2 if is_gated else out_size
     out = torch.empty(num_tokens, out_width, dtype=dtype, device=x.device) if residual is None else residual
     num_multiprocessors = gpu_of(x.device).num_multiprocessors
@@ -109,7 +111,7 @@ def _launch(
     tokens, width, split = (int(defines[key]) for key in ("TOKENS", "WIDTH", "SPLIT"))
     num_rows = -(-num_tokens // 8) * 8
     weights = tensor_map(weight.data_ptr(), x.dtype, (in_size, out_size), (row_bytes,), (step, width // (1 + is_gated)))
-    tokens_map = tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * size,), (step, num_rows))
+    tokens_map = tensor_map(x.data_ptr(), x.dtype, (in_size, len(x)), (x.stride(0) * size,), (step, num_rows))
     kernel = load(x.device, "wide_linear", "wide_linear", defines, shared=SHARED, programmatic=True)
     num_tiles = -(-out_size // width)
     grid = num_tiles * split if split > 1 else min(num_tiles, num_multiprocessors)

@@ -99,7 +99,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
   const int num_outputs = GATED ? N / 2 : N;
   if (threadIdx.x == 0) {
     prefetch(&codes), prefetch(&tokens);
-    for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, 4);
+    for (int s = 0; s < STAGES; ++s) init_barrier(full + 8 * s, GROUPED ? 3 : 2), init_barrier(empty + 8 * s, 4);
     if constexpr (SPLIT > 1) {
       init_barrier(parts, 1);
       arrive_expecting(parts, REMOTE_BYTES);
@@ -111,53 +111,51 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
 
   if (threadIdx.x < 128) {
     keep_registers<PRODUCER_REGISTERS>();
-    // By a whole warp: its first lane copies codes, and scales and zeros, which are short lines and many, are the lanes' in turn. They may come in before
-    // the first lane has said how many bytes there are, as nobody's wait ends before it has.
+    // Three warps copy: codes, scales and zeros, and what belongs to tokens, which alone waits for the kernel ahead.
     constexpr int SIDES = GATED ? 2 : 1, SCALE_LINES = GROUPED ? SPANS * SIDES * (ZEROS ? 2 : 1) : 0;
-    const auto copy_codes = [&](int stage, int tile, int step) {
-      const uint32_t place = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
-      const int row = tile * OUTPUTS, size = min(OUTPUTS, num_outputs - row) * 4;  // bytes of the scales that there are
-      if (threadIdx.x == 0) {
-        arrive_expecting(barrier, num_rows * (PARTS * UNITS * TOKEN_BYTES + SUM_LINES * 4) + CODE_BYTES + SCALE_LINES * size);
-        copy_block(place + ALL_TOKEN_BYTES, &codes, barrier, row, step * LINES);
-        if constexpr (GATED) copy_block(place + ALL_TOKEN_BYTES + CODE_BYTES / 2, &codes, barrier, num_outputs + row, step * LINES);
-      }
-      if constexpr (GROUPED)
-        for (int i = threadIdx.x; i < SCALE_LINES; i += 32) {
-          const int span = i % SPANS, side = i / SPANS % SIDES;
-          const bool is_zero = i >= SPANS * SIDES;
-          const int column = (step * UNITS + span / PARTS * SPAN) * UNIT + span % PARTS * row_bytes;
-          const size_t line = size_t(column / group_size) * scale_stride + row + side * num_outputs;
-          copy_line(place + (is_zero ? ZERO_PLACE : SCALE_PLACE) + span * ROW_BYTES + side * (ROW_BYTES / 2), (is_zero ? zeros : scales) + line, size, barrier);
-        }
-    };
-    // Of a tile's copies, which step of K one is.
-    const auto step_of = [&](int i) { return begin + i / 2 + (i % 2 ? (num_own + 1) / 2 : 0); };
-    const auto copy_tokens = [&](int stage, int step) {
-      const uint32_t place = stages + stage * STAGE_BYTES, barrier = full + 8 * stage;
-      for (int p = 0; p < PARTS; ++p)
-        copy_block(place + p * UNITS * num_rows * TOKEN_BYTES, &tokens, barrier, 0, step * UNITS + p * (row_bytes / UNIT));
-      for (int i = 0; i < SUM_LINES; ++i) {
-        const int line = (step * UNITS + i / PARTS * SPAN + i % PARTS * (row_bytes / UNIT)) / SPAN;
-        copy_line(place + CODE_SUM_PLACE + i * LINE_BYTES, code_sums + size_t(line) * num_rows, num_rows * 4, barrier);
-      }
-    };
-    const int num_early = min(STAGES, num_own);
-    if (threadIdx.x < (GROUPED ? 32 : 1)) {
-      for (int i = 0; i < num_early; ++i) copy_codes(i, first_tile, step_of(i));
-      if (threadIdx.x == 0) {
-        wait_for_earlier();
-        for (int i = 0; i < num_early; ++i) copy_tokens(i, step_of(i));
-      }
-      int stage = num_early % STAGES, parity = num_early == STAGES;  // of `empty`, as it was before
+    static_assert(SCALE_LINES <= 32, "a lane copies one of a step's lines");
+    const int role = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto copy_all = [&](auto copy) {
+      int stage = 0, parity = 0;
       for (int tile = first_tile; tile < num_tiles; tile += tile_step)
-        for (int i = tile == first_tile ? num_early : 0; i < num_own; ++i) {
-          await(empty + 8 * stage, parity ^ 1);
-          copy_codes(stage, tile, step_of(i));
-          if (threadIdx.x == 0) copy_tokens(stage, step_of(i));
+        for (int i = 0; i < num_own; ++i) {
+          await(empty + 8 * stage, parity ^ 1);  // at first at once
+          copy(stages + stage * STAGE_BYTES, full + 8 * stage, tile, begin + i / 2 + (i % 2 ? (num_own + 1) / 2 : 0));
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-      if (threadIdx.x == 0) launch_dependents();
+    };
+    if (role == 0 && lane == 0) {
+      copy_all([&](uint32_t place, uint32_t barrier, int tile, int step) {
+        arrive_expecting(barrier, CODE_BYTES);
+        copy_block(place + ALL_TOKEN_BYTES, &codes, barrier, tile * OUTPUTS, step * LINES);
+        if constexpr (GATED) copy_block(place + ALL_TOKEN_BYTES + CODE_BYTES / 2, &codes, barrier, num_outputs + tile * OUTPUTS, step * LINES);
+      });
+      launch_dependents();
+    } else if (role == 1 && GROUPED) {
+      const int span = lane % SPANS, side = lane / SPANS % SIDES, first_column = span / PARTS * SPAN * UNIT + span % PARTS * row_bytes;
+      const bool is_zero = lane >= SPANS * SIDES;
+      const float* source = (is_zero ? zeros : scales) + side * num_outputs;
+      const int target = (is_zero ? ZERO_PLACE : SCALE_PLACE) + span * ROW_BYTES + side * (ROW_BYTES / 2);
+      copy_all([&](uint32_t place, uint32_t barrier, int tile, int step) {
+        const int row = tile * OUTPUTS, size = min(OUTPUTS, num_outputs - row) * 4;  // bytes of the scales that there are
+        if (lane == 0) arrive_expecting(barrier, SCALE_LINES * size);
+        // Those of other lanes may come in before: nobody's wait ends before the first lane has said how many there are.
+        if (lane < SCALE_LINES)
+          copy_line(place + target, source + size_t((first_column + step * STEP) / group_size) * scale_stride + row, size, barrier);
+      });
+    } else if (role == 2 && lane == 0) {
+      wait_for_earlier();
+      copy_all([&](uint32_t place, uint32_t barrier, int, int step) {
+        arrive_expecting(barrier, num_rows * (PARTS * UNITS * TOKEN_BYTES + SUM_LINES * 4));
+        for (int p = 0; p < PARTS; ++p) {
+          const int unit = step * UNITS + p * (row_bytes / UNIT);
+          copy_block(place + p * UNITS * num_rows * TOKEN_BYTES, &tokens, barrier, 0, unit);
+          if constexpr (SUM_LINES > 0) {
+            constexpr int EACH = UNITS / SPAN;  // lines of a part, one behind the other
+            copy_line(place + CODE_SUM_PLACE + p * EACH * LINE_BYTES, code_sums + size_t(unit / SPAN) * num_rows, EACH * num_rows * 4, barrier);
+          }
+        }
+      });
     }
     __syncwarp();
     await_cluster();
@@ -243,10 +241,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
       float own[GOES_ON ? 2 : 1][WGMMA_N / 2], scale[2][2], zero[2][2];
       const auto finish = [&](int span, int turn) {
         const float* v = own[GOES_ON ? span % 2 : 0];
+        const uint32_t sums_place = stages + stage * STAGE_BYTES + CODE_SUM_PLACE + span % PARTS * (UNITS / SPAN) * LINE_BYTES + span / PARTS * num_rows * 4;
 #pragma unroll
         for (int block = 0; block < WGMMA_N / 8; ++block) {
           float2 of_codes;
-          if constexpr (SUM_LINES > 0) of_codes = load_pair(stages + stage * STAGE_BYTES + CODE_SUM_PLACE + span * LINE_BYTES + (turn * WGMMA_N + block * 8 + t * 2) * 4);
+          if constexpr (SUM_LINES > 0) of_codes = load_pair(sums_place + (turn * WGMMA_N + block * 8 + t * 2) * 4);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float term = v[block * 4 + e];

@@ -78,7 +78,7 @@ def choose_shape(
         stages = min(MAX_STAGES, room // stage_bytes // GROUPS * GROUPS)
         # Warpgroups have halves of a block's K, whatever the size of a step.
         is_even = num_units % (2 * split * units) == 0
-        if units == span or (is_even and units * parts <= 4 and stages >= LEAST_STAGES):
+        if units == span or (is_even and units * parts <= (8 if is_rounded and tokens == SIZES[0] else 4) and stages >= LEAST_STAGES):
             break
     return {"TOKENS": tokens, "SPLIT": split, "UNITS": units, "STAGES": stages, "ROUNDED": int(is_rounded), "SPAN": span}
 
@@ -111,9 +111,9 @@ def launch(
     block = (line, outputs, units * STEP // line)
     codes = tensor_map(weight.codes.data_ptr(), torch.uint8, (line, out_size, row_bytes // line), (row_bytes, line), block)
     rounded = round_rows(x, norm, int(shape["SPAN"]) * STEP if parts == 2 else 0) if is_rounded else None
-    rows = x if rounded is None else rounded.codes.view(torch.uint8)
+    rows = x if rounded is None else rounded.codes.view(torch.uint8)  # of codes there are as many as are copied
     strides = (rows.stride(0) * rows.element_size(), STEP * rows.element_size())
-    tokens = tensor_map(rows.data_ptr(), rows.dtype, (STEP, num_tokens, rows.shape[1] // STEP), strides, (STEP, num_rows, units))
+    tokens = tensor_map(rows.data_ptr(), rows.dtype, (STEP, len(rows), rows.shape[1] // STEP), strides, (STEP, num_rows, units))
     kernel = load(x.device, "wide_quantized", "wide_quantized", defines, shared=SHARED, programmatic=True)
     split = int(shape["SPLIT"])
     grid = num_tiles * split if split > 1 else min(num_tiles, num_multiprocessors)

@@ -48,7 +48,7 @@ DEFINES = {
         "ZEROS": 1,
         "GROUPED": 1,
         "TOKENS": 128,
-        "SPLIT": 2,
+        "SPLIT": 1,
         "GATED": 1,
         "UNITS": 2,
         "STAGES": 4,

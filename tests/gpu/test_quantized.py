@@ -226,7 +226,7 @@ def test_many_tokens_and_odd_sizes(stored: torch.dtype, device: torch.device) ->
 
 def exact_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What round_rows made, as float64 in the columns' order."""
-    pieces = codes.view(torch.uint8).unflatten(1, (-1, 16))[:, :, NATURAL].flatten(1).view(torch.float8_e4m3fn)
+    pieces = codes[: len(scales)].view(torch.uint8).unflatten(1, (-1, 16))[:, :, NATURAL].flatten(1).view(torch.float8_e4m3fn)
     return pieces.double() * scales.double()
 
 
@@ -235,7 +235,7 @@ def test_rows_in_e4m3(size: int, device: torch.device) -> None:
     x = tokens(7, size, torch.bfloat16, device)
     x[:, 5] *= 40  # as some channels are
     x[3] = 0
-    codes, scales, _ = round_rows(x)
+    codes, scales = round_rows(x).codes[:7], round_rows(x).scales
     assert torch.allclose(scales[:, 0], x.abs().amax(dim=1).float().clamp(min=1e-12) / 448)
     error = (exact_rows(codes, scales) - x.double()).abs()
     assert (error <= x.double().abs() / 16 + scales / 512 * 1.01).all(), "more than half a step"
@@ -244,10 +244,9 @@ def test_rows_in_e4m3(size: int, device: torch.device) -> None:
         sums = round_rows(x, None, columns).sums
         assert torch.equal(sums[:, :7], codes.float().unflatten(1, (-1, columns)).sum(2).t())
     norm = (1 + 0.1 * torch.randn(size, device=device)).bfloat16()
-    if size > 512:  # a warp normalises shorter rows, in another order
+    if size < 32768:  # rms_norm's longest rows
         normed = round_rows(rms_norm(x.contiguous(), norm, 1e-5))
-        for own, other in zip(round_rows(x, (norm, 1e-5)), normed, strict=True):
-            assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
+        assert torch.equal(exact_rows(*round_rows(x, (norm, 1e-5))[:2]), exact_rows(*normed[:2]))
 
 
 ROUNDED = [(1, 6144, 4096), (6, 4096, 4096), (8, 28672, 4096), (30, 4096, 14336), (64, 28672, 4096), (100, 6144, 4096), (128, 4096, 14336)]
@@ -331,9 +330,9 @@ def test_rounded_activations_of_groups(
     assert relative_error(out, exact) < 5e-3
     assert relative_error(with_bias, exact + bias.double()) < 5e-3
     assert added is residual and relative_error(added, before.double() + exact) < 5e-3
-    assert torch.equal(normed, expected) and torch.equal(normed_gated, expected_gated)
-    if gated is not None:
-        assert relative_error(gated, silu_mul(exact.float().cpu()).double().to(device)) < 2e-2
+    assert torch.equal(normed, expected)
+    if gated is not None:  # else linear.cu's, whose norm is fused
+        assert torch.equal(gated, silu_mul(out)) and torch.equal(normed_gated, expected_gated)
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.uint8], ids=str)
