@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import json
 import shutil
@@ -30,6 +31,7 @@ from backend.quantization import schemes
 from backend.step.draft_masks import Grammars
 from backend.step.plan import StepPlan
 from backend.step.worker import Results, StepTimes
+from backend.structured_outputs import StructuredOutputs
 from benchmarks.step_bytes import counted_experts, profiled, read_bytes
 from benchmarks.workloads import completion_prompts
 from training.heldout import read_heldout
@@ -249,7 +251,9 @@ def watch_steps(llm: LLM) -> Iterator[list[WatchedStep]]:
         worker.launch = launch  # type: ignore[method-assign]
 
 
-def run(llm: LLM, requests: list[dict[str, list[int]]], params: SamplingParams, strategy: str = "target_match") -> dict[str, float]:
+def run(
+    llm: LLM, requests: list[dict[str, list[int]]], params: SamplingParams | list[SamplingParams], strategy: str = "target_match"
+) -> dict[str, float]:
     """Decodes requests together -> seconds of the device's steps, and tokens a second once all of them decode."""
     batch = len(requests)
     with watch_steps(llm) as steps:
@@ -341,6 +345,39 @@ def compare_options(target: Path, batches: list[int], prompt: int, outputs: int)
             print(f"| {name} | {batch} | {first['step_ms']:.3f} | {longest:.3f} | {figures} |", flush=True)
 
 
+FORMS = (
+    {"regex": r"([a-z]{2,9} = [0-9]{1,4}\n){100}"},
+    {
+        "json": {
+            "type": "array",
+            "minItems": 100,
+            "items": {"type": "object", "properties": {"name": {"type": "string"}, "size": {"type": "integer"}}},
+        }
+    },
+)
+"""That no answer comes to the end of."""
+
+
+def compare_forms(target: Path, batches: list[int], prompt: int, outputs: int, repeats: int = 3) -> None:
+    """Plain steps whose requests all follow a form, a regular expression or a JSON schema by turns, against free ones, in turns."""
+    llm = load_target(target, max(batches), prompt + outputs + 32, {"method": "none"}, enable_prefix_caching=False)
+    forms = [dataclasses.replace(greedy(outputs), structured_outputs=StructuredOutputs(**form)) for form in FORMS]
+    print("| batch | free: step, wall, ms | with a form | wall over free |")
+    print("|---|---|---|---|")
+    for batch in batches:
+        requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, prompt)]
+        asked = {"free": [greedy(outputs)] * batch, "form": [forms[i % len(forms)] for i in range(batch)]}
+        rows: dict[str, list[dict[str, float]]] = {name: [] for name in asked}
+        for _ in range(repeats + 1):
+            for name, params in asked.items():
+                rows[name].append(run(llm, requests, params))
+        medians = {
+            name: [statistics.median(row[key] for row in own[1:]) for key in ("step_ms", "wall_ms")] for name, own in rows.items()
+        }  # the first time compiles
+        (step, wall), (form_step, form_wall) = medians["free"], medians["form"]
+        print(f"| {batch} | {step:.3f}, {wall:.3f} | {form_step:.3f}, {form_wall:.3f} | {form_wall / wall:.3f} |", flush=True)
+
+
 def count_bytes(target: Path, arguments: argparse.Namespace, speculation: dict[str, Any], options: dict[str, Any], bandwidth: float) -> None:
     """Prints what plain steps of each batch have to read, in bytes and in ms, by the experts that their tokens take."""
     outputs = 16
@@ -376,6 +413,7 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true", help="counts the experts that steps take, in a run of its own, and says what is to be read")
     parser.add_argument("--alike", action="store_true", help="all requests of a batch have the same prompt, and so take the same experts")
     parser.add_argument("--profile", action="store_true", help="prints the kernels of each row's steps, prompts with them, in a run of its own")
+    parser.add_argument("--forms", action="store_true", help="compares answers that follow a form with free ones, and nothing else")
     parser.add_argument("--options", action="store_true", help="compares strategies of verification, and log-probabilities, and nothing else")
     arguments = parser.parse_args()
     schemes.GROUP = arguments.group
@@ -385,6 +423,9 @@ def main() -> None:
         target = write_target(arguments.shape, Path(folder))
         if arguments.shared:
             compare_cascade(target, arguments.shared, arguments.batches)
+            return
+        if arguments.forms:
+            compare_forms(target, arguments.batches, arguments.prompt, arguments.outputs)
             return
         if arguments.options:
             compare_options(target, arguments.batches, arguments.prompt, arguments.outputs)
