@@ -351,7 +351,7 @@ FORMS = (
         "json": {
             "type": "array",
             "minItems": 100,
-            "items": {"type": "object", "properties": {"name": {"type": "string"}, "size": {"type": "integer"}}},
+            "items": {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}},
         }
     },
 )
@@ -409,6 +409,7 @@ def main() -> None:
     parser.add_argument("--shared", type=int, metavar="TOKENS", help="compares cascade attention for requests that begin alike, and nothing else")
     parser.add_argument("--expert-parallel", action="store_true", help="whole experts are spread over the ranks")
     parser.add_argument("--quantization", help="of the target's weights")
+    parser.add_argument("--draft-quantization", help="of the drafter's weights")
     parser.add_argument("--group", type=int, default=schemes.GROUP, help="inputs that share a scale in wint4 and w4a8: 128 as most checkpoints have")
     parser.add_argument("--experts", action="store_true", help="counts the experts that steps take, in a run of its own, and says what is to be read")
     parser.add_argument("--alike", action="store_true", help="all requests of a batch have the same prompt, and so take the same experts")
@@ -440,6 +441,7 @@ def main() -> None:
                 "adaptive": False,
                 "accept_policy": "simulated",
                 "simulated_acceptance_rate": arguments.acceptance,
+                **({"quantization": arguments.draft_quantization} if drafter is not None and arguments.draft_quantization else {}),
             }
             length = arguments.prompt + arguments.outputs + 32
             options = {
