@@ -1,4 +1,4 @@
-// wgmma.m64nNk16, N a multiple of 16 from 32 to 192: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
+// wgmma.m64nNk16, N a multiple of 16 from 16 to 192: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
 // ELEMENT: __nv_bfloat16, __half, or E4m3 (k32). Thread i of a warpgroup has rows i / 32 * 16 + i % 32 / 4 (+ 8), as PTX's figure says.
 #pragma once
 #include <cuda_bf16.h>
@@ -63,6 +63,7 @@ struct E4m3 {};  // operands of eight bits: twice as many in the same bytes
       asm volatile(PRODUCT("bf16", N, REGISTERS, "{" P0 ", " P1 ", " P2 ", " P3 "}", P4, P5, "")                                          \
                    : SUMS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(is_added));                                           \
   }
+PRODUCTS(8, "n16", R8, S8, "%8", "%9", "%10", "%11", "%12", "%13")
 PRODUCTS(16, "n32", R16, S16, "%16", "%17", "%18", "%19", "%20", "%21")
 PRODUCTS(24, "n48", R24, S24, "%24", "%25", "%26", "%27", "%28", "%29")
 PRODUCTS(32, "n64", R32, S32, "%32", "%33", "%34", "%35", "%36", "%37")

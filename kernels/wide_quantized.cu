@@ -12,8 +12,9 @@
 // With ROUNDED x is e4m3, each token with a scale of its own, and nothing is made of the stored bytes: those of e4m3 are what tensor cores take, and so are
 // digits of 4 bits, as e4m3's numbers below 16 * 2^-9 are those of its bytes. What zeros take off is zero times a sum of x's codes, which x comes with.
 //
-// ELEMENT, KIND, ZEROS: see quantized.cuh; ROUNDED: 0, or 1 where scales are of groups and KIND is not 0; SPAN: units that share a scale; GROUPED: scales are of group_size columns each, or there are zeros; TOKENS: 32, 64, 128 or 192 (not of 4 bits), most rows of
-// x; SPLIT: 1 or 2; GATED: weights are gate | up, the output silu(gate) * up, and a tile has as many rows of either; UNITS: 1, 2 or 4; STAGES.
+// ELEMENT, KIND, ZEROS: see quantized.cuh; ROUNDED: 0, or 1 where scales are of groups and KIND is not 0; SPAN: units that share a scale; GROUPED: scales
+// are of group_size columns each, or there are zeros; TOKENS: 16 (ROUNDED, without SPLIT), 32, 64, 128 or 192 (not of 4 bits), most rows of x; SPLIT: 1 or
+// 2; GATED: weights are gate | up, the output silu(gate) * up, and a tile has as many rows of either; UNITS: 1, 2 or 4; STAGES.
 #include "quantized.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // Sums of a group's columns lie beside those of all: where that would take too many registers, half of the tokens have their turn after the others.
@@ -86,8 +87,8 @@ __device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %
 // scales [M] and the sums of each 64 SPAN codes [K / 64 SPAN, num_rows]; rows of x to copy, M rounded up to eight. N is a multiple of 16, of 32 where gated.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(MOST_THREADS, 1)
     wide_quantized(const __grid_constant__ CUtensorMap codes, const __grid_constant__ CUtensorMap tokens, Element* out, const float* scales,
-                   const float* zeros, const Element* bias, const Element* residual, const float* token_scales, const float* code_sums, int M, int N, int row_bytes, int group_size, int scale_stride,
-                   int num_tiles, int num_rows) {
+                   const float* zeros, const Element* bias, const Element* residual, const float* token_scales, const float* code_sums, int M,
+                   int N, int row_bytes, int group_size, int scale_stride, int num_tiles, int num_rows) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 * STAGES + 1];
   __shared__ float own_scales[ROUNDED ? TOKENS : 1];

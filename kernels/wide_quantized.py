@@ -19,8 +19,8 @@ MAX_TOKENS, MAX_4_BIT_TOKENS = 192, 128
 MIN_TOKENS, MIN_GROUPED_TOKENS = 1, 9
 """Fewer are `linear.cu`'s, but for rounded x: where scales are of groups it is faster for them, and one request's drafts are verified with the sums
 of plain decoding in either."""
-SIZES = (32, 64, 128, 192)
-"""Tokens that a kernel has room for."""
+SIZES, LEAST_SIZE = (32, 64, 128, 192), 16
+"""Tokens that a kernel has room for; LEAST_SIZE: where x is rounded and nothing is split."""
 TILE, THREADS = 64, 384
 SHARED = 222 * 1024
 """Bytes of dynamic shared memory: all but what two small blocks of other kernels need."""
@@ -67,8 +67,8 @@ def choose_shape(
 ) -> Defines:
     """How `wide_quantized.cu` is compiled for a product. num_units: of STEP bytes in a row; parts: of a byte; lines: of scales and zeros of a
     unit; can_span: two units may have a scale in common. SPLIT and SPAN, which decide in which order terms are added, do not depend on the tokens."""
-    tokens = next(size for size in SIZES if num_tokens <= size)
     split = 2 if 2 * num_tiles <= num_multiprocessors and num_units >= 8 else 1
+    tokens = next(size for size in (LEAST_SIZE, *SIZES) if num_tokens <= size and (size in SIZES or (is_rounded and split == 1)))
     room = SHARED - 1024 - tokens * TILE * (6 if split > 1 else 4)  # but what sums are exchanged in
     span = 2 if is_rounded and can_span and num_units % (4 * split) == 0 else 1
     token_bytes, sum_bytes = (64, parts * tokens * 4 if parts == 2 else 0) if is_rounded else (128, 0)
@@ -78,7 +78,7 @@ def choose_shape(
         stages = min(MAX_STAGES, room // stage_bytes // GROUPS * GROUPS)
         # Warpgroups have halves of a block's K, whatever the size of a step.
         is_even = num_units % (2 * split * units) == 0
-        if units == span or (is_even and units * parts <= (8 if is_rounded and tokens == SIZES[0] else 4) and stages >= LEAST_STAGES):
+        if units == span or (is_even and units * parts <= (8 if is_rounded and tokens <= SIZES[0] else 4) and stages >= LEAST_STAGES):
             break
     return {"TOKENS": tokens, "SPLIT": split, "UNITS": units, "STAGES": stages, "ROUNDED": int(is_rounded), "SPAN": span}
 
