@@ -36,6 +36,8 @@ from training.tokenizer import load_tokenizer
 TYPES: dict[str, Any] = {
     "none": None,
     **{name: name for name in SCHEMES},
+    "a8w8_fp8": "a8w8_fp8",
+    "w4a8": "w4a8",
     "wint8, head wint8": {"dense_quant_type": "wint8", "head_quant_type": "wint8"},
 }
 CACHES: dict[str, dict[str, str]] = {
@@ -98,6 +100,7 @@ def compare_acceptance(num_prompts: int) -> None:
     params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
     print(f"\n{'rounded':30} {'accepted':>9} mtp, 3 drafts, {num_prompts} prompts, 64 tokens, greedy")
     weights = [("nothing", None), *((who, name) for who in ("drafter", "target", "both") for name in SCHEMES)]
+    weights += [("target", "a8w8_fp8"), ("target", "w4a8")]
     for who, name in [*weights, *(("", cache) for cache in CACHES)]:
         speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, "quantization": name if who in ("drafter", "both") else None}
         cache = CACHES.get(name or "", {})

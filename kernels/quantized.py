@@ -17,7 +17,7 @@ from kernels.activation import silu_mul
 from kernels.norm import rms_norm
 from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
 from kernels.round_rows import as_rounded
-from kernels.rounded import is_rounded, is_rounded_for_groups, multiply_rounded
+from kernels.rounded import is_rounded, is_rounded_by_twin, is_rounded_for_groups, multiply_rounded
 
 MAX_TURNS, MAX_WIDE_TURNS = 4, 2
 """Times that `linear.cu` and `wide_quantized.cu` may read the weights, from which on writing them out takes no longer."""
@@ -177,7 +177,7 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
 
 def _multiply_written(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, is_gated: bool = False) -> torch.Tensor:
     """By torch, with the weights written out."""
-    if is_rounded_for_groups(x, weight, is_gated):
+    if is_rounded_for_groups(x, weight, is_gated) or is_rounded_by_twin(x, weight):
         x = as_rounded(x)
     return F.linear(x, expand_weight(weight, x.dtype), bias) if can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels import reference
 from kernels._load import ELEMENTS, load
 from kernels.norm import NARROW_BYTES, rms_norm
 
@@ -45,6 +46,8 @@ def round_rows(x: torch.Tensor, norm: Norm | None = None, columns_to_sum: int = 
 
 def as_rounded(x: torch.Tensor) -> torch.Tensor:
     """What the codes of `round_rows` stand for, in x's dtype and order, for products that take no codes."""
+    if not x.is_cuda:
+        return reference.round_activations(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, None, 0, 0, out, 0, 0, 0)
     return out

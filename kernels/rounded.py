@@ -45,6 +45,11 @@ def is_rounded_for_groups(x: torch.Tensor, weight: QuantizedWeight, is_gated: bo
     return is_one and _may_round(x) and wide_quantized.is_wide(x, weight, is_gated, is_rounded=True)
 
 
+def is_rounded_by_twin(x: torch.Tensor, weight: QuantizedWeight) -> bool:
+    """Whether x [M, K] on CPU is rounded for its product with the weight: for all that a GPU has a kernel for at some size."""
+    return _is_on and not x.is_cuda and len(x) > 0 and weight.codes.dtype != torch.int8
+
+
 def is_rounded(x: torch.Tensor, weight: QuantizedWeight) -> bool:
     """Whether x [M, K] is rounded for its product with a weight of e4m3 whose rows have a scale each (`multiply_rounded`)."""
     return (

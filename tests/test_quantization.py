@@ -336,3 +336,27 @@ def test_names_that_ask_for_activations(own: dict[str, str], expected: str) -> N
     assert EngineConfig.from_dict(own | {"activations": "model"}).activations == "model"
     with pytest.raises(ConfigError, match="activations must be one of auto, model, fp8, got 'int8'"):
         EngineConfig.from_dict(own | {"activations": "int8"})
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "block_wise_fp8", "wint4", "wint8"])
+def test_inputs_of_products_are_rounded(scheme: str) -> None:
+    """As GPUs' kernels do: a step of e4m3 for each token, which its largest number is 448 of; not for weights in int8, and nowhere outside."""
+    torch.manual_seed(0)
+    linear, x = (
+        QuantizedLinear(quantize(torch.randn(24, 128), scheme), torch.randn(24)),
+        torch.randn(5, 128) * 10 ** torch.linspace(-3, 3, 5)[:, None],
+    )
+    x[2] = 0
+    steps = x.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+    rounded = (x / steps).to(torch.float8_e4m3fn).float() * steps
+    before, residual, norm = linear(x), torch.randn(5, 24), torch.randn(128)
+    added, normed = residual.clone(), F.rms_norm(x, (128,), norm, 1e-5)
+    with ops.rounding_activations(True):
+        out = linear(x)
+        linear.add_to(added, x)
+        torch.testing.assert_close(linear.after_norm(x, norm, 1e-5), linear(normed))
+    expected = before if scheme == "wint8" else linear(rounded)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(added, residual + expected)
+    assert torch.equal(linear(x), before)
+    assert scheme == "wint8" or not torch.allclose(out, before, rtol=1e-3)

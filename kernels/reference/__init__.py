@@ -17,7 +17,7 @@ from kernels.reference.dense import (
     silu_mul,
     soft_cap,
 )
-from kernels.reference.e4m3 import E4M3, E4M3_MAX, read_numbers, round_to_e4m3
+from kernels.reference.e4m3 import E4M3, E4M3_MAX, read_numbers, round_activations, round_to_e4m3
 from kernels.reference.experts import mix_experts, route
 from kernels.reference.latent import append_latent, latent_attention
 from kernels.reference.quantized import expand_rows, quantized_linear
@@ -68,6 +68,7 @@ __all__ = [
     "quantized_linear",
     "read_numbers",
     "rms_norm",
+    "round_activations",
     "round_to_e4m3",
     "route",
     "sample",

@@ -19,6 +19,12 @@ def round_to_e4m3(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return (x.float() * factors).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
+def round_activations(x: torch.Tensor) -> torch.Tensor:
+    """x [M, K] as products with rounded inputs have it, in its own dtype: a row's largest number is 448 steps of e4m3."""
+    steps = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
+    return (read_numbers(round_to_e4m3(x, 1 / steps), torch.float32) * steps).to(x.dtype)
+
+
 @functools.lru_cache(maxsize=8)
 def _table(dtype: torch.dtype) -> torch.Tensor:
     """[256]: what the codes stand for."""
