@@ -25,6 +25,7 @@ from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
 from backend.group import CAPTURE, CHECK, PLAN, PROBS, STOP, Verdicts, check_verdicts, compare_verdicts
 from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
+from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
 from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, describe_self
@@ -197,7 +198,9 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
         ring = PlanRing(config.parallel_config.host_size - 1, spec["ring"]) if spec["ring"] else None
         line, plan_line = meet(store, config, rank, host)
         plans = Plans(ring, rank, plan_line, line, check)
-        orders = Orders(line, lose)
+        pulse = Pulse(reach_store(host, spec["port"], size))
+        orders = Orders(line, pulse.silence, lose)
+        pulse.start()
         orders.start()
         device = torch.device(config.device)
         if device.type == "cuda":
@@ -215,6 +218,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
                 if ring is not None:
                     ring.close()
             orders.end()
+            pulse.stop()
             pages.close()
             worker.release()
             ranks.close()

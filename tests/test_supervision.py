@@ -30,6 +30,8 @@ from deploy.supervision.processes import (
     REGION,
     REGIONS_FILE,
     SHARED_MEMORY_FOLDER,
+    STOPPED_SECONDS,
+    StoppedProcesses,
     Stub,
     find_stubs,
     has_children,
@@ -140,6 +142,26 @@ def test_processes_are_read() -> None:
     assert not is_running(child), "it has ended, though nobody has asked for its status"
     os.waitpid(child, 0)
     assert read_state(child) == ("X", 0)
+
+
+def test_a_process_that_is_stopped_is_found() -> None:
+    """When it was at every look for so long; a debugger's are not looked for."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        try:
+            pids, stopped = [os.getpid(), process.pid], StoppedProcesses()
+            assert stopped.find(pids, 0.0) is None
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            looks = [(1.0, None), (2.0, None), (1.0 + STOPPED_SECONDS, process.pid), (9.0, None), (10.0, None), (9.0 + STOPPED_SECONDS, process.pid)]
+            assert [(now, stopped.find(pids, now)) for now, _ in looks] == looks, "between 4 and 9 nobody looked"
+            process.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+            assert stopped.find(pids, 12.0) is None
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert [stopped.find(pids, now) for now in (13.0, 14.0)] == [None, None]
+        finally:
+            process.kill()
 
 
 def test_how_long_a_model_was_up() -> None:

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, ServerApi
-from deploy.supervision.processes import find_regions, find_stubs, has_children, hide_argument, note_regions, read_memory, remove_regions
+from deploy.supervision.processes import (
+    StoppedProcesses,
+    find_regions,
+    find_stubs,
+    has_children,
+    hide_argument,
+    note_regions,
+    read_memory,
+    remove_regions,
+)
 from deploy.supervision.watch import ModelState, ModelWatch, RestartBudget
 
 logger = logging.getLogger(__name__)
@@ -181,12 +190,14 @@ class Supervisor:
     def _attend(self) -> str | None:
         """Returns why the server must be started again, or None after a signal. Raises MemoryFull."""
         assert self._process is not None
-        is_hidden, memory_due = False, time.monotonic()
+        is_hidden, memory_due, stopped = False, time.monotonic(), StoppedProcesses()
         while not self._num_signals:
             if (status := self._exit_status) is not None:
                 return f"the server ended (exit status {status})"
             with contextlib.suppress(queue.Empty):
                 return self._failures.get_nowait()
+            if stopped.find([self._process.pid], time.monotonic()) is not None:
+                return "the server is stopped (SIGSTOP)"
             if not is_hidden and has_children(self._process.pid):  # it has read its arguments, and loads models
                 is_hidden = True
                 if not hide_argument(self._process.pid, self._api.key):
