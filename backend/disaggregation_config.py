@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from backend.errors import ConfigError
 from backend.section import Section, choose, require
 
 ROLES = ("mixed", "prefill", "decode")
@@ -75,3 +78,21 @@ class DisaggregationConfig(Section):
     @property
     def is_on(self) -> bool:
         return self.scheduler_name == "redis"
+
+
+def read_password(config: DisaggregationConfig) -> str | None:
+    """Of the Redis server; None: it wants none. Raises ConfigError."""
+    if config.scheduler_password_variable is not None:
+        value = os.environ.get(config.scheduler_password_variable)
+        if not value:
+            raise ConfigError(f"disaggregation.scheduler_password_variable: the environment has no {config.scheduler_password_variable}")
+        return value
+    if config.scheduler_password_file is None:
+        return None
+    try:
+        lines = Path(config.scheduler_password_file).expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} cannot be read: {error}") from None
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} is empty")
+    return lines[0].strip()

@@ -108,6 +108,8 @@ class Engine:
         self.num_launched = self.num_finished = 0
         """Steps."""
         self._is_short = False
+        self._has_ended = False
+        """A request, since the ranks were told."""
         self._phase_seconds = 0.0
         """Of the last step that was read, the drafts of the host with them."""
         # What loading made is seen through now; else the first full collection comes between steps and takes 100 ms.
@@ -234,6 +236,7 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         """Frees what is held of a request that ends. What cannot be freed does not keep the rest."""
+        self._has_ended = True
         for free in (self.hand_overs.stop, self.scheduler.finish, self.drafters.stop, self.planner.stop):
             try:
                 free(request)
@@ -275,7 +278,7 @@ class Engine:
         if not batch:
             is_done = not self._in_flight and not batch.preempted
             self._finish_all()
-            self.after_deltas()
+            self._end_step()
             return not is_done
         self.drafters.begin_step(batch)
         step = self.planner.plan(batch)
@@ -290,7 +293,7 @@ class Engine:
         self.scheduler.launch(step.entries)
         while len(self._in_flight) > self._num_ahead:
             self._finish()
-        self.after_deltas()
+        self._end_step()
         seconds = time.perf_counter() - started
         self.metrics.add_step(seconds)
         if not self._num_ahead and not step.plan.num_prompts:
@@ -324,6 +327,12 @@ class Engine:
                 self._open.fail_internally(own, error)
         self.planner.observe(step, results.outcomes, times.forward + times.decide, draft_seconds, times.drafts)
         self.planner.keep_pages(step.entries)
+
+    def _end_step(self) -> None:
+        self.after_deltas()
+        if self._has_ended and self._group is not None:
+            self._group.note_end(self._device)
+        self._has_ended = False
 
     def _finish_all(self) -> None:
         while self._in_flight:

@@ -23,8 +23,9 @@ from backend.config import EngineConfig
 from backend.devices import on_stream
 from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
-from backend.group import CAPTURE, PLAN, PROBS, STOP, Verdicts, check_verdicts
+from backend.group import CAPTURE, CHECK, PLAN, PROBS, STOP, Verdicts, check_verdicts, compare_verdicts
 from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
+from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
 from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, describe_self
@@ -98,6 +99,11 @@ class Steps:
         self._under_way.append(self._worker.launch(plan))
         self.look()
 
+    def compare(self, num_steps: int) -> None:
+        """What the ranks decided in the first num_steps steps. Raises RanksDiffer."""
+        self.finish(self._num_launched - num_steps)
+        compare_verdicts(self._ranks, self._verdicts, num_steps, self._worker.device)
+
     def finish(self, num_left: int = 0) -> None:
         """Waits until no more than so many are under way."""
         while len(self._under_way) > num_left:
@@ -118,6 +124,8 @@ def follow(worker: Worker, ranks: Ranks, plans: Plans) -> None:
         words = plans.read(steps.look)
         if words[0] == PLAN:
             steps.launch(StepPlan.from_array(words[1:]))
+        elif words[0] == CHECK:
+            steps.compare(int(words[1]))
         elif words[0] == PROBS:
             index, count, width = words[1:4].tolist()
             worker.put_draft_probs(index, torch.from_numpy(words[4:].view(np.float32).reshape(count, width).copy()).to(worker.device))
@@ -190,7 +198,9 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
         ring = PlanRing(config.parallel_config.host_size - 1, spec["ring"]) if spec["ring"] else None
         line, plan_line = meet(store, config, rank, host)
         plans = Plans(ring, rank, plan_line, line, check)
-        orders = Orders(line, lose)
+        pulse = Pulse(reach_store(host, spec["port"], size))
+        orders = Orders(line, pulse.silence, lose)
+        pulse.start()
         orders.start()
         device = torch.device(config.device)
         if device.type == "cuda":
@@ -208,6 +218,7 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
                 if ring is not None:
                     ring.close()
             orders.end()
+            pulse.stop()
             pages.close()
             worker.release()
             ranks.close()

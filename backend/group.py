@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 CHECK_EVERY = 256
 """Steps between comparisons of what the ranks decided."""
+CHECK_ENDS_VARIABLE = "FORETOKEN_CHECK_RANKS"
+"""Of rank 0's environment: where it is 1, they compare it at every request's end too, which waits for the steps under way. For tests."""
 MAX_UNDER_WAY = 4
 """Steps that one rank may have booked before another has."""
 EXPLAIN_SECONDS = 1.0
@@ -40,7 +43,7 @@ EXPLAIN_SECONDS = 1.0
 DONE_SECONDS = 0.0002
 VERDICT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 """For the ranks to hear why they do not fit, and between two looks at who has ended while one is waited for."""
-PLAN, CAPTURE, STOP, PROBS = range(4)
+PLAN, CAPTURE, STOP, PROBS, CHECK = range(5)
 """What a message's first word says that it is."""
 
 
@@ -71,14 +74,18 @@ class Verdicts:
 
 def check_verdicts(ranks: Ranks, verdicts: Verdicts, num_launched: int, device: torch.device) -> None:
     """Before every CHECK_EVERY-th step, on every rank. Raises RanksDiffer when they decided differently."""
-    if num_launched % CHECK_EVERY or not num_launched:
-        return
-    own = verdicts.since_check(num_launched - 1)  # the last one may be under way still
+    if num_launched and num_launched % CHECK_EVERY == 0:
+        compare_verdicts(ranks, verdicts, num_launched - 1, device)  # the last one may be under way still
+
+
+def compare_verdicts(ranks: Ranks, verdicts: Verdicts, num_steps: int, device: torch.device) -> None:
+    """Those of the first num_steps steps, at least 1, which every rank has booked. Raises RanksDiffer."""
+    own = verdicts.since_check(num_steps)
     ends = ranks.gather(torch.tensor(own[-1:], dtype=torch.int64, device=device)).flatten().tolist()
     if len(set(ends)) > 1:
         sums = ranks.gather(torch.tensor(own, dtype=torch.int64, device=device))
-        step = num_launched - 1 - len(own) + int((sums != sums[0]).any(dim=0).nonzero()[0])
-        raise RanksDiffer(step, f"the ranks decided differently in step {step}, and perhaps later: checksums {ends} after step {num_launched - 2}")
+        step = num_steps - len(own) + int((sums != sums[0]).any(dim=0).nonzero()[0])
+        raise RanksDiffer(step, f"the ranks decided differently in step {step}, and perhaps later: checksums {ends} after step {num_steps - 1}")
 
 
 class RanksDiffer(EngineError):
@@ -104,6 +111,7 @@ class Group:
         self.num_launched = 0
         """Steps."""
         self.verdicts = Verdicts()
+        self._checks_ends = os.environ.get(CHECK_ENDS_VARIABLE) == "1"
         self._plans: deque[PlanOutline] = deque(maxlen=CHECK_EVERY + MAX_UNDER_WAY)
         """Of the newest steps, without anybody's tokens."""
         self.ranks: Ranks | None = None
@@ -241,13 +249,28 @@ class Group:
         """To every rank, which launches it, as the caller does next."""
         self._send(PLAN, plan.to_array())
         assert self.ranks is not None
-        try:
+        with self._plan_logged():
             check_verdicts(self.ranks, self.verdicts, self.num_launched, device)
+        self._plans.append(plan.outline())
+        self.num_launched += 1
+
+    def note_end(self, device: torch.device) -> None:
+        """A request has ended with the steps that were booked. Raises RanksDiffer where that is looked at (CHECK_ENDS_VARIABLE)."""
+        if not self._checks_ends or not self.verdicts.num_steps:
+            return
+        self._send(CHECK, np.array([self.verdicts.num_steps], dtype=np.int32))
+        assert self.ranks is not None
+        with self._plan_logged():
+            compare_verdicts(self.ranks, self.verdicts, self.verdicts.num_steps, device)
+
+    @contextlib.contextmanager
+    def _plan_logged(self) -> Iterator[None]:
+        """Of the first step that ranks decided differently."""
+        try:
+            yield
         except RanksDiffer as error:
             logger.error("step %d was: %s", error.step, self._plans[error.step - self.num_launched])
             raise
-        self._plans.append(plan.outline())
-        self.num_launched += 1
 
     def send_capture(self) -> None:
         self._send(CAPTURE)

@@ -18,12 +18,13 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from backend.model_files import check_regular, find_pickled, name_others, read_config
+from backend.model_files import find_pickled, name_others, read_config
 from backend.model_sources import Source, find_model
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import SpeculativeConfig
 from deploy.gpu import check_gpu
+from deploy.named_files import check_own_files, check_password, find_corpus
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
 from deploy.other_options import Translation, explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
@@ -177,10 +178,7 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
         name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()
         speculative["suffix_decoding_cache_path"] = str(state_directory() / f"suffix-{name}.npz")
     if config.suffix_decoding_corpus:
-        paths = [Path(path).expanduser().resolve() for path in config.suffix_decoding_corpus]
-        for path in paths:
-            check_regular(path)
-        speculative["suffix_decoding_corpus"] = [str(path) for path in paths]
+        speculative["suffix_decoding_corpus"] = find_corpus(config.suffix_decoding_corpus)
     if speculative:
         decode["speculative_config"] = speculative
     return parameters
@@ -208,6 +206,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         command = read_command(args)
         config = ServeConfig.from_dict({key: value for key, value in command.values.items() if key in SERVE_KEYS})
+        check_own_files(config)
     except ConfigError as error:
         return refuse(command.explain(error))
     if config.port and (why := why_no_clients(command.values)):
@@ -268,6 +267,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
                 print(f"foretoken serve: note: {line}", file=sys.stderr)
         config, engine = split_keys(values)
         check_nodes(engine)
+        check_password(engine.disaggregation)
         origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
         model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
         model_checks.check_rounding(read_config(model), model, engine.rounding)

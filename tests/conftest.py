@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
+from backend.group import CHECK_ENDS_VARIABLE
 from backend.step.tensors import StepShape
 from deploy.demo import running_gateway
 from tests.servers import ServerPool, serve
@@ -34,6 +35,8 @@ ROOT = Path(__file__).parent.parent
 # One thread each for this process and the servers that tests start: two that share a core stall each other at every operation.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Ranks, of servers too, compare what they decided at every request's end: few requests of tests take as many steps as come between comparisons else.
+os.environ[CHECK_ENDS_VARIABLE] = "1"
 
 # What a shell runs in the background has SIGINT ignored, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

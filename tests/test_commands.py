@@ -363,6 +363,32 @@ def test_what_nobody_knows_is_named(words: list[str], message: str, capsys: pyte
     assert caught.value.code == 2 and message in told and told.count("\n") == 2, "not behind a list of all options"
 
 
+NAMED_FILES = {
+    "--api-keys": (["--port=8080", "--api-keys={path}"], "--api-keys {path}: No such file or directory"),
+    "--admin-keys": (["--port=8080", "--admin-keys={path}"], "--admin-keys {path}: No such file or directory"),
+    "a folder": (["--port=8080", "--api-keys={folder}"], "--api-keys {folder}: Is a directory"),
+    "no key": (["--port=8080", "--api-keys={empty}"], "--api-keys {empty}: {empty} has no key"),
+    "--backend-directory": (["--backend-directory={path}"], "--backend-directory {path}: there is no such folder"),
+    "--scheduler-password-file": (["--role=decode", "--scheduler-password-file={path}"], "scheduler_password_file {path} cannot be read"),
+    "suffix_decoding_corpus": (
+        ['--speculative-config={{"method": "suffix", "suffix_decoding_corpus": ["{path}"]}}'],
+        "suffix_decoding_corpus: {path} is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED_FILES)
+def test_a_file_that_cannot_be_read_is_said_at_once(state: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the launcher itself, which has started nothing."""
+    words, message = NAMED_FILES[name]
+    (tmp_path / "empty").write_text("# nobody\n")
+    places = {"path": tmp_path / "none", "folder": tmp_path, "empty": tmp_path / "empty"}
+    assert main(["serve", *(word.format(**places) for word in words)]) == 2
+    assert capsys.readouterr().err.startswith("foretoken serve: ") and not state.exists()
+    assert main(["serve", "--dry-run", *(word.format(**places) for word in words)]) == 2
+    assert message.format(**places) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["complete", "x"], ["bench"]])
 def test_what_is_no_json_is_said(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

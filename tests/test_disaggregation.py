@@ -23,12 +23,12 @@ from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
-from backend.disaggregation.node import RedisState, read_password
+from backend.disaggregation.node import RedisState
 from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
 from backend.disaggregation.transfer import PageTransfer
-from backend.disaggregation_config import DisaggregationConfig
+from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
 from backend.speculative_config import SpeculativeConfig

@@ -62,6 +62,22 @@ def test_drafts_are_those_of_the_model(policy: str, drafter: tuple[Any, Path], t
     check_drafts(serve(target, method="draft_model", model=str(folder), accept_policy=policy), draft, policy)
 
 
+@pytest.mark.parametrize("policy", ["reject_all", "accept_all"])
+@pytest.mark.parametrize("drafter", [CASES[0], CASES[2]], ids=str, indirect=True)
+def test_beside_a_cache_in_e4m3_it_keeps_its_own_in_its_own_type(policy: str, drafter: tuple[Any, Path], target: Path) -> None:
+    """So that its drafts are those of the exact model: a target that drafts for itself disagrees where its rounded keys and values decide alone."""
+    model, folder = drafter
+
+    def draft(token_ids: list[int], count: int) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for _ in range(count):
+            found.append(expected_logits(model, [*token_ids, *(int(scores.argmax()) for scores in found)])[-1])
+        return found
+
+    options = {"kv_cache_dtype": "fp8"}
+    check_drafts(serve(target, options, method="draft_model", model=str(folder), accept_policy=policy), draft, policy)
+
+
 @pytest.mark.parametrize("drafter", [*CASES[1:4], CASES[6]], ids=str, indirect=True)
 def test_tokens_are_those_without_drafts(drafter: tuple[Any, Path], target: Path) -> None:
     check_tokens(target, "draft_model", model=str(drafter[1]))

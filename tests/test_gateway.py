@@ -826,6 +826,15 @@ def test_a_lost_connection_ends_all_that_was_asked_on_it(server, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_a_client_that_closes_its_side_has_hung_up(server):
+    """Nothing is sent to it before its answer's end, so that it cannot be told from one that is gone."""
+    with gateway_in_this_process(server.grpc) as address, send_request(address, {**LONG, "prompt": PROMPT, "n": 8}) as connection:
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == 8)
+        connection.shutdown(socket.SHUT_WR)
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
+        assert connection.recv(1) == b""
+
+
 def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):
     """Comments come while another request holds the only place, before the first token; clients read on as ever, and errors are events then."""
     monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 1.0)

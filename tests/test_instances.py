@@ -62,7 +62,7 @@ def test_answers_are_one_process_s(ranked: Supervised, llm_plain: LLM) -> None:
     wait_for(lambda: ranked.server.metric("foretoken_requests_running") == 0 == ranked.server.metric("foretoken_kv_pages_held"), "their end", 20)
 
 
-@pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGSTOP), (0, signal.SIGKILL)])
+@pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGSTOP), (0, signal.SIGSTOP), (0, signal.SIGKILL)])
 def test_a_rank_that_goes_under_load(ranked: Supervised, rank: int, how: int) -> None:
     """All streams end in time with an error; the group is started anew and answers as before."""
     streams = open_streams(ranked.server)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +17,8 @@ import pytest
 from backend import follower
 from backend.errors import ModelError
 from backend.parallel import lines
-from backend.parallel.lines import ORDERS, PLANS, Switchboard, connect
+from backend.parallel.lines import ORDERS, PLANS, Orders, Switchboard, connect
+from backend.parallel.pulse import Pulse
 
 HOST = "127.0.0.1"
 
@@ -98,3 +103,66 @@ def test_a_master_that_is_none(answer: bytes, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ModelError, match=f"parallel_config.master {HOST}:{port}: no rank 0 within 0 s: .*{'says nothing' if not answer else ''}"):
             follower.reach_store(HOST, port, 2)
         listener.shutdown(socket.SHUT_RDWR)
+
+
+BUSY = """
+import re, sys
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+re.match("(a+)+$", "a" * 64 + "b")  # for ever, and with Python's lock in its hands
+"""
+
+
+def test_rank_0_s_pulse_is_its_process_s() -> None:
+    """It goes on while no thread of Python can run there, and stops with the process."""
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            store = follower.reach_store(HOST, int(process.stdout.readline()), 2)
+            answers: list[bool] = []
+
+            class Counted:
+                def check(self, keys: list[str]) -> None:
+                    answers.append(store.check(keys))
+
+            pulse = Pulse(Counted())  # type: ignore[arg-type]
+            pulse.start()
+            await_true(lambda: len(answers) > 2)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            await_true(lambda: pulse.silence(time.monotonic()) > 1.0)
+            process.send_signal(signal.SIGCONT)
+            await_true(lambda: pulse.silence(time.monotonic()) < 1.0)
+        finally:
+            process.kill()
+    pulse.join(30)
+    assert not pulse.is_alive()
+
+
+def await_true(is_so) -> None:
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_rank_0_that_says_nothing_is_gone_once_its_process_is_silent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "HANG_SECONDS", 0.1)
+    monkeypatch.setattr(Switchboard, "_beat", lambda self: None)
+    held = Switchboard(HOST, 2, lambda: None)
+    silence, num_looks, lost = [0.0], [0], threading.Event()
+
+    def look(now: float) -> float:
+        num_looks[0] += 1
+        return silence[0]
+
+    orders = Orders(connect(HOST, held.port, 1, ORDERS), look, lambda why: lost.set())
+    orders.start()
+    assert held.wait_for(1, ORDERS, 30)
+    held.watch()
+    await_true(lambda: num_looks[0] > 4)
+    assert not lost.is_set()
+    silence[0] = 0.2
+    assert lost.wait(30)
+    held.close()

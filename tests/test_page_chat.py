@@ -83,6 +83,112 @@ def test_modes_keep_what_was_typed(page):
     assert page.locator("#on .message.assistant .text").text_content() == answer
 
 
+def shown(page) -> list[str]:
+    """The conversation's messages, as they stand there and in the colours of their tokens."""
+    return page.locator("#on .message").evaluate_all("all => all.map((e) => e.outerHTML)")
+
+
+def test_a_conversation_survives_a_reload(page):
+    page.get_by_label("System prompt").fill("Be brief.")
+    say(page, "read a file")
+    say(page, "and <b>write</b> it")
+    before = shown(page)
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if "completions" in request.url else None)
+    page.reload()
+    expect(page.get_by_label("Chat", exact=True)).to_be_checked()
+    assert shown(page) == before
+    expect(page.get_by_label("Chat", exact=True)).to_be_enabled()
+    page.get_by_label("Max tokens").fill("4")
+    say(page, "go on")
+    assert [m["role"] for m in sent[0]["messages"]] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert sent[0]["messages"][3]["content"] == "and <b>write</b> it"
+    page.get_by_label("Completion", exact=True).check()
+    page.reload()
+    expect(page.get_by_label("Completion", exact=True)).to_be_checked()
+    assert page.locator("#on .output").text_content() == "", "in the other mode it waits"
+    page.get_by_label("Chat", exact=True).check()
+    assert len(shown(page)) == 6
+    page.get_by_role("button", name="New conversation").click()
+    page.reload()
+    expect(page.get_by_label("Chat", exact=True)).to_be_checked()
+    assert not shown(page)
+    expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
+
+
+def test_what_had_no_answer_before_a_reload_can_be_sent_again(page, server):
+    page.get_by_label("Max tokens").fill("4")
+    say(page, "read a file")
+    page.get_by_label("Max tokens").fill("1500")
+    send(page, "and write it")
+    expect(page.locator("#on .message.assistant").last.locator(".token").nth(5)).to_be_visible()
+    page.reload()
+    expect(page.locator("#prompt")).to_have_value("and write it")
+    assert len(shown(page)) == 2
+    assert wait_until(lambda: server.metric("foretoken_requests_running") == 0, 5)
+
+
+def test_what_is_kept_has_a_limit(page):
+    """Of a conversation that is too long the colours go first, and then all of it, which is said; what nobody can read costs nothing else."""
+    turns = """(size) => [
+        { message: { role: "user", content: "a" } },
+        {
+            message: {
+                role: "assistant", content: "b".repeat(size),
+                tool_calls: [{ id: "c", type: "function", function: { name: "f", arguments: "{}" } }],
+            },
+            summary: "2 tokens",
+            parts: { thought: [["hm", "mtp"]], text: [["b".repeat(size), "ngram"]], calls: [[["{}", "target"]]] },
+        },
+    ]"""
+    found = page.evaluate(
+        f"""async () => {{
+            const {{ keep, load }} = await import("/page/kept.js");
+            const found = [];
+            for (const size of [10, 1_200_000, 2_000_000]) found.push([keep({{ turns: ({turns})(size) }}), load()?.turns[1].parts ?? null]);
+            keep({{ mode: "chat", system: "s", tools: "", unanswered: "", turns: ({turns})(3) }});
+            return found;
+        }}"""
+    )
+    assert [is_kept for is_kept, _ in found] == [True, True, False] and [parts is not None for _, parts in found] == [True, False, False]
+    page.reload()
+    assert page.locator("#on .call .token").all_inner_texts() == ["{}"] and page.locator("#on .message .ngram").all_inner_texts() == ["bbb"]
+    expect(page.locator("#prompt-label")).to_have_text("Result of f")
+    page.evaluate("sessionStorage.setItem('foretoken-conversation-1', JSON.stringify({ mode: 'chat', turns: [{}] }))")
+    page.reload()
+    expect(page.locator("#model")).to_have_text(re.compile("Model"))
+    assert not shown(page) and page.evaluate("sessionStorage.length") == 0
+
+
+def test_numbers_that_a_browser_does_not_hold_are_sent_as_they_were_written(page):
+    """Beyond 2^53, wherever they are typed; and what the server says of one has it as it was."""
+    large = [2**53 + 1, -(2**63), 2**63 - 1]
+    page.get_by_text("Sampling", exact=True).click()
+    page.get_by_text("The same request as").click()
+    sent = []
+    page.on("request", lambda request: sent.append(json.loads(request.post_data)) if "completions" in request.url else None)
+    for seed in large:
+        page.get_by_label("Seed", exact=True).fill(str(seed))
+        page.get_by_label("Language").select_option("curl")
+        expect(page.locator("#snippet")).to_contain_text(f'"seed": {seed}')
+        page.get_by_label("Language").select_option("python")
+        expect(page.locator("#snippet")).to_contain_text(f"    seed={seed},")
+        say(page, "Which?")
+        expect(page.locator("#on .run")).to_contain_text(f"seed {seed}")
+    assert [body["seed"] for body in sent] == [seed for seed in large for _ in ("on", "off")]
+    page.get_by_text("Form of the answer").click()
+    page.locator("#form-of-answer").select_option("JSON schema")
+    enum = [large[0], 1.5, "9007199254740993", 'a "1e999" \\']
+    page.get_by_label("JSON schema", exact=True).fill(json.dumps({"enum": enum}))
+    send(page, "Which?")
+    expect(page.get_by_role("alert")).to_contain_text(f"enum {large[0]} cannot be enforced")
+    assert sent[-1]["response_format"]["json_schema"]["schema"]["enum"] == enum
+    sent.clear()
+    page.get_by_label("Seed", exact=True).fill(str(2**64))
+    send(page, "Which?")
+    assert page.locator("#form [name=seed]").evaluate("e => e.validity.rangeOverflow") and not sent
+
+
 def test_stopping_keeps_what_came(page, server):
     page.get_by_label("Max tokens").fill("1500")
     send(page, "read a file")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from backend import LLM, SamplingParams
 from backend.core import Delta
 from backend.errors import ConfigError, EngineError
 from backend.follower import Steps
-from backend.group import CHECK_EVERY, RanksDiffer, Verdicts, check_verdicts
+from backend.group import CHECK_ENDS_VARIABLE, CHECK_EVERY, RanksDiffer, Verdicts, check_verdicts
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
 from backend.step.plan import StepPlan
@@ -248,20 +249,24 @@ def test_ranks_that_decide_differently_are_an_error(monkeypatch: pytest.MonkeyPa
     check_verdicts(ranks, first, num_steps, device)
 
 
-def test_a_rank_that_decides_differently_is_found(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("max_tokens", "wrong", "checks_ends"), [(300, 200, "0"), (24, 10, "1")], ids=["by number of steps", "at a request's end"])
+def test_a_rank_that_decides_differently_is_found(
+    max_tokens: int, wrong: int, checks_ends: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its step is named, with the plan of it, and every open request has an error."""
+    monkeypatch.setenv(CHECK_ENDS_VARIABLE, checks_ends)
     llm = LLM(tensor_parallel_size=2, num_threads=1, speculative_config={"method": "none"})
     worker, launch, counts = llm.engine.worker, llm.engine.worker.launch, [0]
-    params = SamplingParams(max_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=3, ignore_eos=True)
 
     def launch_wrongly(*arguments: Any) -> Launched:
-        if counts[0] == 200:
+        if counts[0] == wrong:
             worker.table.seeds.fill_(5)  # of rank 0 alone
         counts[0] += 1
         return launch(*arguments)
 
     worker.launch = launch_wrongly  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match=r"the ranks decided differently in step 20[0-9], "):
+    with pytest.raises(EngineError, match=rf"the ranks decided differently in step {wrong // 10}[0-9], "):
         llm.generate(PROMPTS[:1], params, use_tqdm=False)
     assert "was: 1 rows, 0 of prompts" in caplog.text
     llm.close()
@@ -302,6 +307,19 @@ class TestSteps:
         assert log == ["launch 0", "launch 1", "read 0", "done", "launch 2"]
         steps.finish()
         assert log[5:] == ["read 1", "done", "read 2", "done"]
+
+    def test_what_is_compared_is_booked_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At a request's end rank 0 has booked so many; a later one may be under way."""
+        steps, log, _ = self.make()
+        monkeypatch.setattr(Ranks, "gather", lambda self, x: log.append(f"gather {x.tolist()}") or torch.stack([x, x]))
+        steps.launch(StepPlan())
+        steps.compare(1)
+        first = zlib.crc32(np.full((1, 4), 0, np.int32).tobytes())
+        assert log == ["launch 0", "read 0", "done", f"gather {[first]}"]
+        steps.launch(StepPlan())
+        steps.launch(StepPlan())
+        steps.compare(2)
+        assert log[4:] == ["launch 1", "launch 2", "read 1", "done", f"gather {[zlib.crc32(np.full((1, 4), 1, np.int32).tobytes(), first)]}"]
 
     def test_one_that_is_done_is_booked_while_no_plan_comes(self) -> None:
         steps, log, done = self.make()

@@ -30,6 +30,8 @@ from deploy.supervision.processes import (
     REGION,
     REGIONS_FILE,
     SHARED_MEMORY_FOLDER,
+    STOPPED_SECONDS,
+    StoppedProcesses,
     Stub,
     find_stubs,
     has_children,
@@ -142,6 +144,26 @@ def test_processes_are_read() -> None:
     assert read_state(child) == ("X", 0)
 
 
+def test_a_process_that_is_stopped_is_found() -> None:
+    """When it was at every look for so long; a debugger's are not looked for."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        try:
+            pids, stopped = [os.getpid(), process.pid], StoppedProcesses()
+            assert stopped.find(pids, 0.0) is None
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            looks = [(1.0, None), (2.0, None), (1.0 + STOPPED_SECONDS, process.pid), (9.0, None), (10.0, None), (9.0 + STOPPED_SECONDS, process.pid)]
+            assert [(now, stopped.find(pids, now)) for now, _ in looks] == looks, "between 4 and 9 nobody looked"
+            process.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+            assert stopped.find(pids, 12.0) is None
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert [stopped.find(pids, now) for now in (13.0, 14.0)] == [None, None]
+        finally:
+            process.kill()
+
+
 def test_how_long_a_model_was_up() -> None:
     state = ModelState("decode")
     assert state.up_seconds == 0.0
@@ -170,8 +192,8 @@ from pathlib import Path
 from deploy.supervision.probe import ServerApi
 from deploy.supervision.supervisor import Supervisor
 command = [sys.executable, "-c", sys.argv[1], sys.argv[2], sys.argv[3] + "/mapped"]
-api = ServerApi("127.0.0.1", *map(int, sys.argv[4:]), "key")
-options = {"drain_seconds": 1, "hang_seconds": 30.0, "max_restarts": 0, "max_server_memory": None}
+api = ServerApi("127.0.0.1", *map(int, sys.argv[5:]), "key")
+options = {"drain_seconds": 1, "hang_seconds": 30.0, "max_restarts": int(sys.argv[4]), "max_server_memory": None}
 sys.exit(Supervisor(command, dict(os.environ), Path(sys.argv[3]), ["decode"], api, **options).run())
 """
 
@@ -182,7 +204,7 @@ def test_nothing_is_left_of_a_server_that_ends_while_it_loads(tmp_path: Path, se
     region = Path(SHARED_MEMORY_FOLDER, f"{REGION}test-{os.getpid()}")
     ports = map(str, free_ports(3))
     try:
-        process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, LOADING, str(region), str(tmp_path), *ports])
+        process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, LOADING, str(region), str(tmp_path), "0", *ports])
         wait_for((tmp_path / ("mapped" if sent == signal.SIGTERM else REGIONS_FILE)).exists, "the server's memory")
         process.send_signal(sent)
         process.wait(30)
@@ -191,6 +213,24 @@ def test_nothing_is_left_of_a_server_that_ends_while_it_loads(tmp_path: Path, se
         assert not region.exists()
     finally:
         region.unlink(missing_ok=True)
+
+
+ENDING = "import os, sys; open(sys.argv[2], 'a').write('.'); {}"
+CRASH = "os.kill(os.getpid(), 6)"
+
+
+@pytest.mark.parametrize(
+    ("what", "max_restarts", "num_starts", "status"),
+    [(CRASH, 5, 2, 134), (CRASH, 0, 1, 134), ("sys.exit(1)", 5, 1, 1)],
+    ids=["crashed", "no restarts", "refused"],
+)
+def test_a_server_that_ends_before_it_could_answer(tmp_path: Path, what: str, max_restarts: int, num_starts: int, status: int) -> None:
+    """One that crashed is started once more; one that refused to start is not."""
+    command = [sys.executable, "-c", SUPERVISOR, ENDING.format(what), "", str(tmp_path), str(max_restarts), *map(str, free_ports(3))]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == status and (tmp_path / "mapped").read_text() == "." * num_starts
+    said = f"the server ended (exit status {status}) before it could answer"
+    assert ended.stderr.splitlines() == [f"{said}; it crashed, and is started once more"] * (num_starts - 1) + [said]
 
 
 def test_progress_is_read_from_the_servers_metrics() -> None:

@@ -20,12 +20,11 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from backend.disaggregation.node_info import NodeInfo, read_info
 from backend.disaggregation.records import Fields, Message, RecordError, read_message, write_message
-from backend.disaggregation_config import DisaggregationConfig
+from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -39,24 +38,6 @@ HEARTBEATS = 3
 RETRY_SECONDS = 0.5
 JOIN_SECONDS = 5.0
 BATCH = 64
-
-
-def read_password(config: DisaggregationConfig) -> str | None:
-    """Raises ConfigError."""
-    if config.scheduler_password_variable is not None:
-        value = os.environ.get(config.scheduler_password_variable)
-        if not value:
-            raise ConfigError(f"disaggregation.scheduler_password_variable: the environment has no {config.scheduler_password_variable}")
-        return value
-    if config.scheduler_password_file is None:
-        return None
-    try:
-        lines = Path(config.scheduler_password_file).expanduser().read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} cannot be read: {error}") from None
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} is empty")
-    return lines[0].strip()
 
 
 def connect(config: DisaggregationConfig) -> Any:

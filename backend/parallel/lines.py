@@ -27,7 +27,7 @@ BEAT_SECONDS = 0.25
 HANG_SECONDS = 3.5
 """Without a sign of life after which a rank is taken for gone: clients are to know within 5 s."""
 MASTER_HANG_SECONDS = 15.0
-"""And rank 0, which answers them, and has a server's work to do beside."""
+"""And rank 0 whose process runs (see `Orders`): it answers them, and has a server's work to do beside."""
 LAG_SECONDS = 0.5
 """Whoever was kept from looking for longer does not blame others for the time."""
 SILENT = "no sign of life"
@@ -268,9 +268,10 @@ class Switchboard:
 class Orders(threading.Thread):
     """A rank's end of its line: obeys, says that it lives, and ends the process when rank 0 is gone, whatever that waits for."""
 
-    def __init__(self, line: Line, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, line: Line, silence: Callable[[float], float], on_lost: Callable[[str], None]) -> None:
+        """silence: seconds until a time for which rank 0's process has shown no sign of life by what needs no lock of Python's."""
         super().__init__(name="orders", daemon=True)
-        self._line, self._on_lost = line, on_lost
+        self._line, self._silence, self._on_lost = line, silence, on_lost
         self._handlers: dict[str, Callable[[Order], None]] = {"beat": lambda order: None, "watch": self._watch}
         self._early: list[Order] = []
         """That nobody can obey yet."""
@@ -305,8 +306,10 @@ class Orders(threading.Thread):
                     self._early.append(order)
                     self._heard = None if self._heard is None else time.monotonic()
                     self._obey()
-                elif self._heard is not None and time.monotonic() - self._heard > MASTER_HANG_SECONDS:
-                    raise ConnectionError(f"{SILENT} for {MASTER_HANG_SECONDS:g} s")
+                elif self._heard is not None:
+                    silent = now - self._heard  # until then nothing had come, however late this thread runs
+                    if silent > MASTER_HANG_SECONDS or min(silent, self._silence(now)) > HANG_SECONDS:
+                        raise ConnectionError(f"{SILENT} for {silent:.1f} s")
         except ConnectionError as error:
             if not self._is_ending:
                 self._on_lost(f"rank 0: {error}")

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 
+from client.gateway.keys import read_keys
 from client.messages import DEFAULT_GRPC_URL
 
 DEFAULT_PORT = 8080
@@ -51,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         import uvicorn
 
         from client.gateway.app import Settings, create_app
-        from client.gateway.entrance import read_keys
         from client.gateway.fleet import split_addresses
         from client.gateway.protocol import LimitedHeadProtocol
     except ModuleNotFoundError as error:

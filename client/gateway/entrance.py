@@ -11,7 +11,6 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -155,15 +154,6 @@ class ApiKeys:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-def read_keys(path: str) -> list[str]:
-    """One key a line; blank lines and those that begin with # do not count. Raises ValueError, OSError."""
-    keys = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
-    keys = [key for key in keys if key and not key.startswith("#")]
-    if not keys:
-        raise ValueError(f"{path} has no key: with it, nobody would be let in")
-    return keys
 
 
 class BodyLimit:

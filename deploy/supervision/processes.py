@@ -14,6 +14,9 @@ REGION = "triton_python_backend_shm_region_"
 REGIONS_FILE = ".regions"
 """In the repository's folder: a supervisor that is killed removes nothing, and the next one on the folder reads here what is left."""
 
+STOPPED_SECONDS = 2.5
+"""Clients are to know within 5 s."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stub:
@@ -48,6 +51,22 @@ def read_state(pid: int) -> tuple[str, int]:
 
 def is_running(pid: int) -> bool:
     return read_state(pid)[0] not in "XZ"
+
+
+class StoppedProcesses:
+    """Which of some processes is stopped (SIGSTOP) for so long that nobody waits for it any more. Not one that a debugger has stopped."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._looked = 0.0
+
+    def find(self, pids: Iterable[int], now: float) -> int | None:
+        """One that was at every look for STOPPED_SECONDS. Looks that are further apart than that begin anew: this process was stopped too, then."""
+        if now - self._looked > STOPPED_SECONDS:
+            self._since = {}
+        self._looked = now
+        self._since = {pid: self._since.get(pid, now) for pid in pids if read_state(pid)[0] == "T"}
+        return next((pid for pid, since in self._since.items() if now - since >= STOPPED_SECONDS), None)
 
 
 def find_stubs(server_pid: int) -> list[Stub]:

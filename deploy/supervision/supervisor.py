@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, ServerApi
-from deploy.supervision.processes import find_regions, find_stubs, has_children, hide_argument, note_regions, read_memory, remove_regions
+from deploy.supervision.processes import (
+    StoppedProcesses,
+    find_regions,
+    find_stubs,
+    has_children,
+    hide_argument,
+    note_regions,
+    read_memory,
+    remove_regions,
+)
 from deploy.supervision.watch import ModelState, ModelWatch, RestartBudget
 
 logger = logging.getLogger(__name__)
@@ -24,6 +33,9 @@ NEEDED = (*ENGINES, "tokenizer")
 """Without a drafter answers only take longer."""
 DRAIN_FILE = "drain-{pid}"
 """What backend/adapters/decode.py looks for in its version folder, by the server's process id: nobody else's end is taken for its own."""
+MAX_STARTS = 2
+"""Of a server that has never answered: what it refuses, it says and ends with a status of its own; one that a signal ends has crashed, which under
+heavy load it may once (SIGABRT, seen with release 24.10), and is started once more."""
 MEMORY_SECONDS = 5.0
 JOIN_SECONDS = 5.0
 DRAIN_SLACK_SECONDS = 5.0
@@ -32,6 +44,9 @@ SAVE_SECONDS = 60
 END_SECONDS = 5
 """For the server to end after that, when nothing is left to lose. It waits, for as long as it may, for models whose processes died, and for
 those that a request holds whose gRPC stream was cancelled just as its answer ended (release 24.10)."""
+
+SIGNALLED = 128
+"""As a shell has it: beyond this the exit status says by which signal a process ended."""
 
 _libc = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -115,9 +130,10 @@ class Supervisor:
             self._end()
 
     def _keep_running(self) -> int:
-        was_up = False
+        was_up, num_starts = False, 0
         while True:
             self._start()
+            num_starts += 1
             try:
                 failure = self._attend()
                 if failure is None:
@@ -129,13 +145,18 @@ class Supervisor:
                 if self._num_signals:
                     return 0
             was_up = was_up or any(s.state != "loading" for s in self.states)
+            has_crashed = (self._exit_status or 0) > SIGNALLED
             exit_status = self._end()
             self.is_draining = False
             for state in self.states:
                 state.set("loading")
             if not was_up:
-                logger.error("%s before it could answer", failure)
-                return exit_status
+                if not has_crashed or num_starts >= MAX_STARTS or not self._max_restarts:
+                    logger.error("%s before it could answer", failure)
+                    return exit_status
+                logger.error("%s before it could answer; it crashed, and is started once more", failure)
+                self.num_server_restarts += 1
+                continue
             delay = self._budget.next()
             if delay is None:
                 logger.error("%s; not started again (max_restarts is 0)", failure)
@@ -175,18 +196,20 @@ class Supervisor:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if found[0] == self._process.pid:
                     code = os.waitstatus_to_exitcode(found[1])
-                    self._process.returncode = code if code >= 0 else 128 - code
+                    self._process.returncode = code if code >= 0 else SIGNALLED - code
         return self._process.returncode
 
     def _attend(self) -> str | None:
         """Returns why the server must be started again, or None after a signal. Raises MemoryFull."""
         assert self._process is not None
-        is_hidden, memory_due = False, time.monotonic()
+        is_hidden, memory_due, stopped = False, time.monotonic(), StoppedProcesses()
         while not self._num_signals:
             if (status := self._exit_status) is not None:
                 return f"the server ended (exit status {status})"
             with contextlib.suppress(queue.Empty):
                 return self._failures.get_nowait()
+            if stopped.find([self._process.pid], time.monotonic()) is not None:
+                return "the server is stopped (SIGSTOP)"
             if not is_hidden and has_children(self._process.pid):  # it has read its arguments, and loads models
                 is_hidden = True
                 if not hide_argument(self._process.pid, self._api.key):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, Probe, ServerApi
-from deploy.supervision.processes import Stub, find_stubs, is_running
+from deploy.supervision.processes import StoppedProcesses, Stub, find_stubs, is_running
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +159,13 @@ class ModelWatch(threading.Thread):
     def _watch(self, stubs: list[Stub]) -> str | None:
         """Returns why the model is down, or None when told to stop."""
         probe: Probe | None = None
-        due, num_errors = time.monotonic(), 0
+        due, num_errors, stopped = time.monotonic(), 0, StoppedProcesses()
         while not self._is_over.wait(LOOK_SECONDS):
             if dead := [s.pid for s in stubs if not is_running(s.pid)]:
                 return f"its process {dead[0]} died"
             now = time.monotonic()
+            if (pid := stopped.find([s.pid for s in stubs], now)) is not None:
+                return f"its process {pid} is stopped (SIGSTOP)"
             if probe is None:
                 probe = Probe(self._api, self.state.name) if now >= due else None
                 continue

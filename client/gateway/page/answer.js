@@ -1,6 +1,6 @@
 // One answer as it is shown: its text in the colours of its tokens, what was thought before it, and the calls that it makes.
 
-import { Painter } from "./sources.js";
+import { Painter, tokenElement } from "./sources.js";
 
 export function element(name, className, ...children) {
   const made = document.createElement(name);
@@ -28,10 +28,34 @@ export class Answer {
     }
     if (delta.content) {
       this.text += delta.content;
-      this.shown.text ??= this.root.appendChild(element("div", "text"));
+      this.shown.text ??= this.addText();
       this.shown.text.append(...this.painter.paint(delta.content));
     }
     for (const call of delta.tool_calls ?? []) this.addCall(call);
+  }
+
+  // As `message` and `parts` of another one had it, or without who proposed what.
+  restore({ content, tool_calls: calls = [] }, parts = {}) {
+    const paint = (pieces, text) => (pieces ? pieces.map(([piece, source]) => tokenElement(piece, source)) : [text]);
+    if (parts.thought) (this.shown.thought = this.addThought()).append(...paint(parts.thought));
+    this.text = content ?? "";
+    if (this.text) (this.shown.text = this.addText()).append(...paint(parts.text, this.text));
+    calls.forEach((call, index) => {
+      this.addCall({ index, ...call, function: { name: call.function.name } });
+      this.calls[index].function.arguments = call.function.arguments;
+      this.shown.calls[index].append(...paint(parts.calls?.[index], call.function.arguments));
+    });
+  }
+
+  // Who proposed what, as it is shown.
+  get parts() {
+    const read = (shown) => Array.from(shown.querySelectorAll(".token"), (token) => [token.textContent, token.title]);
+    const { thought, text, calls } = this.shown;
+    return { ...(thought && { thought: read(thought) }), ...(text && { text: read(text) }), calls: calls.map(read) };
+  }
+
+  addText() {
+    return this.root.appendChild(element("div", "text"));
   }
 
   addThought() {

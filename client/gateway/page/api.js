@@ -1,5 +1,7 @@
 // The gateway: one streamed answer, what is served, whether it is there.
 
+import { write } from "./exact.js";
+
 class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -12,7 +14,7 @@ const authorize = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 // Yields the parsed events of an answer; throws an Error with the server's words. `signal` hangs up, which cancels the request on the server.
 export async function* stream({ path, body }, key, signal) {
   const headers = { "content-type": "application/json", ...authorize(key) };
-  const response = await fetch(path, { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
+  const response = await fetch(path, { method: "POST", headers, body: write({ ...body, stream: true }), signal });
   if (!response.ok) throw new Refusal(response.status, await readError(response));
   let held = "";
   for await (const text of readText(response.body)) {

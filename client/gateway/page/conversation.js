@@ -9,7 +9,7 @@ export class Conversation {
   constructor(root, onCopy) {
     this.root = root;
     this.onCopy = onCopy;
-    this.turns = []; // {message, shown}
+    this.turns = []; // {message, shown}, of answers {summary, parts} too
   }
 
   messages(system) {
@@ -33,9 +33,12 @@ export class Conversation {
   // What was typed: a message, or the result of the open call.
   say(text) {
     const call = this.openCall;
-    const message = call ? { role: "tool", tool_call_id: call.id, content: text } : { role: "user", content: text };
-    const shown = this.addElement(message.role, call ? `Result of ${call.function.name}` : NAMES.user);
-    shown.append(element("div", "text", text));
+    this.add(call ? { role: "tool", tool_call_id: call.id, content: text } : { role: "user", content: text });
+  }
+
+  add(message) {
+    const shown = this.addElement(message.role, message.role === "tool" ? `Result of ${this.openCall.function.name}` : NAMES.user);
+    shown.append(element("div", "text", message.content));
     this.turns.push({ message, shown });
   }
 
@@ -49,7 +52,24 @@ export class Conversation {
     copy.type = "button";
     copy.addEventListener("click", () => this.onCopy(copy, answer.whole));
     answer.root.append(element("p", "summary", copy, " ", summary));
-    this.turns.push({ message: answer.message, shown: answer.root });
+    this.turns.push({ message: answer.message, shown: answer.root, summary, parts: answer.parts });
+  }
+
+  // What `restore` makes the same conversation of.
+  toJSON() {
+    return this.turns.map(({ message, summary, parts }) => ({ message, summary, parts }));
+  }
+
+  restore(turns) {
+    for (const { message, summary, parts } of turns) {
+      if (message.role !== "assistant") {
+        this.add(message);
+        continue;
+      }
+      const answer = this.open();
+      answer.restore(message, parts);
+      this.keep(answer, summary);
+    }
   }
 
   // Takes the last turn away, and gives it, to be put back.

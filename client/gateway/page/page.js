@@ -4,6 +4,7 @@ import { Answer } from "./answer.js";
 import { askHealth, askModel, explain } from "./api.js";
 import { Conversation } from "./conversation.js";
 import { copyText } from "./copy.js";
+import { forget, keep, load } from "./kept.js";
 import { Pane } from "./pane.js";
 import { checkSettings, describe, offer, readSettings } from "./settings.js";
 import { asCurl, asPython } from "./snippets.js";
@@ -143,13 +144,19 @@ async function complete() {
 // A turn. What got no answer goes back to where it was typed, so that the conversation is always one of questions and answers.
 async function say() {
   const text = prompt.value;
+  save(text);
   conversation.say(text);
   prompt.value = "";
-  if (conversation.openCall) return showTurn(); // of several calls each has its result
-  if (!(await turn())) {
+  if (conversation.openCall) { // of several calls each has its result
+    save();
+    return showTurn();
+  }
+  const isKept = await turn();
+  if (!isKept) {
     conversation.take();
     prompt.value ||= text;
   }
+  save(isKept ? "" : text);
   setRunning(false);
   if (!isPhone.matches) prompt.focus(); // there the answer would be scrolled away
 }
@@ -157,6 +164,7 @@ async function say() {
 async function retry() {
   const last = conversation.take();
   if (!(await turn())) conversation.putBack(last);
+  save();
   setRunning(false);
 }
 
@@ -166,6 +174,31 @@ async function turn() {
   if (isKept) conversation.keep(answer, panes.on.summary + (error === null ? ", stopped" : ""));
   else answer.root.remove();
   return isKept;
+}
+
+// For a reload of the page. unanswered: what was said last.
+function save(unanswered = "") {
+  const isKept = keep({ mode, system: at("system").value, tools: at("tools").value, unanswered, turns: conversation.toJSON() });
+  if (!isKept && !conversation.isEmpty) at("mode-note").textContent = "This conversation is too long to outlive a reload of the page.";
+}
+
+// What was there before a reload.
+function restore() {
+  const kept = load();
+  if (!kept) return;
+  try {
+    conversation.restore(kept.turns);
+    at("system").value = kept.system;
+    at("tools").value = kept.tools;
+    typed.chat.text = kept.unanswered;
+    isChosen = true;
+    panes.on.output.replaceChildren(); // it stands there in its own mode
+    setMode(kept.mode);
+  } catch (error) {
+    console.warn("the conversation cannot be read", error);
+    conversation.clear();
+    forget();
+  }
 }
 
 async function start(event) {
@@ -216,8 +249,8 @@ async function showModel() {
   if (model.methods) legend.replace(["target", ...offer(model), "grammar"]);
   const note = model.is_bundled ? "This is the bundled model: it completes code and does not converse." : "";
   at("mode-note").textContent = model.has_chat_template === false ? "This model has no chat template, so there is no chat." : note;
-  if (!isChosen && !hangUp) setMode(model.has_chat_template && !model.is_bundled ? "chat" : "completion");
-  else if (!hangUp) setMode(mode);
+  const first = model.has_chat_template && !model.is_bundled ? "chat" : "completion";
+  if (!hangUp) setMode(!isChosen ? first : model.has_chat_template ? mode : "completion");
 }
 
 async function showHealth() {
@@ -246,6 +279,7 @@ for (const choice of form.elements.mode) {
   choice.addEventListener("change", () => {
     isChosen = true;
     setMode(choice.value);
+    save();
   });
 }
 at("compare").addEventListener("change", () => setMode(mode));
@@ -257,9 +291,11 @@ at("clear").addEventListener("click", () => {
   panes.off.reset("");
   panes.off.output.replaceChildren();
   verdict.textContent = at("error").textContent = "";
+  save();
   showTurn();
   prompt.focus();
 });
+for (const id of ["system", "tools"]) at(id).addEventListener("change", () => hangUp || save());
 at("copy-code").addEventListener("click", () => copy(at("copy-code"), at("snippet").textContent));
 for (const pane of Object.values(panes)) pane.copy.addEventListener("click", () => copy(pane.copy, pane.answer.whole));
 at("code").addEventListener("toggle", showSnippet);
@@ -272,6 +308,7 @@ document.addEventListener("keydown", (event) => {
   if (isSent) start(event);
 });
 setMode(mode);
+restore();
 showHealth();
 setInterval(showHealth, HEALTH_MS);
 

@@ -1,5 +1,7 @@
 // The form: what is asked for beside the prompt. What is left empty is the server's to choose.
 
+import { isNumber, parse, readNumber, write } from "./exact.js";
+
 const at = (id) => document.getElementById(id);
 const ESCAPES = { n: "\n", t: "\t", "\\": "\\" };
 
@@ -10,7 +12,7 @@ const readStops = () =>
 function readJson(field) {
   field.setCustomValidity("");
   try {
-    return JSON.parse(field.value);
+    return parse(field.value);
   } catch (error) {
     field.setCustomValidity(`This is not valid JSON: ${error.message}`);
     return undefined;
@@ -46,7 +48,7 @@ function readVariables(body) {
 export function readSettings(mode) {
   const body = {};
   for (const field of at("form").querySelectorAll("input[type=number][name]")) {
-    if (field.value) body[field.name] = Number(field.value);
+    if (field.value) body[field.name] = readNumber(field.value);
   }
   const stops = readStops();
   if (stops.length) body.stop = stops;
@@ -59,7 +61,7 @@ export function readSettings(mode) {
   }
   const speculative = {};
   if (at("method").value) speculative.method = at("method").value;
-  if (at("drafts").value) speculative.num_speculative_tokens = Number(at("drafts").value);
+  if (at("drafts").value) speculative.num_speculative_tokens = readNumber(at("drafts").value);
   if (Object.keys(speculative).length) body.speculative = speculative;
   return body;
 }
@@ -99,6 +101,6 @@ export const describe = ({ model, ...body }) =>
 function describeValue(name, value) {
   if (name === "speculative") return value.method ?? (value.num_speculative_tokens ? `${value.num_speculative_tokens} drafts` : "no drafts");
   if (name === "response_format") return value.type.replace("_", " ");
-  if (name === "chat_template_kwargs") return Object.entries(value).map(([key, told]) => `${key} ${JSON.stringify(told)}`).join(" · ");
-  return typeof value === "number" ? `${name.replaceAll("_", " ")} ${value}` : "";
+  if (name === "chat_template_kwargs") return Object.entries(value).map(([key, told]) => `${key} ${write(told)}`).join(" · ");
+  return isNumber(value) ? `${name.replaceAll("_", " ")} ${write(value)}` : "";
 }

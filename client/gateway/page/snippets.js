@@ -1,5 +1,7 @@
 // A request as commands and programs that people paste.
 
+import { isNumber, write } from "./exact.js";
+
 // OpenAI's client knows these by name; the rest goes into `extra_body`.
 const OPENAI = new Set([
   "model", "prompt", "messages", "max_tokens", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty",
@@ -7,7 +9,7 @@ const OPENAI = new Set([
 ]);
 
 export function asCurl({ path, body }, origin, hasKey) {
-  const quoted = JSON.stringify(body, null, 2).replaceAll("'", `'\\''`);
+  const quoted = write(body, 2).replaceAll("'", `'\\''`);
   const key = hasKey ? ` -H "authorization: Bearer $API_KEY"` : "";
   return `curl ${origin}${path} -H 'content-type: application/json'${key} -d '${quoted}'`;
 }
@@ -36,6 +38,7 @@ export function asPython({ path, body }, origin, hasKey) {
 function literal(value) {
   if (value === null || value === undefined) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
+  if (isNumber(value)) return write(value);
   if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
   if (typeof value === "object") return `{${Object.entries(value).map(([key, part]) => `${JSON.stringify(key)}: ${literal(part)}`).join(", ")}}`;
   return JSON.stringify(value);

@@ -1,0 +1,45 @@
+"""Files that options of `foretoken serve` name and that are read when parts of it run already: looked at before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backend.disaggregation_config import DisaggregationConfig, read_password
+from backend.errors import ConfigError, ModelError
+from backend.model_files import check_regular
+from deploy.options import ServeConfig
+
+
+def check_own_files(config: ServeConfig) -> None:
+    """Of the launcher's own options. Raises ConfigError naming the flag and the path."""
+    from client.gateway.keys import read_keys  # here: its package brings gRPC along, which the launcher is imported without
+
+    for flag, path in (("--api-keys", config.api_keys), ("--admin-keys", config.admin_keys)):
+        try:
+            if path is not None and not Path(path).is_fifo():  # which has its keys for one reader
+                read_keys(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{flag} {path}: {_explain(error)}") from None
+    if config.backend_directory is not None and not Path(config.backend_directory).is_dir():
+        raise ConfigError(f"--backend-directory {config.backend_directory}: there is no such folder")
+
+
+def check_password(config: DisaggregationConfig) -> None:
+    """Of the Redis server. Raises ConfigError."""
+    if config.is_on and not (config.scheduler_password_file and Path(config.scheduler_password_file).is_fifo()):
+        read_password(config)
+
+
+def find_corpus(paths: tuple[str, ...]) -> list[str]:
+    """The files of `suffix_decoding_corpus`, by absolute paths. Raises ModelError."""
+    found = [Path(path).expanduser().resolve() for path in paths]
+    for path in found:
+        try:
+            check_regular(path)
+        except ModelError as error:
+            raise ModelError(f"speculative_config.suffix_decoding_corpus: {error}") from None
+    return [str(path) for path in found]
+
+
+def _explain(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
