@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from backend.config import EngineConfig
@@ -22,6 +23,7 @@ from backend.quantization.quantized_linear import QuantizedLinear
 from backend.quantization.schemes import BLOCK, GROUP
 from backend.quantization.stored import Quantized
 from backend.quantization_config import SCHEMES, QuantizationConfig, normalize_quantization, read_quantization
+from kernels import ops
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import quantized
 
