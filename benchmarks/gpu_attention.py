@@ -7,21 +7,29 @@ The copy bandwidth of the same run is the limit. SDPA is torch's scaled_dot_prod
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from kernels import attention
 from kernels._load import compile_all, device_of, device_stream
 from kernels.append_kv import append_kv
 from kernels.attention import AttentionPlan, append_attention, choose_shape
 from kernels.cache_scales import CacheScales
+from kernels.toolchain import KernelError
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 PEER = {1: {768: (10.0, 15.3, 34.6, 115), 4096: (14.2, 42.0, 133, 526)}, 6: {768: (10.8, 16.0, 36.2, 124), 4096: (14.3, 43.2, 137, 518)}}
 """FlashAttention-3 in vLLM 0.26.0 on another H200, us, at batch 1, 8, 32, 128."""
 BATCHES = (1, 8, 32, 128)
 IS_PLANAR = False
+CODE_PIPELINES = ((4, 3, 64), (3, 4, 64), (3, 3, 64), (2, 6, 64), (2, 5, 64), (2, 3, 128), (1, 5, 128))
+"""CTAs per SM, stages and keys of a stage that are tried over codes."""
+CODE_DEFINES = {"CODES_BY_SHIFTS": 1, "PREFETCH": 256}
+"""What else is tried: conversion in several instructions of integers; the next head's codes brought to the L2 cache."""
 
 
 def measure(step: Callable[[int], object], count: int, repeats: int = 15) -> float:
@@ -116,26 +124,67 @@ def measure_attention(q: int, lengths: list[int], page: int, pool: torch.Tensor,
     return own, peer, num_bytes
 
 
+class Shape(NamedTuple):
+    """How a kernel over codes is made."""
+
+    pipelines: tuple[tuple[int, int, int], ...]
+    """To choose from."""
+    cluster_ctas: int
+    """CTAs per SM where several share an item, at most."""
+    more: dict[str, int]
+    """Defines."""
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Plans are made so inside."""
+        before = attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.choose_shape
+        attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS = self.pipelines, self.cluster_ctas
+        attention.choose_shape = lambda *args, **options: choose_shape(*args, **options) | self.more
+        attention._choose_shape.cache_clear()
+        try:
+            yield
+        finally:
+            attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.choose_shape = before
+            attention._choose_shape.cache_clear()
+
+
+def code_shapes(batch: int, q: int) -> dict[str, tuple[Shape, dict[str, int]]]:
+    """By name, with what a kernel is compiled with: first as it is chosen."""
+    known = attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS
+    found: dict[str, tuple[Shape, dict[str, int]]] = {}
+    plain = (*known, {}), *(((p,), most, {}) for most in (4, 2) for p in CODE_PIPELINES)
+    for shape in (*(Shape(*x) for x in plain), *(Shape(*known, {name: value}) for name, value in CODE_DEFINES.items())):
+        with shape.used(), contextlib.suppress(KernelError, IndexError):  # there is no room for it
+            defines = attention.choose_shape(batch, q, 16, (HEADS, KV_HEADS, SIZE), torch.bfloat16, is_e4m3=True)
+            name = "x".join(str(defines[key]) for key in ("CLUSTER", "MIN_CTAS", "STAGES", "TILE"))
+            found.setdefault(" ".join([name, *shape.more]), (shape, defines))
+    return found
+
+
 def compare_codes(pool: torch.Tensor) -> None:
-    """Pages of bfloat16 against such of e4m3 (`kv_cache_dtype: fp8`), queries and results times their scales with them."""
+    """Pages of bfloat16 against such of e4m3 (`kv_cache_dtype: fp8`), whose kernels are tried in several shapes, too."""
     device, codes = pool.device, pool.view(torch.uint8)[: 6 * 2**30].bitwise_and_(0xF7)  # none that is no number
     scales = CacheScales(*(torch.full((KV_HEADS,), 0.01, device=device) for _ in range(2)))
-    for q in (1, 6):
-        for batch, context in ((1, 4096), (8, 4096), (32, 4096), (32, 16384), (1, 32768)):
-            query, times = torch.randn(batch * q, HEADS, SIZE, dtype=torch.bfloat16, device=device), []
-            for is_e4m3 in (False, True):
-                plan, num_pages = make_plan(q, [context] * batch, 16, device, is_e4m3=is_e4m3)
-                own = codes.view(torch.float8_e4m3fn) if is_e4m3 else pool
-                layers = max(2, min(32, int(400e6 / (batch * context * KV_HEADS * SIZE * 2))))
-                planes = make_planes(own, layers, num_pages, 16)
+    cases = [(q, *sizes) for q in (1, 6) for sizes in ((1, 4096), (8, 4096), (32, 4096), (32, 16384), (1, 32768))]
+    shapes = {(batch, q): code_shapes(batch, q) for q, batch, _ in cases}
+    compile_all([("attention", defines) for own in shapes.values() for _, defines in own.values()], device_of(device).architecture)
 
-                def attend(layer: int) -> torch.Tensor:
-                    asked = scales.scale_query(query) if is_e4m3 else query  # noqa: B023
-                    result = append_attention(asked, *planes[layer], plan)  # noqa: B023
-                    return scales.scale_result(result) if is_e4m3 else result  # noqa: B023
+    def time(q: int, batch: int, context: int, is_e4m3: bool) -> float:
+        plan, num_pages = make_plan(q, [context] * batch, 16, device, is_e4m3=is_e4m3)
+        layers = max(2, min(32, int(400e6 / (batch * context * KV_HEADS * SIZE * 2))))
+        planes = make_planes(codes.view(torch.float8_e4m3fn) if is_e4m3 else pool, layers, num_pages, 16)
+        query = torch.randn(batch * q, HEADS, SIZE, dtype=torch.bfloat16, device=device)
+        return measure(lambda i: append_attention(query, *planes[i], plan, scales=scales if is_e4m3 else None), layers)
 
-                times.append(measure(attend, layers))
-            print(f"q {q}, {batch} x {context}: bf16 {times[0]:.1f} us, e4m3 {times[1]:.1f}: {times[0] / times[1]:.2f} x", flush=True)
+    print("e4m3: as it is chosen, then in other shapes: CTAs that share an item x CTAs per SM x stages x keys of a stage")
+    for case in cases:
+        plain, own = time(*case, is_e4m3=False), {}
+        for name, (shape, _) in shapes[case[1], case[0]].items():
+            with shape.used():
+                own[name] = time(*case, is_e4m3=True)
+        chosen = next(iter(own.values()))
+        others = ", ".join(f"{name} {us:.1f}" for name, us in own.items())
+        print(f"q {case[0]}, {case[1]} x {case[2]}: bf16 {plain:.1f} us, e4m3 {chosen:.1f}: {plain / chosen:.2f} x ({others})", flush=True)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@
 // MAX_ROWS most rows (queries x GROUP) of one work item; CLUSTER CTAs that share an item; TILE keys, 64 or 128, of each of the STAGES of the KV
 // pipeline, with a warp for every sixteen; MIN_CTAS per SM; CASCADE: requests may share a prefix, which then is read once for all of them;
 // WINDOW, CAP_BITS, TREE, E4M3: see attention_items.cuh; attention_codes.cuh has what codes need.
+// Of codes, of each KV head: key_scales, which its scores are multiplied with, and value_factors, one by what its results are.
 
 #include "attention_merge.cuh"
 #if DTYPE == 2
@@ -18,7 +19,7 @@ template <int N> struct Count { static constexpr int value = N; };
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
     append_attention(Number* out, const Number* query, const Number* key_pages, const Number* value_pages, const int* page_table, const Start* starts,
                      const Item* items, float* partial_sums, float2* partial_stats, int* counters, const unsigned long long* seen_rows,
-                     int query_stride, int table_stride, int page_bytes) {
+                     int query_stride, int table_stride, int page_bytes, const float* key_scales, const float* value_factors) {
     extern __shared__ __align__(1024) uint8_t memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
     const uint32_t base = shared_address(memory);
@@ -96,7 +97,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
-        if (l.is_first && warp == 0 && lane < ITEM_WORDS) ((int*)(memory + ITEM_OFFSET + l.num_items % STAGES * 64))[lane] = l.word;
+        if (l.is_first && warp == 0 && lane < ITEM_WORDS) {
+            int word = l.word;
+            if (E4M3 && l.num_rows > 0 && (lane == 12 || lane == 13)) word = __float_as_int((lane == 12 ? key_scales : value_factors)[l.kv_head]);
+            ((int*)(memory + ITEM_OFFSET + l.num_items % STAGES * 64))[lane] = word;
+        }
         l.is_first = false;
         ++l.num_tiles;
         l.token += TILE;
@@ -137,9 +142,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
         const uint32_t buffer = base + QUERY_OFFSET + item_index % QUERY_BUFFERS * QUERY_BYTES;
         int token, last;
         split_range(item.token_begin, item.token_end, rank, token, last);
+        float row_scales[E4M3 ? M : 1][2];
+        if (E4M3) {
+            float* shared_scales = (float*)(memory + WEIGHT_OFFSET);  // until there are weights
+            prepare_queries(buffer, item.num_rows, __int_as_float(item.next) * CODE_UNIT * (CAP_BITS ? 1 : scale), shared_scales);
+            __syncthreads();
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h) {
+                    const int row = m * 16 + h * 8 + (lane >> 2);
+                    row_scales[E4M3 ? m : 0][h] = row < item.num_rows ? shared_scales[row] : 0;
+                }
+        }
+        auto scale_of = [&](int m, int h) { return E4M3 && !CAP_BITS ? row_scales[E4M3 ? m : 0][h] : scale; };
         auto load_query = [&](uint32_t(&a)[4], int m, int k) {
-            if (E4M3) load_query_for_codes(a, buffer, m * 16, k, lane);
-            else load_matrices(a, buffer + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + half));
+            load_matrices(a, buffer + swizzle(min(m * 16 + (lane & 15), MAX_ROWS - 1), 2 * k + half));
         };
         uint32_t held[IS_HELD ? M : 1][IS_HELD ? K_STEPS : 1][4];
         if (IS_HELD) {
@@ -174,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                     for (int m = 0; m < M; ++m) {
                         uint32_t a[4];
                         if (!IS_HELD) load_query(a, m, k0 + k);
-                        multiply(parts[k % CHAINS][m][0], IS_HELD ? held[IS_HELD ? m : 0][IS_HELD ? k0 + k : 0] : a, b[k][0], b[k][1]);
-                        multiply(parts[k % CHAINS][m][1], IS_HELD ? held[IS_HELD ? m : 0][IS_HELD ? k0 + k : 0] : a, b[k][2], b[k][3]);
+                        multiply<IS_FLOAT16>(parts[k % CHAINS][m][0], IS_HELD ? held[IS_HELD ? m : 0][IS_HELD ? k0 + k : 0] : a, b[k][0], b[k][1]);
+                        multiply<IS_FLOAT16>(parts[k % CHAINS][m][1], IS_HELD ? held[IS_HELD ? m : 0][IS_HELD ? k0 + k : 0] : a, b[k][2], b[k][3]);
                     }
                 }
             }
@@ -198,14 +216,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) scores[m][i / 4][i % 4] = cap_score(scores[m][i / 4][i % 4], rsqrtf(HEAD_DIM));
+                    for (int i = 0; i < 8; ++i) {
+                        float& score = scores[m][i / 4][i % 4];
+                        score = cap_score(E4M3 ? score * row_scales[E4M3 ? m : 0][i % 4 / 2] : score, rsqrtf(HEAD_DIM));
+                    }
             }
             const bool is_past_window = WINDOW && token <= item.first_visible + (item.row_start + item.num_rows - 1) / GROUP - WINDOW;
             if (is_past_window || token + TILE > min(last, item.first_visible + (TREE ? 0 : item.row_start / GROUP) + 1)) {
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
+                    for (int h = 0; h < HALVES; ++h) {
                         const int row = m * 16 + (lane >> 2) + h * 8;
                         const int first_key = token + warp * 16 + (lane & 3) * 2, query = (item.row_start + min(row, item.num_rows - 1)) / GROUP;
                         const unsigned long long own = TREE && !item.is_prefix ? seen_rows[item.query_start + query] | 1 : 1;
@@ -220,17 +241,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                     }
             }
             auto largest = [&](int m, int h) {
-                return fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1])) * scale;
+                return fmaxf(fmaxf(scores[m][0][2 * h], scores[m][0][2 * h + 1]), fmaxf(scores[m][1][2 * h], scores[m][1][2 * h + 1])) * scale_of(m, h);
             };
             // exp2(score - reference) to shared memory; returns the sum of this thread's.
             auto store_weights = [&](int m, int h, float reference) {
                 const int row = m * 16 + h * 8 + (lane >> 2);
+                const float factor = scale_of(m, h);
+                if (E4M3) reference -= WEIGHT_SHIFT;
                 float sum = 0;
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const float a = exp2_fast(fmaf(scores[m][j][2 * h], scale, -reference)), b = exp2_fast(fmaf(scores[m][j][2 * h + 1], scale, -reference));
+                    const float a = exp2_fast(fmaf(scores[m][j][2 * h], factor, -reference)), b = exp2_fast(fmaf(scores[m][j][2 * h + 1], factor, -reference));
                     sum += a + b;
-                    *(Pair*)(memory + WEIGHT_OFFSET + row * (TILE * 2) + (((warp * 2 + j) ^ (row & 7)) << 4) + (lane & 3) * 4) = to_pair(a, b);
+                    store_pair(memory + WEIGHT_OFFSET + row * (TILE * 2) + (((warp * 2 + j) ^ (row & 7)) << 4) + (lane & 3) * 4, a, b);
                 }
                 return sum;
             };
@@ -242,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
+                    for (int h = 0; h < HALVES; ++h) {
                         is_exceeded |= largest(m, h) > peak[m][h] + 8;
                         added[m][h] = store_weights(m, h, peak[m][h] == -INFINITY ? 0 : peak[m][h]);
                     }
@@ -252,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
+                    for (int h = 0; h < HALVES; ++h) {
                         float x = largest(m, h);
                         x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -262,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
                 for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
+                    for (int h = 0; h < HALVES; ++h) {
                         float larger = peak[m][h];
 #pragma unroll
                         for (int w = 0; w < WARPS; ++w) larger = fmaxf(larger, peaks[w * (M * 16) + m * 16 + h * 8 + (lane >> 2)]);
@@ -285,7 +308,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 for (int k = 0; k < TILE / 16; ++k) load_weights(k);
             }
 #pragma unroll
-            for (int m = 0; m < M; ++m) total[m][0] += added[m][0], total[m][1] += added[m][1];
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h) total[m][h] += added[m][h];
 #pragma unroll
             for (int k = 0; k < TILE / 16; ++k) {
                 if (!IS_EARLY) load_values(k), load_weights(k);
@@ -297,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
                 for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int p = 0; p < PAIRS; ++p)
-                        multiply(sums[m][2 * p], a[k][m], v[k][p][0], v[k][p][1]), multiply(sums[m][2 * p + 1], a[k][m], v[k][p][2], v[k][p][3]);
+                        multiply<IS_FLOAT16>(sums[m][2 * p], a[k][m], v[k][p][0], v[k][p][1]), multiply<IS_FLOAT16>(sums[m][2 * p + 1], a[k][m], v[k][p][2], v[k][p][3]);
             }
             load_tile(true);  // into the stage of the tile before; its instructions are issued while the products are computed
             ++tile;
@@ -308,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            for (int h = 0; h < HALVES; ++h) {
                 total[m][h] += __shfl_xor_sync(~0u, total[m][h], 1);
                 total[m][h] += __shfl_xor_sync(~0u, total[m][h], 2);
                 if ((lane & 3) == 0) peaks[warp * (M * 16) + m * 16 + h * 8 + (lane >> 2)] = total[m][h];
@@ -317,10 +342,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) CLUSTER_DIMS
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            for (int h = 0; h < HALVES; ++h) {
                 total[m][h] = 0;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) total[m][h] += peaks[w * (M * 16) + m * 16 + h * 8 + (lane >> 2)];
+                if (E4M3) total[m][h] *= __int_as_float(item.end) / CODE_UNIT;  // so all that is made of it, partial results too, is in the values' unit
             }
 
         store_output<M>(out, item, partials, sums, peak, total, memory, rank);

@@ -10,6 +10,7 @@ import torch
 
 from kernels._load import Gpu, Kernel, KernelError, gpu_of, load
 from kernels.append_kv import check_planes
+from kernels.cache_scales import CacheScales, check_scales
 from kernels.reference.e4m3 import E4M3
 from kernels.structs import MAX_NODES, PlanSizes
 
@@ -28,12 +29,18 @@ MIN_KEYS = 256
 PIPELINES = ((2, 3, 64), (1, 3, 128), (1, 5, 64), (1, 4, 64), (1, 3, 64), (1, 2, 64))
 """CTAs per SM, stages and keys of a stage, the best first: a CTA that is alone on its SM waits for the products of each stage in turn, so its
 stages are large."""
+CODE_PIPELINES = ((4, 3, 64), (3, 4, 64), (3, 3, 64), (2, 6, 64), (2, 5, 64), (2, 4, 64), *PIPELINES)
+"""The same over codes, which are half as large: a CTA has less on its way at a time, and more of them hide each other's instructions."""
+CODE_ROWS = {4: 16, 3: 32}
+"""Most rows of an item over codes where so many CTAs share an SM: what their registers hold."""
+CODE_CLUSTER_CTAS = 2
+"""Most CTAs per SM, over codes, where several share an item."""
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def _shared_bytes(rows: int, size: int, cluster: int, stages: int, tile: int, is_e4m3: bool = False) -> int:
     m_tiles = -(-rows // 16)
-    query_buffers = stages - 1 if m_tiles * size <= 256 else stages
+    query_buffers = stages - 1 if m_tiles * size <= (128 if is_e4m3 else 256) else stages
     peers = 0 if cluster == 1 else cluster * rows * (8 + size // cluster * 4)
     return (
         stages * (2 if is_e4m3 else 4) * tile * size
@@ -71,16 +78,11 @@ def choose_shape(
     if has_prefixes and (window is not None or cap is not None):
         raise ValueError(f"window is {window} and cap {cap}: attention with shared prefixes has neither")
     gpu = gpu or gpu_of()
-    defines = dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, gpu))
+    defines = dict(_choose_shape(batch, max_query_len, page_size, heads, dtype, has_prefixes, is_e4m3, gpu))
     if has_trees:
         defines["TREE"] = 1
     if is_e4m3:
         defines["E4M3"] = 1
-        # Codes take half the room: as many bytes of them are on their way at a time where the rest leaves it.
-        stages, own = defines["STAGES"], (defines["MAX_ROWS"], heads[2], defines["CLUSTER"])
-        room = gpu.shared_memory // defines["MIN_CTAS"] - 1024
-        fits = (n for n in range(2 * stages, stages, -1) if _shared_bytes(*own, n, defines["TILE"], True) <= room)
-        defines["STAGES"] = next(fits, stages)
     if window is not None:
         defines["WINDOW"] = window
     if cap is not None:
@@ -90,7 +92,7 @@ def choose_shape(
 
 @functools.lru_cache(maxsize=4096)
 def _choose_shape(
-    batch: int, max_query_len: int, page_size: int, heads: tuple[int, int, int], dtype: torch.dtype, has_prefixes: bool, gpu: Gpu
+    batch: int, max_query_len: int, page_size: int, heads: tuple[int, int, int], dtype: torch.dtype, has_prefixes: bool, is_e4m3: bool, gpu: Gpu
 ) -> dict[str, int]:
     num_query_heads, num_kv_heads, head_dim = heads
     sms, shared = gpu.num_multiprocessors, gpu.shared_memory
@@ -108,8 +110,10 @@ def _choose_shape(
             break
         # As many CTAs share an item as still leave a cluster for each.
         clusters = (8, 4, 2, 1) if gpu.has_clusters and not has_prefixes else (1,)
-        fits = [(c, *pipeline) for c in clusters for pipeline in PIPELINES if pipeline[2] == 64 or (head_dim == 128 and rows <= MAX_LARGE_ROWS)]
-        fits = [(c, n, s, t) for c, n, s, t in fits if _shared_bytes(rows, head_dim, c, s, t) <= shared // n - 1024]
+        pipelines = [p for p in (CODE_PIPELINES if is_e4m3 else PIPELINES) if p[2] == 64 or (head_dim == 128 and rows <= MAX_LARGE_ROWS)]
+        pipelines = [p for p in pipelines if not is_e4m3 or rows <= CODE_ROWS.get(p[0], MAX_ITEM_ROWS[head_dim])]
+        fits = [(c, *p) for c in clusters for p in pipelines if c == 1 or not is_e4m3 or p[0] <= CODE_CLUSTER_CTAS]
+        fits = [(c, n, s, t) for c, n, s, t in fits if _shared_bytes(rows, head_dim, c, s, t, is_e4m3) <= shared // n - 1024]
         if fits:
             enough = [fit for fit in fits if _num_workers(sms, fit[1], fit[0]) >= batch * blocks * num_kv_heads]
             cluster, ctas, stages, tile = (enough or [fit for fit in fits if fit[0] == 1])[0]
@@ -270,9 +274,14 @@ class AttentionPlan:
 
 
 def append_attention(
-    query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, plan: AttentionPlan, out: torch.Tensor | None = None
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    plan: AttentionPlan,
+    out: torch.Tensor | None = None,
+    scales: CacheScales | None = None,
 ) -> torch.Tensor:
-    """Attention of packed queries [T, H, D] over the planes [P, page, Hkv, D] of `plan`'s requests -> [T, H, D].
+    """Attention of packed queries [T, H, D] over the planes [P, page, Hkv, D] of `plan`'s requests -> [T, H, D]. scales: of pages in e4m3.
 
     Query j of a request with q queries and n tokens sees the keys 0 .. n - q + j. Rows past the last request's are not written.
     The work is split in the manner of stream-K (Osama et al. 2023) and partial results are merged (flash-decoding, Dao et al. 2023).
@@ -281,6 +290,7 @@ def append_attention(
     if query.shape[1:] != shape or query.stride()[1:] != (plan.head_dim, 1) or query.dtype != plan.dtype:
         raise ValueError(f"query is {query.dtype} {list(query.shape)}; must be {plan.dtype} [T, {shape[0]}, {shape[1]}] with rows in one piece")
     check_planes(key_pages, value_pages, kv_shape, plan.page_dtype)
+    check_scales(key_pages, scales)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     # Partial results can be large: taken for the call alone, all layers and captured steps share the memory.
@@ -302,6 +312,7 @@ def append_attention(
         query.stride(0),
         plan.page_table.stride(0),
         key_pages.stride(0) * key_pages.element_size(),
+        *((0, 0) if scales is None else (scales.keys, scales.value_factors)),
     )
     if plan._merge is not None:
         plan._merge((plan.num_tokens, plan.num_kv_heads), plan._block, out, sums, stats, plan._places, plan._pieces)

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
                                                                        const Held* value_pages, const int* page_table, const Start* starts,
                                                                        const Item* items, float* partial_sums, float2* partial_stats, int* counters,
                                                                        const unsigned long long* seen, int query_stride, int table_stride,
-                                                                       int page_bytes) {
+                                                                       int page_bytes, const float* key_scales, const float* value_factors) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Partials partials{partial_sums, partial_stats};
     __shared__ int flag;
@@ -28,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
     Item item = starts[blockIdx.x].item;
     const int next = item.next, end = item.end;
     for (int i = next; item.num_rows > 0; ++i) {
+        const float key_scale = E4M3 ? key_scales[item.kv_head] : 1, value_factor = E4M3 ? value_factors[item.kv_head] : 1;
         for (int row = warp; row < item.num_rows; row += WARPS) {
             const int r = item.row_start + row, visible = min(item.token_end, item.first_visible + r / GROUP + 1);
             const float4* q = (const float4*)(query + (int64_t)(item.query_start + r / GROUP) * query_stride + (item.kv_head * GROUP + r % GROUP) * HEAD_DIM);
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
                     score = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, score))));
                 }
                 const bool is_seen = token + lane < visible && (!TREE || is_on_path(own, token + lane - item.first_visible));
-                score = is_seen ? cap_score(score, rsqrtf(HEAD_DIM)) * (LOG2E * rsqrtf(HEAD_DIM)) : -INFINITY;
+                score = is_seen ? cap_score(score * key_scale, rsqrtf(HEAD_DIM)) * (LOG2E * rsqrtf(HEAD_DIM)) : -INFINITY;
                 float larger = fmaxf(peak, score);
                 for (int d = 16; d; d /= 2) larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, d));
                 const float reference = larger == -INFINITY ? 0 : larger, old = exp2f(peak - reference), weight = exp2f(score - reference);
@@ -61,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append_attention(Number* o
                 peak = larger;
             }
             for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
+            total *= value_factor;  // so all that is made of it, partial results too, is in the values' unit
             const float inverse = item.num_pieces == 1 ? 1 / total : 1;
             Number* target = item.num_pieces == 1 ? out + output_offset(item, row) : partials.sum(item.piece, row);
             for (int c = 0; c < HEAD_DIM / 32; ++c) target[c * 32 + lane] = sums[c] * inverse;

@@ -18,7 +18,10 @@ constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;
 #define TREE 0  // 1: a query sees, of its request's new tokens, those that its word says
 #endif
 #ifndef E4M3
-#define E4M3 0  // 1: pages hold codes of e4m3, whose scales are the queries' and the result's
+#define E4M3 0  // 1: pages hold codes of e4m3; those of a KV head have one scale for keys and one for values
+#endif
+#ifndef PREFETCH
+#define PREFETCH 128  // bytes that come to the L2 cache together; 256, over codes of heads of 128: the next head's too
 #endif
 #ifndef MERGE_APART
 #define MERGE_APART 0  // 1: pieces of a split are merged by a kernel of its own, also without CASCADE
@@ -48,7 +51,7 @@ struct Item {
     int num_pieces;     // 1: not split; 0: merge_attention merges; else the last piece to finish merges them
     int first_piece;    // where the partial results of the first piece are
     int piece;          // and of this one
-    int next, end;      // in a Start: the worker's further items
+    int next, end;      // in a Start: the worker's further items. In shared memory, of codes: bits of key_scale and value_factor
     int is_prefix;      // rows are queries of many requests
     int padding;
 };

@@ -4,13 +4,14 @@
 #include "attention_merge.cuh"
 
 constexpr int M_TILES = (MAX_ROWS + 15) / 16;
+constexpr int HALVES = E4M3 && MAX_ROWS <= 8 ? 1 : 2;  // of an m-tile's sixteen rows, that may be an item's
 constexpr int K_STEPS = HEAD_DIM / 16;
 constexpr int COLUMNS = HEAD_DIM / WARPS;  // of the output, per warp
 constexpr int PAIRS = COLUMNS / 16;
 constexpr int TOKEN_BYTES = NUM_KV_HEADS * HELD_BYTES;  // in a page
 constexpr int KV_BYTES = TILE * HELD_BYTES;
 // Queries stay in registers where there is room; then a buffer is free one tile earlier. (Constants by the number of m-tiles in use.)
-constexpr bool is_query_held(int m_tiles) { return m_tiles * HEAD_DIM <= 256; }
+constexpr bool is_query_held(int m_tiles) { return m_tiles * HEAD_DIM <= (E4M3 ? 128 : 256); }
 // Values go to registers before the weights are known, where there is room.
 constexpr bool are_values_early(int m_tiles) { return m_tiles <= 2 && HEAD_DIM <= 128; }
 // Shared memory; attention.py computes the same sum.
@@ -40,7 +41,7 @@ __device__ __forceinline__ void store_output(Number* out, const Item& item, cons
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < HALVES; ++h) {
             const int row = m * 16 + h * 8 + (lane >> 2);
             if (row >= item.num_rows) continue;
             if (item.num_pieces == 1) {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void store_output(Number* out, const Item& item, cons
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for (int h = 0; h < HALVES; ++h) {
             const int row = m * 16 + h * 8 + (lane >> 2), place = rank * MAX_ROWS + row;
             if (row >= item.num_rows) continue;
 #pragma unroll

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+E4M3 = torch.float8_e4m3fn
+
 
 @dataclass(frozen=True, eq=False)
 class CacheScales:
-    """Of one layer on one rank. A number is kept as e4m3(number / scale); reading multiplies queries and results, not what is kept.
+    """Of one layer on one rank. A number is kept as e4m3(number / scale); reading multiplies scores and results, not what is kept.
 
-    Scores are linear in keys and results in values, so a head's scale moves from all its keys to the few queries: query . (scale code) =
-    (scale query) . code. With scales that are powers of two this is exact; with others a query is rounded once more, in its own type.
+    Scores are linear in keys and results in values, so a head's scale moves from all its keys to the few scores, and from its values to the few
+    results. Kernels multiply sums in float32. What has no kernel multiplies queries, query . (scale code) = (scale query) . code, and results: with
+    scales that are powers of two that is exact; with others they are rounded once more, in their own type.
     """
 
     keys: torch.Tensor
@@ -48,6 +52,23 @@ class CacheScales:
         """Queries [T, H, still + D], whose first numbers meet keys that are made of latents, and whose others meet the shared key."""
         factors = torch.cat([self.values.expand(still), self.keys.expand(query.shape[2] - still)])
         return (query * factors).to(query.dtype)
+
+
+def check_scales(pages: torch.Tensor, scales: CacheScales | None) -> None:
+    """Raises ValueError where pages [P, page, Hkv, ...] are in e4m3 and scales are missing, or the reverse, or there are not as many as heads."""
+    if (pages.dtype == E4M3) != (scales is not None):
+        raise ValueError(f"pages are {pages.dtype}, scales {'missing' if scales is None else 'given'}; they go with {E4M3} alone")
+    if scales is not None:
+        scales.check(pages.shape[2], "attention")
+
+
+def attend_scaled(
+    attend: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor, scales: CacheScales | None, still: int | None = None
+) -> torch.Tensor:
+    """What `attend` makes of queries [T, H, D] where it takes codes for numbers. still: how many numbers of a query meet keys made of latents."""
+    if scales is None:
+        return attend(query)
+    return scales.scale_result(attend(scales.scale_query(query) if still is None else scales.scale_latent_query(query, still)))
 
 
 def _times(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

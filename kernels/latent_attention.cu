@@ -4,6 +4,7 @@
 // Compile-time: DTYPE 0 bfloat16, 1 float16; GROUP query heads; HEAD_DIM: RANK, a multiple of 16 NUM_WARPS; ROPE, with which it is a multiple of 64;
 // PAGE_SIZE; MAX_ROWS most rows (queries x heads) of an item; TILE keys of each of two stages, eight for each of NUM_WARPS warps; NUM_KV_HEADS,
 // CLUSTER 1, CASCADE 0, MERGE_APART 1; E4M3: see attention_items.cuh. Codes are copied to where their numbers will be, and expanded by who copied them.
+// Of codes, one each: key_scale, of the key's last ROPE numbers, and value_factor, one by the scale of the others.
 
 #include "attention_merge.cuh"
 #include "attention_tensor.cuh"
@@ -25,12 +26,13 @@ __device__ __forceinline__ uint32_t place_of(int row, int chunk) { return row * 
 // A warp makes the scores of eight keys of a tile, and weights x values of its share of the columns.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     latent_attention(Number* out, const Number* absorbed, const Number* turned, const Number* pages, const int* page_table, const Start* starts,
-                     const Item* items, float* partial_sums, float2* partial_stats, LatentStrides strides) {
+                     const Item* items, float* partial_sums, float2* partial_stats, LatentStrides strides, const float* key_scale, const float* value_factor) {
     extern __shared__ __align__(1024) uint8_t memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, half = lane >> 4;
     const uint32_t base = shared_address(memory);
     const Partials partials{partial_sums, partial_stats};
-    const float scale = LOG2E * strides.scale;
+    const float key_unit = E4M3 ? *key_scale : 1, inverse_unit = E4M3 ? *value_factor : 1;
+    const float scale = LOG2E * strides.scale * key_unit;
     float* peaks = (float*)(memory + PEAK_OFFSET);
     launch_dependents();
     wait_for_earlier();
@@ -92,6 +94,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             float parts[CHAINS][M][4] = {};
 #pragma unroll
             for (int k = 0; k < K_STEPS; k += 2) {
+                if (E4M3 && k == HEAD_DIM / 16) {  // from here on with the key's scale
+#pragma unroll
+                    for (int c = 0; c < CHAINS; ++c)
+#pragma unroll
+                        for (int m = 0; m < M; ++m)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) parts[c][m][i] *= 1 / (key_unit * inverse_unit);
+                }
                 uint32_t b[4];
                 load_matrices(b, own + (((k * 2 + (lane >> 3)) ^ (lane & 7)) << 4));
 #pragma unroll
@@ -177,6 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 float all = 0;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) all += peaks[w * (M * 16) + row];
+                if (E4M3) all *= inverse_unit;  // so all that is made of it, partial results too, is in the latents' unit
                 if (item.num_pieces == 1) {
                     Number* target = out + output_offset(item, row) + column;
                     const float inverse = 1 / all;

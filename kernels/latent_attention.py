@@ -8,6 +8,7 @@ import torch
 
 from kernels._load import Gpu, Kernel, gpu_of, load
 from kernels.attention import PLAN_CTAS, PLAN_THREADS, Heads
+from kernels.cache_scales import CacheScales, check_scales
 from kernels.reference.e4m3 import E4M3
 from kernels.structs import LatentStrides, PlanSizes
 
@@ -106,11 +107,17 @@ class LatentPlan:
         self._plan((PLAN_CTAS, 1), (PLAN_THREADS, 1, 1), *lists, sizes, shared=self._plan_bytes)
 
     def attend(
-        self, absorbed: torch.Tensor, turned: torch.Tensor, pages: torch.Tensor, scale: float, out: torch.Tensor | None = None
+        self,
+        absorbed: torch.Tensor,
+        turned: torch.Tensor,
+        pages: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
+        scales: CacheScales | None = None,
     ) -> torch.Tensor:
         """absorbed [T, H, R] and turned [T, H, D] parts of queries over pages [P, page, 1, R + D] -> weighted sums of latents [T, H, R].
 
-        Row 0 is the packed row first_token. Rows past the last request's are not written.
+        Row 0 is the packed row first_token. Rows past the last request's are not written. scale: of scores; scales: of pages in e4m3.
         """
         heads, size = self._heads, self._heads.latent_rank + self._heads.latent_dim
         for name, tensor, width in (("absorbed", absorbed, heads.latent_rank), ("turned", turned, heads.latent_dim)):
@@ -122,6 +129,7 @@ class LatentPlan:
         if pages.dtype != dtype or pages.shape[1:] != (self._page_size, 1, size) or not is_plane or pages.stride(0) * pages.element_size() % 16:
             want = f"{dtype} [P, {self._page_size}, 1, {size}], each in one piece"
             raise ValueError(f"pages are {pages.dtype} {list(pages.shape)} with strides {pages.stride()}; must be {want}")
+        check_scales(pages, scales)
         if out is None:
             out = torch.empty(absorbed.shape, dtype=absorbed.dtype, device=absorbed.device)
         sums, stats = (torch.empty(shape, dtype=torch.float32, device=out.device) for shape in self._partial_shapes)
@@ -135,8 +143,8 @@ class LatentPlan:
             self._first_token,
             scale,
         )
-        lists = (self._table, self._starts, self._items)
-        self._attend((self._num_workers, 1), self._block, out, absorbed, turned, pages, *lists, sums, stats, strides)
+        lists, factors = (self._table, self._starts, self._items), (0, 0) if scales is None else (scales.keys, scales.value_factors)
+        self._attend((self._num_workers, 1), self._block, out, absorbed, turned, pages, *lists, sums, stats, strides, *factors)
         blocks = -(-heads.num_query * (heads.latent_rank // 8) // self._block[0])
         grid = (self.num_tokens - self._first_token, blocks)
         self._merge(grid, self._block, out, sums, stats, self._places, self._pieces, self._first_token)

@@ -16,7 +16,7 @@ from kernels import attention, reference
 from kernels import latent_attention as latents
 from kernels._load import gpu_of
 from kernels.attention import Heads
-from kernels.cache_scales import CacheScales
+from kernels.cache_scales import CacheScales, attend_scaled, check_scales
 from kernels.latent import head_linear
 from kernels.plain_attention import PlainAttention
 from kernels.prompt_attention import PromptAttention
@@ -189,20 +189,25 @@ class StepAttention:
         value_pages: torch.Tensor,
         window: int | None = None,
         cap: float | None = None,
+        scales: CacheScales | None = None,
     ) -> torch.Tensor:
         """See `append_attention`."""
-        if self._rows is not None:
-            return reference.append_attention(query, key_pages, value_pages, self._rows, window, cap)
-        first = self._first
+        first, rows, prompts = self._first, self._rows, self._prompts
+        if rows is not None:
+            return attend_scaled(lambda q: reference.append_attention(q, key_pages, value_pages, rows, window, cap), query, scales)
         if not first:
-            return self._decode(query, key_pages, value_pages, window, cap)
-        assert self._prompts is not None, "refresh() comes first"
+            return self._decode(query, key_pages, value_pages, window, cap, scales)
+        assert prompts is not None, "refresh() comes first"
+
+        def attend_prompts() -> torch.Tensor:
+            return attend_scaled(lambda q: prompts.attend(q, key_pages, value_pages, window, cap), query[:first], scales)
+
         if len(query) == first:
-            return self._prompts.attend(query, key_pages, value_pages, window, cap)
+            return attend_prompts()
         out = torch.empty_like(query)
         if self._plain is not None:  # first: a kernel may begin while the keys are written
-            self._decode(query, key_pages, value_pages, window, cap, out)
-        out[:first].copy_(self._prompts.attend(query[:first], key_pages, value_pages, window, cap))
+            self._decode(query, key_pages, value_pages, window, cap, scales, out)
+        out[:first].copy_(attend_prompts())
         return out
 
     def _decode(
@@ -212,15 +217,15 @@ class StepAttention:
         value_pages: torch.Tensor,
         window: int | None,
         cap: float | None,
+        scales: CacheScales | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of the rows that decode; out: of all rows."""
-        plan = self._kind(window, cap)
+        plan, plain, first = self._kind(window, cap), self._plain, self._first
         if plan is not None:
-            return attention.append_attention(query, key_pages, value_pages, plan, out)
-        assert self._plain is not None
-        first = self._first
-        made = self._plain.attend(query[first:], key_pages, value_pages, first, window, cap)
+            return attention.append_attention(query, key_pages, value_pages, plan, out, scales)
+        assert plain is not None
+        made = attend_scaled(lambda q: plain.attend(q, key_pages, value_pages, first, window, cap), query[first:], scales)
         return made if out is None else out[first:].copy_(made)
 
     def attend_latents(
@@ -231,33 +236,40 @@ class StepAttention:
         value_up: torch.Tensor,
         scale: float,
         absorb: torch.Tensor | None = None,
+        scales: CacheScales | None = None,
     ) -> torch.Tensor:
         """See `latent_attention`."""
-        if self._rows is not None:
-            return reference.latent_attention(query, pages, self._rows, key_up, value_up, scale)
+        still, rows, prompts = key_up.shape[1], self._rows, self._prompts
+        if rows is not None:
+            return attend_scaled(lambda q: reference.latent_attention(q, pages, rows, key_up, value_up, scale), query, scales, still)
         if not self.heads.latent_rank:
             raise ValueError("attention over latents needs heads with latent_rank; this step is planned for keys and values")
         first = self._first
         decoded = None
         if self._plain is not None and len(query) > first:
-            decoded = head_linear(self._decode_latents(query[first:], pages, key_up, scale, absorb), value_up)
+            decoded = head_linear(self._decode_latents(query[first:], pages, key_up, scale, absorb, scales), value_up)
         if not first:
             assert decoded is not None
             return decoded
-        assert self._prompts is not None, "refresh() comes first"
-        made = self._prompts.attend_latents(query[:first], pages, key_up, value_up, scale)
+        assert prompts is not None, "refresh() comes first"
+        made = attend_scaled(lambda q: prompts.attend_latents(q, pages, key_up, value_up, scale), query[:first], scales, still)
         return made if decoded is None else torch.cat([made, decoded])
 
     def _decode_latents(
-        self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, scale: float, absorb: torch.Tensor | None
+        self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, scale: float, absorb: torch.Tensor | None, scales: CacheScales | None
     ) -> torch.Tensor:
         """Weighted sums of latents [T, H, R] of the rows that decode."""
         still, rank = key_up.shape[1:]
-        absorbed = head_linear(query[..., :still], key_up.transpose(1, 2).contiguous() if absorb is None else absorb)
+        weight, plain = key_up.transpose(1, 2).contiguous() if absorb is None else absorb, self._plain
         if isinstance(self._decoding, latents.LatentPlan):
-            return self._decoding.attend(absorbed, query[..., still:], pages, scale)
-        assert self._plain is not None
-        return self._plain.attend_latents(torch.cat([absorbed, query[..., still:]], dim=-1), pages, rank, self._first, scale)
+            return self._decoding.attend(head_linear(query[..., :still], weight), query[..., still:], pages, scale, scales=scales)
+        assert plain is not None
+
+        def attend(q: torch.Tensor) -> torch.Tensor:
+            absorbed = torch.cat([head_linear(q[..., :still], weight), q[..., still:]], dim=-1)
+            return plain.attend_latents(absorbed, pages, rank, self._first, scale)
+
+        return attend_scaled(attend, query, scales, still)
 
     def _plan_rows(self) -> reference.AttentionPlan:
         """The twin's plan of all rows."""
@@ -330,23 +342,12 @@ def append_attention(
     """Attention of packed queries [T, H, D] over paged keys and values [P, page, Hkv, D], causal among the new tokens -> [T, H, D].
 
     The new tokens' keys and values are in their pages already. Rows past the last request's may hold anything. window: tokens that a query
-    sees, itself with them; cap: scores become cap tanh(score / cap). scales: of pages in e4m3, whose numbers are computed with in the queries' type.
+    sees, itself with them; cap: scores become cap tanh(score / cap). scales: of pages in e4m3.
     """
-    _check_scales(key_pages, scales)
-    if scales is not None:
-        query = scales.scale_query(query)
+    check_scales(key_pages, scales)
     if isinstance(plan, StepAttention):
-        result = plan.attend(query, key_pages, value_pages, window, cap)
-    else:
-        result = reference.append_attention(query, key_pages, value_pages, plan, window, cap)
-    return result if scales is None else scales.scale_result(result)
-
-
-def _check_scales(pages: torch.Tensor, scales: CacheScales | None) -> None:
-    if (pages.dtype == reference.E4M3) != (scales is not None):
-        raise ValueError(f"pages are {pages.dtype}, scales {'missing' if scales is None else 'given'}; they go with {reference.E4M3} alone")
-    if scales is not None:
-        scales.check(pages.shape[2], "attention")
+        return plan.attend(query, key_pages, value_pages, window, cap, scales)
+    return attend_scaled(lambda q: reference.append_attention(q, key_pages, value_pages, plan, window, cap), query, scales)
 
 
 def latent_attention(
@@ -363,11 +364,7 @@ def latent_attention(
 
     absorb: key_up as [H, R, N], which a GPU wants where few queries meet latents; made for the call when it is not given. scales: of pages in e4m3.
     """
-    _check_scales(pages, scales)
-    if scales is not None:
-        query = scales.scale_latent_query(query, key_up.shape[1])
+    check_scales(pages, scales)
     if isinstance(plan, StepAttention):
-        result = plan.attend_latents(query, pages, key_up, value_up, scale, absorb)
-    else:
-        result = reference.latent_attention(query, pages, plan, key_up, value_up, scale)
-    return result if scales is None else scales.scale_result(result)
+        return plan.attend_latents(query, pages, key_up, value_up, scale, absorb, scales)
+    return attend_scaled(lambda q: reference.latent_attention(q, pages, plan, key_up, value_up, scale), query, scales, key_up.shape[1])
