@@ -5,16 +5,18 @@ Memory that nobody reads holds the code of no number, which kernels read as none
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from backend import LLM, SamplingParams
-from kernels import attention, ops, reference
+from kernels import _load, attention, ops, reference
 from kernels.attention import AttentionPlan, append_attention
 from kernels.latent import append_latent
 from kernels.step_attention import StepAttention, latent_attention
@@ -107,6 +109,43 @@ CASES = [
     *(Case(MIXED, heads=heads) for heads in ((10, 2), (7, 1), (9, 3))),
     Case([*SINGLE, *SKEWED], heads=(40, 8)),
 ]
+PIPELINES = [*attention.CODE_PIPELINES, (2, 3, 128), (1, 5, 128)]
+PIPELINE_CASES = [Case(SINGLE), Case([(q % 2 + 1, n) for q, n in SKEWED])]
+FAR_APART = [Case(shapes, heads=(12, 4), dtype=dtype) for shapes in (SINGLE, MIXED) for dtype in (BF16, FP16, FP32)]
+BEYOND = [Case(shapes, heads=(6, 2)) for shapes in (SINGLE, MIXED)]
+KINDS = [(64, 3.0), (40, None), (None, 2.0)]
+"""Windows and caps of scores."""
+KIND_CASES = [Case([*SINGLE, *MIXED], heads=(10, 2), dtype=dtype) for dtype in (BF16, FP16, FP32)]
+TREES = [Case([(1, 17), (5, 16), (25, 60), (64, 64), (3, 700), (40, 3000)], heads=(10, 2), dtype=dtype) for dtype in (BF16, FP32)]
+
+
+@contextlib.contextmanager
+def only(pipeline: tuple[int, int, int]) -> Iterator[None]:
+    """Plans over codes have this pipeline inside."""
+    before = attention.CODE_PIPELINES
+    attention.CODE_PIPELINES = (pipeline,)
+    attention._choose_shape.cache_clear()
+    try:
+        yield
+    finally:
+        attention.CODE_PIPELINES = before
+        attention._choose_shape.cache_clear()
+
+
+def shape_of(case: Case, window: int | None = None, cap: float | None = None, has_trees: bool = False) -> tuple[str, dict[str, int]]:
+    sizes = (len(case.shapes), case.bound, case.page, (*case.heads, case.size), case.dtype, bool(case.prefixes))
+    return "attention", attention.choose_shape(*sizes, None, window, cap, has_trees, True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(device: torch.device) -> None:
+    """All at once."""
+    jobs = [shape_of(case) for case in (*CASES, *FAR_APART, *BEYOND)]
+    for pipeline in PIPELINES:
+        with only(pipeline):
+            jobs += [shape_of(case) for case in PIPELINE_CASES]
+    jobs += [shape_of(case, *kind) for case in KIND_CASES for kind in KINDS] + [shape_of(case, w, None, True) for case in TREES for w in (None, 64)]
+    _load.compile_all(jobs, _load.device_of(device).architecture)
 
 
 class Codes(test_attention.Batch):
@@ -168,39 +207,34 @@ def test_attention(case: Case, device: torch.device) -> None:
     Codes(case, device).attend_twice()
 
 
-@pytest.mark.parametrize("pipeline", [*attention.CODE_PIPELINES, (2, 3, 128), (1, 5, 128)], ids=str)
-@pytest.mark.parametrize("case", [Case(SINGLE), Case([(q % 4 + 1, n) for q, n in SKEWED])], ids=str)
-def test_pipelines(pipeline: tuple[int, int, int], case: Case, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "CODE_PIPELINES", (pipeline,))
-    attention._choose_shape.cache_clear()
-    try:
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+@pytest.mark.parametrize("case", PIPELINE_CASES, ids=str)
+def test_pipelines(pipeline: tuple[int, int, int], case: Case, device: torch.device) -> None:
+    with only(pipeline):
         Codes(case, device).attend_twice()
-    finally:
-        attention._choose_shape.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("shapes", [SINGLE, MIXED])
-def test_scales_far_apart(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("case", FAR_APART, ids=str)
+def test_scales_far_apart(case: Case, device: torch.device) -> None:
     """Heads whose codes are e4m3's least, below its normal numbers, beside such whose codes are its largest."""
     sizes = torch.tensor([60.0, 0.0023, 0.02, 3.0], device=device)
-    Codes(Case(shapes, heads=(12, 4), dtype=dtype), device, ops.CacheScales(sizes, sizes.flip(0))).attend_twice()
+    Codes(case, device, ops.CacheScales(sizes, sizes.flip(0))).attend_twice()
 
 
 @pytest.mark.parametrize("key_size", [2.0**-40, 2.0**40])
-@pytest.mark.parametrize("shapes", [SINGLE, MIXED])
-def test_queries_beyond_float16(shapes: list[tuple[int, int]], key_size: float, device: torch.device) -> None:
+@pytest.mark.parametrize("case", BEYOND, ids=str)
+def test_queries_beyond_float16(case: Case, key_size: float, device: torch.device) -> None:
     """Rows of any size, each with others beside it; one of nothing."""
-    batch = Codes(Case(shapes, heads=(6, 2)), device, key_size=key_size)
+    batch = Codes(case, device, key_size=key_size)
     batch.query *= (2.0 ** -(torch.arange(batch.query.shape[1], device=device) % 3 * 12)).to(BF16)[:, None]
     batch.query[2] = 0
     batch.attend_twice()
 
 
-@pytest.mark.parametrize(("window", "cap"), [(40, None), (None, 2.0), (64, 3.0)])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_windows_and_caps(window: int | None, cap: float | None, dtype: torch.dtype, device: torch.device) -> None:
-    batch = Codes(Case([*SINGLE, *MIXED], heads=(10, 2), dtype=dtype), device)
+@pytest.mark.parametrize(("window", "cap"), KINDS)
+@pytest.mark.parametrize("case", KIND_CASES, ids=str)
+def test_windows_and_caps(window: int | None, cap: float | None, case: Case, device: torch.device) -> None:
+    batch = Codes(case, device)
     plan = batch.step(0)
     plan.refresh()
     exact = reference.append_attention(batch.query[: batch.total].double(), *batch.clean, twin(batch), window, cap)
@@ -208,16 +242,15 @@ def test_windows_and_caps(window: int | None, cap: float | None, dtype: torch.dt
 
 
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_trees(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    rng, shapes = random.Random(2), [(1, 17), (5, 16), (25, 60), (64, 64), (3, 700), (40, 3000)]
-    words = []
-    for count, _ in shapes:
+@pytest.mark.parametrize("case", TREES, ids=str)
+def test_trees(window: int | None, case: Case, device: torch.device) -> None:
+    rng, words = random.Random(2), []
+    for count, _ in case.shapes:
         parents = random_parents(rng, count - 1)
         for row in range(count):
             word = 1 + sum(2 << node for node in path_to(parents, row))
             words.append(word - 2**64 if word >= 2**63 else word)
-    seen, batch = torch.tensor(words), Codes(Case(shapes, heads=(10, 2), dtype=dtype), device)
+    seen, batch = torch.tensor(words), Codes(case, device)
     plan = dataclasses.replace(batch.step(0), seen=seen.to(device))
     plan.refresh()
     exact = reference.append_attention(batch.query[: batch.total].double(), *batch.clean, twin(batch, seen), window)
