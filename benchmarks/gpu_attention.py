@@ -28,8 +28,6 @@ BATCHES = (1, 8, 32, 128)
 IS_PLANAR = False
 CODE_PIPELINES = ((4, 3, 64), (3, 4, 64), (3, 3, 64), (2, 6, 64), (2, 5, 64), (2, 3, 128), (1, 5, 128))
 """CTAs per SM, stages and keys of a stage that are tried over codes."""
-CODE_DEFINES = {"CODES_BY_SHIFTS": 1, "PREFETCH": 256}
-"""What else is tried: conversion in several instructions of integers; the next head's codes brought to the L2 cache."""
 
 
 def measure(step: Callable[[int], object], count: int, repeats: int = 15) -> float:
@@ -131,33 +129,31 @@ class Shape(NamedTuple):
     """To choose from."""
     cluster_ctas: int
     """CTAs per SM where several share an item, at most."""
-    more: dict[str, int]
-    """Defines."""
+    few_rows: int
+    """Rows up to which no more than two are tried."""
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Plans are made so inside."""
-        before = attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.choose_shape
-        attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS = self.pipelines, self.cluster_ctas
-        attention.choose_shape = lambda *args, **options: choose_shape(*args, **options) | self.more
+        before = attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.FEW_CODE_ROWS
+        attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.FEW_CODE_ROWS = self
         attention._choose_shape.cache_clear()
         try:
             yield
         finally:
-            attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.choose_shape = before
+            attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.FEW_CODE_ROWS = before
             attention._choose_shape.cache_clear()
 
 
 def code_shapes(batch: int, q: int) -> dict[str, tuple[Shape, dict[str, int]]]:
     """By name, with what a kernel is compiled with: first as it is chosen."""
-    known = attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS
+    known = Shape(attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.FEW_CODE_ROWS)
     found: dict[str, tuple[Shape, dict[str, int]]] = {}
-    plain = (*known, {}), *(((p,), most, {}) for most in (4, 2) for p in CODE_PIPELINES)
-    for shape in (*(Shape(*x) for x in plain), *(Shape(*known, {name: value}) for name, value in CODE_DEFINES.items())):
+    for shape in (known, *(Shape((p,), most, 0) for most in (4, 2) for p in CODE_PIPELINES)):
         with shape.used(), contextlib.suppress(KernelError, IndexError):  # there is no room for it
             defines = attention.choose_shape(batch, q, 16, (HEADS, KV_HEADS, SIZE), torch.bfloat16, is_e4m3=True)
             name = "x".join(str(defines[key]) for key in ("CLUSTER", "MIN_CTAS", "STAGES", "TILE"))
-            found.setdefault(" ".join([name, *shape.more]), (shape, defines))
+            found.setdefault(name, (shape, defines))
     return found
 
 
@@ -165,7 +161,7 @@ def compare_codes(pool: torch.Tensor) -> None:
     """Pages of bfloat16 against such of e4m3 (`kv_cache_dtype: fp8`), whose kernels are tried in several shapes, too."""
     device, codes = pool.device, pool.view(torch.uint8)[: 6 * 2**30].bitwise_and_(0xF7)  # none that is no number
     scales = CacheScales(*(torch.full((KV_HEADS,), 0.01, device=device) for _ in range(2)))
-    cases = [(q, *sizes) for q in (1, 6) for sizes in ((1, 4096), (8, 4096), (32, 4096), (32, 16384), (1, 32768))]
+    cases = [(q, *sizes) for q in (1, 2, 4, 6) for sizes in ((1, 4096), (8, 4096), (32, 4096), (32, 16384), (1, 32768))]
     shapes = {(batch, q): code_shapes(batch, q) for q, batch, _ in cases}
     compile_all([("attention", defines) for own in shapes.values() for _, defines in own.values()], device_of(device).architecture)
 

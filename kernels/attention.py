@@ -30,7 +30,10 @@ PIPELINES = ((2, 3, 64), (1, 3, 128), (1, 5, 64), (1, 4, 64), (1, 3, 64), (1, 2,
 """CTAs per SM, stages and keys of a stage, the best first: a CTA that is alone on its SM waits for the products of each stage in turn, so its
 stages are large."""
 CODE_PIPELINES = ((4, 3, 64), (3, 4, 64), (3, 3, 64), (2, 6, 64), (2, 5, 64), (2, 4, 64), *PIPELINES)
-"""The same over codes, which are half as large: a CTA has less on its way at a time, and more of them hide each other's instructions."""
+"""The same over codes, which are half as large: a CTA has less on its way at a time, and more of them hide each other's instructions, of which few
+rows have few."""
+FEW_CODE_ROWS = 8
+"""Rows up to which two CTAs per SM are enough over codes."""
 CODE_ROWS = {4: 16, 3: 32}
 """Most rows of an item over codes where so many CTAs share an SM: what their registers hold."""
 CODE_CLUSTER_CTAS = 2
@@ -111,7 +114,9 @@ def _choose_shape(
         # As many CTAs share an item as still leave a cluster for each.
         clusters = (8, 4, 2, 1) if gpu.has_clusters and not has_prefixes else (1,)
         pipelines = [p for p in (CODE_PIPELINES if is_e4m3 else PIPELINES) if p[2] == 64 or (head_dim == 128 and rows <= MAX_LARGE_ROWS)]
-        pipelines = [p for p in pipelines if not is_e4m3 or rows <= CODE_ROWS.get(p[0], MAX_ITEM_ROWS[head_dim])]
+        if is_e4m3:
+            least = dict.fromkeys(CODE_ROWS, FEW_CODE_ROWS + 1)
+            pipelines = [p for p in pipelines if least.get(p[0], 1) <= rows <= CODE_ROWS.get(p[0], rows)]
         fits = [(c, *p) for c in clusters for p in pipelines if c == 1 or not is_e4m3 or p[0] <= CODE_CLUSTER_CTAS]
         fits = [(c, n, s, t) for c, n, s, t in fits if _shared_bytes(rows, head_dim, c, s, t, is_e4m3) <= shared // n - 1024]
         if fits:

@@ -14,7 +14,7 @@ constexpr bool IS_FLOAT16 = E4M3 || DTYPE == 1;  // what products are of
 constexpr float WEIGHT_SHIFT = 7;  // weights of codes are 2^7 times as large, 2^15 at most: float16 then has what is 2^-21 of the largest whole
 
 // What a number that is made of a code is multiplied with to be the code's.
-#if __CUDA_ARCH__ >= 890 && !defined(CODES_BY_SHIFTS)
+#if __CUDA_ARCH__ >= 890
 constexpr float CODE_UNIT = 1;
 #else
 constexpr float CODE_UNIT = 256;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void prepare_queries(uint32_t buffer, int num_rows, f
 
 // Four codes -> the numbers of the first two and of the others.
 __device__ __forceinline__ void expand_codes(uint32_t word, uint32_t& low, uint32_t& high) {
-#if __CUDA_ARCH__ >= 890 && !defined(CODES_BY_SHIFTS)
+#if __CUDA_ARCH__ >= 890
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}" : "=r"(low), "=r"(high) : "r"(word));
 #else
     expand_e4m3<true>(word, low, high);

@@ -20,9 +20,6 @@ constexpr int WARPS = TILE / 16, THREADS = WARPS * 32;
 #ifndef E4M3
 #define E4M3 0  // 1: pages hold codes of e4m3; those of a KV head have one scale for keys and one for values
 #endif
-#ifndef PREFETCH
-#define PREFETCH 128  // bytes that come to the L2 cache together; 256, over codes of heads of 128: the next head's too
-#endif
 #ifndef MERGE_APART
 #define MERGE_APART 0  // 1: pieces of a split are merged by a kernel of its own, also without CASCADE
 #endif

@@ -8,11 +8,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint
 
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool is_wanted) {
     const int bytes = is_wanted ? 16 : 0;  // the rest is filled with zeros
-#if PREFETCH == 256
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-#else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-#endif
 }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
