@@ -26,7 +26,7 @@ PEER = {1: {768: (10.0, 15.3, 34.6, 115), 4096: (14.2, 42.0, 133, 526)}, 6: {768
 """FlashAttention-3 in vLLM 0.26.0 on another H200, us, at batch 1, 8, 32, 128."""
 BATCHES = (1, 8, 32, 128)
 IS_PLANAR = False
-CODE_PIPELINES = ((4, 3, 64), (3, 4, 64), (3, 3, 64), (2, 6, 64), (2, 5, 64), (2, 3, 128), (1, 5, 128))
+CODE_PIPELINES = ((3, 4, 64), (3, 3, 64), (2, 6, 64), (2, 5, 64), (2, 3, 128), (1, 5, 128))
 """CTAs per SM, stages and keys of a stage that are tried over codes."""
 
 
@@ -129,27 +129,27 @@ class Shape(NamedTuple):
     """To choose from."""
     cluster_ctas: int
     """CTAs per SM where several share an item, at most."""
-    few_rows: int
-    """Rows up to which no more than two are tried."""
+    three_cta_rows: range
+    """Rows for which three are tried."""
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """Plans are made so inside."""
-        before = attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.FEW_CODE_ROWS
-        attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.FEW_CODE_ROWS = self
+        before = attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.THREE_CTA_ROWS
+        attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.THREE_CTA_ROWS = self
         attention._choose_shape.cache_clear()
         try:
             yield
         finally:
-            attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.FEW_CODE_ROWS = before
+            attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.THREE_CTA_ROWS = before
             attention._choose_shape.cache_clear()
 
 
 def code_shapes(batch: int, q: int) -> dict[str, tuple[Shape, dict[str, int]]]:
     """By name, with what a kernel is compiled with: first as it is chosen."""
-    known = Shape(attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.FEW_CODE_ROWS)
+    known = Shape(attention.CODE_PIPELINES, attention.CODE_CLUSTER_CTAS, attention.THREE_CTA_ROWS)
     found: dict[str, tuple[Shape, dict[str, int]]] = {}
-    for shape in (known, *(Shape((p,), most, 0) for most in (4, 2) for p in CODE_PIPELINES)):
+    for shape in (known, *(Shape((p,), most, range(33)) for most in (4, 2) for p in CODE_PIPELINES)):
         with shape.used(), contextlib.suppress(KernelError, IndexError):  # there is no room for it
             defines = attention.choose_shape(batch, q, 16, (HEADS, KV_HEADS, SIZE), torch.bfloat16, is_e4m3=True)
             name = "x".join(str(defines[key]) for key in ("CLUSTER", "MIN_CTAS", "STAGES", "TILE"))

@@ -29,13 +29,11 @@ MIN_KEYS = 256
 PIPELINES = ((2, 3, 64), (1, 3, 128), (1, 5, 64), (1, 4, 64), (1, 3, 64), (1, 2, 64))
 """CTAs per SM, stages and keys of a stage, the best first: a CTA that is alone on its SM waits for the products of each stage in turn, so its
 stages are large."""
-CODE_PIPELINES = ((4, 3, 64), (3, 4, 64), (3, 3, 64), (2, 6, 64), (2, 5, 64), (2, 4, 64), *PIPELINES)
-"""The same over codes, which are half as large: a CTA has less on its way at a time, and more of them hide each other's instructions, of which few
-rows have few."""
-FEW_CODE_ROWS = 8
-"""Rows up to which two CTAs per SM are enough over codes."""
-CODE_ROWS = {4: 16, 3: 32}
-"""Most rows of an item over codes where so many CTAs share an SM: what their registers hold."""
+CODE_PIPELINES = ((3, 4, 64), (3, 3, 64), (2, 6, 64), (2, 5, 64), (2, 4, 64), *PIPELINES)
+"""The same over codes, which are half as large."""
+THREE_CTA_ROWS = range(17, 33)
+"""Rows of an item over codes for which three CTAs share an SM, so that they hide each other's instructions: fewer rows have few, and of more the
+registers are too few."""
 CODE_CLUSTER_CTAS = 2
 """Most CTAs per SM, over codes, where several share an item."""
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -114,9 +112,7 @@ def _choose_shape(
         # As many CTAs share an item as still leave a cluster for each.
         clusters = (8, 4, 2, 1) if gpu.has_clusters and not has_prefixes else (1,)
         pipelines = [p for p in (CODE_PIPELINES if is_e4m3 else PIPELINES) if p[2] == 64 or (head_dim == 128 and rows <= MAX_LARGE_ROWS)]
-        if is_e4m3:
-            least = dict.fromkeys(CODE_ROWS, FEW_CODE_ROWS + 1)
-            pipelines = [p for p in pipelines if least.get(p[0], 1) <= rows <= CODE_ROWS.get(p[0], rows)]
+        pipelines = [p for p in pipelines if p[0] < 3 or rows in THREE_CTA_ROWS]
         fits = [(c, *p) for c in clusters for p in pipelines if c == 1 or not is_e4m3 or p[0] <= CODE_CLUSTER_CTAS]
         fits = [(c, n, s, t) for c, n, s, t in fits if _shared_bytes(rows, head_dim, c, s, t, is_e4m3) <= shared // n - 1024]
         if fits:

@@ -30,7 +30,8 @@ from backend.quantization.dense import PackedLinear, TransposedLinear
 from backend.step.worker import Worker
 from deploy.options import split_keys
 from deploy.other_options import translate
-from kernels import ops, reference
+from kernels import code_check, ops, reference
+from kernels.toolchain import KernelError
 from tests.conftest import EVERY_METHOD, code_prompts, greedy
 from tests.families import Case, edited, make_model, random_tokens
 from tests.steps import Row, Steps, make_worker
@@ -475,3 +476,18 @@ def test_another_store_goes_on(exact_sums: None) -> None:
     for choice in ({"method": "mtp"}, {"method": "none"}):
         found = go_on(there, known, choice)
         assert found[0] == whole[len(known) - len(prompt) :][:24] and found[3] == computed
+
+
+HEADS = {"keys and values": ops.Heads(6, 2, 64), "latents": ops.Heads(4, 4, 96, 64, 32)}
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_what_computes_over_codes_is_checked_at_the_start(heads: ops.Heads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernels against the twin: here the twin against itself, and against one that takes some keys for others."""
+    where = (torch.device("cpu"), heads, 16, torch.bfloat16)
+    code_check.check_codes(*where, {1, 6})
+    exact = code_check._plan
+    monkeypatch.setattr(code_check, "_plan", lambda *args: exact(*args[:-1], [ids[::-1] for ids in args[-1]]))
+    message = r"attention over keys and values in e4m3 is off by .* \(limit 0.05; 1 queries a request.* kv_cache_dtype model"
+    with pytest.raises(KernelError, match=message):
+        code_check.check_codes(*where, {1, 6})

@@ -20,6 +20,7 @@ from backend.step.plan import StepPlan
 from backend.step.program import Program
 from backend.step.tensors import StepShape, StepTensors
 from kernels import warm_up
+from kernels.code_check import check_codes
 from kernels.request_table import RequestTable
 from kernels.structs import COUNT, FIRST, NUM_FIELDS
 
@@ -251,6 +252,9 @@ class Graphs:
         with warm_up.compiling(self.device):
             self._load_kernels(max_prompt)
         self._load_kernels(max_prompt)
+        if self._program.is_e4m3:
+            widths = sorted({1, *self._chain_widths})
+            check_codes(self.device, self._program.all_heads[0], self._program.page_size, self._program.dtype, {widths[0], widths[-1]})
         for number, shape in enumerate(shapes, 1):
             self._capture(shape)
             if number % 64 == 0 or number == len(shapes):

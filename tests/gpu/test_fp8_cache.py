@@ -122,13 +122,13 @@ TREES = [Case([(1, 17), (5, 16), (25, 60), (64, 64), (3, 700), (40, 3000)], head
 @contextlib.contextmanager
 def only(pipeline: tuple[int, int, int]) -> Iterator[None]:
     """Plans over codes have this pipeline inside."""
-    before = attention.CODE_PIPELINES, attention.FEW_CODE_ROWS
-    attention.CODE_PIPELINES, attention.FEW_CODE_ROWS = (pipeline,), 0
+    before = attention.CODE_PIPELINES, attention.THREE_CTA_ROWS
+    attention.CODE_PIPELINES, attention.THREE_CTA_ROWS = (pipeline,), range(33)
     attention._choose_shape.cache_clear()
     try:
         yield
     finally:
-        attention.CODE_PIPELINES, attention.FEW_CODE_ROWS = before
+        attention.CODE_PIPELINES, attention.THREE_CTA_ROWS = before
         attention._choose_shape.cache_clear()
 
 
