@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import openai
 import pytest
 import torch
 from hypothesis import settings
@@ -28,6 +27,7 @@ from tests.triton_stand_in import adapter  # noqa: F401 -- a fixture
 from training.heldout import read_heldout
 
 if TYPE_CHECKING:
+    from openai import OpenAI
     from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parent.parent
@@ -131,8 +131,10 @@ def gateway(servers: ServerPool, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture(scope="session")
-def api(gateway: str) -> Iterator[openai.OpenAI]:
+def api(gateway: str) -> Iterator[OpenAI]:
     """OpenAI's own client of it."""
+    import openai  # not on every machine that has a GPU
+
     with openai.OpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 

@@ -24,29 +24,10 @@ from tests.steps import Row, Steps, make_worker
 from tests.test_methods import Asked, ids_of, run
 from tests.test_sampling import assert_follows
 from tests.test_verify import DRAFTS, VOCABULARY, conditional
+from tests.trees import path_to, random_parents
 
 CPU = torch.device("cpu")
 PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0]]
-
-
-def random_parents(rng: random.Random, count: int) -> list[int]:
-    """Of a tree whose paths are no longer than is allowed."""
-    depths: list[int] = []
-    parents: list[int] = []
-    for node in range(count):
-        fitting = [-1, *(i for i in range(node) if depths[i] < structs.MAX_DEPTH)]
-        parents.append(rng.choice(fitting[-6:] if rng.random() < 0.7 else fitting))
-        depths.append(1 + (depths[parents[-1]] if parents[-1] >= 0 else 0))
-    return parents
-
-
-def path_to(parents: list[int], row: int) -> list[int]:
-    """The drafts that lead to a row, the first one first."""
-    found, node = [], row - 1
-    while node >= 0:
-        found.append(node)
-        node = parents[node]
-    return found[::-1]
 
 
 # -- operations ---------------------------------------------------------------------------------------------------------

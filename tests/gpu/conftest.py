@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+
+# transformers 5 takes these names for granted, and NumPy before 2, which the Triton server's Python stub needs, has not got them.
+for name, dtype in (("long", np.int_), ("ulong", np.uint)):
+    if not hasattr(np, name):
+        setattr(np, name, dtype)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -28,7 +28,7 @@ from tests.gpu import test_latents as latents
 from tests.gpu.test_attention import GROUPS, MIXED, PROMPTS, SHARED, SKEWED, Case
 from tests.gpu.test_engine import check_only_ties_differ
 from tests.test_latents import DEEPSEEK
-from tests.test_trees import path_to, random_parents
+from tests.trees import path_to, random_parents
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -20,7 +20,7 @@ from kernels.structs import DRAFTER_COUNT, END, INDEX, MODEL_LIMIT, NUM_FIELDS, 
 from tests.conftest import code_prompts, note_shapes
 from tests.gpu.test_sampling import pack, random_admission
 from tests.test_step_layout import MAX_LEN, Step, V
-from tests.test_trees import path_to, random_parents
+from tests.trees import path_to, random_parents
 
 CPU = torch.device("cpu")
 
