@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
@@ -21,22 +22,21 @@ from kernels.round_rows import MAX_COLUMNS, Norm, round_rows
 MIN_ROWS = 385
 """Where `wide_linear.cu` has no form for a product, rows from which on they are rounded: fewer are multiplied with the stored weights alone."""
 
-_is_on = False
+_is_on: ContextVar[bool] = ContextVar("is_on", default=False)
 
 
 @contextlib.contextmanager
 def rounding_activations(is_on: bool) -> Iterator[None]:
-    """Around a phase of a step, by one thread at a time."""
-    global _is_on
-    before, _is_on = _is_on, is_on
+    """Around a phase of a step, in the thread that calls it."""
+    token = _is_on.set(is_on)
     try:
         yield
     finally:
-        _is_on = before
+        _is_on.reset(token)
 
 
 def _may_round(x: torch.Tensor) -> bool:
-    return _is_on and x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and x.shape[1] <= MAX_COLUMNS
+    return _is_on.get() and x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and x.shape[1] <= MAX_COLUMNS
 
 
 def is_rounded_for_groups(x: torch.Tensor, weight: QuantizedWeight, is_gated: bool = False) -> bool:
@@ -47,7 +47,7 @@ def is_rounded_for_groups(x: torch.Tensor, weight: QuantizedWeight, is_gated: bo
 
 def is_rounded_by_twin(x: torch.Tensor, weight: QuantizedWeight) -> bool:
     """Whether x [M, K] on CPU is rounded for its product with the weight: for all that a GPU has a kernel for at some size."""
-    return _is_on and not x.is_cuda and len(x) > 0 and weight.codes.dtype != torch.int8
+    return _is_on.get() and not x.is_cuda and len(x) > 0 and weight.codes.dtype != torch.int8
 
 
 def is_rounded(x: torch.Tensor, weight: QuantizedWeight) -> bool:
