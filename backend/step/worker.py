@@ -152,7 +152,8 @@ class Worker:
         shape = (self.table.size, width)
         self.page_table = torch.full(shape, self.store.scratch_page, dtype=torch.int32, device=self.device)
         self.program = Program(speculative, self.model, self.store, self.table, self.page_table, self.drafter, self.max_model_len, self.dtype)
-        self.program.rounds_activations = config.activations == "fp8"
+        # On CPU it would cost time, and the sums of a row depend on how many there are: answers with and without drafts would part.
+        self.program.rounds_activations = config.activations == "fp8" and self.device.type == "cuda"
         if self.device.type == "cuda":
             self.program.masks = torch.zeros(self._mask_shape, dtype=torch.int32, device=self.device)
         self.graphs = Graphs(config, self.program, self.table, self.device, self._stage_words) if self.device.type == "cuda" else None
