@@ -62,7 +62,7 @@ def field_names(kind: type) -> list[str]:
     [
         ({"max_batchsize": 4}, "unknown key 'max_batchsize'; did you mean \"max_batch_size\"?"),
         ({"tensor_parallel": 2}, "unknown key 'tensor_parallel'"),
-        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: async_scheduling, cascade_attention, device, disaggregation, dtype, "),
+        ({"qqqq": 1}, "unknown key 'qqqq'; known keys: activations, async_scheduling, cascade_attention, device, disaggregation, dtype, "),
         ({5: 1}, "unknown key 5"),
         ({"speculative_config": {"num_speculative_token": 3}}, 'did you mean "num_speculative_tokens"?'),
         ({"parallel_config": {"expert_parallel": 2}}, "parallel_config.expert_parallel must be bool, got 2"),
