@@ -34,7 +34,7 @@ class StepDrafting:
             self._take_handed_probs(step, hand_off, own)
         step.limits = [entry.max_drafts for entry in step.entries]
         ready = ((e, known[id(e)]) for e in decoding if e.max_drafts and not e.request.num_steps_ahead)
-        self._allot(step, [(entry, own) for entry, own in ready if own.drafted.parents or not entry.request.speculation.num_nodes])
+        self._allot([(entry, own) for entry, own in ready if own.drafted.parents or not entry.request.speculation.num_nodes], len(decoding))
 
     def foresee(self, step: PlannedStep, prompts: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """What the host's lookups promise at the ends of prompts, where a model drafter may be spared them."""
@@ -45,11 +45,12 @@ class StepDrafting:
                 self._drafters.foresee(entry.request)
         step.host_seconds += time.perf_counter() - started
 
-    def _allot(self, step: PlannedStep, decoding: Sequence[tuple[Scheduled, Known]]) -> None:
-        """Of requests whose drafts are known."""
+    def _allot(self, ready: Sequence[tuple[Scheduled, Known]], num_decoding: int) -> None:
+        """Of requests whose drafts are known. Rows of prompts in the step do not count: they take as long in whatever step they come, and bring no
+        tokens that drafts could be held against."""
         lookup, model = self._drafters.lookup_name, self._drafters.model_name
         chains, num_drawn, parents = [], [], []
-        for entry, own in decoding:
+        for entry, own in ready:
             drafted = own.drafted
             is_certain = drafted.evidence is not None or drafted.token_ids is not None
             count = min(len(drafted.sources), entry.max_drafts)
@@ -58,9 +59,8 @@ class StepDrafting:
             parents.append(drafted.parents)
             is_drawn = bool(own.options & Options.REJECTION)
             num_drawn.append(sum(evidence.source == model for evidence in chain) if is_drawn else 0)
-        num_rows = sum(entry.num_tokens for entry in step.entries)
-        counts = self._budget.allot([entry.request for entry, _ in decoding], chains, num_drawn, num_rows, parents)
-        for (entry, _), chain, count in zip(decoding, chains, counts):
+        counts = self._budget.allot([entry.request for entry, _ in ready], chains, num_drawn, num_decoding, parents)
+        for (entry, _), chain, count in zip(ready, chains, counts):
             if count < len(chain):
                 entry.max_drafts = count
 

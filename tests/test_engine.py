@@ -63,6 +63,23 @@ def test_drafts_follow_cold_prompts(llm, monkeypatch):
     assert sum({e.is_decoding for e in b.entries} == {True, False} for b in batches) >= 3
 
 
+def test_drafts_are_not_held_against_rows_of_prompts(llm_all, monkeypatch):
+    """Beside the chunks of a long prompt as many drafts are worth their rows as without it: one row of each request that goes on counts."""
+    engine, seen, batches = llm_all.engine, [], []
+    allot, plan = engine.budget.allot, engine.planner.plan
+    monkeypatch.setattr(engine.budget, "allot", lambda requests, *rest: seen.append((len(requests), rest[2])) or allot(requests, *rest))
+    monkeypatch.setattr(engine.planner, "plan", lambda batch: batches.append(batch) or plan(batch))
+    short, long = [engine.tokenizer.encode(code_prompts(1, size, seed=21)[0]) for size in ((200, 300), (1500, 1600))]
+    for name, prompt in (("short", short), ("long", [9, *long])):
+        engine.submit(prompt, greedy(24), lambda delta: None, request_id=name, speculative={"method": "ngram"})
+        engine.step()
+        engine.step()
+    while engine.step():
+        pass
+    assert any(e.num_tokens > 100 for batch in batches[2:] for e in batch.entries), "a prompt comes beside drafts"
+    assert seen and all(num_requests <= num_rows <= 2 for num_requests, num_rows in seen)
+
+
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
 def test_a_drafter_that_was_not_worth_its_time_at_the_prompt_catches_up(llm_plain, monkeypatch, is_ahead):
     """It drafts as one that has seen the prompt at once. Short prompts are spared it; of long ones it computes what would be too much to catch up."""
