@@ -311,6 +311,7 @@ class Planner:
             verified,
             num_requests=len(step.entries),
             num_rows=len(step.entries) + num_drafts if self._is_exact else plan.num_rows * plan.num_queries,
+            num_keys=sum(len(entry.request.token_ids) for entry in step.entries),
             has_prompts=plan.num_prompts > 0,
             verify_seconds=verify_seconds,
             draft_seconds=draft_seconds,

@@ -11,6 +11,7 @@ import pytest
 
 from backend.budget import Ability, CostClass, DraftBudget, by_branch, by_match, by_place, by_probability
 from backend.budget.costs import StepCosts
+from backend.budget.line import Line
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival
 from backend.budget.times import Times
@@ -88,7 +89,7 @@ class Machine:
         budget.begin(own)
         limits = [min(budget.limit(r), r.speculation.num_speculative_tokens) for r in own]
         chains = [self.waiting.get(r.request_id, ([], []))[0][:limit] for r, limit in zip(own, limits)]
-        counts = budget.allot(own, chains, [0] * len(own), len(own) + num_prompt_rows)
+        counts = budget.allot(own, chains, [0] * len(own), len(own))
         if self.fixed is not None:
             counts = [min(len(chain), self.fixed[1]) for chain in chains]
         outcomes, learned = [], []
@@ -110,6 +111,7 @@ class Machine:
             [outcomes[n] for n in may],
             num_requests=len(own),
             num_rows=rows,
+            num_keys=2 * len(own),
             has_prompts=num_prompt_rows > 0,
             verify_seconds=verify,
             draft_seconds=draft,
@@ -258,7 +260,7 @@ def test_good_drafts_are_not_held_against_the_speed_that_they_brought() -> None:
         verified += budget.allot([request], [copied], [0], 1)
         budget.learn(request, copied[:drafts], drafts, has_model=False)
         seconds = 0.044 - 0.022 * (1 - drafts / 12) ** 3
-        observed = {"num_requests": 1, "num_rows": 1 + drafts, "has_prompts": False, "verify_seconds": seconds, "draft_seconds": 1e-4}
+        observed = {"num_requests": 1, "num_rows": 1 + drafts, "num_keys": 2, "has_prompts": False, "verify_seconds": seconds, "draft_seconds": 1e-4}
         budget.observe([(request, 12, False)], [(drafts, drafts)], num_model=0, num_asked=0, **observed)  # type: ignore[arg-type]
     assert verified[30:].count(12) >= 0.97 * len(verified[30:]), "but for trials"
 
@@ -285,6 +287,44 @@ def test_fixed_counts_do_not_ask_a_model_whose_drafts_are_left_aside() -> None:
         budget.foresee(new, [promised])  # at a prompt's end
         assert (budget.num_model(new) > 0) == is_asked
     assert ask((), 20) >= 19
+
+
+@pytest.mark.parametrize(
+    ("found", "following", "is_asked"), [(0, 0.0, True), (3, 0.0, False), (0, 30e-3, False)], ids=["alone", "beside", "followed"]
+)
+def test_a_model_is_asked_for_what_it_adds_to_lookups_against_all_that_it_takes(found: int, following: float, is_asked: bool) -> None:
+    """found: drafts of a lookup that are right nearly as often; following: seconds that the model takes for each prompt, in a third of the steps."""
+    budget, numbers = DraftBudget(lambda request: Ability("mtp", STEPS, has_host=True), is_exact=True), random.Random(5)
+    requests = [request for request, _ in make_requests(4)]
+    model, lookup = by_probability("mtp", [0.75] * STEPS), by_match("suffix", 8, found)
+    made, asked = [True] * 4, list[bool]()
+    for step in range(400):
+        budget.begin(requests)
+        outcomes = []
+        for request, has_model in zip(requests, made):
+            chains = [model if has_model else (), *([lookup] if found else [])]
+            best = budget.pick(request, chains)
+            verified = chains[best]
+            right = next((place for place in range(len(verified)) if numbers.random() > (0.7 if best else 0.75)), len(verified))
+            budget.learn(request, verified, right, has_model=has_model and not best)
+            outcomes.append((len(verified), right))
+        num_asked, has_prompts = sum(made), step % 3 == 0
+        made = [budget.num_model(request) > 0 for request in requests]
+        rows = 4 + sum(count for count, _ in outcomes)
+        budget.observe(
+            [(request, TOP, own) for request, own in zip(requests, made)],
+            outcomes,
+            num_requests=4,
+            num_rows=rows,
+            num_keys=8,
+            has_prompts=has_prompts,
+            verify_seconds=half_bound(rows),
+            draft_seconds=2e-3 * (num_asked > 0) + following * has_prompts * (num_asked > 0),
+            num_model=STEPS * (num_asked > 0),
+            num_asked=num_asked,
+        )
+        asked.append(num_asked == 4)
+    assert sum(asked[-200:]) > 150 if is_asked else sum(asked[-200:]) < 20
 
 
 def test_drawn_drafts_are_not_judged_by_what_was_drawn() -> None:
@@ -343,6 +383,22 @@ def test_times_between_and_beyond_what_was_measured() -> None:
     for _ in range(3):
         times.add(4, 40.0)
     assert times.at(4) == 2.0, "a smaller step takes no longer"
+
+
+def test_a_line_tells_rows_from_keys() -> None:
+    """Rows and keys grow together, as with requests of long answers; one step in ten is held up."""
+    line, numbers = Line(), random.Random(1)
+    assert not line and line.at(4, 100) == 0.0
+    line.add(8, 100, 8.0)
+    assert line.at(16, 100) == 8.0 and line.at(4, 100) == 4.0, "hopeful where nothing was measured"
+    for _ in range(300):
+        rows = numbers.randint(4, 40)
+        keys = 20 * rows + numbers.randint(0, 800)
+        line.add(rows, keys, (10 + 0.3 * rows + 0.01 * keys) * (3 if numbers.random() < 0.1 else 1 + 0.1 * numbers.random()))
+    assert line.at(30, 800) - line.at(10, 800) == pytest.approx(6, rel=0.4) and line.at(20, 1200) - line.at(20, 400) == pytest.approx(8, rel=0.4)
+    for _ in range(300):
+        line.add(20, 800, 24.0)
+    assert line.at(40, 800) - line.at(20, 800) == pytest.approx(6, rel=0.4), "what rows took when they differed stands"
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(CostClass.PER_DRAFT, (1.0, 4.0)), (CostClass.BLOCK, (2.0, 2.0)), (CostClass.FREE, (0.0, 0.0))])
@@ -443,7 +499,7 @@ def test_of_a_tree_the_drafts_that_are_worth_it_are_verified(cost: Cost, is_righ
         made = max(budget.num_model(request) for request in requests)
         rows, limits = 8 + sum(counts), [(request, len(PARENTS), made > 0) for request in requests]
         times = {"verify_seconds": cost(rows), "draft_seconds": 0.3e-3 * (made > 0), "num_model": made, "num_asked": 8 * (made > 0)}
-        budget.observe(limits, outcomes, num_requests=8, num_rows=rows, has_prompts=False, **times)
+        budget.observe(limits, outcomes, num_requests=8, num_rows=rows, num_keys=16, has_prompts=False, **times)
     mean = sum(verified[50:]) / 100
     if not is_right:
         assert mean < 0.2

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
-from backend.budget.known import MAX_SCORE, Ability, Own, as_promise
+from backend.budget.known import MAX_SCORE, Ability, Means, Own, as_promise
 from backend.budget.limits import Group, Limits
-from backend.budget.prices import PRIOR_VALUE, SMOOTHING, Prices
+from backend.budget.prices import SMOOTHING, Prices
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival, by_match
 from backend.core import NEVER, Branches, Chain, Request
@@ -60,7 +61,7 @@ class DraftBudget:
     def __init__(self, describe: Callable[[Request], Ability], *, is_exact: bool, drafter: CostClass = CostClass.PER_DRAFT) -> None:
         """is_exact: a step computes as many rows as it has tokens; drafter: the model drafter's class."""
         self._describe, self._is_exact = describe, is_exact
-        self._costs, self._survival = StepCosts(drafter), Survival()
+        self._costs, self._survival = StepCosts(drafter, is_exact=is_exact), Survival()
         self._limits, self._prices = Limits(self._costs, is_exact), Prices(self._costs)
         self._own: dict[str, Own] = {}
         self._steps = 0
@@ -69,8 +70,7 @@ class DraftBudget:
         self._explorers: frozenset[str] = frozenset()
         self._is_trial = self._is_plain = False
         self._next_draft_seconds = 0.0
-        self._values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
-        self._lookup_values: dict[Kind, float] = defaultdict(lambda: PRIOR_VALUE)
+        self._means: dict[Kind, Means] = defaultdict(Means)
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
         self._alone: dict[int, tuple[float, int]] = {}  # by promise; of so many steps, one of them a prior
         self.predicted: Counter[str] = Counter()
@@ -87,7 +87,7 @@ class DraftBudget:
             kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
             # Where a tree's drafts are not known, it is as large as it was configured: what fewer would bring, evidence by place does not say.
             is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED and (self._is_exact or not speculation.num_nodes)
-            own = self._own[request.request_id] = Own(ability, kind, is_paced, self._values[kind], self._lookup_values[kind])
+            own = self._own[request.request_id] = Own(ability, kind, is_paced, replace(self._means[kind]))
         return own
 
     def stop(self, request: Request) -> None:
@@ -123,7 +123,7 @@ class DraftBudget:
             return
         num_requests = len(requests)
         prices = self._prices
-        self._costs.begin(num_requests)
+        self._costs.begin(num_requests, sum(len(request.token_ids) for request in requests))
         top = max((r.speculation.num_speculative_tokens for r in paced if not r.speculation.num_nodes), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
         prices.begin(num_requests, able)
@@ -172,18 +172,18 @@ class DraftBudget:
 
     def pick(self, request: Request, chains: Sequence[Chain]) -> int:
         """The one of several drafts of a request that promises most. chains: the first one is the model's, with what may be judged of it."""
-        own, worth = self._of(request), self._judge(request, chains)
+        own, survivals = self._of(request), [self._survival.survivals(request.request_id, chain) for chain in chains]
+        worth = [self._prices.worth(one) if one else NOTHING for one in survivals]
         best = max(range(len(worth)), key=lambda number: worth[number])
+        beside = max(range(1, len(worth)), key=lambda number: worth[number], default=0)
+        own.note_beside(self._prices.count_worth(survivals[beside] if beside else ()), OWN_SMOOTHING)
         if own.ability.num_model and not own.ability.is_remote:
             self._note_promise(own, as_promise(worth[1:]), best > 0)
         return best
 
     def foresee(self, request: Request, chains: Sequence[Chain]) -> None:
         """What lookups promise at a prompt's end."""
-        self._of(request).promised = as_promise(self._judge(request, chains))
-
-    def _judge(self, request: Request, chains: Sequence[Chain]) -> list[float]:
-        return [self._worth(request, chain) if chain else NOTHING for chain in chains]
+        self._of(request).promised = as_promise([self._worth(request, chain) for chain in chains])
 
     def _worth(self, request: Request, chain: Chain) -> float:
         """What drafts bring beyond their cost, in tokens."""
@@ -232,7 +232,7 @@ class DraftBudget:
         self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int, parents: Sequence[Sequence[int]] = ()
     ) -> list[int]:
         """How many of each request's drafts, which are known, are verified: the first ones. num_drawn: leading ones that were drawn from a
-        distribution that verification uses, or 0; num_rows: tokens that the step computes without any draft; parents: as `Survival.survivals`
+        distribution that verification uses, or 0; num_rows: of requests that go on, without any draft; parents: as `Survival.survivals`
         takes them, of each; none: all are chains."""
         counts = [len(chain) for chain in chains]
         if self._applied is None or not self._is_exact or not self._costs.is_known:
@@ -271,14 +271,14 @@ class DraftBudget:
             if not self._is_exact or request.num_steps_ahead:
                 count = min(count, self.limit(request)) if self._applied_model or request.speculation.num_nodes else 0
             elif request.request_id not in self._explorers and self._costs.is_known:
-                is_worth = self._prices.is_model_worth and self._prices.model_worth(own, self._share_alone(own)) > 0
+                is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._share_alone(own)) > 0
                 count = count if is_worth else 0
         elif count and own.ability.has_host and self._share_alone(own) > SURE:
             own.num_steps += 1
             count = count if own.num_steps % TRY_EVERY == 0 else 0
         own.was_asked = count > 0
         if own.is_paced and own.ability.num_model and not count:
-            own.value += RECOVERY * (self._values[own.kind] - own.value)
+            own.means.note_model(self._means[own.kind].model, self._means[own.kind].gain, RECOVERY)
         return count
 
     def num_lookup(self, request: Request) -> int:
@@ -331,14 +331,14 @@ class DraftBudget:
             else:
                 self._survival.learn_tree(name, chain, tree.parents, tree.path)
         if not own.ability.model:
-            own.lookup_value += OWN_SMOOTHING * (num_accepted - own.lookup_value)
-            self._lookup_values[own.kind] += SMOOTHING * (num_accepted - self._lookup_values[own.kind])
+            own.means.note_lookup(num_accepted, OWN_SMOOTHING)
+            self._means[own.kind].note_lookup(num_accepted, SMOOTHING)
         elif has_model:
             made = [evidence for evidence in chain if evidence.source == own.ability.model]
             right = min(num_accepted, len(made))
-            self._prices.note_model(right, made if tree is None else (), len(chain))
-            own.value += OWN_SMOOTHING * (right - own.value)
-            self._values[own.kind] += SMOOTHING * (right - self._values[own.kind])
+            self._prices.note_model(right, made if tree is None else (), len(chain) - own.beside.rows)
+            for means, share_of_step in ((own.means, OWN_SMOOTHING), (self._means[own.kind], SMOOTHING)):
+                means.note_model(right, num_accepted - own.beside.tokens, share_of_step)
         if request.speculation.num_speculative_tokens:
             self.chosen.observe(len(chain))
 
@@ -349,6 +349,7 @@ class DraftBudget:
         *,
         num_requests: int,
         num_rows: int,
+        num_keys: int,
         has_prompts: bool,
         verify_seconds: float,
         draft_seconds: float,
@@ -358,9 +359,9 @@ class DraftBudget:
         is_catching_up: bool = False,
     ) -> None:
         """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its
-        drafts that were verified, and those accepted; num_rows: that were computed; num_model: most drafts that the model made for one of
-        num_asked requests; draft_ends: where it is known, when the model had made each of them; is_catching_up: it computed more than the step's
-        own tokens. Steps with prompts in them say nothing about times."""
+        drafts that were verified, and those accepted; num_rows: that were computed; num_keys: tokens of its requests; num_model: most drafts that
+        the model made for one of num_asked requests; draft_ends: where it is known, when the model had made each of them; is_catching_up: it
+        computed more than the step's own tokens. Steps with prompts in them say nothing about times."""
         by_kind: dict[Kind, tuple[list[int], list[int], list[int]]] = {}
         for (request, limit, has_model), (drafts, accepted) in zip(limits, outcomes, strict=True):
             known = self._own.get(request.request_id)
@@ -373,9 +374,12 @@ class DraftBudget:
         for kind, (own, drafts_of, accepted_of) in by_kind.items():
             self._limits.forecast.add(kind, own, drafts_of, accepted_of)
         self._has_prompts = has_prompts
+        if self._is_exact and not self._explorers:
+            more = draft_seconds - self._costs.draft(num_model, num_asked) if has_prompts or is_catching_up else 0.0
+            self._prices.observe_following(num_requests, len(limits), num_asked, more)
         if has_prompts:
             return
-        self._costs.add_verify(num_rows, verify_seconds, num_requests)
+        self._costs.add_verify(num_rows, verify_seconds, num_requests, num_keys)
         if num_model and num_asked and not is_catching_up:
             self._prices.observe_draft(num_model, num_asked, draft_seconds, draft_ends)
         if num_requests and (self._applied is not None or self._is_exact):

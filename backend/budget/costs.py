@@ -6,6 +6,7 @@ import enum
 from collections import defaultdict
 from collections.abc import Sequence
 
+from backend.budget.line import Line
 from backend.budget.times import MAX_RATIO, Times, bucket_of
 
 REST_SMOOTHING = 0.05
@@ -26,8 +27,10 @@ class CostClass(enum.Enum):
 class StepCosts:
     """Seconds of a step by rows without the model drafter, and of that by drafts and requests."""
 
-    def __init__(self, drafter: CostClass = CostClass.PER_DRAFT) -> None:
-        self._class = drafter
+    def __init__(self, drafter: CostClass = CostClass.PER_DRAFT, *, is_exact: bool = False) -> None:
+        """is_exact: steps compute as many rows as they have tokens; else few numbers of rows come, and each has its own time."""
+        self._class, self._is_exact = drafter, is_exact
+        self._line, self._keys = Line(), 0
         self._verify = Times()
         self._verify_by: dict[int, Times] = defaultdict(Times)  # by requests: rows of more requests read more keys
         self._own: Times | None = None
@@ -37,13 +40,16 @@ class StepCosts:
     @property
     def is_known(self) -> bool:
         """Some step was measured."""
-        return bool(self._verify)
+        return bool(self._line if self._is_exact else self._verify)
 
-    def begin(self, num_requests: int) -> None:
-        """The steps that are asked about from now on have so many requests."""
-        self._own = self._verify_by.get(bucket_of(num_requests))
+    def begin(self, num_requests: int, num_keys: int) -> None:
+        """The steps that are asked about from now on have so many requests, with so many tokens."""
+        self._own, self._keys = self._verify_by.get(bucket_of(num_requests)), num_keys
 
-    def add_verify(self, rows: int, seconds: float, num_requests: int) -> None:
+    def add_verify(self, rows: int, seconds: float, num_requests: int, num_keys: int) -> None:
+        if self._is_exact:
+            self._line.add(rows, num_keys, seconds)
+            return
         self._verify.add(rows, seconds)
         self._verify_by[bucket_of(num_requests)].add(rows, seconds)
 
@@ -61,8 +67,10 @@ class StepCosts:
         self._rest += REST_SMOOTHING * (min(seconds, MAX_RATIO * self._rest) - self._rest)
 
     def verify(self, rows: float) -> float:
-        """With what a step takes besides; 0 before anything was measured. Beyond the rows that were measured with so many requests, times of any
-        number of them say how it goes on."""
+        """With what a step takes besides; 0 before anything was measured. Where rows are padded, beyond those that were measured with so many
+        requests, times of any number of them say how it goes on."""
+        if self._is_exact:
+            return self._line.at(rows, self._keys) + (self._rest or 0.0) if self._line else 0.0
         if not self._verify:
             return 0.0
         whole, own = self._verify.at(rows), self._own

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from backend.budget.forecast import Kind
 from backend.core import Chain
 
+PRIOR_VALUE = 1.5
+"""Before anything is measured: drafts that are right in a step."""
 MAX_SCORE = 16
 """Scores of lookups, and half tokens that they promise, from which on they are alike."""
 
@@ -29,16 +32,47 @@ class Ability:
 
 
 @dataclass(slots=True)
+class Means:
+    """Drafts that were right in a step, on average: of one request, which begins with that of others like it, or of all of a kind."""
+
+    model: float = PRIOR_VALUE
+    """The model's."""
+    gain: float = PRIOR_VALUE
+    """What they brought beyond the lookups' of the same steps."""
+    lookup: float = PRIOR_VALUE
+    """Lookups', where there is no model."""
+
+    def note_model(self, right: float, gain: float, share: float) -> None:
+        """share: of this step in the means."""
+        self.model += share * (right - self.model)
+        self.gain += share * (gain - self.gain)
+
+    def note_lookup(self, right: float, share: float) -> None:
+        self.lookup += share * (right - self.lookup)
+
+
+class Beside(NamedTuple):
+    """Drafts of lookups that are worth their rows without a model's."""
+
+    tokens: float = 0.0
+    """Those that are likely to stand."""
+    rows: float = 0.0
+
+
+NO_LOOKUPS = Beside()
+
+
+@dataclass(slots=True)
 class Own:
     """What is known of one request."""
 
     ability: Ability
     kind: Kind
     is_paced: bool
-    value: float
-    """Drafts of the model that were right in a step, on average; a new request begins with that of others like it."""
-    lookup_value: float
-    """Those of lookups, where there is no model."""
+    means: Means
+    beside: Beside = NO_LOOKUPS
+    """What lookups on the host found when they were asked last."""
+    mean_beside: Beside = NO_LOOKUPS
     num_steps: int = 0
     promised: int = 0
     """What the host's lookups promised when they were asked last, in half drafts."""
@@ -46,6 +80,11 @@ class Own:
     """The model, for the next step."""
     pending: list[tuple[int, list[int], Chain]] = field(default_factory=list)
     """(place, tokens, evidence) of drafts that were not verified, whose text is not all there yet."""
+
+    def note_beside(self, beside: Beside, share: float) -> None:
+        """share: of this step in the mean."""
+        self.beside = beside
+        self.mean_beside = Beside(*(old + share * (new - old) for old, new in zip(self.mean_beside, beside)))
 
 
 def as_promise(worth: Sequence[float]) -> int:
