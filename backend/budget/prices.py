@@ -21,7 +21,7 @@ SMOOTHING = 0.05
 CHANCE_SMOOTHING = 0.01
 FOLLOWING_MEMORY = 0.995
 """What is left after one more step of the time that a model took to follow texts. Prompts come in few steps; and what was not worth it at twice the
-price is tried again after 140 (0.999 took the model from chat at four requests for too long: 0.92 of the best fixed choice, not 0.97)."""
+price is tried again after 140 (0.999 took the model from chat at four requests for too long: 0.92 of the best fixed choice, not 0.94)."""
 PRIOR_TRUST, MIN_TRUST, TRUST_RATE = 0.7, 0.2, 0.02
 """Of the power of a greatest probability: small drafters are right more often than they say."""
 CHEAP = 0.01
