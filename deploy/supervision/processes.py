@@ -14,7 +14,7 @@ REGION = "triton_python_backend_shm_region_"
 REGIONS_FILE = ".regions"
 """In the repository's folder: a supervisor that is killed removes nothing, and the next one on the folder reads here what is left."""
 
-STOPPED_SECONDS = 2.5
+STOPPED_SECONDS = 8.0
 """Clients are to know within 5 s."""
 
 
