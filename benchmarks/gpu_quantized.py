@@ -35,7 +35,7 @@ SCHEMES: dict[str, tuple[torch.dtype, int | None, bool]] = {
 """Dtype of the stored codes, columns that share a scale, and whether x is rounded to e4m3."""
 
 
-def make(stored: torch.dtype, group: int | None, _rounds: bool, out_size: int, in_size: int, device: torch.device) -> QuantizedWeight:
+def make(stored: torch.dtype, group: int | None, out_size: int, in_size: int, device: torch.device) -> QuantizedWeight:
     """Random codes: the time does not depend on them."""
     row_bytes, bits = (in_size // 2, 4) if stored == torch.uint8 else (in_size, 8)
     codes = torch.randint(0, 120, (out_size, row_bytes), dtype=torch.uint8, device=device).view(stored)
@@ -64,7 +64,7 @@ def main() -> None:
             out_size, in_size = SHAPES[name]
             copies = max(3, int(6e8 // (out_size * in_size)))
             plain = [torch.randn(out_size, in_size, device=device, dtype=torch.bfloat16) for _ in range(copies)]
-            stored = {scheme: [make(*kind, out_size, in_size, device) for _ in range(copies)] for scheme, kind in chosen.items()}
+            stored = {scheme: [make(*kind[:2], out_size, in_size, device) for _ in range(copies)] for scheme, kind in chosen.items()}
             for num_tokens in counts:
                 x = torch.randn(num_tokens, in_size, device=device, dtype=torch.bfloat16)
                 norm = torch.ones(in_size, device=device, dtype=torch.bfloat16)

@@ -417,6 +417,8 @@ def main() -> None:
     parser.add_argument("--forms", action="store_true", help="compares answers that follow a form with free ones, and nothing else")
     parser.add_argument("--options", action="store_true", help="compares strategies of verification, and log-probabilities, and nothing else")
     arguments = parser.parse_args()
+    if arguments.group != schemes.GROUP and arguments.tensor_parallel > 1:
+        parser.error("--group is of this process: other ranks would round in their own groups")
     schemes.GROUP = arguments.group
     copy, read = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")

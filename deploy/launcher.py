@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import logging
+import math
 import os
 import shlex
 import subprocess
@@ -41,7 +42,7 @@ from deploy.server import (
     state_directory,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
-from deploy.supervision.processes import remove_regions
+from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
 from deploy.supervision.status import serve_status
 from deploy.supervision.supervisor import END_SECONDS, Supervisor
 from deploy.together import run_together
@@ -308,10 +309,14 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
     if not config.supervise:
         os.set_inheritable(lock, True)  # the server keeps the folder
         os.execve(command[0], command, environment)
-    return supervise(config, command, environment, target, list(parameters), key)
+    # A model alone that is held keeps nobody else waiting, and may be let go on; ranks wait for each other.
+    stopped_seconds = STOPPED_SECONDS if engine.parallel_config.tensor_parallel_size > 1 else math.inf
+    return supervise(config, command, environment, target, list(parameters), key, stopped_seconds)
 
 
-def supervise(config: ServeConfig, command: list[str], environment: dict[str, str], repository: Path, models: list[str], key: str) -> int:
+def supervise(
+    config: ServeConfig, command: list[str], environment: dict[str, str], repository: Path, models: list[str], key: str, stopped_seconds: float
+) -> int:
     """Runs the server until a signal ends it. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s foretoken: %(message)s", stream=sys.stderr)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
@@ -325,6 +330,7 @@ def supervise(config: ServeConfig, command: list[str], environment: dict[str, st
         drain_seconds=config.drain_seconds,
         hang_seconds=config.hang_seconds,
         max_restarts=config.max_restarts,
+        stopped_seconds=stopped_seconds,
         max_server_memory=None if config.max_server_memory is None else int(config.max_server_memory),
     )
     if config.status_port:

@@ -1,12 +1,10 @@
 // RMS norm, alone or after the addition of a projection's output to the residual stream.
 // ELEMENT: the element type; VECTORS: most 16-byte vectors of a row that one of its block's threads holds.
-#include "dense.cuh"
+#include "block_norm.cuh"
 
 using Element = ELEMENT;
 using V = Vector<Element>;
-constexpr int STRANDS = 256;  // threads of a block
 constexpr int N = VECTORS;
-constexpr bool HAS_ROOM = N <= 4;  // for the weights beside the row
 
 // One block of STRANDS threads per row, which it keeps in registers. residual may be null; else it becomes residual + x, and that is normalised.
 extern "C" __global__ void __launch_bounds__(STRANDS)
@@ -14,13 +12,10 @@ extern "C" __global__ void __launch_bounds__(STRANDS)
     __shared__ float sums[STRANDS / 32];
     const int num_vectors = size / V::SIZE;
     const size_t row = static_cast<size_t>(blockIdx.x) * size;
-    V weights[HAS_ROOM ? N : 1], values[N];
+    RowNorm<Element, N> norm;
+    V values[N];
     launch_dependents();
-#pragma unroll
-    for (int j = 0; j < (HAS_ROOM ? N : 0); ++j) {
-        const int i = threadIdx.x + STRANDS * j;
-        if (i < num_vectors) weights[j] = load_constant(weight + i * V::SIZE);
-    }
+    norm.load(weight, num_vectors);
     wait_for_earlier();
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -42,27 +37,7 @@ extern "C" __global__ void __launch_bounds__(STRANDS)
             if (i < num_vectors) store(residual + row + i * V::SIZE, values[j]);
         }
     }
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < N; ++j) sum = add_squares(sum, values[j]);
-    sum = sum_warp(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    float total = 0;
-#pragma unroll
-    for (int j = 0; j < STRANDS / 32; ++j) total += sums[j];
-    const float inverse = inverse_rms(total, size, eps);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-        const int i = threadIdx.x + STRANDS * j;
-        if (i >= num_vectors) continue;
-        V w;
-        if constexpr (HAS_ROOM) w = weights[j];
-        else w = load_constant(weight + i * V::SIZE);
-#pragma unroll
-        for (int e = 0; e < V::SIZE; ++e) values[j].values[e] = scale(values[j].values[e], inverse, w.values[e]);
-        store(out + row + i * V::SIZE, values[j]);
-    }
+    norm.apply(values, weight, num_vectors, size, eps, sums, [&](int i, const V& v) { store(out + row + i * V::SIZE, v); });
 }
 
 // Rows of few elements (heads): a warp per row.

@@ -3,76 +3,50 @@
 // ELEMENT: __nv_bfloat16 or __half; VECTORS: most 16-byte vectors of a row that one of its block's threads holds; NORM: 0 or 1; SUMS: codes that are added up,
 // 0, 64 or 128; BACK: 1: out is what the codes stand for, as x lies.
 #include <cuda_fp8.h>
-#include "dense.cuh"
+#include "block_norm.cuh"
 
 using Element = ELEMENT;
 using V = Vector<Element>;
-constexpr int THREADS = 256;
-constexpr bool HAS_ROOM = NORM && VECTORS <= 4;  // for the norm's weights beside the row
 constexpr float LARGEST = 448.0f, SMALLEST = 1e-12f;
-
-template <typename Merge>
-__device__ __forceinline__ float merge_block(float v, float* parts, Merge merge) {
-#pragma unroll
-    for (int d = 16; d; d /= 2) v = merge(v, __shfl_xor_sync(~0u, v, d));
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
-    __syncthreads();
-    v = parts[0];
-#pragma unroll
-    for (int w = 1; w < THREADS / 32; ++w) v = merge(v, parts[w]);
-    return v;
-}
 
 // codes [M, K] e4m3; out [M, K]; scales [M]: a row's largest number is 448 steps; sums [K / SUMS, sum_stride]; K is a multiple of 16, and of SUMS; weight [K]:
 // the norm's. Grid: rows.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(STRANDS)
     round_rows(uint8_t* codes, Element* out, float* scales, float* sums_of_codes, const Element* x, const Element* weight, int K, int x_stride,
                int sum_stride, float eps) {
-    __shared__ float sums[THREADS / 32], peaks[THREADS / 32];
+    __shared__ float sums[STRANDS / 32], peaks[STRANDS / 32];
     const int num_vectors = K / V::SIZE;
     const Element* row = x + static_cast<size_t>(blockIdx.x) * x_stride;
-    V weights[HAS_ROOM ? VECTORS : 1], values[VECTORS];
+    RowNorm<Element, VECTORS> norm;
+    V values[VECTORS];
     launch_dependents();
-#pragma unroll
-    for (int j = 0; j < (HAS_ROOM ? VECTORS : 0); ++j) {
-        const int i = threadIdx.x + THREADS * j;
-        if (i < num_vectors) weights[j] = load_constant(weight + i * V::SIZE);
-    }
+    if constexpr (NORM) norm.load(weight, num_vectors);
     wait_for_earlier();
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
-        const int i = threadIdx.x + THREADS * j;
+        const int i = threadIdx.x + STRANDS * j;
         if (i < num_vectors) values[j] = load_fresh(row + i * V::SIZE);
     }
-    if constexpr (NORM) {  // in norm.cu's order, rounded as there
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < VECTORS; ++j) sum = add_squares(sum, values[j]);
-        const float inverse = inverse_rms(merge_block(sum, sums, [](float a, float b) { return a + b; }), K, eps);
-#pragma unroll
-        for (int j = 0; j < VECTORS; ++j) {
-            const int i = threadIdx.x + THREADS * j;
-            if (i >= num_vectors) continue;
-            V w;
-            if constexpr (HAS_ROOM) w = weights[j];
-            else w = load_constant(weight + i * V::SIZE);
-#pragma unroll
-            for (int e = 0; e < V::SIZE; ++e) values[j].values[e] = scale(values[j].values[e], inverse, w.values[e]);
-        }
-    }
+    if constexpr (NORM) norm.apply(values, weight, num_vectors, K, eps, sums, [](int, const V&) {});
     float peak = 0;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j)
 #pragma unroll
         for (int e = 0; e < V::SIZE; ++e) peak = fmaxf(peak, fabsf(to_float(values[j].values[e])));
-    peak = merge_block(peak, peaks, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+    for (int d = 16; d; d /= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, d));
+    if (threadIdx.x % 32 == 0) peaks[threadIdx.x / 32] = peak;
+    __syncthreads();
+    peak = peaks[0];
+#pragma unroll
+    for (int w = 1; w < STRANDS / 32; ++w) peak = fmaxf(peak, peaks[w]);
     const float step = fmaxf(peak, SMALLEST) / LARGEST, inverse_step = 1.0f / step;
     if (!BACK && threadIdx.x == 0) scales[blockIdx.x] = step;
     // Two threads have sixteen neighbours: pairs of the first eight lie in a word with those of the others.
     const bool is_second = threadIdx.x % 2;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
-        const int i = threadIdx.x + THREADS * j;
+        const int i = threadIdx.x + STRANDS * j;
         uint32_t pairs[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

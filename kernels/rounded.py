@@ -46,7 +46,8 @@ def is_rounded_for_groups(x: torch.Tensor, weight: QuantizedWeight, is_gated: bo
 
 
 def is_rounded_by_twin(x: torch.Tensor, weight: QuantizedWeight) -> bool:
-    """Whether x [M, K] on CPU is rounded for its product with the weight: for all that a GPU has a kernel for at some size."""
+    """Whether x [M, K] on CPU is rounded for its product with the weight: for all that a GPU has a kernel for at some size. No server asks for it: it
+    is for measuring what rounding costs."""
     return _is_on.get() and not x.is_cuda and len(x) > 0 and weight.codes.dtype != torch.int8
 
 

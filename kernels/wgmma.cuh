@@ -76,6 +76,14 @@ PRODUCTS(80, "n160", R80, S80, "%80", "%81", "%82", "%83", "%84", "%85")
 PRODUCTS(88, "n176", R88, S88, "%88", "%89", "%90", "%91", "%92", "%93")
 PRODUCTS(96, "n192", R96, S96, "%96", "%97", "%98", "%99", "%100", "%101")
 
+// What a thread holds of A: four 8 x 8 parts of 16-bit elements, each lane's address of a row of eight.
+__device__ __forceinline__ void load_fragments(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Of an operand whose rows are 128 (or 64) bytes, swizzled in groups of eight (four), at an address aligned to eight rows. Thirty-two bytes on are 2 more.
 template <int ROW_BYTES = 128>
 __device__ __forceinline__ uint64_t describe(uint32_t shared) {

@@ -68,17 +68,19 @@ def choose_shape(
     """How `wide_quantized.cu` is compiled for a product. num_units: of STEP bytes in a row; parts: of a byte; lines: of scales and zeros of a
     unit; can_span: two units may have a scale in common. SPLIT and SPAN, which decide in which order terms are added, do not depend on the tokens."""
     split = 2 if 2 * num_tiles <= num_multiprocessors and num_units >= 8 else 1
-    tokens = next(size for size in (LEAST_SIZE, *SIZES) if num_tokens <= size and (size in SIZES or (is_rounded and split == 1)))
+    sizes = (LEAST_SIZE, *SIZES) if is_rounded and split == 1 else SIZES
+    tokens = next(size for size in sizes if num_tokens <= size)
     room = SHARED - 1024 - tokens * TILE * (6 if split > 1 else 4)  # but what sums are exchanged in
     span = 2 if is_rounded and can_span and num_units % (4 * split) == 0 else 1
     token_bytes, sum_bytes = (64, parts * tokens * 4 if parts == 2 else 0) if is_rounded else (128, 0)
+    most = 8 if is_rounded and tokens <= SIZES[0] else 4  # parts of units to a step, which registers are for
     for units in (4, 2, 1):
         beside = units // span * (lines * TILE * 4 + sum_bytes)
         stage_bytes = -(-(units * (parts * tokens * token_bytes + TILE * STEP) + beside) // 1024) * 1024
         stages = min(MAX_STAGES, room // stage_bytes // GROUPS * GROUPS)
         # Warpgroups have halves of a block's K, whatever the size of a step.
         is_even = num_units % (2 * split * units) == 0
-        if units == span or (is_even and units * parts <= (8 if is_rounded and tokens <= SIZES[0] else 4) and stages >= LEAST_STAGES):
+        if units == span or (is_even and units * parts <= most and stages >= LEAST_STAGES):
             break
     return {"TOKENS": tokens, "SPLIT": split, "UNITS": units, "STAGES": stages, "ROUNDED": int(is_rounded), "SPAN": span}
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -148,14 +149,14 @@ def test_a_process_that_is_stopped_is_found() -> None:
     """When it was at every look for so long; a debugger's are not looked for."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         try:
-            pids, stopped = [os.getpid(), process.pid], StoppedProcesses()
+            pids, stopped = [os.getpid(), process.pid], StoppedProcesses(STOPPED_SECONDS)
             assert stopped.find(pids, 0.0) is None
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-            again = 2.5 + 2 * STOPPED_SECONDS
-            looks = [(1.0, None), (2.0, None), (1.0 + STOPPED_SECONDS, process.pid)]
-            looks += [(again, None), (again + 1, None), (again + STOPPED_SECONDS, process.pid)]
-            assert [(now, stopped.find(pids, now)) for now, _ in looks] == looks, "before `again` nobody looked for long"
+            looks = [(1.0, None), (2.0, None), (1.0 + STOPPED_SECONDS, process.pid), (9.0, None), (10.0, None), (9.0 + STOPPED_SECONDS, process.pid)]
+            assert [(now, stopped.find(pids, now)) for now, _ in looks] == looks, "between 4 and 9 nobody looked"
+            patient = StoppedProcesses(math.inf)
+            assert [patient.find(pids, now) for now, _ in looks] == [None] * len(looks), "who is alone may be let go on"
             process.send_signal(signal.SIGCONT)
             os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
             assert stopped.find(pids, 12.0) is None

@@ -58,8 +58,7 @@ class SingleExperts:
         return None
 
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
-        with ops.rounding_activations(False):  # as on a GPU
-            made = ops.mix_experts(routing.x, routing.experts, routing.weights, self.experts, self._first)
+        made = ops.mix_experts(routing.x, routing.experts, routing.weights, self.experts, self._first)
         return made if residual is None else residual.add_(made)
 
 

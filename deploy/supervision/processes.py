@@ -14,8 +14,8 @@ REGION = "triton_python_backend_shm_region_"
 REGIONS_FILE = ".regions"
 """In the repository's folder: a supervisor that is killed removes nothing, and the next one on the folder reads here what is left."""
 
-STOPPED_SECONDS = 8.0
-"""Clients are to know within 5 s."""
+STOPPED_SECONDS = 2.5
+"""Of a process that other ranks wait for: clients of all of them are to know within 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,19 @@ def is_running(pid: int) -> bool:
 class StoppedProcesses:
     """Which of some processes is stopped (SIGSTOP) for so long that nobody waits for it any more. Not one that a debugger has stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float) -> None:
+        """limit: seconds; infinity: they are waited for, whatever."""
+        self._limit = limit
         self._since: dict[int, float] = {}
         self._looked = 0.0
 
     def find(self, pids: Iterable[int], now: float) -> int | None:
-        """One that was at every look for STOPPED_SECONDS. Looks that are further apart than that begin anew: this process was stopped too, then."""
-        if now - self._looked > STOPPED_SECONDS:
+        """One that was at every look for as long as the limit. Looks that are further apart begin anew: this process was stopped too, then."""
+        if now - self._looked > self._limit:
             self._since = {}
         self._looked = now
         self._since = {pid: self._since.get(pid, now) for pid in pids if read_state(pid)[0] == "T"}
-        return next((pid for pid, since in self._since.items() if now - since >= STOPPED_SECONDS), None)
+        return next((pid for pid, since in self._since.items() if now - since >= self._limit), None)
 
 
 def find_stubs(server_pid: int) -> list[Stub]:

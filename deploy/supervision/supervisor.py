@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import queue
 import signal
@@ -74,9 +75,11 @@ class Supervisor:
         drain_seconds: float,
         hang_seconds: float,
         max_restarts: int,
+        stopped_seconds: float = math.inf,
         max_server_memory: int | None = None,
     ) -> None:
-        """models: those with a process. max_server_memory: of tritonserver alone, in bytes."""
+        """models: those with a process. stopped_seconds: after which one that is stopped (SIGSTOP) is hung; infinity: only when hang_seconds say so.
+        max_server_memory: of tritonserver alone, in bytes."""
         self.states = [ModelState(name) for name in models]
         self._engine = next(name for name in models if name in ENGINES)
         self.is_draining = False
@@ -86,7 +89,7 @@ class Supervisor:
         self._repository = repository
         self._api = api
         self._drain_seconds = drain_seconds
-        self._hang_seconds = hang_seconds
+        self._hang_seconds, self._stopped_seconds = hang_seconds, stopped_seconds
         self._max_restarts = max_restarts
         self.max_server_memory = max_server_memory
         self._budget = RestartBudget(max_restarts)
@@ -181,9 +184,9 @@ class Supervisor:
         self._failures = queue.SimpleQueue()
         # Of its own session: Ctrl-C in a terminal is for this process to pass on.
         self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True, preexec_fn=_die_with_parent)
+        limits = self._hang_seconds, self._stopped_seconds
         self._watches = [
-            ModelWatch(s, self._api, self._repository, self._process.pid, self._hang_seconds, self._max_restarts, self._failures.put)
-            for s in self.states
+            ModelWatch(s, self._api, self._repository, self._process.pid, *limits, self._max_restarts, self._failures.put) for s in self.states
         ]
         for watch in self._watches:
             watch.start()
@@ -202,7 +205,7 @@ class Supervisor:
     def _attend(self) -> str | None:
         """Returns why the server must be started again, or None after a signal. Raises MemoryFull."""
         assert self._process is not None
-        is_hidden, memory_due, stopped = False, time.monotonic(), StoppedProcesses()
+        is_hidden, memory_due, stopped = False, time.monotonic(), StoppedProcesses(self._stopped_seconds)
         while not self._num_signals:
             if (status := self._exit_status) is not None:
                 return f"the server ended (exit status {status})"

@@ -105,6 +105,7 @@ class ModelWatch(threading.Thread):
         repository: Path,
         server_pid: int,
         hang_seconds: float,
+        stopped_seconds: float,
         max_restarts: int,
         on_failure: Callable[[str], None],
     ) -> None:
@@ -114,7 +115,7 @@ class ModelWatch(threading.Thread):
         self._api = api
         self._repository = repository
         self._server_pid = server_pid
-        self._hang_seconds = hang_seconds
+        self._hang_seconds, self._stopped_seconds = hang_seconds, stopped_seconds
         self._backoff = Backoff(max_restarts)
         self._on_failure = on_failure
         self._is_over = threading.Event()
@@ -159,7 +160,7 @@ class ModelWatch(threading.Thread):
     def _watch(self, stubs: list[Stub]) -> str | None:
         """Returns why the model is down, or None when told to stop."""
         probe: Probe | None = None
-        due, num_errors, stopped = time.monotonic(), 0, StoppedProcesses()
+        due, num_errors, stopped = time.monotonic(), 0, StoppedProcesses(self._stopped_seconds)
         while not self._is_over.wait(LOOK_SECONDS):
             if dead := [s.pid for s in stubs if not is_running(s.pid)]:
                 return f"its process {dead[0]} died"

@@ -261,7 +261,7 @@ def test_rounded_activations(num_tokens: int, out_size: int, in_size: int, devic
     bias, residual = torch.randn(out_size, device=device).bfloat16(), torch.randn(num_tokens, out_size, device=device).bfloat16()
     norm = (1 + 0.1 * torch.randn(in_size, device=device)).bfloat16()
     exact = exact_rows(*round_rows(x)[:2]) @ exact_weight(weight).T
-    plain, before = quantized_linear(x, weight), residual.clone()
+    before = residual.clone()
     with rounding_activations(True):
         assert is_rounded(x, weight)
         out, with_bias = quantized_linear(x, weight), quantized_linear(x, weight, bias)
@@ -276,7 +276,7 @@ def test_rounded_activations(num_tokens: int, out_size: int, in_size: int, devic
     assert added is residual and torch.equal(added, before + out)
     assert torch.equal(normed, expected) and torch.equal(normed_gated, expected_gated)
     assert gated is not None and torch.equal(gated, silu_mul(out))
-    assert 1e-3 < relative_error(plain, x.double() @ exact_weight(weight).T) + relative_error(out, x.double() @ exact_weight(weight).T) < 6e-2
+    assert 1e-2 < relative_error(out, x.double() @ exact_weight(weight).T) < 6e-2, "it is what rounding costs"
     assert not is_rounded(x, weight), "outside"
 
 
