@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-E4M3 = torch.float8_e4m3fn
-
 
 @dataclass(frozen=True, eq=False)
 class CacheScales:
@@ -56,8 +54,8 @@ class CacheScales:
 
 def check_scales(pages: torch.Tensor, scales: CacheScales | None) -> None:
     """Raises ValueError where pages [P, page, Hkv, ...] are in e4m3 and scales are missing, or the reverse, or there are not as many as heads."""
-    if (pages.dtype == E4M3) != (scales is not None):
-        raise ValueError(f"pages are {pages.dtype}, scales {'missing' if scales is None else 'given'}; they go with {E4M3} alone")
+    if (pages.dtype == torch.float8_e4m3fn) != (scales is not None):
+        raise ValueError(f"pages are {pages.dtype}, scales {'missing' if scales is None else 'given'}; they go with {torch.float8_e4m3fn} alone")
     if scales is not None:
         scales.check(pages.shape[2], "attention")
 

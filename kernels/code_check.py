@@ -12,7 +12,8 @@ import torch
 
 from kernels._load import KernelError
 from kernels.attention import Heads
-from kernels.cache_scales import E4M3, CacheScales
+from kernels.cache_scales import CacheScales
+from kernels.reference.e4m3 import E4M3
 from kernels.step_attention import StepAttention, append_attention, latent_attention, plan_attention
 
 LENGTHS = (70, 900)
