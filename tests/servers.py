@@ -73,12 +73,23 @@ class RunningServer:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode("utf-8", "replace")
 
+    def metrics_text(self) -> str:
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as response:
+            return response.read().decode()
+
+    def settle(self) -> None:
+        """Returns once what was asked before is counted: a server tells its counts some time after their events, and an idle one's stand still."""
+        deadline, seen, same = time.monotonic() + 60, "", 0
+        while same < 4:
+            assert time.monotonic() < deadline, "the server is not idle"
+            text = "\n".join(line for line in self.metrics_text().splitlines() if line.startswith("foretoken_"))
+            seen, same = text, same + 1 if text == seen else 0
+            time.sleep(0.15)
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's series that carry the labels; 0 when there is none."""
-        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as response:
-            text = response.read().decode()
         total = 0.0
-        for line in text.splitlines():
+        for line in self.metrics_text().splitlines():
             match = re.match(rf"{name}(?:{{(.*)}})? ([-+.\deE]+)$", line)
             if match and all(f'{k}="{v}"' in (match[1] or "") for k, v in labels.items()):
                 total += float(match[2])

@@ -108,13 +108,13 @@ def test_both_placements_sample_the_same(server, llm_all, choice, sampling):
 
 def test_counters_are_on_the_metrics_port(server, offline):
     """Every family of SPECULATION.md, with model and method."""
-    time.sleep(0.5)  # what ran before is published
+    server.settle()
     before = {name: server.metric(f"{COUNTER}{name}_total", model="decode", method="mtp") for name in ("drafts", "draft_tokens", "accepted_tokens")}
     length = server.metric("foretoken_spec_decode_accepted_length_sum")
     position = server.metric(f"{COUNTER}accepted_tokens_per_pos_total", method="mtp", position="0")
     ask(server, PROMPTS[0])
     stats = offline[0].stats
-    time.sleep(0.5)
+    server.settle()
     for name, value in (("drafts", stats.drafts), ("draft_tokens", stats.drafted), ("accepted_tokens", stats.accepted)):
         assert server.metric(f"{COUNTER}{name}_total", model="decode", method="mtp") - before[name] == value
     assert server.metric("foretoken_spec_decode_accepted_length_sum") - length == stats.drafts + stats.accepted

@@ -63,6 +63,7 @@ def test_answers_are_those_of_one_rank(pair: Pair, llm_all: LLM) -> None:
     own, prompt = {"method": "mtp", "verify_strategy": "rejection"}, fresh(PROMPTS[3])
     (expected,) = llm_all.generate([prompt], SamplingParams(max_tokens=16, temperature=0.8, seed=5, ignore_eos=True), speculative=own, use_tqdm=False)
     assert ask(pair.decode, prompt, temperature=0.8, seed=5, speculative=own).token_ids == expected.outputs[0].token_ids
+    pair.decode.settle()
     assert (pair.fetched() - before, pair.fallbacks() - alone) == (len(prompts) + 1, 0)
     pair.wait_until_idle()
 

@@ -138,6 +138,7 @@ def bench(server, tmp_path_factory):
 class TestBench:
     def test_figures_are_those_of_the_server(self, server, bench):
         names = ("drafts", "draft_tokens", "accepted_tokens")
+        server.settle()
         before = {n: server.metric(f"foretoken_spec_decode_num_{n}_total") for n in names}
         options = "--num-prompts=6 --output-len=12:20 --ignore-eos --request-rate=20 --burstiness=0.5 --max-concurrency=4 --num-warmups=0"
         result, found = bench(
@@ -152,6 +153,7 @@ class TestBench:
         for request in found["requests"]:
             assert request["ttft_ms"] + sum(request["itl_ms"]) == pytest.approx(request["e2el_ms"], abs=500)
         (speculation,) = found["speculation"].values()
+        server.settle()
         gained = {n: server.metric(f"foretoken_spec_decode_num_{n}_total") - before[n] for n in names}
         assert speculation["spec_decode_num_drafts"] == gained["drafts"] > 0
         assert speculation["spec_decode_acceptance_rate"] == pytest.approx(gained["accepted_tokens"] / gained["draft_tokens"])
@@ -164,11 +166,13 @@ class TestBench:
         assert result.returncode == 0 and found["speculation"] == {} and "Speculation" not in result.stdout
 
     def test_refused_requests_are_failures(self, server, bench):
+        server.settle()
         before = server.metric("foretoken_request_errors_total", code="INVALID_ARG")
         result, found = bench("--num-prompts=3", "--output-len=1000000", "--num-warmups=0")
         assert result.returncode == 1
         assert (found["completed"], found["failed"], found["mean_ttft_ms"]) == (0, 3, None)
         assert "1000000" in result.stdout and "failed: " in result.stdout
+        server.settle()
         assert server.metric("foretoken_request_errors_total", code="INVALID_ARG") == before + 3
 
     def test_a_server_that_is_not_there(self, bench):

@@ -288,6 +288,7 @@ def test_health_and_metrics_tell_the_truth_of_a_healthy_server(supervised):
     text = supervised.get("/metrics")[1]
     assert all(f'foretoken_model_up{{model="{model}"}} 1.0' in text for model in MODELS)
     assert supervised.counts() == {**dict.fromkeys(MODELS, 0), "server": 0}
+    supervised.server.settle()
     steps = supervised.server.metric("foretoken_steps_total")
     time.sleep(2.5)  # two probes of each model
     assert supervised.server.metric("foretoken_steps_total") == steps, "watching is not work"
