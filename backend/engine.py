@@ -264,10 +264,11 @@ class Engine:
         budget.begin([r for r in self.scheduler.running if r.is_decoding])
         if self._is_short:
             self._finish_all()
+        held = self._find_held()
         batch = self.scheduler.schedule(
             budget.limit,
             may_preempt=not self._in_flight,
-            is_held=lambda r: self.planner.is_held(r, budget.limit(r)),
+            is_held=lambda r: r.request_id in held,
             max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None else None,
         )
         self._is_short = batch.is_short
@@ -288,9 +289,17 @@ class Engine:
                 self._group.send_probs(index, probs)
         if self._group is not None:
             self._group.send(step.plan, self._device)
-        self.num_launched += 1
-        self._in_flight.append(_InFlight(step, self.worker.launch(step.plan, step.grammars if self._group is None else None), self.num_launched))
+        begun = self.worker.begin(step.plan)
         self.scheduler.launch(step.entries)
+        masks = step.plan.masks
+        if step.plan.awaits_masks:
+            self._finish_all()
+            masks = self.planner.late_masks(step)
+            if self._group is not None:
+                self._group.send_masks(masks)
+        self.num_launched += 1
+        read = self.worker.go_on(begun, masks, step.grammars if self._group is None else None)
+        self._in_flight.append(_InFlight(step, read, self.num_launched))
         while len(self._in_flight) > self._num_ahead:
             self._finish()
         self._end_step()
@@ -299,6 +308,18 @@ class Engine:
         if not self._num_ahead and not step.plan.num_prompts:
             budget.note_rest(seconds - self._phase_seconds)
         return True
+
+    def _find_held(self) -> set[str]:
+        """Ids of the running requests that have to sit the next step out for what the host must see of a step under way first.
+
+        Where they are the half of those that decode, that step is waited for: two halves in turn would take twice as many steps.
+        """
+        decoding = [r for r in self.scheduler.running if r.is_decoding] if self._in_flight else []
+        held = {r.request_id for r in decoding if self.planner.is_held(r, self.budget.limit(r))}
+        if 2 * len(held) < len(decoding) or not held:
+            return held
+        self._finish_all()
+        return set()
 
     def _finish(self) -> None:
         """Reads the oldest step under way, and books it. Requests that ended meanwhile are left out."""

@@ -23,14 +23,14 @@ from backend.config import EngineConfig
 from backend.devices import on_stream
 from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
-from backend.group import CAPTURE, CHECK, PLAN, PROBS, STOP, Verdicts, check_verdicts, compare_verdicts
+from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, check_verdicts, compare_verdicts
 from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
 from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, describe_self
 from backend.step.plan import StepPlan
-from backend.step.worker import Launched, Worker
+from backend.step.worker import Begun, Launched, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -90,13 +90,23 @@ class Steps:
     def __init__(self, worker: Worker, ranks: Ranks, plans: Plans) -> None:
         self._worker, self._ranks, self._plans = worker, ranks, plans
         self._verdicts, self._num_launched = Verdicts(), 0
+        self._begun: Begun | None = None
+        """Awaits its masks."""
         self._under_way: deque[Launched] = deque()
 
     def launch(self, plan: StepPlan) -> None:
         self.finish(1)
         check_verdicts(self._ranks, self._verdicts, self._num_launched, self._worker.device)
         self._num_launched += 1
-        self._under_way.append(self._worker.launch(plan))
+        self._begun = self._worker.begin(plan)
+        if not plan.awaits_masks:
+            self.go_on(plan.masks)
+
+    def go_on(self, masks: np.ndarray) -> None:
+        """With the step that was begun last."""
+        assert self._begun is not None, "rank 0 sent masks that no plan awaits"
+        self._under_way.append(self._worker.go_on(self._begun, masks))
+        self._begun = None
         self.look()
 
     def compare(self, num_steps: int) -> None:
@@ -124,6 +134,8 @@ def follow(worker: Worker, ranks: Ranks, plans: Plans) -> None:
         words = plans.read(steps.look)
         if words[0] == PLAN:
             steps.launch(StepPlan.from_array(words[1:]))
+        elif words[0] == MASKS:
+            steps.go_on(words[3:].reshape(words[1], words[2]))
         elif words[0] == CHECK:
             steps.compare(int(words[1]))
         elif words[0] == PROBS:

@@ -43,7 +43,7 @@ EXPLAIN_SECONDS = 1.0
 DONE_SECONDS = 0.0002
 VERDICT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 """For the ranks to hear why they do not fit, and between two looks at who has ended while one is waited for."""
-PLAN, CAPTURE, STOP, PROBS, CHECK = range(5)
+PLAN, CAPTURE, STOP, PROBS, CHECK, MASKS = range(6)
 """What a message's first word says that it is."""
 
 
@@ -253,6 +253,10 @@ class Group:
             check_verdicts(self.ranks, self.verdicts, self.num_launched, device)
         self._plans.append(plan.outline())
         self.num_launched += 1
+
+    def send_masks(self, masks: np.ndarray) -> None:
+        """Those that the plan sent last awaits [M, W] int32."""
+        self._send(MASKS, np.concatenate([np.array(masks.shape, dtype=np.int32), masks.ravel()]))
 
     def note_end(self, device: torch.device) -> None:
         """A request has ended with the steps that were booked. Raises RanksDiffer where that is looked at (CHECK_ENDS_VARIABLE)."""

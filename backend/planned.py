@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from backend.budget import Chain, by_branch, by_match
 from backend.core import NEVER, Scheduled
@@ -100,8 +100,20 @@ class Known:
     drafted: Drafted = field(default_factory=Drafted)
     num_drafter_tokens: int = 0
     """Leading tokens that the model drafter has computed, by the steps that were read or whose rows the host named."""
+    forced_share: float = 0.0
+    """Of its answer's newest tokens: drafts that its grammar alone makes."""
     is_followed: bool = False
     """The model drafter computes every token in the step that emits it; where not, it lags behind num_drafter_tokens."""
+
+
+class Masked(NamedTuple):
+    """A row whose tokens a grammar chooses among."""
+
+    row: int
+    num_masks: int
+    """Of the newest token and each draft."""
+    is_late: bool
+    """Its newest token is in the step before, which is not read yet."""
 
 
 @dataclass(slots=True)
@@ -119,6 +131,8 @@ class PlannedStep:
     """[B]: most drafts that each entry might have verified, those that were not worth it with them."""
     host_probs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     """(request index, distributions) of drafts that the host writes."""
+    masked: list[Masked] = field(default_factory=list)
+    """Rows of requests with a grammar."""
     grammars: dict[int, tuple[Matcher, int]] = field(default_factory=dict)
     """By request index, of requests that the step's model drafter is to draft for: where they are in their grammar, and tokens until there."""
     num_asked: int = 0

@@ -14,7 +14,7 @@ import numpy as np
 
 from backend.core import NEVER, Batch, Branches, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters
-from backend.grammar import fill_masks
+from backend.grammar import SOURCE
 from backend.pages import SeenPages
 from backend.planned import Drafted, Known, PlannedStep, follow
 from backend.prefixes import find_shared
@@ -23,6 +23,7 @@ from backend.speculative_config import SpeculativeConfig
 from backend.step.options import Options, is_deterministic, options_of
 from backend.step.plan import MILLION, Arrival, StepPlan
 from backend.step_drafting import StepDrafting
+from backend.step_grammars import StepGrammars
 from kernels.request_state import Admission
 from kernels.structs import DRAFTER_COUNT, MASK, NUM_FIELDS, PREFIX_GROUP, PREFIX_LEN
 
@@ -61,6 +62,7 @@ class Planner:
         self._max_drafter_tokens, self._is_exact = max_drafter_tokens, is_layout_exact
         self._cascade_heads, self._max_model_drafts = cascade_heads, max_model_drafts
         self._drafting = StepDrafting(drafters, self._max_drafts, max_masked_drafts, drafts_forced)
+        self._grammars = StepGrammars(config, max_masked_drafts, drafts_forced)
         self._seen = SeenPages(num_pages if has_step_drafter else 0, page_size, is_complete=has_state_keeper)
         self._has_step_drafter = has_step_drafter
         self._free = list(range(max_batch_size - 1, -1, -1))
@@ -76,12 +78,12 @@ class Planner:
 
     def is_held(self, request: Request, limit: int) -> bool:
         """Whether a request has to sit the next step out, since the host must see what a step under way emits first. limit: most drafts."""
-        if not request.num_steps_ahead or request.grammar is not None:
-            return request.num_steps_ahead > 0
-        if not limit:
+        if not request.num_steps_ahead:
             return False
         known = self._known.get(request.request_id)
-        if known is None:
+        if request.grammar is not None and (known is None or not self._grammars.may_follow(request, known, limit)):
+            return True
+        if not limit or known is None:
             return False
         return (bool(known.place.host) and known.place.waits) or (known.place.has_model and not known.is_followed and not self._is_exact)
 
@@ -120,7 +122,7 @@ class Planner:
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
         plan.options = functools.reduce(operator.or_, (known[id(e)].options for e in entries), 0)
         plan.reports_drafts = any(own.is_reported for own in known.values())
-        self._put_masks(step)
+        self._grammars.put(step, self._known)
         if self._cascade_heads is not None and not prompts:
             self._put_prefixes(plan, entries)
         return step
@@ -185,20 +187,6 @@ class Planner:
         for number in range(known.num_pages, len(request.page_ids)):
             plan.page_writes += (begin + number, request.page_ids[number])
         known.num_pages = len(request.page_ids)
-
-    # -- what grammars allow ------------------------------------------------------------------------------------------
-
-    def _put_masks(self, step: PlannedStep) -> None:
-        """For every position of rows whose request has a grammar."""
-        plan, asked = step.plan, []
-        for b, (entry, verified) in enumerate(zip(step.entries, step.verified)):
-            grammar = entry.request.grammar
-            if grammar is not None and entry.emits:
-                asked.append((b, (grammar, verified.token_ids or [])))
-                step.grammars[self._known[entry.request.request_id].index] = grammar, len(entry.request.token_ids)
-        if asked:
-            plan.masks, plan.fields[MASK, [b for b, _ in asked]] = fill_masks([own for _, own in asked])
-            plan.options |= Options.MASKS
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -269,6 +257,10 @@ class Planner:
             plan.fields[PREFIX_GROUP, members], plan.fields[PREFIX_LEN, members] = members[0], length
         plan.has_prefixes = bool(groups)
 
+    def late_masks(self, step: PlannedStep) -> np.ndarray:
+        """Those that a plan awaits [M, W] int32, once the step before it was booked."""
+        return self._grammars.fill(step, self._known)
+
     # -- its outcome --------------------------------------------------------------------------------------------------
 
     def read(self, step: PlannedStep, number: int, outcome: Outcome) -> list[str]:
@@ -281,6 +273,8 @@ class Planner:
         if known is None:
             return who
         drafts, known.next_drafts = known.next_drafts, outcome.next_drafts
+        if request.grammar is not None and verified.token_ids is not None and outcome.token_ids:
+            self._grammars.note(known, who[: outcome.num_accepted].count(SOURCE), len(outcome.token_ids))
         if request.speculation.num_nodes and len(outcome.draft_chances or ()) >= len(outcome.next_drafts):
             made.parents = outcome.next_parents or list(range(-1, len(outcome.next_drafts) - 1))
         if known.place.has_model and entry.emits and outcome.num_drafter_tokens:

@@ -109,10 +109,10 @@ class StepDrafting:
         return next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
 
     def _fit_made(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
-        """Of requests with a grammar whose drafts, if any, the last step made."""
+        """Of requests with a grammar whose drafts, if any, the last step made, if that was read."""
         for entry in decoding:
             own = known[id(entry)]
-            if entry.request.grammar is None or own.drafted.token_ids is not None:
+            if entry.request.grammar is None or entry.request.num_steps_ahead or own.drafted.token_ids is not None:
                 continue
             made = own.next_drafts[: entry.max_drafts]
             sources = own.drafted.who(len(made), self._drafters.lookup_name)

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.quantization import schemes
 from backend.step.draft_masks import Grammars
-from backend.step.plan import StepPlan
-from backend.step.worker import Results, StepTimes
+from backend.step.worker import Begun, Results, StepTimes
 from backend.structured_outputs import StructuredOutputs
 from benchmarks.step_bytes import counted_experts, profiled, read_bytes
 from benchmarks.workloads import completion_prompts
@@ -231,10 +231,10 @@ class WatchedStep:
 def watch_steps(llm: LLM) -> Iterator[list[WatchedStep]]:
     """The steps that are read inside."""
     worker, steps = llm.engine.worker, []
-    launch = worker.launch
+    go_on = worker.go_on
 
-    def launch_watched(plan: StepPlan, grammars: Grammars | None = None) -> Callable[[], Results]:
-        read = launch(plan, grammars)
+    def go_on_watched(begun: Begun, masks: np.ndarray, grammars: Grammars | None = None) -> Callable[[], Results]:
+        plan, read = begun.plan, go_on(begun, masks, grammars)
 
         def read_watched() -> Results:
             results = read()
@@ -244,11 +244,11 @@ def watch_steps(llm: LLM) -> Iterator[list[WatchedStep]]:
 
         return read_watched
 
-    worker.launch = launch_watched  # type: ignore[method-assign]
+    worker.go_on = go_on_watched  # type: ignore[method-assign]
     try:
         yield steps
     finally:
-        worker.launch = launch  # type: ignore[method-assign]
+        worker.go_on = go_on  # type: ignore[method-assign]
 
 
 def run(
@@ -259,6 +259,8 @@ def run(
     with watch_steps(llm) as steps:
         llm.generate(requests, params, speculative={"verify_strategy": strategy}, use_tqdm=False)
     full = [step for step in steps if step.num_rows == batch and not step.prompt_rows]
+    if len(full) < 4:
+        raise RuntimeError(f"{len(full)} steps had all of {batch} requests in them, too few to measure: give more --outputs")
     skip = min(8, len(full) // 4)
     wall, own = full[-1].read_at - full[skip - 1].read_at, full[skip:]
     emitted = sum(step.num_emitted for step in own)

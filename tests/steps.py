@@ -89,7 +89,7 @@ class Steps:
             plan.scored = [(0, 0)]
         plan.fields = np.array(fields, dtype=np.int32).reshape(-1, NUM_FIELDS).T.copy()
         plan.num_queries = 1 + max(len(row.drafts) for row in rows)
-        return self.worker.launch(plan)()
+        return self.worker.go_on(self.worker.begin(plan), plan.masks)()
 
     def logits(self) -> torch.Tensor:
         """[T, V] of the same rows."""

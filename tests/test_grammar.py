@@ -121,9 +121,9 @@ def test_drafts_change_nothing(llm, prompts, plain):
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "rejection", "topp"])
-def test_strategies_keep_the_form(llm_all, prompts, strategy):
+def test_strategies_keep_the_form(llm, prompts, strategy):
     choices = [{**METHODS[m], "verify_strategy": strategy} for m in ("mtp", "ngram", "mtp with suffix", "mtp with ngram")]
-    outputs = run(llm_all, [Asked(p, formed(i), choices[i % len(choices)]) for i, p in enumerate(prompts)])
+    outputs = run(llm, [Asked(p, formed(i), choices[i % len(choices)]) for i, p in enumerate(prompts)])
     for index, output in enumerate(outputs):
         if index % 3 != 2 and output.finish_reason == "stop":
             check_form(FORMS[index % len(FORMS)], output.text)
@@ -312,15 +312,15 @@ def test_masks_forbid_in_their_rows_alone():
         mask_logits(logits, masks[:, :1].contiguous(), torch.tensor([0], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32))
 
 
-def test_rejection_draws_from_the_masked_distribution(llm_all, hf_model):
+def test_rejection_draws_from_the_masked_distribution(llm, hf_model):
     """The model's drafts are drawn without the mask: many are forbidden."""
-    tokenizer = llm_all.engine.tokenizer
+    tokenizer = llm.engine.tokenizer
     prompt = tokenizer.encode("self.width = 10\nself.height = 20\nself.depth = ")
     asked = SamplingParams(max_tokens=2, temperature=1.0, n=50, structured_outputs={"grammar": 'start: "1" /[ 02,.)\\n]/'})
     counts: Counter[int] = Counter()
     for round_ in range(16):
         own = {"method": "mtp", "num_speculative_tokens": 1, "verify_strategy": "rejection"}
-        result = llm_all.generate(
+        result = llm.generate(
             {"prompt_token_ids": prompt}, SamplingParams(**{**_fields(asked), "seed": 1000 * round_}), speculative=own, use_tqdm=False
         )[0]
         counts.update(o.token_ids[1] for o in result.outputs)

@@ -269,7 +269,7 @@ LEVELS = (
     ("prefix_cache", "drafters", "grammar"),
     ("scheduler", "intake", "open_requests", "step"),
     ("planned",),
-    ("step_drafting", "rank_processes"),
+    ("step_drafting", "step_grammars", "rank_processes"),
     ("planner",),
     ("hand_overs", "booking", "group", "following", "engine_parts"),
     ("engine",),

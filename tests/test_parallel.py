@@ -22,7 +22,7 @@ from backend.group import CHECK_ENDS_VARIABLE, CHECK_EVERY, RanksDiffer, Verdict
 from backend.parallel.ranks import Ranks
 from backend.parallel.ring import NAME, NUM_SLOTS, SLOT_WORDS, PlanRing
 from backend.step.plan import StepPlan
-from backend.step.worker import Launched, Results
+from backend.step.worker import Begun, Launched, Results
 from tests.conftest import code_prompts
 from tests.families import Case, make_model, random_tokens
 from tests.test_block_drafters import DSPARK
@@ -67,6 +67,21 @@ def test_tokens_are_those_of_one_rank(llm_two: LLM) -> None:
     llm_two.engine.scheduler.check()
     assert llm_two.engine.scheduler.pool.num_held == 0
     assert llm_two.engine.worker.model.heads[1] * 2 == one.engine.worker.model.heads[1], "each rank has its own heads"
+
+
+def test_masks_follow_to_ranks_that_launch_ahead(llm_two: LLM) -> None:
+    """A request's masks come to them when its step is under way already; in one batch with the others."""
+    requests = [(prompt, choice, {**sampling, "ignore_eos": True, "max_tokens": 24}) for choice, sampling in CASES for prompt in PROMPTS[:2]]
+    ahead = LLM(speculative_config=SPECULATION, tensor_parallel_size=2, num_threads=1, async_scheduling=True)
+    sent, send = [], ahead.engine.group.send_masks
+    ahead.engine.group.send_masks = lambda masks: sent.append(len(masks)) or send(masks)
+    prompts, choices, params = zip(*requests)
+    expected, found = (
+        [r.outputs[0].token_ids for r in llm.generate(prompts, [SamplingParams(**own) for own in params], speculative=choices, use_tqdm=False)]
+        for llm in (llm_two, ahead)
+    )
+    ahead.close()
+    assert found == expected and len(sent) > 5
 
 
 def test_a_model_with_experts_latents_and_its_own_drafter(tmp_path: Path) -> None:
@@ -256,16 +271,16 @@ def test_a_rank_that_decides_differently_is_found(
     """Its step is named, with the plan of it, and every open request has an error."""
     monkeypatch.setenv(CHECK_ENDS_VARIABLE, checks_ends)
     llm = LLM(tensor_parallel_size=2, num_threads=1, speculative_config={"method": "none"})
-    worker, launch, counts = llm.engine.worker, llm.engine.worker.launch, [0]
+    worker, begin, counts = llm.engine.worker, llm.engine.worker.begin, [0]
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=3, ignore_eos=True)
 
-    def launch_wrongly(*arguments: Any) -> Launched:
+    def begin_wrongly(plan: StepPlan) -> Begun:
         if counts[0] == wrong:
             worker.table.seeds.fill_(5)  # of rank 0 alone
         counts[0] += 1
-        return launch(*arguments)
+        return begin(plan)
 
-    worker.launch = launch_wrongly  # type: ignore[method-assign]
+    worker.begin = begin_wrongly  # type: ignore[method-assign]
     with pytest.raises(EngineError, match=rf"the ranks decided differently in step {wrong // 10}[0-9], "):
         llm.generate(PROMPTS[:1], params, use_tqdm=False)
     assert "was: 1 rows, 0 of prompts" in caplog.text
@@ -284,7 +299,12 @@ class TestSteps:
         class Launcher:
             device = torch.device("cpu")
 
-            def launch(self, plan: StepPlan) -> Launched:
+            def begin(self, plan: StepPlan) -> Begun:
+                if plan.awaits_masks:
+                    log.append("begin")
+                return Begun(plan, None)  # type: ignore[arg-type]
+
+            def go_on(self, begun: Begun, masks: np.ndarray) -> Launched:
                 number = sum(line.startswith("launch") for line in log)
                 log.append(f"launch {number}")
 
@@ -307,6 +327,15 @@ class TestSteps:
         assert log == ["launch 0", "launch 1", "read 0", "done", "launch 2"]
         steps.finish()
         assert log[5:] == ["read 1", "done", "read 2", "done"]
+
+    def test_one_that_awaits_masks_goes_on_with_them(self) -> None:
+        steps, log, done = self.make()
+        steps.launch(StepPlan())
+        steps.launch(StepPlan(awaits_masks=True))
+        done.add(0)
+        assert not steps.look() and log == ["launch 0", "begin", "read 0", "done"]
+        steps.go_on(np.zeros((2, 3), np.int32))
+        assert steps.look() and log[4:] == ["launch 1"]
 
     def test_what_is_compared_is_booked_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """At a request's end rank 0 has booked so many; a later one may be under way."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ from backend.drafters import Drafters
 from backend.planner import Planner
 from backend.prefixes import MANY_SHARED_TOKENS, find_shared
 from backend.speculative_config import SpeculativeConfig
-from backend.step.draft_masks import Grammars
 from backend.step.options import Options
 from backend.step.plan import VERSION, Arrival, StepPlan
-from backend.step.worker import Results, Worker
+from backend.step.worker import Begun, Worker
 from kernels.request_state import Admission
 from kernels.structs import COUNT, DRAFTER_COUNT, EMITS, FIRST, INDEX, LOOKUP_LIMIT, MODEL_LIMIT, NUM_FIELDS, VERIFY_LIMIT
 from tests.conftest import EVERY_METHOD
@@ -119,13 +117,13 @@ def test_plans_that_cannot_be_read_are_refused(plan: StepPlan, seed: int) -> Non
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """Every plan goes to the worker by way of its array; those that did."""
     plans: list[StepPlan] = []
-    launch = Worker.launch
+    begin = Worker.begin
 
-    def launch_sent(worker: Worker, plan: StepPlan, grammars: Grammars | None = None) -> Callable[[], Results]:
+    def begin_sent(worker: Worker, plan: StepPlan) -> Begun:
         plans.append(StepPlan.from_array(plan.to_array().copy()))
-        return launch(worker, plans[-1], grammars)
+        return begin(worker, plans[-1])
 
-    monkeypatch.setattr(Worker, "launch", launch_sent)
+    monkeypatch.setattr(Worker, "begin", begin_sent)
     return plans
 
 

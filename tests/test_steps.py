@@ -74,6 +74,40 @@ def test_a_request_that_waits_for_the_host_sits_out_alone(llm_ahead, texts, plan
     assert sum(in_flight == 1 for in_flight in shared) >= len(shared) - 2, "a step was planned with nothing under way"
 
 
+FREE, FORCED = {"regex": "[a-z =0-9.()\\n]{300}"}, {"regex": "(self_width_and_height, ){40}"}
+
+
+@pytest.mark.parametrize("form", [FREE, FORCED], ids=["free", "forced"])
+def test_a_request_with_a_grammar_sits_out_only_where_much_is_forced(texts, planned, form) -> None:
+    """Its masks come when its step is under way already; forced tokens are drafts, and for these it waits."""
+    llm = LLM(speculative_config={"method": "none"}, async_scheduling=True)
+    others = {f"other {i}" for i in range(3)}
+    for name, ids in zip(sorted(others), texts):
+        submit(llm, name, ids, greedy(50))
+    formed = submit(llm, "formed", texts[5], greedy(36, structured_outputs=form))
+    drain(llm)
+    assert sum(len(d.token_ids) for d in formed) == 36
+    own = [i for i, (step, _) in enumerate(planned) if "formed" in {e.request.request_id for e in step.entries}]
+    late = [i for i in own if planned[i][0].plan.awaits_masks]
+    if form is FREE:
+        assert own == list(range(own[0], own[-1] + 1)) and late == own[1:]
+    else:
+        assert len(own) < 18 and all(b - a == 2 for a, b in zip(own[-3:], own[-2:])) and own[-3:] != late[-3:]
+    for step, _ in planned[own[1] : own[-1]]:
+        assert others <= {e.request.request_id for e in step.entries}
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_who_waits_for_the_host_does_not_run_in_two_halves(llm_ahead, texts, planned, count) -> None:
+    """Prompts of several lengths end in different steps. From then on all are in each."""
+    for number in range(count):
+        submit(llm_ahead, str(number), texts[number] + texts[0][: 9 * number], greedy(30), method="suffix")
+        llm_ahead.engine.step()
+    drain(llm_ahead)
+    sizes = [len(step.entries) for step, _ in planned][count + 1 :]
+    assert sizes[0] == count and sizes == sorted(sizes, reverse=True), "as many take part in each as have not ended"
+
+
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
 def test_model_drafts_begin_with_the_first_token_after_cold_prompts(llm_all, planned, is_ahead) -> None:
     """Prompts that take many steps beside requests that decode already: the drafter computes each chunk in the chunk's own step."""

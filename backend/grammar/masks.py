@@ -29,24 +29,26 @@ def fit_drafts(
     return [*token_ids[:count], *forced], [*sources[:count], *[SOURCE] * len(forced)], num_drawn
 
 
-def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]]) -> tuple[np.ndarray, list[int]]:
+def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]], rooms: Sequence[int] | None = None) -> tuple[np.ndarray, list[int]]:
     """Masks [M, W] int32 of requests and their drafts, and where each request's begin: one for each draft, and one after the last.
 
+    rooms: masks of each request, if there are to be more; those that are left allow all.
     Bit i % 32 of word i // 32: token i is allowed. What follows a draft that the grammar forbids, or the text's end, is all allowed: nobody
     chooses there.
     """
     vocabulary = asked[0][0].vocabulary
     starts, single, several, begin = [], [], [], 0
-    for matcher, drafts in asked:
+    rooms = rooms or [1 + len(drafts) for _, drafts in asked]
+    for (matcher, drafts), room in zip(asked, rooms, strict=True):
         known = next((drafts[:place] for place, token_id in enumerate(drafts) if token_id in vocabulary.end_ids), drafts)
         starts.append(begin)
-        if matcher.inner.is_error():  # its request ends with what is emitted here
+        if matcher.is_complete or matcher.inner.is_error():  # its request ends with what is emitted here, or has ended
             pass
         elif known:
             several.append((matcher.inner, begin, list(known)))
         else:
             single.append((matcher.inner, begin))
-        begin += 1 + len(drafts)
+        begin += room
     masks = np.full((begin, vocabulary.num_own_words), -1, dtype=np.int32)
     place = (masks.ctypes.data, 4 * vocabulary.num_own_words, begin)
     if single:

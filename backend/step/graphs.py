@@ -59,6 +59,36 @@ def _key(shape: StepShape) -> tuple[int, int, bool]:
     return shape.batch, shape.num_queries, shape.has_trees
 
 
+@dataclasses.dataclass(slots=True)
+class Running:
+    """A step whose phases are launched one after the other."""
+
+    step: StepTensors
+    left: list[Phase]
+    run_phase: Callable[[Phase], None]
+    spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = dataclasses.field(default_factory=list)
+    """Events at each phase's beginning and end."""
+
+    def launch(self, count: int) -> None:
+        """The next so many phases, if there are as many."""
+        begin = _record()
+        for phase in self.left[:count]:
+            self.run_phase(phase)
+            end = _record()
+            self.spans.append((begin, end))
+            begin = end
+        del self.left[:count]
+
+    def finish(self) -> None:
+        self.launch(len(self.left))
+
+
+def _record() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Graphs:
     """Runs steps on a GPU. Used by the engine thread only, on the device's stream."""
 
@@ -105,46 +135,37 @@ class Graphs:
     # -- running ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run(self, shape: StepShape) -> tuple[StepTensors, list[torch.cuda.Event]]:
-        """Starts a step whose plan was staged: its tensors, and events at its beginning and at each phase's end."""
+    def run(self, shape: StepShape) -> Running:
+        """Starts a step whose plan was staged with its forward; the caller finishes it."""
+        phases = _phases(shape)
         if shape.num_prompts or _key(shape) not in self._tensors:
             if not shape.num_prompts:
                 self._wait_for_capture(shape)
             step = self._program.make_tensors(shape, self._fields(shape.batch))
-            return step, self._time(lambda phase: self._run_eagerly(phase, step), shape)
-        step = self._select(shape)
-        is_missing = False
+            running = Running(step, phases, lambda phase: self._run_eagerly(phase, step))
+        else:
+            step = self._select(shape)
+            running = Running(step, phases, lambda phase: self._replay(phase, step))
+            if any(phase not in self._graphs for phase in phases):
+                self._wait_for_capture(shape)
+        running.launch(1)
+        return running
 
-        def run_phase(phase: Phase) -> None:
-            nonlocal is_missing
-            found = self._graphs.get(phase)
-            if found is None:
-                is_missing = True
-                self._run_eagerly(phase, step)
-                return
-            if phase in self._later:
-                self._later.move_to_end(phase)
-            graph, own = found
-            graph.replay()
-            # What the graph wrote that no other phase shares.
-            if phase[0] == "decide":
-                step.scores = own.scores
-            elif phase[0] == "draft":
-                step.report = own.report
-
-        events = self._time(run_phase, shape)
-        if is_missing:
-            self._wait_for_capture(shape)
-        return step, events
-
-    def _time(self, run_phase: Callable[[Phase], None], shape: StepShape) -> list[torch.cuda.Event]:
-        events = [torch.cuda.Event(enable_timing=True)]
-        events[0].record()
-        for phase in _phases(shape):
-            run_phase(phase)
-            events.append(torch.cuda.Event(enable_timing=True))
-            events[-1].record()
-        return events
+    def _replay(self, phase: Phase, step: StepTensors) -> None:
+        """Or, where there is no graph of it yet, eagerly."""
+        found = self._graphs.get(phase)
+        if found is None:
+            self._run_eagerly(phase, step)
+            return
+        if phase in self._later:
+            self._later.move_to_end(phase)
+        graph, own = found
+        graph.replay()
+        # What the graph wrote that no other phase shares.
+        if phase[0] == "decide":
+            step.scores = own.scores
+        elif phase[0] == "draft":
+            step.report = own.report
 
     def _run_eagerly(self, phase: Phase, step: StepTensors) -> None:
         {"forward": self._program.forward, "decide": self._program.decide, "draft": self._program.draft}[phase[0]](step)

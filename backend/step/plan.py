@@ -12,7 +12,7 @@ from backend.core import NEVER
 from kernels.request_state import Admission
 from kernels.structs import COUNT, EMITS, FIRST, INDEX, LOOKUP_ALONE, LOOKUP_LIMIT, MASK, NUM_FIELDS, PREFIX_GROUP, Field
 
-VERSION = 5
+VERSION = 6
 MILLION = 1_000_000
 
 
@@ -95,6 +95,8 @@ class StepPlan:
     """Pairs (request index, leading drafts that were drawn from a distribution): where the host's drafts take the place of the step's."""
     masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
     """[M, W] int32: which tokens positions may choose, a bit each; each row's begin at its MASK. W = V / 32, rounded up."""
+    awaits_masks: bool = False
+    """They come by themselves, once the host knows what the step before emitted: this one's forward does not wait for that."""
 
     @property
     def write_lists(self) -> tuple[list[int], ...]:
@@ -109,6 +111,11 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return int(self.fields.shape[1])
+
+    @property
+    def num_tokens(self) -> int:
+        """That the target computes at most."""
+        return self.prompt_rows + (self.num_rows - self.num_prompts) * self.num_queries
 
     @property
     def prompt_rows(self) -> int:

@@ -67,11 +67,10 @@ class Program:
         self.masks = torch.empty(0, 0, dtype=torch.int32)
         """[M, V / 32] int32: the tokens that positions may choose, where the step has such rows. On a GPU graphs hold the address."""
 
-    def run(self, step: StepTensors) -> list[float]:
-        """All phases one after the other, on CPU -> when each of them began, and the last one ended."""
-        times = [time.perf_counter()]
-        self.forward(step)
+    def finish(self, step: StepTensors) -> list[float]:
+        """What follows the forward, on CPU -> when each phase began, and the last one ended."""
         assert step.rows is not None
+        times = []
         # Nothing is left to compute where every request ended in the step before, whose tokens the host had not seen yet.
         phases = (self.decide, self.draft) if step.rows.packed.shape[1] else ()
         for phase in phases:

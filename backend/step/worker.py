@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ from backend.models.cache_scales import scale_cache
 from backend.parallel.ranks import Ranks
 from backend.step.distributions import MAX_ROWS
 from backend.step.draft_masks import Grammars
-from backend.step.graphs import Graphs
+from backend.step.graphs import Graphs, Running
 from backend.step.options import Options
 from backend.step.plan import MILLION, StepPlan
 from backend.step.program import Program
@@ -84,6 +85,18 @@ class Launched:
 
     def __call__(self) -> Results:
         return self.read()
+
+
+@dataclass(slots=True)
+class Begun:
+    """A step whose forward was launched."""
+
+    plan: StepPlan
+    step: StepTensors
+    running: Running | None = None
+    """On a GPU."""
+    forward_seconds: float = 0.0
+    """On CPU, where it is over."""
 
 
 @dataclass(slots=True)
@@ -232,24 +245,35 @@ class Worker:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, grammars: Grammars | None = None) -> Launched:
-        """Starts a step. On CPU it is over when this returns.
+    def begin(self, plan: StepPlan) -> Begun:
+        """Starts a step with its forward; on CPU that is over when this returns. `go_on` is to follow before anything else."""
+        with self._threads_for(plan.num_tokens):
+            self._turn = (self._turn + 1) % NUM_BUFFERS
+            self._prepare(plan)
+            if self.graphs is not None:
+                return self._begin_on_gpu(plan, self.graphs)
+            fields, words = torch.from_numpy(plan.fields), torch.tensor(plan.written, dtype=torch.int32)
+            self._write(plan, words)
+            step = self.program.make_tensors(self._shape(plan, plan.num_rows), fields)
+            started = time.perf_counter()
+            self.program.forward(step)
+            return Begun(plan, step, forward_seconds=time.perf_counter() - started)
+
+    @torch.inference_mode()
+    def go_on(self, begun: Begun, masks: np.ndarray, grammars: Grammars | None = None) -> Launched:
+        """Starts what follows a step's forward. masks: the plan's, or those that it awaits.
 
         grammars: that the model drafter's drafts are to follow. On CPU alone: what is allowed after a draft is known once that is chosen, and on
         a GPU nobody waits for the host in the middle of a step.
         """
-        num_tokens = plan.prompt_rows + (plan.num_rows - plan.num_prompts) * plan.num_queries
-        with self._threads_for(num_tokens):
-            self._turn = (self._turn + 1) % NUM_BUFFERS
-            self._prepare(plan)
-            if self.graphs is not None:
-                return self._launch_on_gpu(plan)
-            self.program.masks, self.program.drafting.grammars = torch.from_numpy(plan.masks), grammars or {}
-            fields, words = torch.from_numpy(plan.fields), torch.tensor(plan.written, dtype=torch.int32)
-            self._write(plan, words)
-            step = self.program.make_tensors(self._shape(plan, plan.num_rows), fields)
-            times = self.program.run(step)
-            seconds = StepTimes(*(end - begin for begin, end in zip(times, times[1:])), drafts=tuple(end - times[-2] for end in step.draft_ends))
+        plan, step = begun.plan, begun.step
+        with self._threads_for(plan.num_tokens):
+            if begun.running is not None:
+                return self._go_on_on_gpu(plan, begun.running, masks)
+            self.program.masks, self.program.drafting.grammars = torch.from_numpy(masks), grammars or {}
+            times = self.program.finish(step)
+            phases = [begun.forward_seconds, *(end - begin for begin, end in zip(times, times[1:]))]
+            seconds = StepTimes(*phases, drafts=tuple(end - times[-2] for end in step.draft_ends))
             read = _host_copies(step)
             results = Results(self._read(plan, read), read.rows[: plan.num_rows], seconds)
         return Launched(lambda: results, lambda: True)
@@ -307,9 +331,7 @@ class Worker:
         """Fields of the widest step, and per request a full table of pages and all drafts: what one launch can bring at most."""
         return self.table.size * (NUM_FIELDS + 2 * (self.page_table.shape[1] + 2 * self.table.max_drafts + 2))
 
-    def _launch_on_gpu(self, plan: StepPlan) -> Launched:
-        graphs = self.graphs
-        assert graphs is not None
+    def _begin_on_gpu(self, plan: StepPlan, graphs: Graphs) -> Begun:
         if not self._pinned:
             self._pinned = [torch.zeros(self._stage_words, dtype=torch.int32, pin_memory=True) for _ in range(NUM_BUFFERS)]
         shape = graphs.fit(self._shape(plan, plan.num_rows))
@@ -319,16 +341,20 @@ class Worker:
         pinned[: len(words)].numpy()[:] = words
         graphs.staged[: len(words)].copy_(pinned[: len(words)], non_blocking=True)
         self._write(plan, graphs.staged[len(fields) :])
-        if len(plan.masks):
-            self.program.masks[: len(plan.masks)].copy_(torch.from_numpy(plan.masks).pin_memory(), non_blocking=True)
-        step, events = graphs.run(shape)
-        copies = _start_copies(step)
+        running = graphs.run(shape)
+        return Begun(plan, running.step, running)
+
+    def _go_on_on_gpu(self, plan: StepPlan, running: Running, masks: np.ndarray) -> Launched:
+        if len(masks):
+            self.program.masks[: len(masks)].copy_(torch.from_numpy(masks).pin_memory(), non_blocking=True)
+        running.finish()
+        copies = _start_copies(running.step)
         copied = torch.cuda.Event()
         copied.record()
 
         def read() -> Results:
             copied.synchronize()
-            seconds = [begin.elapsed_time(end) / 1000 for begin, end in zip(events, events[1:])]
+            seconds = [begin.elapsed_time(end) / 1000 for begin, end in running.spans]
             arrays = _as_arrays(copies)
             return Results(self._read(plan, arrays), arrays.rows[: plan.num_rows], StepTimes(*seconds))
 
