@@ -378,6 +378,7 @@ def compare_forms(target: Path, batches: list[int], prompt: int, outputs: int, r
         }  # the first time compiles
         (step, wall), (form_step, form_wall) = medians["free"], medians["form"]
         print(f"| {batch} | {step:.3f}, {wall:.3f} | {form_step:.3f}, {form_wall:.3f} | {form_wall / wall:.3f} |", flush=True)
+    llm.close()
 
 
 def count_bytes(target: Path, arguments: argparse.Namespace, speculation: dict[str, Any], options: dict[str, Any], bandwidth: float) -> None:

@@ -173,6 +173,10 @@ class _Device:
         self.context.push()
         self.stream = driver.Stream()
         driver.Context.pop()
+        # At its end the interpreter destroys what is left in any order; torch notes on this stream when memory that the stream used is given back,
+        # and the process would abort if it were gone before.
+        for lasting in (self.context, self.stream):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(lasting))
         self.torch_stream = torch.cuda.ExternalStream(self.stream.handle, device=f"cuda:{index}")
         self._lock = threading.Lock()
         self._modules: dict[Path, Any] = {}

@@ -172,6 +172,7 @@ class Worker:
         self.graphs = Graphs(config, self.program, self.table, self.device, self._stage_words) if self.device.type == "cuda" else None
         self._turn = 0
         self._pinned: list[torch.Tensor] = []
+        self._pinned_masks = [torch.empty(0, 0, dtype=torch.int32)] * NUM_BUFFERS
 
     def warm_up(self) -> None:
         """Captures the steps that requests with the server's own method will need."""
@@ -215,7 +216,8 @@ class Worker:
         pages = min(useful, memory // page_bytes)
         if pages < 1:
             key = "gpu_memory_utilization" if self.device.type == "cuda" and config.kv_cache_memory is None else "kv_cache_memory"
-            raise ConfigError(f"{key}: {memory} bytes hold no page; one takes {page_bytes} bytes: raise --{key.replace('_', '-')}")
+            what = f"{memory} bytes hold" if memory >= 0 else f"steps need {-memory} bytes more than are left, which holds"
+            raise ConfigError(f"{key}: {what} no page; one takes {page_bytes} bytes: raise --{key.replace('_', '-')}")
         if pages < per_request:
             logger.warning("the KV cache holds %d tokens, less than one context of %d", pages * config.page_size, self.max_model_len)
         return pages
@@ -346,7 +348,7 @@ class Worker:
 
     def _go_on_on_gpu(self, plan: StepPlan, running: Running, masks: np.ndarray) -> Launched:
         if len(masks):
-            self.program.masks[: len(masks)].copy_(torch.from_numpy(masks).pin_memory(), non_blocking=True)
+            self.program.masks[: len(masks)].copy_(self._pin_masks(masks), non_blocking=True)
         running.finish()
         copies = _start_copies(running.step)
         copied = torch.cuda.Event()
@@ -359,6 +361,15 @@ class Worker:
             return Results(self._read(plan, arrays), arrays.rows[: plan.num_rows], StepTimes(*seconds))
 
         return Launched(read, copied.query)
+
+    def _pin_masks(self, masks: np.ndarray) -> torch.Tensor:
+        """A copy in pinned memory. To allocate that waits for the device."""
+        pinned = self._pinned_masks[self._turn]
+        if len(pinned) < len(masks):
+            rows = min(self._mask_shape[0], 2 * len(masks))
+            pinned = self._pinned_masks[self._turn] = torch.empty(rows, masks.shape[1], dtype=torch.int32, pin_memory=True)
+        pinned[: len(masks)].numpy()[:] = masks
+        return pinned[: len(masks)]
 
     @property
     def is_capture_waiting(self) -> bool:
