@@ -216,8 +216,8 @@ class Worker:
         pages = min(useful, memory // page_bytes)
         if pages < 1:
             key = "gpu_memory_utilization" if self.device.type == "cuda" and config.kv_cache_memory is None else "kv_cache_memory"
-            what = f"{memory} bytes hold" if memory >= 0 else f"steps need {-memory} bytes more than are left, which holds"
-            raise ConfigError(f"{key}: {what} no page; one takes {page_bytes} bytes: raise --{key.replace('_', '-')}")
+            why = f"{memory} bytes hold no page" if memory >= 0 else f"steps alone need {-memory} bytes more than there are, and pages come on top"
+            raise ConfigError(f"{key}: {why}; one takes {page_bytes} bytes: raise --{key.replace('_', '-')}")
         if pages < per_request:
             logger.warning("the KV cache holds %d tokens, less than one context of %d", pages * config.page_size, self.max_model_len)
         return pages
