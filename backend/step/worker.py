@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,16 +15,15 @@ from backend.core import Outcome
 from backend.devices import cpu_threads, pick_cache_dtype, pick_device, pick_dtype, threads_for
 from backend.drafters import find_place, load_step_drafter, make_placements, step_drafter_identity, tap_width
 from backend.drafters.protocol import HIDDEN
-from backend.errors import ConfigError
-from backend.kv_store import CacheSpec, KvStore, count_page_bytes
+from backend.kv_store import CacheSpec, KvStore
 from backend.model_checks import check_max_model_len
 from backend.model_files import fingerprint
 from backend.models import Model, load_model
 from backend.models.cache_scales import scale_cache
 from backend.parallel.ranks import Ranks
-from backend.step.distributions import MAX_ROWS
 from backend.step.draft_masks import Grammars
 from backend.step.graphs import Graphs, Running
+from backend.step.memory import StepNeeds, count_pages, mask_shape
 from backend.step.options import Options
 from backend.step.plan import MILLION, StepPlan
 from backend.step.program import Program
@@ -37,14 +34,6 @@ from kernels.structs import COUNT, INDEX, NUM_FIELDS, RESULT_HEAD
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CPU_CACHE = 4 * 2**30
-CACHE_SHARE_OF_FREE_MEMORY = 0.5
-ACTIVATIONS_PER_STATE = 24
-"""Values that a forward holds at its widest for each value of a token's state: gate and up take 7, with what they are made of and into."""
-BYTES_PER_PROBABILITY = 40
-"""That whole distributions take for each score: sorted with their places, summed up, and what drafts were drawn from."""
-GRAPHS_BYTES = 512 * 2**20
-"""That the driver and the kernels take for captured phases, about."""
 NUM_BUFFERS = 3
 """Host buffers in turn: one is written while another's copy may be under way."""
 
@@ -154,7 +143,9 @@ class Worker:
         weights = f"{fingerprint(config.model)} {config.load_format} {config.rounding.names}{activations}"
         drafter = step_drafter_identity(config)
         identity = {"model": weights, "drafter": drafter, "tensor_parallel_size": ranks.size, "rank": ranks.rank, **scales}
-        num_pages = ranks.least(self._count_pages(specs), self.device)
+        self._mask_shape = mask_shape(config, self.model.vocab_size)
+        needs = StepNeeds(self.model, self.dtype, self.max_model_len, self.max_num_batched_tokens, has_drafter=self.drafter is not None)
+        num_pages = ranks.least(count_pages(config, specs, needs, self.device), self.device)
         self.store = KvStore(specs, config.page_size, num_pages, self.device, identity)
         if self.drafter is not None:
             self.drafter.attach(self.store)
@@ -195,54 +186,6 @@ class Worker:
         self.graphs = None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    # -- memory -------------------------------------------------------------------------------------------------------
-
-    def _count_pages(self, specs: list[CacheSpec]) -> int:
-        """Pages within the memory asked for, never more than a full batch of full contexts."""
-        config = self._config
-        per_request = -(-self.max_model_len // config.page_size)
-        useful = per_request * config.max_batch_size
-        if config.kv_cache_memory is not None:
-            memory = int(config.kv_cache_memory)
-        elif self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading took beside the weights
-            free, total = torch.cuda.mem_get_info(self.device)
-            memory = int(free - (1 - config.gpu_memory_utilization) * total) - self._count_working_memory()
-        else:
-            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            memory = min(DEFAULT_CPU_CACHE, int(available * CACHE_SHARE_OF_FREE_MEMORY))
-        page_bytes = count_page_bytes(specs, config.page_size)
-        pages = min(useful, memory // page_bytes)
-        if pages < 1:
-            key = "gpu_memory_utilization" if self.device.type == "cuda" and config.kv_cache_memory is None else "kv_cache_memory"
-            why = f"{memory} bytes hold no page" if memory >= 0 else f"steps alone need {-memory} bytes more than there are, and pages come on top"
-            raise ConfigError(f"{key}: {why}; one takes {page_bytes} bytes: raise --{key.replace('_', '-')}")
-        if pages < per_request:
-            logger.warning("the KV cache holds %d tokens, less than one context of %d", pages * config.page_size, self.max_model_len)
-        return pages
-
-    def _count_working_memory(self) -> int:
-        """Bytes that steps take on a GPU beside weights and pages, about: activations, logits, and what is kept of each request.
-
-        Any request may ask for any strategy, so memory for all of them is counted.
-        """
-        config, model, size = self._config, self.model, self.dtype.itemsize
-        num_rows = config.max_batch_size * (1 + config.speculative_config.max_own_drafts)
-        activations = (self.max_num_batched_tokens + num_rows) * model.hidden_size * ACTIVATIONS_PER_STATE * size
-        state = (config.max_batch_size + 1) * 4 * (model.vocab_size + 4 * self.max_model_len) + GRAPHS_BYTES
-        # Whole distributions are held for some rows at a time; float32 logits beside the model's own where penalties ask for them.
-        logits = num_rows * model.vocab_size * (size + 4) + MAX_ROWS * model.vocab_size * BYTES_PER_PROBABILITY
-        speculative = config.speculative_config
-        drawn = (speculative.num_model_steps or 1) if self.drafter is not None and speculative.tree is None else 0
-        written = 2 * model.num_written_weights * size  # eagerly, and in graphs
-        logits += 4 * math.prod(self._mask_shape)
-        return activations + written + logits + state + drawn * (config.max_batch_size + 1) * model.vocab_size * 4
-
-    @property
-    def _mask_shape(self) -> tuple[int, int]:
-        """Of the token masks that one step takes at most."""
-        return self._config.max_batch_size * (1 + self._config.max_masked_drafts), -(-self.model.vocab_size // 32)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
