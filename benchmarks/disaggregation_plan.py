@@ -1,6 +1,7 @@
 """How many prefill nodes for how many decode nodes: a simulation of up to 64 of them, from times that were measured on one GPU each.
 
     python -m benchmarks.disaggregation_plan [--nodes 2 4 8] [--inputs 512 2048 8192] [--outputs 64 256 1024] [--first-ms 2000] [--token-ms 20]
+        [--svg FILE]
     python -m benchmarks.disaggregation_plan --check
 
 Requests come at random (Poisson) and go to the decode node with the fewest open ones; its prompt goes to the prefill node that has the fewest
@@ -19,6 +20,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+
+from benchmarks.plot_disaggregation import draw
 
 GOOD_SHARE = 0.99
 
@@ -233,6 +237,7 @@ def goodput(split: tuple[int, int], lengths: tuple[int, int], args: argparse.Nam
 
 def advise(args: argparse.Namespace, costs: Costs) -> None:
     print("| nodes | input, output | nodes that do both: requests/s | prefill + decode: requests/s (best split) | ratio |\n|---|---|---|---|---|")
+    drawn: dict[int, dict[tuple[int, int], tuple[float, str]]] = {total: {} for total in args.nodes}
     for total, *lengths in itertools.product(args.nodes, args.inputs, args.outputs):
         pair = (lengths[0], lengths[1])
         mixed = goodput((0, total), pair, args, costs)
@@ -241,6 +246,10 @@ def advise(args: argparse.Namespace, costs: Costs) -> None:
         best = max(found, key=found.__getitem__)
         ratio = f"{found[best] / mixed:.2f}" if mixed else "-"
         print(f"| {total} | {pair[0]}, {pair[1]} | {mixed:.1f} | {found[best]:.1f} ({best[0]} + {best[1]}) | {ratio} |", flush=True)
+        drawn[total][pair] = found[best] / mixed if mixed else 0.0, f"{best[0]} + {best[1]}"
+    if args.svg:
+        limits = f"first token within {args.first_ms / 1000:g} s and {args.token_ms:g} ms a token for {GOOD_SHARE:.0%}"
+        args.svg.write_text(draw(drawn, args.inputs, args.outputs, limits))
 
 
 MEASURED = {
@@ -286,6 +295,7 @@ def main() -> None:
     parser.add_argument("--first-ms", type=float, default=2000.0)
     parser.add_argument("--token-ms", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=30.0, help="of requests")
+    parser.add_argument("--svg", type=Path, help="draws the ratios")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     if args.check:
