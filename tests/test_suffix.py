@@ -682,11 +682,19 @@ def test_a_folder_in_the_way(make: Make, tmp_path: Path, caplog: pytest.LogCaptu
     path = tmp_path / "cache"
     path.mkdir()
     drafter = make(cache_path=str(path))
+    assert f"the suffix cache cannot be saved to {path}: it is a folder" in warnings(caplog), "said at the start"
     answer(drafter, PROMPT, ANSWER)
     drafter.close()
-    assert len(warnings(caplog)) == 2
+    assert len(warnings(caplog)) == 3
     assert all(str(path) in message for message in warnings(caplog))
     assert {p.name for p in tmp_path.iterdir()} == {"cache", "cache.lock"}
+
+
+def test_a_file_for_a_folder(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "more" / "cache"
+    make(cache_path=str(path))
+    assert f"the suffix cache cannot be saved to {path}: {tmp_path / 'file'} is no folder" in warnings(caplog)
 
 
 # -- a file while its servers run ------------------------------------------------------------------------------------------------

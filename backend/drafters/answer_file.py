@@ -38,7 +38,9 @@ class AnswerFile:
         """Since it was of no use at the start, and that was said."""
 
     def read(self) -> list[array[int]]:
-        """All answers, oldest first; none of a file that cannot be used."""
+        """All answers, oldest first; none of a file that cannot be used. Warns where nothing could be saved either, not only when that is tried."""
+        if why := _why_not_writable(self._path):
+            logger.warning("the suffix cache cannot be saved to %s: %s", self._path, why)
         try:
             answers = _read(self._path, self._fingerprint)
         except FileNotFoundError:
@@ -101,6 +103,18 @@ class AnswerFile:
         except Exception:  # it may be no cache at all, but a file that the path names by mistake
             os.replace(self._path, f"{self._path}.unreadable")
         return []
+
+
+def _why_not_writable(path: str) -> str:
+    """Empty: it seems to be. Folders that lack are made when it is saved."""
+    if os.path.isdir(path):
+        return "it is a folder"
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder):
+        return f"{folder} is no folder"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may not be written to"
 
 
 def _merge(own: Sequence[array[int]], others: Sequence[array[int]], max_tokens: int) -> list[array[int]]:
