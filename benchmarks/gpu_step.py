@@ -32,6 +32,7 @@ from backend.quantization import schemes
 from backend.step.draft_masks import Grammars
 from backend.step.worker import Begun, Results, StepTimes
 from backend.structured_outputs import StructuredOutputs
+from benchmarks.one_rank import one_rank_of
 from benchmarks.step_bytes import counted_experts, profiled, read_bytes
 from benchmarks.workloads import completion_prompts
 from training.heldout import read_heldout
@@ -406,6 +407,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=["none", "ngram", "mtp"])
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
+    parser.add_argument("--one-of", type=int, default=1, metavar="RANKS", help="one of so many ranks alone, on one GPU, with no exchange")
+    parser.add_argument("--layers", type=int, help="of the shape, in place of its own")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--outputs", type=int, default=256)
     parser.add_argument("--acceptance", type=float, default=0.8)
@@ -426,7 +429,7 @@ def main() -> None:
     copy, read = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy / 1e12:.2f} TB/s, read {read / 1e12:.2f} TB/s")
     with tempfile.TemporaryDirectory() as folder:
-        target = write_target(arguments.shape, Path(folder))
+        target = write_target(arguments.shape, Path(folder), **({"num_hidden_layers": arguments.layers} if arguments.layers else {}))
         if arguments.shared:
             compare_cascade(target, arguments.shared, arguments.batches)
             return
@@ -456,7 +459,8 @@ def main() -> None:
             }
             if arguments.experts:
                 count_bytes(target, arguments, speculation, options, copy)
-            llm = load_target(target, max(arguments.batches), length, speculation, **options)
+            with one_rank_of(arguments.one_of):
+                llm = load_target(target, max(arguments.batches), length, speculation, **options)
             loaded = time.perf_counter() - started
             for batch in arguments.batches:
                 requests = [{"prompt_token_ids": ids} for ids in make_prompts(llm, batch, arguments.prompt, arguments.alike)]
