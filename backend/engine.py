@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +24,11 @@ from backend.grammar import Matcher
 from backend.group import Greeting, Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
+from backend.launching import InFlight, Launching
 from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequests
 from backend.parallel.ranks import Ranks
-from backend.planned import PlannedStep
 from backend.sampling_params import SamplingParams
-from backend.step.worker import Results
 from backend.tools import Tools
 from backend.truncation import Truncation
 
@@ -39,17 +37,6 @@ logger = logging.getLogger(__name__)
 
 def do_nothing() -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A step that was launched."""
-
-    step: PlannedStep
-    read: Callable[[], Results]
-    """Waits for it."""
-    number: int
-    """Steps with it."""
 
 
 class Engine:
@@ -104,8 +91,9 @@ class Engine:
         self.hand_overs = HandOvers(self.scheduler, self.planner, self.worker, self._open, self._booking.book_tokens)
         self._booking.report = self.hand_overs.report
         self._thread: threading.Thread | None = None
-        self._in_flight: deque[_InFlight] = deque()
-        self.num_launched = self.num_finished = 0
+        self._launching = Launching(self.worker, self.scheduler, self.planner, self._group, self._device)
+        self._in_flight: deque[InFlight] = deque()
+        self.num_finished = 0
         """Steps."""
         self._is_short = False
         self._has_ended = False
@@ -129,6 +117,11 @@ class Engine:
         )
 
     # -- any thread -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_launched(self) -> int:
+        """Steps."""
+        return self._launching.num_launched
 
     @property
     def group(self) -> Group | None:
@@ -283,23 +276,7 @@ class Engine:
             return not is_done
         self.drafters.begin_step(batch)
         step = self.planner.plan(batch)
-        for index, probs in step.host_probs:
-            self.worker.put_draft_probs(index, probs)
-            if self._group is not None:
-                self._group.send_probs(index, probs)
-        if self._group is not None:
-            self._group.send(step.plan, self._device)
-        begun = self.worker.begin(step.plan)
-        self.scheduler.launch(step.entries)
-        masks = step.plan.masks
-        if step.plan.awaits_masks:
-            self._finish_all()
-            masks = self.planner.late_masks(step)
-            if self._group is not None:
-                self._group.send_masks(masks)
-        self.num_launched += 1
-        read = self.worker.go_on(begun, masks, step.grammars if self._group is None else None)
-        self._in_flight.append(_InFlight(step, read, self.num_launched))
+        self._in_flight.append(self._launching.launch(step, self._finish_all))
         while len(self._in_flight) > self._num_ahead:
             self._finish()
         self._end_step()

@@ -272,6 +272,7 @@ LEVELS = (
     ("step_drafting", "step_grammars", "rank_processes"),
     ("planner",),
     ("hand_overs", "booking", "group", "following", "engine_parts"),
+    ("launching",),
     ("engine",),
     ("disaggregation",),
     ("follower",),
