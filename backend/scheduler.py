@@ -308,7 +308,7 @@ class Scheduler:
         """Its pages are filled: it runs when there is a place. Should it lose them, they are computed here.
 
         The other node's work, as a step that was launched here and is to be committed. Its pages are registered when they are looked for, or once
-        the next step is under way: the first token does not wait for that.
+        the next step was read: neither the first token waits for that, nor the thread that sends it.
         """
         del self._fetching[request.request_id]
         self._unpark(request)
@@ -366,7 +366,6 @@ class Scheduler:
 
     def launch(self, entries: Sequence[Scheduled]) -> None:
         """A step of these entries is under way: the next one may be scheduled before its tokens are known."""
-        self._pages.catch_up()
         for entry in entries:
             request = entry.request
             if not entry.is_decoding:
@@ -394,6 +393,8 @@ class Scheduler:
         if not emitted:
             return
         was_prompt = request.num_output_tokens == 0
+        if not was_prompt:  # a step was read since what is postponed came
+            self._pages.catch_up()
         request.token_ids.extend(emitted)
         request.num_computed_tokens = len(request.token_ids) - 1
         # The newest token is not computed, but a drafter at the step's end has seen it: what it keeps of it is in its page.
