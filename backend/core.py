@@ -135,6 +135,8 @@ class Request:
     page_ids: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the leading full pages that are registered in the prefix cache."""
+    prompt_hashes: list[bytes] = field(default_factory=list)
+    """Those of the prompt's full pages, where somebody has computed them beforehand."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     is_prefill_only: bool = False
     """It ends here with its prompt: another node goes on with it."""

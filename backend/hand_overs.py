@@ -50,11 +50,11 @@ class PrefillSink(Protocol):
     """Passes on what comes of prompts that are computed for others."""
 
     def progress(self, request: Request, num_tokens: int) -> None:
-        """The pages of so many leading tokens are final."""
+        """The pages of so many leading tokens are final, and more are to come."""
         ...
 
     def done(self, request: Request, hand_off: HandOff) -> None:
-        """All are; the request gives its own hold of them up after this call."""
+        """All pages are final; the request gives its own hold of them up after this call."""
         ...
 
 
@@ -109,12 +109,9 @@ class HandOvers:
             logger.error("request %r: the first token, %d, came from another node, and the grammar does not allow it", request.group_id, first)
             self.give_up(request, "internal")
             return
-        begin, prompt = request.num_computed_tokens, request.prompt_token_ids
         try:
-            self._planner.take(request, begin // self._scheduler.pool.page_size, hand_off)
-            self._scheduler.end_fetch(request)
-            entry = Scheduled(request, len(prompt) - begin, begin=begin)
-            self._scheduler.launch([entry])
+            self._planner.take(request, request.num_computed_tokens // self._scheduler.pool.page_size, hand_off)
+            entry = self._scheduler.end_fetch(request)
             self.num_fetched += 1
             self._book(own, entry, hand_off.outcome, [])
         except Exception as error:  # it belongs to this request only
@@ -134,8 +131,8 @@ class HandOvers:
         request, sink = own.request, self.sink
         if sink is None:
             raise InternalError("this node computes no prompts for others")
-        sink.progress(request, self._planner.count_covered(step, number))
         if not step.entries[number].emits:
+            sink.progress(request, self._planner.count_covered(step, number))
             return
         sources, index = self._planner.hand_over(step, number, outcome)
         probs = self._worker.read_draft_probs(index) if index >= 0 else None

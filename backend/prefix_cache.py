@@ -20,7 +20,20 @@ MAX_SIBLINGS_SEARCHED = 32
 
 
 def chain_hash(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(previous + array("q", token_ids).tobytes(), digest_size=16).digest()
+    return _hash(previous, array("q", token_ids).tobytes())
+
+
+def _hash(previous: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(previous + content, digest_size=16).digest()
+
+
+def chain_hashes(token_ids: Sequence[int], page_size: int) -> list[bytes]:
+    """Of all full pages."""
+    tokens = array("q", token_ids)
+    content, width, found = tokens.tobytes(), page_size * tokens.itemsize, [ROOT]
+    for begin in range(0, len(content) - width + 1, width):
+        found.append(_hash(found[-1], content[begin : begin + width]))
+    return found[1:]
 
 
 @dataclass(slots=True)
@@ -66,11 +79,12 @@ class PrefixCache:
             parent, start = key, start + size
         # Less than a quarter of a page is cheaper to compute than to copy.
         best = max(1, size // 4) - 1
+        following = token_ids[start : min(limit, start + size)]
         for count, page in enumerate(reversed(self._children.get(parent, ()))):
             if count == MAX_SIBLINGS_SEARCHED:
                 break
             common = 0
-            for ours, theirs in zip(token_ids[start:limit], self._entries[page].token_ids):
+            for ours, theirs in zip(following, self._entries[page].token_ids):
                 if ours != theirs:
                     break
                 common += 1
@@ -78,13 +92,13 @@ class PrefixCache:
                 best, found.copy_from, found.num_copied = common, page, common
         return found
 
-    def insert(self, page: int, parent: bytes, token_ids: Sequence[int]) -> bytes | None:
-        """Registers a page whose tokens are all computed; returns its chain hash when it is full.
+    def insert(self, page: int, parent: bytes, token_ids: Sequence[int], key: bytes | None = None) -> bytes | None:
+        """Registers a page whose tokens are all computed; returns its chain hash when it is full. key: that hash, where it is known.
 
         A page with the same content may be known already: then that one stays and this one is not kept.
         """
-        is_full = len(token_ids) == self._pool.page_size
-        key = chain_hash(parent, token_ids) if is_full else None
+        if key is None and len(token_ids) == self._pool.page_size:
+            key = chain_hash(parent, token_ids)
         if page in self._entries:
             self._forget(page)
         is_new = key is None or key not in self._by_hash
@@ -117,22 +131,35 @@ class RequestPages:
 
     def __init__(self, pool: PagePool, cache: PrefixCache | None) -> None:
         self._pool, self._cache = pool, cache
+        self._postponed: list[Request] = []
+
+    def postpone(self, request: Request) -> None:
+        """Its prompt is registered by `catch_up`: its first token is not to wait for that."""
+        self._postponed.append(request)
+
+    def catch_up(self) -> None:
+        """Before anybody looks for pages."""
+        postponed, self._postponed = self._postponed, []
+        for request in postponed:
+            self.register_full(request)
+            self.register_tail(request)
 
     def register_full(self, request: Request) -> None:
         """The pages that are full."""
-        if self._cache is None:
+        if self._cache is None or request in self._postponed:
             return
-        size = self._pool.page_size
+        size, known = self._pool.page_size, request.prompt_hashes
         while (len(request.page_hashes) + 1) * size <= request.num_computed_tokens:
             number = len(request.page_hashes)
             parent = request.page_hashes[-1] if number else ROOT
-            key = self._cache.insert(request.page_ids[number], parent, request.token_ids[number * size : (number + 1) * size])
+            token_ids = request.token_ids[number * size : (number + 1) * size]
+            key = self._cache.insert(request.page_ids[number], parent, token_ids, known[number] if number < len(known) else None)
             assert key is not None
             request.page_hashes.append(key)
 
     def register_tail(self, request: Request) -> None:
         """The last page, filled in part, for requests that go on from the same tokens."""
-        if self._cache is None:
+        if self._cache is None or request in self._postponed:
             return
         start = len(request.page_hashes) * self._pool.page_size
         if start < request.num_computed_tokens:
@@ -142,6 +169,7 @@ class RequestPages:
 
     def release(self, request: Request) -> None:
         """All of them."""
+        self.catch_up()
         self.register_tail(request)
         for page in reversed(request.page_ids):  # so that the end of a chain is given away before its beginning
             self._pool.release(page)

@@ -162,6 +162,8 @@ class Scheduler:
         """
         batch = Batch()
         scheduled: set[str] = set()
+        if self._waiting:
+            self._pages.catch_up()
         while self._ready and len(self.running) < self.max_batch_size:
             self._run(self._ready.pop(0))
         decoding = [(r, room) for r in self.running if r.is_decoding and (room := self._room(r)) > 0 and not is_held(r)]
@@ -302,13 +304,22 @@ class Scheduler:
         known = len(request.prompt_token_ids) + min(1, self._num_tokens_after_step)
         return self.pool.pages_for(min(known, self.max_model_len))
 
-    def end_fetch(self, request: Request) -> None:
-        """Its pages are filled: it runs when there is a place. Should it lose them, they are computed here."""
+    def end_fetch(self, request: Request) -> Scheduled:
+        """Its pages are filled: it runs when there is a place. Should it lose them, they are computed here.
+
+        The other node's work, as a step that was launched here and is to be committed. Its pages are registered when they are looked for, or once
+        the next step was read: neither the first token waits for that, nor the thread that sends it.
+        """
         del self._fetching[request.request_id]
         self._unpark(request)
         request.is_remote = False
+        self._pages.postpone(request)
         self._count_prompt(request)
         bisect.insort(self._ready, request, key=lambda r: (r.priority, r.arrival))
+        begin, end = request.num_computed_tokens, len(request.prompt_token_ids)
+        request.num_computed_tokens = end
+        self._note_launched(entry := Scheduled(request, end - begin, begin=begin))
+        return entry
 
     def give_up_fetch(self, request: Request) -> None:
         """Its prompt is to be computed here."""
@@ -361,9 +372,13 @@ class Scheduler:
                 request.num_computed_tokens = entry.begin + entry.num_tokens
                 # Whoever shares these pages computes after the step that fills them.
                 self._pages.register_full(request)
-            if entry.emits:
-                request.num_steps_ahead += 1
-                request.num_tokens_ahead += 1 + entry.max_drafts
+            self._note_launched(entry)
+
+    @staticmethod
+    def _note_launched(entry: Scheduled) -> None:
+        if entry.emits:
+            entry.request.num_steps_ahead += 1
+            entry.request.num_tokens_ahead += 1 + entry.max_drafts
 
     def commit(self, entry: Scheduled, emitted: Sequence[int]) -> None:
         """Books the result of a launched entry that emits: `emitted` (cut to what counts) is appended.
@@ -378,6 +393,8 @@ class Scheduler:
         if not emitted:
             return
         was_prompt = request.num_output_tokens == 0
+        if not was_prompt:  # a step was read since what is postponed came
+            self._pages.catch_up()
         request.token_ids.extend(emitted)
         request.num_computed_tokens = len(request.token_ids) - 1
         # The newest token is not computed, but a drafter at the step's end has seen it: what it keeps of it is in its page.

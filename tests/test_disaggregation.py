@@ -23,7 +23,7 @@ from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
-from backend.disaggregation.node import RedisState
+from backend.disaggregation.node import Node, RedisState
 from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
@@ -424,11 +424,19 @@ def test_pages_are_read_from_another_agent() -> None:
     handle = one.read(other.address, [5, 0, 2], [1, 3, 4])
     wait_for(is_read, "a read")
     assert torch.equal(here.memory[[5, 0, 2]], there.memory[[1, 3, 4]]) and not here.memory[[1, 3, 4]].any()
+    for own, remote in (([0, 1, 2, 3], [2, 3, 4, 5]), ([5, 4, 3, 1], [3, 2, 1, 0]), ([0, 1, 2], [3, 2, 1]), ([4, 2, 3], [1, 4, 0])):
+        here.memory.zero_()
+        handle = one.read(other.address, own, remote)
+        wait_for(is_read, "a read of pages that lie side by side on one node, or on both")
+        rest = [page for page in range(6) if page not in own]
+        assert torch.equal(here.memory[own], there.memory[remote]) and not here.memory[rest].any()
     handle = one.read(other.address, [0], [2], to_scratch=True)
     wait_for(is_read, "a read")
     assert torch.equal(one.scratch[0], there.memory[2])
     with pytest.raises(TransferError, match="page 7 does not exist; there are 7"):
         one.read(other.address, [7], [0])
+    with pytest.raises(TransferError, match="page -1 does not exist on the other node"):
+        one.read(other.address, [1, 2], [0, -1])
     with pytest.raises(TransferError, match="pages of 4 bytes cannot be read"):
         one.read(dataclasses.replace(other.address, page_bytes=4), [0], [0])
     with pytest.raises(TransferError):
@@ -514,8 +522,8 @@ def test_pages_are_read_while_the_prompt_is_computed(cluster: Cluster, llm_all: 
     here.nodes.fetcher.on_message = lambda m: (told.append((m.kind, len(m.page_ids))), take(m))[1]  # type: ignore[method-assign]
     (prompt,) = prompts_of(llm_all, 1, seed=44, lengths=(2450, 2500))
     here.generate([prompt], greedy(4))
-    pages = [count for kind, count in told if kind == "pages"]
-    assert len(pages) >= 3 and told[-1][0] == "done", told
+    pages = [count for kind, count in told if kind in ("pages", "done")]
+    assert len(pages) >= 3 and told[-1][0] == "done" and pages[-1] > 0, told
     assert sum(pages) == -(-(len(prompt["prompt_token_ids"]) + 1) // 16)
 
 
@@ -944,3 +952,22 @@ def test_too_few_pages(cluster: Cluster, llm_all: LLM) -> None:
     assert here.num_fetched > 0
     for one in (here, there):
         one.check_idle()
+
+
+def test_what_is_written_together_fails_apart(redis: RedisServer) -> None:
+    """What is in no hurry waits for what is, and goes in one exchange, in order; an answer that is an error is its own item's."""
+    config = DisaggregationConfig(role="decode", scheduler_port=redis.port, scheduler_topic="outbox")
+    node = Node(config, lambda node_id: NodeInfo(node_id, "decode", VERSION, "", {}, [], 0, []), lambda message: None)
+    redis.client.set("outbox:inbox:broken", "no stream")
+    failed: list[str] = []
+    for name, is_urgent in (("a", False), ("broken", False), ("a", True), ("a", False)):
+        node.post("inbox", name, {"urgent": str(is_urgent).encode()}, lambda name=name: failed.append(name), is_urgent=is_urgent)  # type: ignore[misc]
+    node.write(lambda pipe: pipe.set("outbox:last", "x"))
+    node._outgoing.put(None)
+    items = node._take_outgoing()
+    assert len(items) == 6 and items[-1] is None
+    node._write_all([item for item in items if item is not None])
+    assert failed == ["broken"] and redis.client.get("outbox:last") == b"x"
+    assert [fields[b"urgent"] for _, fields in redis.client.xrange("outbox:inbox:a")] == [b"False", b"True", b"False"]
+    node.post("inbox", "a", {"urgent": b"False"}, lambda: failed.append("a"), is_urgent=False)
+    assert len(node._take_outgoing()) == 1, "it is sent though nothing else comes"

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.core import Batch, Request, Scheduled, Speculation
 from backend.errors import CapacityError, RequestError
 from backend.pages import PagePool
-from backend.prefix_cache import MAX_SIBLINGS_SEARCHED, ROOT, PrefixCache, chain_hash
+from backend.prefix_cache import MAX_SIBLINGS_SEARCHED, ROOT, PrefixCache, chain_hash, chain_hashes
 from backend.sampling_params import SamplingParams
 from backend.scheduler import Scheduler, cut_at_end
 
@@ -1030,3 +1030,37 @@ def test_a_waiting_request_is_not_starved_by_drafts() -> None:
     while late not in world.scheduler.running:
         assert eager in world.scheduler.running, "it waited until the other had ended"
         run(world)
+
+
+def test_hashes_made_beforehand_are_those_of_pages() -> None:
+    token_ids = [3, 1, 2**31 - 1, 5, 0, 2, 4]
+    first = chain_hash(ROOT, token_ids[:3])
+    assert chain_hashes(token_ids, 3) == [first, chain_hash(first, token_ids[3:6])]
+    assert chain_hashes(token_ids[:2], 3) == []
+
+
+@pytest.mark.parametrize("has_hashes", [True, False])
+def test_pages_of_a_fetched_prompt_are_found(has_hashes: bool) -> None:
+    """By whoever comes next, whether the request goes on, has ended before the next step, or was never looked for until then."""
+    scheduler = Scheduler(num_pages=12, page_size=4, max_batch_size=4, max_num_batched_tokens=64, max_model_len=40, max_waiting=8)
+    for number, (ends_early, is_stepped) in enumerate([(False, False), (True, False), (False, True)]):
+        prompt = [number, *range(1, 11)]
+        request = Request(f"fetched {number}", prompt, SamplingParams(max_tokens=5), is_remote=True)
+        scheduler.add(request)
+        assert scheduler.schedule().fetches == [request]
+        request.prompt_hashes = chain_hashes(prompt, 4) if has_hashes else []
+        scheduler.commit(scheduler.end_fetch(request), [7])
+        if ends_early:
+            scheduler.finish(request)
+        if is_stepped:
+            scheduler.launch(batch := scheduler.schedule().entries)
+            scheduler.commit(batch[0], [8])
+        other = Request(f"other {number}", prompt, SamplingParams(max_tokens=5))
+        scheduler.add(other)
+        batch = scheduler.schedule()
+        assert other.num_computed_tokens == 10 and other.page_hashes == chain_hashes(prompt, 4)
+        scheduler.check()
+        for own in scheduler.open_requests():
+            scheduler.finish(own)
+        scheduler.check()
+        assert scheduler.pool.num_held == 0

@@ -118,11 +118,10 @@ class ResponseThread:
         if delta.is_final:
             exchange.num_open -= 1
         is_last = exchange.num_open == 0
-        if not is_last:
-            self._check_cancelled(exchange)
         if not exchange.is_streamed:
             exchange.answer.add(delta)
             if not is_last:
+                self._check_cancelled(exchange)
                 return
             answer = exchange.answer
         exchange.last_sent = now
@@ -131,6 +130,7 @@ class ResponseThread:
             self._send_final(exchange, response)
         else:
             exchange.sender.send(response)
+            self._check_cancelled(exchange)  # a round trip, which the tokens do not wait for
 
     def _check_cancelled(self, exchange: Exchange) -> None:
         if not exchange.is_cancelled and exchange.sender.is_cancelled():

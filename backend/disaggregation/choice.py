@@ -10,7 +10,7 @@ from backend.core import Request
 from backend.disaggregation.node import RedisState
 from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.records import VERSION
-from backend.prefix_cache import ROOT, chain_hash
+from backend.prefix_cache import chain_hashes
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ class NodeChoice:
 
     def _can_exchange(self, info: NodeInfo) -> bool:
         return info.version == VERSION and info.fingerprint == self._fingerprint
+
+    @property
+    def has_hung(self) -> bool:
+        return bool(self._hung)
 
     def note_hung(self, node_ids: Set[str]) -> None:
         """Nodes whose pages do not come, though they were told of: nobody asks them until those reads have ended."""
@@ -87,25 +91,31 @@ class NodeChoice:
 
         owed: tokens of this node's own prompts there, which may be in the load that the other one told, or not yet.
         """
-        hashes, parent, tokens, size = [], ROOT, request.prompt_token_ids, self._page_size
-        for begin in range(0, len(tokens) - size + 1, size):
-            parent = chain_hash(parent, tokens[begin : begin + size])
-            hashes.append(parent)
+        fitting, tokens, size = self.fitting(state, request), request.prompt_token_ids, self._page_size
+        if len(fitting) <= 1:
+            return fitting[0] if fitting else None
+        hashes = self._hashes_of(request)
 
         def cost(info: NodeInfo) -> tuple[int, str]:
             known = next((n for n in range(len(hashes), 0, -1) if self._places.get(hashes[n - 1]) == info.node_id), 0)
             load = self._loads.get(info.node_id, (0.0, 0))[1]
             return max(load, owed.get(info.node_id, 0)) + len(tokens) - known * size, info.node_id
 
-        best = min(self.fitting(state, request), key=cost, default=None)
-        if best is None:
-            return None
-        for key in hashes:
-            self._places[key] = best.node_id
+        return min(fitting, key=cost)
+
+    def note_place(self, request: Request, node_id: str) -> None:
+        """Of a prompt that a node computes."""
+        for key in self._hashes_of(request):
+            self._places[key] = node_id
             self._places.move_to_end(key)
         while len(self._places) > MAX_PREFIXES:
             self._places.popitem(last=False)
-        return best
+
+    def _hashes_of(self, request: Request) -> list[bytes]:
+        """The engine registers the pages by them, once they are here."""
+        if not request.prompt_hashes:
+            request.prompt_hashes = chain_hashes(request.prompt_token_ids, self._page_size)
+        return request.prompt_hashes
 
 
 def _working(state: RedisState) -> list[NodeInfo]:

@@ -43,8 +43,10 @@ LEASE_MARGIN = 1.0
 """Seconds before the end of a prefill node's lease by which pages have to be here: two nodes know Redis's time to some milliseconds."""
 MAX_JOB_LIMITS = 20
 """Times job_seconds after which a prompt that was taken is not waited for any more, though its node tells of others."""
-POLL_SECONDS, IDLE_SECONDS = 0.0005, 0.05
-"""Between two looks at reads under way, and at deadlines."""
+POLL_SECONDS, IDLE_SECONDS = (0.00005, 0.0005), 0.05
+"""Between two looks at reads under way, the fewest and the most, and at deadlines."""
+POLL_SHARE = 0.1
+"""Of the time that a read has taken so far, for which nobody looks at it: so much later it is seen to be over."""
 
 
 class PageFetcher:
@@ -59,6 +61,10 @@ class PageFetcher:
         self._jobs: dict[str, str] = {}
         """Jobs by request; the engine thread's."""
         self._choice = NodeChoice(engine.worker.store.fingerprint, engine.config.page_size)
+        self._unplaced: list[tuple[Request, str]] = []
+        """Prompts, and nodes that have been asked for them, which the choice of the next one's does not know yet."""
+        self._look_due = 0.0
+        """time.monotonic() of the next look at deadlines."""
         self._heard: dict[str, float] = {}
         """When a node told last of any prompt, in time.monotonic(): one that works through its queue is not late."""
         self.reads = PageReads(transfer, engine.worker.store.page_bytes, node.config.job_seconds)
@@ -126,8 +132,7 @@ class PageFetcher:
         is_open = True
         while is_open:
             try:
-                is_reading = any(f.reads and not f.is_over for f in self._fetches.values())
-                event = self._events.get(timeout=POLL_SECONDS if is_reading else IDLE_SECONDS)
+                event = self._events.get(timeout=self._pause())
             except queue.Empty:
                 event = _nothing
             if event is None:
@@ -139,9 +144,19 @@ class PageFetcher:
             except Exception:
                 logger.exception("prompts that other nodes compute")
 
+    def _pause(self) -> float:
+        """Seconds until something has to be looked at."""
+        begun = max((f.reads[-1].begun for f in self._fetches.values() if f.reads and not f.is_over), default=0.0)
+        if not begun:
+            return IDLE_SECONDS
+        least, most = POLL_SECONDS
+        return min(most, max(least, POLL_SHARE * (time.monotonic() - begun)))
+
     def _send(self, fetch: Fetch) -> None:
         self._fetches[fetch.job_id] = fetch
         try:
+            if len(self._node.state.peers) > 1:
+                self._note_places()
             info = self._choice.choose(self._node.state, fetch.request, self._count_owed())
             if info is None:
                 self._give_up(fetch, "no_node")
@@ -153,6 +168,13 @@ class PageFetcher:
             self._give_up(fetch, "internal")
             return
         self._node.post("jobs", info.node_id, fields, lambda: self._events.put(lambda: self._give_up(fetch, "redis")))
+        self._unplaced.append((fetch.request, info.node_id))
+
+    def _note_places(self) -> None:
+        """Not as soon as a job is posted: the thread that writes it needs Python's lock then."""
+        unplaced, self._unplaced = self._unplaced, []
+        for request, node_id in unplaced:
+            self._choice.note_place(request, node_id)
 
     def _count_owed(self) -> dict[str, int]:
         owed: dict[str, int] = {}
@@ -192,6 +214,7 @@ class PageFetcher:
                 return
             fetch.done, fetch.hand_off = message, message.hand_off
             fetch.wants_probs = bool(message.probs_pages)
+            self._read_pages(fetch, message)
 
     def _move(self, fetch: Fetch, node_id: str) -> None:
         """Another node has taken the job over; what was read of the first one's pages stays right."""
@@ -226,7 +249,12 @@ class PageFetcher:
 
     def _look(self) -> None:
         now = time.monotonic()
+        if is_due := now >= self._look_due:
+            self._look_due = now + IDLE_SECONDS
+            self._note_places()
         for fetch in list(self._fetches.values()):
+            if not (is_due or fetch.reads or fetch.is_over or fetch.done is not None):
+                continue  # nothing can have come of it
             try:
                 self.reads.look(fetch)
             except TransferError as error:
@@ -238,7 +266,8 @@ class PageFetcher:
                 self._give_up(fetch, why)
             elif fetch.done is not None:
                 self._go_on(fetch, fetch.done, now)
-        self._choice.note_hung({r.node_id for f in self._fetches.values() for r in f.reads if self.reads.hangs(r, now)})
+        if is_due or self._choice.has_hung:
+            self._choice.note_hung({r.node_id for f in self._fetches.values() for r in f.reads if self.reads.hangs(r, now)})
 
     def _why_late(self, fetch: Fetch, now: float) -> str:
         """Empty: it is not."""
@@ -317,7 +346,7 @@ class PageFetcher:
             self._tell_stop(fetch.node_id, fetch.job_id)
 
     def _tell_stop(self, node_id: str, job_id: str) -> None:
-        self._node.tell(node_id, Message("stop", job_id, self._node.node_id))
+        self._node.tell(node_id, Message("stop", job_id, self._node.node_id), is_urgent=False)
 
     def _call(self, action: Callable[[], object]) -> None:
         try:

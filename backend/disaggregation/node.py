@@ -38,6 +38,8 @@ HEARTBEATS = 3
 RETRY_SECONDS = 0.5
 JOIN_SECONDS = 5.0
 BATCH = 64
+PATIENCE_SECONDS = 0.01
+"""For which what is in no hurry waits to be sent: with what is, or once the threads that somebody waits for have had Python's lock."""
 
 
 def connect(config: DisaggregationConfig) -> Any:
@@ -88,6 +90,7 @@ class _Outgoing:
     write: Callable[[Any], object]
     """To a pipeline."""
     on_failure: Callable[[], None] | None = None
+    is_urgent: bool = True
 
 
 @dataclass(slots=True)
@@ -154,7 +157,7 @@ class Node:
 
     # -- to others ----------------------------------------------------------------------------------------------------
 
-    def post(self, kind: str, node_id: str, fields: Fields, on_failure: Callable[[], None] | None = None) -> None:
+    def post(self, kind: str, node_id: str, fields: Fields, on_failure: Callable[[], None] | None = None, *, is_urgent: bool = True) -> None:
         """Appends to a node's stream (`jobs` or `inbox`)."""
         stream = self.key(kind, node_id)
 
@@ -162,27 +165,52 @@ class Node:
             pipe.xadd(stream, fields, maxlen=MAX_STREAM_ENTRIES[kind], approximate=True)
             pipe.expire(stream, self.config.scheduler_ttl)
 
-        self.write(write, on_failure)
+        self.write(write, on_failure, is_urgent=is_urgent)
 
-    def write(self, write: Callable[[Any], object], on_failure: Callable[[], None] | None = None) -> None:
-        """Has a pipeline filled and sent by a thread of its own, in the order of calls."""
-        self._outgoing.put(_Outgoing(write, on_failure))
+    def write(self, write: Callable[[Any], object], on_failure: Callable[[], None] | None = None, *, is_urgent: bool = True) -> None:
+        """Has a pipeline filled and sent by a thread of its own, in the order of calls. is_urgent: without delay."""
+        self._outgoing.put(_Outgoing(write, on_failure, is_urgent))
 
-    def tell(self, node_id: str, message: Message) -> None:
-        self.post("inbox", node_id, write_message(message))
+    def tell(self, node_id: str, message: Message, *, is_urgent: bool = True) -> None:
+        self.post("inbox", node_id, write_message(message), is_urgent=is_urgent)
 
     def _send(self) -> None:
+        is_open = True
+        while is_open:
+            items = self._take_outgoing()
+            is_open = None not in items
+            self._write_all([item for item in items if item is not None])
+
+    def _take_outgoing(self) -> list[_Outgoing | None]:
+        """What is to be written, in one exchange; None comes last."""
+        items = [self._outgoing.get()]
+        end = time.monotonic() + PATIENCE_SECONDS
+        with contextlib.suppress(queue.Empty):
+            while (last := items[-1]) is not None and len(items) < BATCH:
+                end = 0.0 if last.is_urgent else end
+                items.append(self._outgoing.get(timeout=max(0.0, end - time.monotonic())))
+        return items
+
+    def _write_all(self, items: list[_Outgoing]) -> None:
+        """An answer that is an error is its item's; where there is none it is everybody's."""
         import redis
 
-        while (item := self._outgoing.get()) is not None:
-            try:
-                pipe = self.redis.pipeline(transaction=False)
+        errors: list[Exception | None] = [None] * len(items)
+        try:
+            pipe, ends = self.redis.pipeline(transaction=False), [0]
+            for item in items:
                 item.write(pipe)
-                pipe.execute()
-            except Exception as error:
-                self._note(error)
-                if not isinstance(error, redis.RedisError):
-                    logger.exception("writing to Redis")
+                ends.append(len(pipe))
+            answers = pipe.execute(raise_on_error=False)
+            for number, (begin, end) in enumerate(zip(ends, ends[1:])):
+                errors[number] = next((answer for answer in answers[begin:end] if isinstance(answer, Exception)), None)
+        except Exception as error:
+            errors = [error] * len(items)
+            if not isinstance(error, redis.RedisError):
+                logger.exception("writing to Redis")
+        for item, failed in zip(items, errors, strict=True):
+            if failed is not None:
+                self._note(failed)
                 if item.on_failure is not None:
                     item.on_failure()
 
@@ -191,7 +219,7 @@ class Node:
     def _receive(self) -> None:
         import redis
 
-        last = b"0-0"
+        last, num_read = b"0-0", 0
         inbox = self.key("inbox", self.node_id)
         while not self._is_stopping.is_set():
             try:
@@ -201,7 +229,7 @@ class Node:
                 if not isinstance(error, redis.RedisError):
                     logger.exception("reading from Redis")
                 self._on_lost()
-                last = b"0-0"  # another server's clock, of which its numbers are, may be behind
+                last, num_read = b"0-0", 0  # another server's clock, of which its numbers are, may be behind
                 self.clear_wrong_type("inbox", error)
                 self._is_stopping.wait(RETRY_SECONDS)
                 continue
@@ -209,7 +237,10 @@ class Node:
                 for entry_id, fields in entries:
                     last = entry_id
                     self._read(fields)
+                    num_read += 1
+            if num_read and (not found or num_read >= BATCH):  # whoever waits for the next one is not to wait for this
                 self._forget_read(inbox, last)
+                num_read = 0
 
     def _read(self, fields: Mapping[bytes, bytes]) -> None:
         try:

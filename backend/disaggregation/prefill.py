@@ -29,8 +29,10 @@ RESULTS = ("done", "stopped", "late", "fingerprint", "method", "full", "refused"
 MAX_TAKEN = 16
 """Jobs that are taken at a time."""
 BUSY_SECONDS = 0.02
+YIELD_SECONDS = 0.001
+"""For which the thread that takes jobs leaves others alone, before it says that it has."""
 SERVE_SECONDS, IDLE_SECONDS = 0.0005, 0.5
-"""Between two looks at others' reads, and for jobs to serve at all."""
+"""Between two looks at others' reads, and for pages that others may read at all."""
 LATE_SECONDS = 1000.0
 """For which reads are served after their lease: a cut connection is given up by TCP within that time."""
 MAX_STOPPED = 4096
@@ -69,7 +71,7 @@ class PrefillService:
         self.queue_seconds = 0.0
         """Age of the job that was taken last, when it was taken."""
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in ((self._take_jobs, "jobs"), (self._serve, "pages"))]
-        self._has_jobs = threading.Event()
+        self._has_offers = threading.Event()
         engine.hand_overs.sink = self
 
     @property
@@ -87,7 +89,7 @@ class PrefillService:
 
     def stop(self) -> None:
         """After the node was."""
-        self._has_jobs.set()
+        self._has_offers.set()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(BLOCK_MS / 1000 + JOIN_SECONDS)
@@ -96,9 +98,9 @@ class PrefillService:
 
     def _serve(self) -> None:
         while not self._node.is_stopping:
-            self._has_jobs.clear()  # before the look, so that none is missed
-            if not self._open and not self._late:
-                self._has_jobs.wait(IDLE_SECONDS)
+            self._has_offers.clear()  # before the look, so that none is missed
+            if not self._late and not any(own.leases for own in list(self._open.values())):
+                self._has_offers.wait(IDLE_SECONDS)
                 continue
             try:
                 self._transfer.serve(time.monotonic())
@@ -123,9 +125,11 @@ class PrefillService:
                     is_ready = True
                 stream = self._node.key("jobs", own)
                 found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=MAX_TAKEN, block=BLOCK_MS)
-                for _, entries in as_pairs(found):
-                    for entry_id, fields in entries:
-                        self._take(entry_id, fields)
+                taken = [self._take(*entry) for _, entries in as_pairs(found) for entry in entries]
+                if any(taken):
+                    self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
+                for job in filter(None, taken):
+                    self._tell(job, "taken", is_urgent=False)
                 for dead in self._node.state.dead:
                     self._inherit(dead)
             except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
@@ -174,50 +178,49 @@ class PrefillService:
         elif not client.xlen(stream):
             self._node.bury(dead)
 
-    def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
-        """One job to the engine; what is too late, or wrong, is answered here."""
+    def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
+        """One job to the engine; what is too late, or wrong, is answered here: None."""
         try:
             job = read_job(fields)
         except RecordError as error:
             logger.warning("%s", error)
             self._acknowledge(entry_id)
-            return
+            return None
         age, limit = self._node.server_time() - time_of(entry_id), self._node.config.job_seconds
         self.queue_seconds = max(0.0, age)
         if job.job_id in self._stopped:
             self.results["stopped"] += 1
             self._acknowledge(entry_id)
-            return
+            return None
         if age > limit:  # whoever waits for it still hears of other prompts from here, and would go on waiting
             self._refuse(job, entry_id, "timeout", f"it waited for {age:.1f} s; the limit is {limit:g} s", "late")
-            return
+            return None
         if job.job_id in self._open:
             self._acknowledge(entry_id)
-            return
+            return None
         own = self._engine.worker.store.fingerprint
         if job.fingerprint != own:
             self._refuse(job, entry_id, "fingerprint", f"pages of layout {job.fingerprint} there, {own} here")
-            return
+            return None
         method, loaded = job.request.speculation.method, self._engine.config.speculative_config.loaded_methods
         if method not in loaded:
             self._refuse(job, entry_id, "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
-            return
+            return None
         try:
             check_job(job, self._engine.config.speculative_config, self._engine.worker.model.vocab_size, self._engine.config.page_size)
             job.request.grammar = self._engine.compile_grammar(job.request.params)
         except (RecordError, RequestError) as error:
             self._refuse(job, entry_id, "refused", str(error))
-            return
+            return None
         self._open[job.job_id] = taken = _Open(job, entry_id, job.num_cached_pages)
-        self._has_jobs.set()
         try:
             self._engine.submit_requests([job.request], lambda delta: self._note_end(job.job_id, delta))
         except Exception as error:
             del self._open[job.job_id]
             reason = "full" if isinstance(error, CapacityError) else "refused"
             self._refuse(job, entry_id, reason, f"{type(error).__name__}: {error}")
-            return
-        self._tell(taken, "taken")
+            return None
+        return taken
 
     def _refuse(self, job: Job, entry_id: bytes, reason: str, text: str, result: str = "") -> None:
         """result: what is counted here, where it is not the reason."""
@@ -234,7 +237,7 @@ class PrefillService:
             pipe.xack(stream, GROUP, entry_id)
             pipe.xdel(stream, entry_id)
 
-        self._node.write(write)
+        self._node.write(write, is_urgent=False)
 
     # -- the engine's thread --------------------------------------------------------------------------------------------
 
@@ -242,33 +245,36 @@ class PrefillService:
         """Tells of the full pages of so many leading tokens."""
         if (own := self._open.get(request.request_id)) is None:
             return
-        self._offer(own, request, num_tokens // self._engine.config.page_size)
+        first, page_ids = self._offer(own, request, num_tokens // self._engine.config.page_size)
+        if page_ids:
+            self._tell(own, "pages", first_page=first, page_ids=page_ids)
 
-    def _offer(self, own: _Open, request: Request, num_pages: int) -> list[int]:
-        """Holds some more pages, whatever becomes of the request, and tells of them."""
-        page_ids = request.page_ids[own.num_told : num_pages]
+    def _offer(self, own: _Open, request: Request, num_pages: int) -> tuple[int, list[int]]:
+        """Holds some more pages, whatever becomes of the request -> number within the prompt of the first of them, and which."""
+        first, page_ids = own.num_told, request.page_ids[own.num_told : num_pages]
         if page_ids:
             own.leases.append(self._engine.scheduler.pool.lease(page_ids))
-            self._tell(own, "pages", first_page=own.num_told, page_ids=page_ids)
             own.num_told += len(page_ids)
-        return page_ids
+            self._has_offers.set()
+        return first, page_ids
 
     def done(self, request: Request, hand_off: HandOff) -> None:
         if (own := self._open.get(request.request_id)) is None:
             return
-        self._offer(own, request, self._engine.scheduler.pool.pages_for(len(request.prompt_token_ids) + 1))
+        first, page_ids = self._offer(own, request, self._engine.scheduler.pool.pages_for(len(request.prompt_token_ids) + 1))
         pages, shape = self._put_probs(own, hand_off)
         if shape is None:  # without what they were drawn from the drafts cannot be verified
             hand_off.outcome.next_drafts, hand_off.sources, shape = [], [], (0, 0)
         seconds = self._node.config.lease_seconds
         own.end, expires = time.monotonic() + seconds, self._node.server_time() + seconds
-        self._tell(own, "done", hand_off=hand_off, probs_pages=pages, probs_shape=shape, expires=expires)
+        last: dict[str, Any] = {"first_page": first, "page_ids": page_ids, "probs_pages": pages, "probs_shape": shape}
+        self._tell(own, "done", hand_off=hand_off, expires=expires, **last)
         self.results["done"] += 1
 
-    def _tell(self, own: _Open, kind: str, **values: Any) -> None:
+    def _tell(self, own: _Open, kind: str, *, is_urgent: bool = True, **values: Any) -> None:
         """With what is to be computed here, so that the decode node need not go by an old sign of life."""
         message = Message(kind, own.job.job_id, self._node.node_id, load=self.num_tokens, time=self._node.server_time(), **values)
-        self._node.tell(own.job.sender, message)
+        self._node.tell(own.job.sender, message, is_urgent=is_urgent)
 
     def _put_probs(self, own: _Open, hand_off: HandOff) -> tuple[list[int], tuple[int, int] | None]:
         """What drafts were drawn from, in pages of their own; None: there is no room."""

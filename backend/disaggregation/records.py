@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from backend.core import HandOff, Outcome, Request, Speculation
 from backend.sampling_params import SamplingParams
 
-VERSION = 5
+VERSION = 6
 """Of these records. Nodes of different versions do not work for each other."""
 
 Fields = dict[str, bytes]
@@ -44,14 +45,14 @@ class Message:
     """What nodes tell each other of a job."""
 
     kind: str
-    """To the decode node: `taken` (the prefill node's engine has it), `pages` (some more are final), `done`, `failed`; to the prefill node: `stop`
-    (the pages are read, or not wanted)."""
+    """To the decode node: `taken` (the prefill node's engine has it), `pages` (some more are final), `done` (the last ones
+    are, and what follows them), `failed`; to the prefill node: `stop` (the pages are read, or not wanted)."""
     job_id: str
     sender: str
     first_page: int = 0
     """Number within the prompt of the first of page_ids."""
     page_ids: list[int] = field(default_factory=list)
-    """On the prefill node, from first_page on."""
+    """pages, done: on the prefill node, from first_page on."""
     reason: str = ""
     text: str = ""
     """failed: for the log."""
@@ -74,7 +75,7 @@ _REQUEST_FIELDS = ("seed", "index", "priority")
 def write_job(job: Job) -> Fields:
     """The request as it stands: nothing of it is computed yet."""
     request = job.request
-    params = dataclasses.asdict(dataclasses.replace(request.params, structured_outputs=None))
+    params = _values_of(request.params) | {"structured_outputs": None}
     if request.grammar is not None:
         params["structured_outputs"] = request.grammar.asked.as_json()
     params["logit_bias"] = [[token_id, bias] for token_id, bias in request.params.logit_bias.items()]
@@ -85,12 +86,17 @@ def write_job(job: Job) -> Fields:
         "fingerprint": job.fingerprint,
         "num_cached_pages": job.num_cached_pages,
         "params": params,
-        "speculation": dataclasses.asdict(request.speculation),
+        "speculation": _values_of(request.speculation),
         "stop_ids": sorted(request.stop_ids),
         "bad_word_ids": [list(ids) for ids in request.bad_word_ids],
         **{name: getattr(request, name) for name in _REQUEST_FIELDS},
     }
-    return {"head": json.dumps(head).encode(), "prompt": np.asarray(request.prompt_token_ids, dtype=np.int32).tobytes()}
+    return {"head": json.dumps(head).encode(), "prompt": array("i", request.prompt_token_ids).tobytes()}
+
+
+def _values_of(own: Any) -> dict[str, Any]:
+    """A dataclass's fields, as they are."""
+    return {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
 
 
 def read_job(fields: Mapping[bytes, bytes]) -> Job:

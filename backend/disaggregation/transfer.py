@@ -42,7 +42,7 @@ class PageAddress:
 
 
 class PageTransfer:
-    """Offers the pages of a store, and reads others'. A page is one piece. Safe from any thread."""
+    """Offers the pages of a store, and reads others'. Pages that lie side by side on both nodes are one piece. Safe from any thread."""
 
     def __init__(self, name: str, store: KvStore, num_scratch_bytes: int = 0) -> None:
         """name: unlike any other node's. num_scratch_bytes: for what is read beside the store's pages. Raises ConfigError."""
@@ -82,8 +82,11 @@ class PageTransfer:
             peer = self._peers.get(address.metadata)
             if peer is None:
                 peer = self._peers[address.metadata] = self._agent.add_remote_agent(address.metadata)
-            local = self._describe(memory.data_ptr(), pages, *self._where())
-            remote = self._describe(address.begin, remote_pages, address.kind, address.device)
+            own_begins, remote_begins, lengths = find_runs(pages, remote_pages)
+            if (remote_begins < 0).any():
+                raise TransferError(f"page {remote_begins.min()} does not exist on the other node")
+            local = self._describe(memory.data_ptr(), own_begins, lengths, *self._where())
+            remote = self._describe(address.begin, remote_begins, lengths, address.kind, address.device)
             handle = self._agent.initialize_xfer("READ", local, remote, peer)
             if self._agent.transfer(handle) == "ERR":
                 raise TransferError("the transfer was refused")
@@ -93,10 +96,10 @@ class PageTransfer:
         except Exception as error:
             raise TransferError(f"{type(error).__name__}: {error}") from None
 
-    def _describe(self, begin: int, pages: Sequence[int], kind: str, device: int) -> Any:
+    def _describe(self, begin: int, pages: np.ndarray, lengths: np.ndarray, kind: str, device: int) -> Any:
         rows = np.empty((len(pages), 3), dtype=np.uint64)
-        rows[:, 0] = begin + np.asarray(pages, dtype=np.uint64) * np.uint64(self._store.page_bytes)
-        rows[:, 1], rows[:, 2] = self._store.page_bytes, device
+        rows[:, 0] = begin + pages.astype(np.uint64) * np.uint64(self._store.page_bytes)
+        rows[:, 1], rows[:, 2] = lengths * self._store.page_bytes, device
         return self._agent.get_xfer_descs(rows, mem_type=kind)
 
     def is_done(self, handle: Any) -> bool:
@@ -140,6 +143,15 @@ class PageTransfer:
                 self._agent.deregister_memory(registered)
             except Exception as error:
                 logger.debug("memory could not be given back: %s", error)
+
+
+def find_runs(pages: Sequence[int], remote_pages: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First pages here and there, and how many, of runs that lie side by side on both nodes: each piece costs the transfer some microseconds."""
+    own, remote = np.asarray(pages, dtype=np.int64), np.asarray(remote_pages, dtype=np.int64)
+    order = np.argsort(own, kind="stable")
+    own, remote = own[order], remote[order]
+    begins = np.flatnonzero(np.concatenate([[True], (np.diff(own) != 1) | (np.diff(remote) != 1)])[: len(own)])
+    return own[begins], remote[begins], np.diff(begins, append=len(own))
 
 
 def _load_nixl() -> ModuleType:
