@@ -68,6 +68,8 @@ class SpeculationStats:
         self.drafted += num_drafted
         self.accepted += num_accepted
         self.emitted += num_emitted
+        if not depth:
+            return
         while len(self.accepted_per_position) < depth:
             self.accepted_per_position.append(0)
         for position in range(num_accepted):

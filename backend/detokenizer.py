@@ -77,7 +77,8 @@ class Decoding:
         self._special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special and token.content not in kept}
         self._token_maps: list[Callable[[str], str]] = []
         self._to_piece: Callable[[str], Piece] = str
-        self._pieces: dict[int, Piece | None] = {}
+        self.pieces: dict[int, Piece | None] = {}
+        """Of the tokens that came so far; None: it writes nothing."""
         stages = decoder_stages(inner)
         if inner.decoder is None:
             self.make_joiner = Spaced
@@ -130,7 +131,7 @@ class Decoding:
     def piece(self, token_id: int) -> Piece | None:
         """None: the token writes nothing, since it is special or unknown."""
         try:
-            return self._pieces[token_id]
+            return self.pieces[token_id]
         except KeyError:
             pass
         token = self.inner.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
@@ -142,7 +143,7 @@ class Decoding:
             for token_map in self._token_maps:
                 token = token_map(token)
             piece = self._to_piece(token)
-        self._pieces[token_id] = piece
+        self.pieces[token_id] = piece
         return piece
 
 
@@ -184,18 +185,20 @@ class Detokenizer:
     def __init__(self, decoding: Decoding) -> None:
         self._decoding = decoding
         self._joiner = decoding.make_joiner()
+        # One step asks for the text of each running request: without a look-up too many.
+        self._is_streamed, self._pieces, self._push = decoding.is_streamed, decoding.pieces, self._joiner.push
         self._strip = decoding.make_strip() if decoding.make_strip is not None else None
         self._token_ids: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that is certain with this token, whatever follows."""
-        if not self._decoding.is_streamed:
+        if not self._is_streamed:
             self._token_ids.append(token_id)
             return ""
-        piece = self._decoding.piece(token_id)
-        if piece is None:
+        piece = self._pieces.get(token_id)
+        if piece is None and (piece := self._decoding.piece(token_id)) is None:
             return ""
-        text = self._joiner.push(piece)
+        text = self._push(piece)
         return text if self._strip is None else self._strip.push(text)
 
     @property

@@ -32,11 +32,15 @@ class OpenRequest:
     """When it came among the running."""
     first_token: float = 0.0
     is_echoed: bool = False
+    is_simple: bool = False
+    """Its tokens are cut by their number and by stop ids alone, and nothing is told of them but their text."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def read(self, token_ids: list[int]) -> tuple[list[int], str, bool]:
         """The tokens up to a stop string, their text, and whether there is one."""
         first, min_tokens = self.request.num_output_tokens, self.request.params.min_tokens
+        if len(token_ids) == 1 and self.thought.is_over:  # as most steps have it
+            return token_ids, *self.stream.append(token_ids[0], first >= min_tokens)
         text = ""
         for count, token_id in enumerate(token_ids, 1):
             if not self.thought.is_over:
@@ -96,6 +100,8 @@ class OpenRequests:
         params = request.params
         stream = TextStream(self._tokenizer, params.stop, params.include_stop, request.may_call)
         own = OpenRequest(request, sink, stream, ThoughtCount(self._tokenizer, request.begins_thinking), submitted)
+        is_told = params.logprobs is not None or params.echo
+        own.is_simple = not params.stop and not is_told and request.grammar is None and not request.is_prefill_only
         self._open[request.request_id] = own
         self.has_deadlines |= request.deadline is not None
         return own
@@ -150,18 +156,20 @@ class OpenRequests:
 
     def send(self, own: OpenRequest, delta: Delta) -> None:
         """Gives a delta to the request's sink, with what every delta, the first and the last one carry."""
-        request, now = own.request, time.monotonic()
+        request, is_final = own.request, delta.is_final
         try:
-            if delta.error is None:
-                self._complete(own, delta, now)
-            if delta.is_final:
-                delta.stats = request.stats
-                self._close(own, now)
-            delta.num_prompt_tokens = len(request.prompt_token_ids)
+            if is_final or not own.first_token:  # else it is one in the middle, as most are
+                now = time.monotonic()
+                if delta.error is None:
+                    self._complete(own, delta, now)
+                if is_final:
+                    delta.stats = request.stats
+                    self._close(own, now)
+            delta.num_prompt_tokens = num_prompt_tokens = len(request.prompt_token_ids)
             delta.num_cached_tokens = request.num_cached_tokens
             delta.begins_thinking = request.begins_thinking
             delta.num_thought_tokens = own.thought.num_tokens
-            delta.num_output_tokens = request.num_output_tokens
+            delta.num_output_tokens = len(request.token_ids) - num_prompt_tokens
             own.sink(delta)
         except Exception as error:
             self.fail_internally(own, error)

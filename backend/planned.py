@@ -89,6 +89,10 @@ class Known:
 
     index: int
     place: Placement
+    end: int
+    """Tokens that the request may have."""
+    is_plain: bool = False
+    """Nothing drafts for it, and no grammar masks it: its decoding rows differ in the pages alone."""
     options: int = 0
     num_pages: int = 0
     """Leading page ids in the page table."""

@@ -6,8 +6,6 @@ the step's model drafter has come.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +27,9 @@ from kernels.structs import DRAFTER_COUNT, MASK, NUM_FIELDS, PREFIX_GROUP, PREFI
 
 MAX_LAG = 512
 """Tokens of a prompt that a model drafter may be spared, to catch up in one step if it is asked after all."""
+
+PLAIN_ROW = (-1, 1, 1, 0, 0, 0, -1, NEVER)
+"""Of a row that decodes one token and drafts nothing, the fields from FIRST to LOOKUP_ALONE."""
 
 
 class Planner:
@@ -95,10 +96,12 @@ class Planner:
             self._seen.reset(batch.fresh_pages)
             self._seen.copy(batch.page_copies)
         plan = StepPlan(page_copies=batch.page_copies, cleared_pages=batch.fresh_pages)
-        known = {id(entry): self._take(entry, plan) for entry in batch.entries}
-        decoding = [e for e in batch.entries if self._is_decoding(e, known[id(e)])]
-        decoding_ids = {id(e) for e in decoding}
-        prompts = [e for e in batch.entries if id(e) not in decoding_ids]
+        known: dict[int, Known] = {}
+        prompts: list[Scheduled] = []
+        decoding: list[Scheduled] = []
+        for entry in batch.entries:
+            own = known[id(entry)] = self._known.get(entry.request.request_id) or self._take(entry, plan)
+            (decoding if self._is_decoding(entry, own) else prompts).append(entry)
         entries = [*prompts, *decoding]
         step = PlannedStep(plan, entries, [], [])
         self._drafting.put(step, decoding, known)
@@ -106,12 +109,19 @@ class Planner:
             self._drafting.foresee(step, prompts, known)
         for entry in batch.entries if plan.admissions else ():
             entry.request.hand_off = None  # its drafts are for the step that admits it, or for none
-        rows = []
-        for entry in entries:
-            own = known[id(entry)]
-            self._put_pages(plan, own, entry.request)
-            is_prompt = id(entry) not in decoding_ids
-            rows.append(self._row(step, entry, own, is_prompt))
+        rows: list[tuple[int, ...]] = []
+        for number, entry in enumerate(entries):
+            own, num_pages = known[id(entry)], len(entry.request.page_ids)
+            if own.num_pages != num_pages:
+                self._put_pages(plan, own, entry.request)
+            plan.options |= own.options
+            is_prompt = number < len(prompts)
+            if own.is_plain and not is_prompt:
+                step.verified.append(own.drafted)
+                step.made.append(own.drafted)
+                rows.append((own.index, num_pages, own.end, *PLAIN_ROW))
+            else:
+                rows.append(self._row(step, entry, own, is_prompt))
         plan.least_standing, plan.trust = int(self._budget.least_standing() * MILLION), int(self._budget.trust * MILLION)
         self._budget.expect_drafts(plan.num_model_drafts, step.num_asked)
         plan.fields = np.zeros((NUM_FIELDS, len(entries)), dtype=np.int32)
@@ -120,7 +130,6 @@ class Planner:
         plan.num_prompts = len(prompts)
         plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
-        plan.options = functools.reduce(operator.or_, (known[id(e)].options for e in entries), 0)
         plan.reports_drafts = any(own.is_reported for own in known.values())
         self._grammars.put(step, self._known)
         if self._cascade_heads is not None and not prompts:
@@ -130,27 +139,29 @@ class Planner:
     def _is_decoding(self, entry: Scheduled, known: Known) -> bool:
         if not entry.is_decoding or not known.is_admitted:
             return False
+        if known.is_plain:
+            return True
         is_behind = known.place.has_model and not known.is_followed and not self._is_exact and self._budget.num_model(entry.request) > 0
         # Rows whose drafter has to catch up are named by the host, where workers do not look themselves.
         return self._is_exact or not is_behind
 
     def _take(self, entry: Scheduled, plan: StepPlan) -> Known:
-        """What is known of an entry's request; one that is new enters the request table in this step."""
+        """What is known of an entry's request, which is new and enters the request table in this step."""
         request = entry.request
-        known = self._known.get(request.request_id)
-        if known is None:
-            known = Known(self._free.pop(), self._drafters.place(request))
-            self._known[request.request_id] = known
-            has_lookup = known.place.has_lookup and (self._is_exact or request.grammar is not None)
-            known.is_reported = known.place.has_model or request.is_prefill_only or has_lookup
-            known.options = options_of(request, self._config.accept_policy).value
-            # After a hand-off the drafter has seen the newest token too, at the end of the step that emitted it.
-            is_handed = request.hand_off is not None
-            if known.place.has_model:
-                known.num_drafter_tokens = self._seen.count(request.page_ids, entry.begin + is_handed)
-                known.is_followed = not is_handed or known.num_drafter_tokens > entry.begin
-            known.is_admitted = is_handed
-            plan.admissions.append(Arrival(self._admission(request, known), request.bad_word_ids))
+        known = Known(self._free.pop(), self._drafters.place(request), self._end_of(request))
+        self._known[request.request_id] = known
+        has_lookup = known.place.has_lookup and (self._is_exact or request.grammar is not None)
+        known.is_reported = known.place.has_model or request.is_prefill_only or has_lookup
+        has_drafter = known.place.has_model or known.place.has_lookup or bool(known.place.host) or request.speculation.max_drafts > 0
+        known.is_plain = not has_drafter and request.grammar is None and not request.is_prefill_only
+        known.options = options_of(request, self._config.accept_policy).value
+        # After a hand-off the drafter has seen the newest token too, at the end of the step that emitted it.
+        is_handed = request.hand_off is not None
+        if known.place.has_model:
+            known.num_drafter_tokens = self._seen.count(request.page_ids, entry.begin + is_handed)
+            known.is_followed = not is_handed or known.num_drafter_tokens > entry.begin
+        known.is_admitted = is_handed
+        plan.admissions.append(Arrival(self._admission(request, known), request.bad_word_ids))
         return known
 
     def _admission(self, request: Request, known: Known) -> Admission:
@@ -159,7 +170,7 @@ class Planner:
             index=known.index,
             token_ids=request.token_ids,
             num_prompt_tokens=len(request.prompt_token_ids),
-            max_total_tokens=self._end_of(request),
+            max_total_tokens=known.end,
             is_greedy=is_deterministic(request),
             temperature=params.temperature,
             top_k=params.top_k,
@@ -228,7 +239,7 @@ class Planner:
             last = len(request.prompt_token_ids) - 1
             if request.scores_prompt and entry.begin < last:
                 plan.scored.append((len(plan.prompt_seq_lens) - 1, min(end, last) - entry.begin))
-        head = (known.index, len(request.page_ids), self._end_of(request), first, count, int(entry.emits), len(verified.sources))
+        head = (known.index, len(request.page_ids), known.end, first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone)
 
     def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, num_model: int) -> tuple[int, int]:
@@ -267,6 +278,8 @@ class Planner:
         """Notes one row's outcome, before its tokens are booked -> who made each of the drafts that it verified."""
         entry = step.entries[number]
         request, verified, made = entry.request, step.verified[number], step.made[number]
+        if made is verified:
+            return []  # a plain row
         made.note(outcome.lookup_score, outcome.draft_chances, self._drafters.model_name, self._drafters.lookup_name)
         who = verified.who(outcome.num_drafts, self._drafters.lookup_name)
         known = self._known.get(request.request_id)
@@ -319,7 +332,7 @@ class Planner:
         """Most drafts that the model drafter made for a request, in the step or when it was planned, and for how many requests."""
         model, most, number = self._drafters.model_name, 0, 0
         for made, verified, outcome in zip(step.made, step.verified, outcomes):
-            if made.is_alone:
+            if made is verified or made.is_alone:
                 count = 0
             elif outcome.next_drafts:
                 count = self._drafting.count_model(made.sources[: len(outcome.next_drafts)])

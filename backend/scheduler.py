@@ -22,9 +22,10 @@ def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -
 
     The first end-of-text or stop id ends it, and nothing after it is emitted; then max_tokens and the context's end.
     """
-    params, num_known, num_before = request.params, len(request.token_ids), request.num_output_tokens
+    params, num_known = request.params, len(request.token_ids)
+    num_before = num_known - len(request.prompt_token_ids)
     room = min(params.max_tokens - num_before, max_model_len - num_known)
-    if request.stop_ids:
+    if request.stop_ids and not request.stop_ids.isdisjoint(token_ids):
         for count, token_id in enumerate(token_ids[:room], 1):
             if token_id in request.stop_ids and num_before + count > params.min_tokens:
                 return list(token_ids[:count]), "stop"
@@ -166,19 +167,28 @@ class Scheduler:
             self._pages.catch_up()
         while self._ready and len(self.running) < self.max_batch_size:
             self._run(self._ready.pop(0))
-        decoding = [(r, room) for r in self.running if r.is_decoding and (room := self._room(r)) > 0 and not is_held(r)]
+        decoding = []
+        for request in self.running:
+            # This runs for each request in each step: properties and small methods would cost more than what they do.
+            num_known = len(request.token_ids)
+            if num_known - request.num_computed_tokens <= 1:
+                room = self._end(request) - num_known - request.num_steps_ahead
+                if room > 0 and not is_held(request):
+                    decoding.append((request, room))
         budget = self.max_num_batched_tokens - len(decoding)
         if max_prompt_tokens is not None:
             budget = min(budget, max_prompt_tokens)
+        size, after = self.pool.page_size, self._num_tokens_after_step
         for request, room in decoding:
             if batch.preempted and request in batch.preempted:
                 continue
             # The step's own token comes on top of the drafts. A prompt's step verifies none.
-            is_first = request.num_output_tokens == 0 and not request.num_steps_ahead
+            is_first = not request.num_steps_ahead and request.num_output_tokens == 0
             drafts = 0 if is_first else min(request.speculation.max_drafts, room - 1)
             if draft_limit is not None and drafts:
                 drafts = min(drafts, draft_limit(request))
-            if not self._reserve(request, 1 + drafts + self._num_tokens_after_step, scheduled, batch, may_preempt=False):
+            is_held_by_pages = request.num_computed_tokens + request.num_tokens_ahead + 1 + drafts + after <= len(request.page_ids) * size
+            if not is_held_by_pages and not self._reserve(request, 1 + drafts + after, scheduled, batch, may_preempt=False):
                 drafts = 0
                 if not self._reserve(request, 1, scheduled, batch, may_preempt=may_preempt):
                     batch.is_short = True
@@ -206,11 +216,10 @@ class Scheduler:
         begin = request.num_computed_tokens
         return Scheduled(request, num_tokens, begin=begin, emits=begin + num_tokens == len(request.token_ids))
 
-    def _room(self, request: Request) -> int:
-        """Tokens that a request may still emit, when each step under way emits but one. The prompt's end is a step even where nothing follows it."""
-        most = 1 if request.is_prefill_only else max(1, request.params.max_tokens)
-        end = min(most + len(request.prompt_token_ids), self.max_model_len)
-        return end - len(request.token_ids) - request.num_steps_ahead
+    def _end(self, request: Request) -> int:
+        """Tokens that a request may have. The prompt's end is a step even where nothing follows it."""
+        most = 1 if request.is_prefill_only else request.params.max_tokens or 1
+        return min(most + len(request.prompt_token_ids), self.max_model_len)
 
     def _reserve(self, request: Request, num_tokens: int, scheduled: set[str], batch: Batch, *, may_preempt: bool) -> bool:
         """Holds pages for `num_tokens` more than steps under way may compute; may take them from younger requests not in this step yet."""
@@ -392,22 +401,24 @@ class Scheduler:
         request.num_tokens_ahead -= 1 + entry.max_drafts
         if not emitted:
             return
-        was_prompt = request.num_output_tokens == 0
+        num_before = len(request.token_ids)
+        was_prompt = num_before == len(request.prompt_token_ids)
         if not was_prompt:  # a step was read since what is postponed came
             self._pages.catch_up()
         request.token_ids.extend(emitted)
-        request.num_computed_tokens = len(request.token_ids) - 1
+        request.num_computed_tokens = num_before + len(emitted) - 1
         # The newest token is not computed, but a drafter at the step's end has seen it: what it keeps of it is in its page.
         after = self._num_tokens_after_step
         ahead = request.num_tokens_ahead + after if request.num_steps_ahead else min(after, 1)
-        keep = self.pool.pages_for(request.num_computed_tokens + ahead)
-        if keep < len(request.page_ids):
+        if request.num_computed_tokens + ahead <= (len(request.page_ids) - 1) * self.pool.page_size:
+            keep = self.pool.pages_for(request.num_computed_tokens + ahead)
             for page in reversed(request.page_ids[keep:]):
                 self.pool.release(page)
             del request.page_ids[keep:]
-        self._pages.register_full(request)
-        if was_prompt:
-            self._pages.register_tail(request)
+        if self.prefix_cache is not None:
+            self._pages.register_full(request)
+            if was_prompt:
+                self._pages.register_tail(request)
 
     def check(self) -> None:
         """Asserts that every page is accounted for. For tests and for idle moments."""

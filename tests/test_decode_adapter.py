@@ -239,6 +239,23 @@ def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch)
     assert_idle(model)
 
 
+@pytest.mark.parametrize("text", [" x", "", "x" * 100, "\ud800"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_tensors_that_are_kept_say_what_new_ones_say(adapter, monkeypatch, text, count):
+    from backend.adapters import request_io
+    from backend.core import Delta
+
+    def values(delta: Delta) -> dict[str, Any]:
+        return {t.name(): (t.as_numpy().dtype, t.as_numpy().tolist()) for t in request_io.Answer([delta]).tensors()}
+
+    def make(index: int) -> Delta:
+        return Delta("a", index, list(range(count)), text, ["target"] * count, num_output_tokens=9)
+
+    kept = [values(make(index)) for index in (0, 1, 0)]
+    monkeypatch.setattr(request_io, "_plain_tensors", lambda delta: None)
+    assert [values(make(index)) for index in (0, 1, 0)] == kept
+
+
 def test_workers_withdraw_and_end() -> None:
     from backend.adapters.intake_workers import IntakeWorkers
 

@@ -25,6 +25,8 @@ class Exchange:
     is_streamed: bool = True
     answer: Answer = field(default_factory=Answer)
     last_sent: float = 0.0
+    last_look: float = 0.0
+    """When the server was asked whether the client is still there. The sender thread's."""
     is_submitted: bool = False
     """Whoever tokenizes is through with it: the engine has it, or it was refused."""
     is_cancelled: bool = False

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
+LOOK_SECONDS = 0.05
+"""Between looks whether the client of a request that sends is still there: each is a round trip to the server, of some 50 us."""
 
 News = tuple[Exchange, Delta | None]
 """What to tell a client; None: look whether it is still there."""
@@ -71,8 +73,10 @@ class ResponseThread:
             for number, (exchange, delta) in enumerate(itertools.chain.from_iterable(filter(None, groups)), 1):
                 if delta is None or delta.error is not None:
                     merged[id(exchange), -number] = (exchange, Answer([delta] if delta else []))
+                elif (found := merged.get(key := (id(exchange), delta.index))) is None:
+                    merged[key] = (exchange, Answer([delta]))
                 else:
-                    merged.setdefault((id(exchange), delta.index), (exchange, Answer()))[1].add(delta)
+                    found[1].add(delta)
             for exchange, answer in merged.values():
                 self._send_safely(exchange, answer)
             held, self._held = self._held, []
@@ -99,14 +103,14 @@ class ResponseThread:
         now = time.monotonic()
         if not answer.deltas:
             exchange.is_due = False
-            self._check_cancelled(exchange)
+            self._check_cancelled(exchange, now)
             if now - exchange.last_sent <= KEEP_ALIVE_SECONDS:
                 return
             exchange.last_sent = now
             if exchange.is_streamed:
                 exchange.sender.send(pb_utils.InferenceResponse(Answer([Delta(exchange.key)]).tensors()))
             return
-        if not all(e.is_closed for e in exchange.waits_for):
+        if exchange.waits_for and not all(e.is_closed for e in exchange.waits_for):
             self._held.append((exchange, answer))
             return
         self._publisher.num_responses += 1
@@ -121,7 +125,7 @@ class ResponseThread:
         if not exchange.is_streamed:
             exchange.answer.add(delta)
             if not is_last:
-                self._check_cancelled(exchange)
+                self._look(exchange, now)
                 return
             answer = exchange.answer
         exchange.last_sent = now
@@ -130,9 +134,15 @@ class ResponseThread:
             self._send_final(exchange, response)
         else:
             exchange.sender.send(response)
-            self._check_cancelled(exchange)  # a round trip, which the tokens do not wait for
+            self._look(exchange, now)
 
-    def _check_cancelled(self, exchange: Exchange) -> None:
+    def _look(self, exchange: Exchange, now: float) -> None:
+        """Whether its client is still there, after its tokens were sent: they do not wait for that."""
+        if now - exchange.last_look > LOOK_SECONDS:
+            self._check_cancelled(exchange, now)
+
+    def _check_cancelled(self, exchange: Exchange, now: float) -> None:
+        exchange.last_look = now
         if not exchange.is_cancelled and exchange.sender.is_cancelled():
             self._end_early(exchange)
 
