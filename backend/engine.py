@@ -28,6 +28,7 @@ from backend.launching import InFlight, Launching
 from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequests
 from backend.parallel.ranks import Ranks
+from backend.precedence import Precedence
 from backend.sampling_params import SamplingParams
 from backend.tools import Tools
 from backend.truncation import Truncation
@@ -122,6 +123,11 @@ class Engine:
     def num_launched(self) -> int:
         """Steps."""
         return self._launching.num_launched
+
+    @property
+    def precedence(self) -> Precedence:
+        """Of steps that are launched, over what else this process does."""
+        return self._launching.precedence
 
     @property
     def group(self) -> Group | None:

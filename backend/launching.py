@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from backend.group import Group
 from backend.planned import PlannedStep
 from backend.planner import Planner
+from backend.precedence import Precedence
 from backend.scheduler import Scheduler
 from backend.step.worker import Results, Worker
 
@@ -30,6 +32,8 @@ class Launching:
 
     def __init__(self, worker: Worker, scheduler: Scheduler, planner: Planner, group: Group | None, device: torch.device) -> None:
         self._worker, self._scheduler, self._planner, self._group, self._device = worker, scheduler, planner, group, device
+        self.precedence = Precedence()
+        self._hold = self.precedence.hold if device.type == "cuda" else contextlib.nullcontext  # on CPU to launch is to compute
         self.num_launched = 0
         """Steps."""
 
@@ -42,7 +46,8 @@ class Launching:
                 group.send_probs(index, probs)
         if group is not None:
             group.send(plan, self._device)
-        begun = worker.begin(plan)
+        with self._hold():
+            begun = worker.begin(plan)
         self._scheduler.launch(step.entries)
         masks = plan.masks
         if plan.awaits_masks:
@@ -51,4 +56,6 @@ class Launching:
             if group is not None:
                 group.send_masks(masks)
         self.num_launched += 1
-        return InFlight(step, worker.go_on(begun, masks, step.grammars if group is None else None), self.num_launched)
+        with self._hold():
+            read = worker.go_on(begun, masks, step.grammars if group is None else None)
+        return InFlight(step, read, self.num_launched)

@@ -249,6 +249,7 @@ LEVELS = (
     ("vocabularies", "shared_tokens", "budget"),
     (
         "pages",
+        "precedence",
         "prefixes",
         "text",
         "thought",

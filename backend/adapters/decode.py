@@ -103,7 +103,8 @@ class TritonPythonModel:
         self._drain_end: float | None = None
         self._publisher = MetricsPublisher(self._engine, args["model_name"], self._nodes)
         self._publisher.publish()
-        self._responses = ResponseThread(self._publisher, self._engine.cancel, self._end_early, self._forget)
+        give_way = self._engine.precedence.give_way
+        self._responses = ResponseThread(self._publisher, self._engine.cancel, self._end_early, self._forget, give_way)
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         self._responses.start()
         self._watcher.start()
@@ -129,6 +130,7 @@ class TritonPythonModel:
 
     def _take(self, request: Any) -> None:
         """Copies what the request holds, and queues it to be tokenized."""
+        self._engine.precedence.give_way()
         now = time.monotonic()
         exchange = Exchange(request.get_response_sender(), last_sent=now)
         with self._lock:
@@ -208,6 +210,7 @@ class TritonPythonModel:
 
     def _submit(self, exchange: Exchange) -> None:
         """Tokenizes a request and gives it to the engine."""
+        self._engine.precedence.give_way()
         call = exchange.call
         assert call is not None
         if isinstance(call, CorpusCall):

@@ -42,9 +42,12 @@ class ResponseThread:
         cancel: Callable[[str], object],
         end_early: Callable[[Exchange], object],
         forget: Callable[[Exchange], None],
+        give_way: Callable[[], object],
     ) -> None:
-        """cancel: ends the engine's requests of a key; end_early: cancels a request, wherever it is; forget: its final response was sent."""
+        """cancel: ends the engine's requests of a key; end_early: cancels a request, wherever it is; forget: its final response was sent;
+        give_way: called before each response is made."""
         self._publisher, self._cancel, self._end_early, self._forget = publisher, cancel, end_early, forget
+        self._give_way = give_way
         self._outbox: queue.SimpleQueue[list[News] | None] = queue.SimpleQueue()
         self._held: list[tuple[Exchange, Answer]] = []  # what waits for other requests' ends
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
@@ -85,6 +88,7 @@ class ResponseThread:
 
     def _send_safely(self, exchange: Exchange, answer: Answer) -> None:
         """Whatever goes wrong belongs to this request only, and ends it."""
+        self._give_way()
         try:
             self._send(exchange, answer)
         except Exception as error:

@@ -37,11 +37,15 @@ def check_sums(rank: int, size: int, port: int) -> None:
                     parts = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(size)]
                     residual = torch.randn(shape, generator=generator).to(device, dtype)
                     total = sum((part.float() for part in parts[1:]), parts[0].float()).to(dtype)
-                    assert can_all_reduce(parts[rank], size)
+                    num_bytes = parts[rank].numel() * parts[rank].element_size()
+                    assert can_all_reduce(parts[rank], size) == (num_bytes * (size - 1) <= MAX_READ_BYTES)
                     x, summed = residual.clone(), parts[rank].clone()
                     ranks.add_sum(x, parts[rank].clone())
-                    assert torch.equal(x, residual + total)
-                    assert torch.equal(ranks.all_reduce(summed), total)
+                    ranks.all_reduce(summed)
+                    if can_all_reduce(summed, size):  # NCCL adds in an order of its own
+                        assert torch.equal(x, residual + total) and torch.equal(summed, total)
+                    else:
+                        torch.testing.assert_close(summed, total)
         large = torch.full((2 * MAX_READ_BYTES // 4,), float(rank + 1), device=device)
         assert not can_all_reduce(large, size) and float(ranks.all_reduce(large)[-1]) == size * (size + 1) / 2
         # Captured, with many exchanges one after the other: each reads what the one before left.
