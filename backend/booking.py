@@ -46,33 +46,7 @@ class Booking:
         if request.is_prefill_only:
             self.report(own, step, number, outcome)
         elif entry.emits:
-            if own.is_simple and own.first_token and len(outcome.token_ids) == 1 and not outcome.num_drafts and self._book_token(own, entry, outcome):
-                return
             self.book_tokens(own, entry, outcome, drafters)
-
-    def _book_token(self, own: OpenRequest, entry: Scheduled, outcome: Outcome) -> bool:
-        """What `book_tokens` and `OpenRequests.send` do, for one token in the middle of a simple request: of most rows of large batches, where
-        each call counts. False: the request ends with it, and nothing was done."""
-        request, token_ids = entry.request, outcome.token_ids
-        num_known, num_prompt_tokens = len(request.token_ids) + 1, len(request.prompt_token_ids)
-        num_output_tokens = num_known - num_prompt_tokens
-        if num_output_tokens >= request.params.max_tokens or num_known >= self._scheduler.max_model_len or token_ids[0] in request.stop_ids:
-            return False
-        if not own.thought.is_over:
-            own.thought.push(token_ids[0])
-        text, _ = own.stream.append(token_ids[0])
-        self._scheduler.commit(entry, token_ids)
-        request.stats.add(0, 0, 1, 0)
-        self._metrics.add_verdict(request.speculation.method, 0, 0, 1, 0)
-        delta = Delta(request.group_id, request.index, token_ids, text, ["target"])
-        delta.num_prompt_tokens, delta.num_output_tokens = num_prompt_tokens, num_output_tokens
-        delta.num_cached_tokens, delta.num_thought_tokens = request.num_cached_tokens, own.thought.num_tokens
-        delta.begins_thinking = request.begins_thinking
-        try:
-            own.sink(delta)
-        except Exception as error:
-            self._open.fail_internally(own, error)
-        return True
 
     def book_tokens(self, own: OpenRequest, entry: Scheduled, outcome: Outcome, drafters: list[str]) -> None:
         """drafters: who made each draft that was verified."""

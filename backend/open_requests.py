@@ -32,8 +32,6 @@ class OpenRequest:
     """When it came among the running."""
     first_token: float = 0.0
     is_echoed: bool = False
-    is_simple: bool = False
-    """Its tokens are cut by their number and by stop ids alone, and nothing is told of them but their text."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def read(self, token_ids: list[int]) -> tuple[list[int], str, bool]:
@@ -100,8 +98,6 @@ class OpenRequests:
         params = request.params
         stream = TextStream(self._tokenizer, params.stop, params.include_stop, request.may_call)
         own = OpenRequest(request, sink, stream, ThoughtCount(self._tokenizer, request.begins_thinking), submitted)
-        is_told = params.logprobs is not None or params.echo
-        own.is_simple = not params.stop and not is_told and request.grammar is None and not request.is_prefill_only
         self._open[request.request_id] = own
         self.has_deadlines |= request.deadline is not None
         return own
