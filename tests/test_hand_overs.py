@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
@@ -171,6 +172,8 @@ def test_as_on_one_engine(llm_all, pair, is_ahead, choice, form) -> None:
             for own, one in zip(found, expected, strict=True):
                 pairs = zip(own[2] or [], one[2] or [], strict=True)
                 assert all(a.token_id == b.token_id and abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs), name
+        if is_form_ahead:
+            assert all(re.fullmatch(FORM["regex"], own[1]) for one in (found, expected) for own in one if own[3] == "stop"), name
         assert [[own[part] for part in parts] for own in found] == [[own[part] for part in parts] for own in expected], name
     assert llm.engine.hand_overs.num_fetched > before and not llm.engine.hand_overs.fallbacks
     check_idle(link)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from backend import LLM, SamplingParams
+from backend import LLM, SamplingParams, precedence
 from backend.chunk_limit import ChunkLimit
 from backend.core import Delta
 from backend.engine import Engine
@@ -250,3 +251,26 @@ def test_the_first_token_follows_the_rule_of_the_rest(tied, params) -> None:
     drain(llm)
     tokens = [t for d in deltas for t in d.token_ids]
     assert len(tokens) == 3 and len(set(tokens)) == 1 and not set(tokens) & {3, 7}
+
+
+def test_others_give_way_while_a_step_is_launched(monkeypatch) -> None:
+    """Until it is over, or for so long; nobody waits where none is launched."""
+    own, log = precedence.Precedence(), []
+    monkeypatch.setattr(precedence, "MOST_SECONDS", 60.0)
+    own.give_way()
+
+    def run() -> None:
+        own.give_way()
+        log.append("other")
+
+    with pytest.raises(ZeroDivisionError), own.hold():
+        other = threading.Thread(target=run)
+        other.start()
+        other.join(0.2)
+        log.append("launch")
+        raise ZeroDivisionError
+    other.join(60)
+    assert log == ["launch", "other"]
+    monkeypatch.setattr(precedence, "MOST_SECONDS", 0.01)
+    with own.hold():
+        own.give_way()
