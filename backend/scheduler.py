@@ -46,8 +46,12 @@ class Scheduler:
         max_waiting: int,
         enable_prefix_caching: bool = True,
         num_tokens_after_step: int = 0,
+        row_unit: int = 1,
     ) -> None:
-        """num_tokens_after_step: pages are held for that many tokens past those of a step, for a drafter that runs at its end."""
+        """num_tokens_after_step: pages are held for that many tokens past those of a step, for a drafter that runs at its end.
+
+        row_unit: prompts are cut so that a step's rows, of prompts and of requests that decode, are a multiple of it where they can be.
+        """
         self.pool = PagePool(num_pages, page_size)
         self.prefix_cache = PrefixCache(self.pool) if enable_prefix_caching else None
         self._pages = RequestPages(self.pool, self.prefix_cache)
@@ -56,6 +60,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_waiting = max_waiting
         self._num_tokens_after_step = num_tokens_after_step
+        self._row_unit = row_unit
         self.running: list[Request] = []  # by (priority, arrival)
         self._waiting: list[tuple[int, int, Request]] = []
         self._requests: dict[str, Request] = {}
@@ -195,6 +200,7 @@ class Scheduler:
                     continue
             scheduled.add(request.request_id)
             batch.entries.append(Scheduled(request, 1, drafts, len(request.token_ids) - 1, is_decoding=not is_first))
+        budget = self._fill_tiles(budget, batch)
         for request in list(self.running):
             if budget <= 0:
                 break
@@ -210,6 +216,11 @@ class Scheduler:
         if not batch.preempted:
             self._admit(batch, budget)
         return batch
+
+    def _fill_tiles(self, budget: int, batch: Batch) -> int:
+        """Tokens of prompts beside the batch's requests that decode, each of which has as many rows as the widest."""
+        rows = len(batch.entries) * (1 + max((entry.max_drafts for entry in batch.entries), default=0))
+        return max(budget - (budget + rows) % self._row_unit, min(budget, self._row_unit))
 
     @staticmethod
     def _chunk(request: Request, num_tokens: int) -> Scheduled:

@@ -84,11 +84,17 @@ def run(llm: LLM, load: list[tuple[list[int], int]], tag: str) -> dict[str, floa
     }
 
 
+def show(row: dict[str, float]) -> str:
+    waits = f"{row['ttft_p50']:.2f}, {row['ttft_p99']:.2f} | {row['tpot_p50']:.1f}, {row['tpot_p99']:.1f}"
+    steps = f"{row['steps']:.0f} ({row['mixed_steps']:.0f}) | {row['longest_ms']:.1f}"
+    return f"{row['tokens_per_s']:.0f} | {row['wall']:.2f} | {waits} | {row['idle']:.1%} | {row['drafting']:.1%} | {steps}"
+
+
 def time_prompts(llm: LLM, repeats: int = 3) -> None:
     """Seconds of prompts alone, from submission to every first token."""
     print("| prompts | tokens of each | seconds | tokens/s |")
     print("|---|---|---|---|")
-    for count, length in ((1, 512), (1, 2048), (1, 8192), (128, 512)):
+    for count, length in ((1, 128), (1, 512), (1, 2048), (1, 8192), (128, 512)):
         if length + 2 > llm.engine.worker.max_model_len:
             continue
         prompts = make_prompts(llm, count, length)
@@ -112,13 +118,19 @@ def main() -> None:
     parser.add_argument("--adaptive", action="store_true")
     parser.add_argument("--quantization", help="of the target's weights")
     parser.add_argument("--prompts", action="store_true", help="times prompts alone, and nothing else")
+    parser.add_argument("--uncaptured", action="store_true", help="times forwards with prompts that are launched kernel by kernel, too")
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as folder:
         target = write_target(arguments.shape, Path(folder))
         if arguments.prompts:
             common: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "enable_prefix_caching": False}
-            time_prompts(LLM(model=str(target), quantization=arguments.quantization, **common))
+            llm = LLM(model=str(target), quantization=arguments.quantization, **common)
+            time_prompts(llm)
+            if arguments.uncaptured:
+                print("kernel by kernel:")
+                llm.engine.worker.graphs.pieces = None
+                time_prompts(llm)
             return
         columns = ["method", "budget", "limit ms", "tokens/s", "wall s", "first token s p50, p99", "per token ms p50, p99", "idle", "drafting"]
         columns += ["steps (with prompts)", "longest ms"]
@@ -144,11 +156,11 @@ def main() -> None:
                     )
                     load = make_load(llm, arguments.requests)
                     run(llm, load[: len(load) // 4], "warm")
-                    row = run(llm, load, "run")
-                    waits = f"{row['ttft_p50']:.2f}, {row['ttft_p99']:.2f} | {row['tpot_p50']:.1f}, {row['tpot_p99']:.1f}"
-                    steps = f"{row['steps']:.0f} ({row['mixed_steps']:.0f}) | {row['longest_ms']:.1f}"
-                    figures = f"{row['tokens_per_s']:.0f} | {row['wall']:.2f} | {waits} | {row['idle']:.1%} | {row['drafting']:.1%} | {steps}"
-                    print(f"| {method} | {budget or 'default'} | {limit if limit >= 0 else 'default'} | {figures} |", flush=True)
+                    what = f"{budget or 'default'} | {limit if limit >= 0 else 'default'}"
+                    print(f"| {method} | {what} | {show(run(llm, load, 'run'))} |", flush=True)
+                    if arguments.uncaptured:
+                        llm.engine.worker.graphs.pieces = None
+                        print(f"| {method}, kernel by kernel | {what} | {show(run(llm, load, 'again'))} |", flush=True)
                     del llm
                     gc.collect()
                     torch.cuda.empty_cache()

@@ -190,21 +190,24 @@ class StepAttention:
         window: int | None = None,
         cap: float | None = None,
         scales: CacheScales | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `append_attention`."""
         first, rows, prompts = self._first, self._rows, self._prompts
         if rows is not None:
-            return attend_scaled(lambda q: reference.append_attention(q, key_pages, value_pages, rows, window, cap), query, scales)
+            made = attend_scaled(lambda q: reference.append_attention(q, key_pages, value_pages, rows, window, cap), query, scales)
+            return made if out is None else out.copy_(made)
         if not first:
-            return self._decode(query, key_pages, value_pages, window, cap, scales)
+            return self._decode(query, key_pages, value_pages, window, cap, scales, out)
         assert prompts is not None, "refresh() comes first"
 
         def attend_prompts() -> torch.Tensor:
             return attend_scaled(lambda q: prompts.attend(q, key_pages, value_pages, window, cap), query[:first], scales)
 
-        if len(query) == first:
-            return attend_prompts()
-        out = torch.empty_like(query)
+        if out is None:
+            if len(query) == first:
+                return attend_prompts()
+            out = torch.empty_like(query)
         if self._plain is not None:  # first: a kernel may begin while the keys are written
             self._decode(query, key_pages, value_pages, window, cap, scales, out)
         out[:first].copy_(attend_prompts())
@@ -220,7 +223,7 @@ class StepAttention:
         scales: CacheScales | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of the rows that decode; out: of all rows."""
+        """Of the rows that decode; out: of all rows, of which others are left as they are."""
         plan, plain, first = self._kind(window, cap), self._plain, self._first
         if plan is not None:
             return attention.append_attention(query, key_pages, value_pages, plan, out, scales)
@@ -237,23 +240,30 @@ class StepAttention:
         scale: float,
         absorb: torch.Tensor | None = None,
         scales: CacheScales | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `latent_attention`."""
         still, rows, prompts = key_up.shape[1], self._rows, self._prompts
         if rows is not None:
-            return attend_scaled(lambda q: reference.latent_attention(q, pages, rows, key_up, value_up, scale), query, scales, still)
+            made = attend_scaled(lambda q: reference.latent_attention(q, pages, rows, key_up, value_up, scale), query, scales, still)
+            return made if out is None else out.copy_(made)
         if not self.heads.latent_rank:
             raise ValueError("attention over latents needs heads with latent_rank; this step is planned for keys and values")
         first = self._first
-        decoded = None
+        parts = []
         if self._plain is not None and len(query) > first:
-            decoded = head_linear(self._decode_latents(query[first:], pages, key_up, scale, absorb, scales), value_up)
-        if not first:
-            assert decoded is not None
-            return decoded
-        assert prompts is not None, "refresh() comes first"
-        made = attend_scaled(lambda q: prompts.attend_latents(q, pages, key_up, value_up, scale), query[:first], scales, still)
-        return made if decoded is None else torch.cat([made, decoded])
+            parts.append(head_linear(self._decode_latents(query[first:], pages, key_up, scale, absorb, scales), value_up))
+        if first:
+            assert prompts is not None, "refresh() comes first"
+            made = attend_scaled(lambda q: prompts.attend_latents(q, pages, key_up, value_up, scale), query[:first], scales, still)
+            parts.insert(0, made)
+        if out is None:
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        begin = 0
+        for part in parts:
+            out[begin : begin + len(part)].copy_(part)
+            begin += len(part)
+        return out
 
     def _decode_latents(
         self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, scale: float, absorb: torch.Tensor | None, scales: CacheScales | None
@@ -338,15 +348,17 @@ def append_attention(
     window: int | None = None,
     cap: float | None = None,
     scales: CacheScales | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, D] over paged keys and values [P, page, Hkv, D], causal among the new tokens -> [T, H, D].
 
     The new tokens' keys and values are in their pages already. Rows past the last request's may hold anything. window: tokens that a query
-    sees, itself with them; cap: scores become cap tanh(score / cap). scales: of pages in e4m3.
+    sees, itself with them; cap: scores become cap tanh(score / cap). scales: of pages in e4m3. out [T, H, D]: where a step's results go.
     """
     check_scales(key_pages, scales)
     if isinstance(plan, StepAttention):
-        return plan.attend(query, key_pages, value_pages, window, cap, scales)
+        return plan.attend(query, key_pages, value_pages, window, cap, scales, out)
+    assert out is None, "of a step alone"
     return attend_scaled(lambda q: reference.append_attention(q, key_pages, value_pages, plan, window, cap), query, scales)
 
 
@@ -359,12 +371,15 @@ def latent_attention(
     scale: float,
     absorb: torch.Tensor | None = None,
     scales: CacheScales | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of packed queries [T, H, N + D] over paged latents [P, page, 1, R + D] -> [T, H, V]: see `reference.latent_attention`.
 
-    absorb: key_up as [H, R, N], which a GPU wants where few queries meet latents; made for the call when it is not given. scales: of pages in e4m3.
+    absorb: key_up as [H, R, N], which a GPU wants where few queries meet latents; made for the call when it is not given. scales: of pages in
+    e4m3. out [T, H, V]: where a step's results go.
     """
     check_scales(pages, scales)
     if isinstance(plan, StepAttention):
-        return plan.attend_latents(query, pages, key_up, value_up, scale, absorb, scales)
+        return plan.attend_latents(query, pages, key_up, value_up, scale, absorb, scales, out)
+    assert out is None, "of a step alone"
     return attend_scaled(lambda q: reference.latent_attention(q, pages, plan, key_up, value_up, scale), query, scales, key_up.shape[1])

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from backend.models.layers import ATTENTION, Wanted
-    from backend.models.loading import Model, load_model, open_checkpoint
+    from backend.models.loading import Model, Passing, load_model, open_checkpoint
 
-__all__ = ["ATTENTION", "Model", "Wanted", "load_model", "open_checkpoint"]
+__all__ = ["ATTENTION", "Model", "Passing", "Wanted", "load_model", "open_checkpoint"]
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from tqdm import tqdm
 
@@ -11,12 +13,24 @@ from backend.models.decoder_layer import DecoderLayer
 from backend.models.layers import ATTENTION, Wanted, Weights, own_heads
 from backend.models.loader import Checkpoint
 from backend.models.parts import Attention
-from backend.models.rope import RopeTables
+from backend.models.rope import Angles, RopeTables
 from backend.models.spec import DecoderSpec, Projection
 from backend.parallel.ranks import Ranks
 from backend.quantization import count_written, make_linear, quantize
 from backend.quantization_config import QuantizationConfig
 from kernels import ops
+
+
+@dataclass(slots=True)
+class Passing:
+    """A forward of T tokens on its way through the layers."""
+
+    x: torch.Tensor
+    """[T, hidden], changed in place."""
+    angles: list[Angles]
+    """Of each of the model's tables."""
+    entering: dict[int, torch.Tensor]
+    """See `Decoder.forward`."""
 
 
 class Decoder:
@@ -39,6 +53,7 @@ class Decoder:
         self.vocab_size, self.hidden_size, self.max_model_len = spec.vocab_size, spec.hidden_size, spec.max_model_len
         self.num_layers, self.eos_token_ids, self.ranks = len(spec.layers), spec.eos_token_ids, ranks
         own = spec.layers[0].attention
+        self.value_dim = own.value_dim
         self.heads = own_heads(own, ranks)
         self._token_shape, self._num_planes = own.token_shape(self.heads.num_kv), own.num_planes
         self.eps = spec.layers[-1].eps
@@ -103,19 +118,47 @@ class Decoder:
         wanted: Wanted | None = None,
         entering: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        x = self.embed(token_ids)
-        angles = [tables.at(positions) for tables in self._tables]
+        passing = self.enter(token_ids, positions, {} if entering is None else entering)
         last = self.num_layers - 1
-        for number, (layer, place, layer_cache) in enumerate(zip(self.layers, self._table_of, cache, strict=True)):
-            if entering is not None and number in entering:
-                entering[number] = x.clone()  # layers add to it in place
-            rows = None
-            if number == last and wanted is not None:
-                rows, plan = wanted.rows, wanted.plan
-            x = layer.forward(x, angles[place], slots, layer_cache, plan, rows)
-        if entering is not None and self.num_layers in entering:
-            entering[self.num_layers] = x
-        return ops.rms_norm(x, self.norm, self.eps)
+        for number in range(last):
+            query = self.ask(passing, number, slots, cache[number])
+            self.answer(passing, number, self.attend(number, query, cache[number], plan))
+        return self.finish(passing, self.ask(passing, last, slots, cache[last]), cache[last], plan, wanted)
+
+    # A forward in pieces, between which layers attend: what a graph of them depends on is but how many tokens there are.
+
+    def enter(self, token_ids: torch.Tensor, positions: torch.Tensor, entering: dict[int, torch.Tensor]) -> Passing:
+        return Passing(self.embed(token_ids), [tables.at(positions) for tables in self._tables], entering)
+
+    def ask(self, passing: Passing, number: int, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The queries [T, H, D] of layer `number`, which the states have come to; what it keeps of the tokens goes to their slots."""
+        if number in passing.entering:
+            passing.entering[number] = passing.x.clone()  # layers add to it in place
+        return self.layers[number].attention.append(passing.x, passing.angles[self._table_of[number]], slots, cache)
+
+    def attend(
+        self, number: int, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What layer `number`'s queries [T, H, D] find [T, H, V], in `out` if that is given."""
+        return self.layers[number].attention.attend(query, cache, plan, out)
+
+    def answer(self, passing: Passing, number: int, found: torch.Tensor) -> None:
+        """The states past layer `number`, whose queries found this [T, H, V]."""
+        self.layers[number].finish(passing.x, found)
+
+    def finish(self, passing: Passing, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, wanted: Wanted | None) -> torch.Tensor:
+        """From the last layer's queries on -> what `forward` gives."""
+        if wanted is not None:
+            query, passing.x, plan = query[wanted.rows], passing.x[wanted.rows], wanted.plan
+        if len(query):
+            self.answer(passing, self.num_layers - 1, self.attend(self.num_layers - 1, query, cache, plan))
+        return self.leave(passing)
+
+    def leave(self, passing: Passing) -> torch.Tensor:
+        """The states past the last layer, normalised."""
+        if self.num_layers in passing.entering:
+            passing.entering[self.num_layers] = passing.x
+        return ops.rms_norm(passing.x, self.norm, self.eps)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding[token_ids]

@@ -29,16 +29,14 @@ class DecoderLayer:
         slots: torch.Tensor,
         cache: tuple[torch.Tensor, ...],
         plan: ops.Plan,
-        rows: torch.Tensor | None = None,
         attended: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden], residual included; x is changed in place. rows [R]: the result is wanted of these alone, and the plan
-        is theirs; keys and values of all T are kept. attended [T, in]: what attention takes in x's place."""
+        """x [T, hidden] -> [T, hidden], residual included; x is changed in place. attended [T, in]: what attention takes in x's place."""
         query = self.attention.append(x if attended is None else attended, angles, slots, cache)
-        if rows is not None:
-            query, x = query[rows], x[rows]
-            if not len(rows):
-                return x
-        self.attention.add(x, query, cache, plan)
-        self.mlp.add(x)
+        self.finish(x, self.attention.attend(query, cache, plan))
         return x
+
+    def finish(self, x: torch.Tensor, found: torch.Tensor) -> None:
+        """Adds to x [T, hidden] in place what follows from what its queries found [T, H, D]."""
+        self.attention.o.add(x, found.flatten(1))
+        self.mlp.add(x)

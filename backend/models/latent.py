@@ -39,7 +39,7 @@ class LatentAttention:
         up = weights.whole(f"{spec.up.name}.weight", (spec.up.out_features, spec.up.in_features)).unflatten(0, (spec.num_heads, -1))[own]
         self._key_up, self._value_up = up[:, : spec.still_dim].contiguous(), up[:, spec.still_dim :].contiguous()
         self._absorb = self._key_up.transpose(1, 2).contiguous() if weights.device.type == "cuda" else None
-        self._o = Residual(weights.split_columns(spec.o), weights.ranks, optional_norm(weights, layer.attention_post_norm, layer), layer.eps)
+        self.o = Residual(weights.split_columns(spec.o), weights.ranks, optional_norm(weights, layer.attention_post_norm, layer), layer.eps)
         self.cache_scales: ops.CacheScales | None = None
         """Of latents that are kept in e4m3."""
 
@@ -53,8 +53,7 @@ class LatentAttention:
         ops.append_latent(query, latents, self._latent_norm, self._norm_eps, angles.cos, angles.sin, slots, pages, self.cache_scales)
         return query
 
-    def add(self, x: torch.Tensor, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan) -> None:
-        """Adds what the queries find to x [T, hidden] in place."""
+    def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What the queries [T, H, D] find [T, H, V], in `out` if that is given."""
         (pages,) = cache
-        y = ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale, self._absorb, self.cache_scales)
-        self._o.add(x, y.view(len(x), -1))
+        return ops.latent_attention(query, pages, plan, self._key_up, self._value_up, self._scale, self._absorb, self.cache_scales, out)

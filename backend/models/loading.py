@@ -15,7 +15,7 @@ from backend.kv_store import CacheSpec
 from backend.model_checks import check_model, check_rounding
 from backend.model_files import find_pickled, read_config
 from backend.models.cache_scales import Scales
-from backend.models.decoder import Decoder
+from backend.models.decoder import Decoder, Passing
 from backend.models.latent_spec import LatentSpec
 from backend.models.layers import Wanted
 from backend.models.loader import Checkpoint, DummyCheckpoint, PickledCheckpoint
@@ -39,6 +39,9 @@ class Model(Protocol):
     num_layers: int
     heads: ops.Heads
     """On this rank."""
+    value_dim: int
+    """Numbers that a head's queries find."""
+    ranks: Ranks
 
     @property
     def attention_kinds(self) -> frozenset[tuple[int | None, float | None]]:
@@ -73,6 +76,34 @@ class Model(Protocol):
 
         entering: by number of a layer, filled with the states [T, hidden] that enter it; num_layers: those before the final norm.
         """
+        ...
+
+    # The same in pieces, between which layers attend.
+
+    def enter(self, token_ids: torch.Tensor, positions: torch.Tensor, entering: dict[int, torch.Tensor]) -> Passing:
+        """A forward of T tokens before the first layer."""
+        ...
+
+    def ask(self, passing: Passing, number: int, slots: torch.Tensor, cache: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The queries [T, H, D] of layer `number`, which the states have come to; what it keeps of the tokens goes to their slots."""
+        ...
+
+    def attend(
+        self, number: int, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What layer `number`'s queries [T, H, D] find [T, H, V], in `out` if that is given."""
+        ...
+
+    def answer(self, passing: Passing, number: int, found: torch.Tensor) -> None:
+        """The states past layer `number`, whose queries found this [T, H, V]."""
+        ...
+
+    def leave(self, passing: Passing) -> torch.Tensor:
+        """The states past the last layer, normalised."""
+        ...
+
+    def finish(self, passing: Passing, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, wanted: Wanted | None) -> torch.Tensor:
+        """From the last layer's queries on -> what `forward` gives."""
         ...
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

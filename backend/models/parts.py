@@ -93,11 +93,10 @@ class Attention:
         query = ops.append_kv(heads, angles.cos, angles.sin, slots, keys, values, scales=self.cache_scales)
         return query if angles.query_scale is None else query * angles.query_scale
 
-    def add(self, x: torch.Tensor, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan) -> None:
-        """Adds what the queries find to x [T, hidden] in place."""
+    def attend(self, query: torch.Tensor, cache: tuple[torch.Tensor, ...], plan: ops.Plan, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What the queries [T, H, D] find [T, H, D], in `out` if that is given."""
         keys, values = cache
-        y = ops.append_attention(query, keys, values, plan, self.window, self.soft_cap, self.cache_scales)
-        self.o.add(x, y.view(len(x), -1))
+        return ops.append_attention(query, keys, values, plan, self.window, self.soft_cap, self.cache_scales, out)
 
 
 class WholeNorms:

@@ -111,6 +111,11 @@ class AttentionSpec:
         return self.num_q, self.num_kv, self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """Of a head."""
+        return self.head_dim
+
+    @property
     def latent(self) -> tuple[int, int]:
         """Numbers of a latent and of the key beside it: here keys and values are kept."""
         return 0, 0

@@ -1,6 +1,7 @@
 """CUDA graphs of the step's phases. Each phase is captured apart, so that their number adds up and does not multiply.
 
-A shape that has no graph runs eagerly, and is captured when nobody waits.
+A shape that has no graph runs eagerly, and is captured when nobody waits. Of steps with prompts the forward is captured in pieces: see
+`backend.step.pieces`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from backend.config import EngineConfig
 from backend.prefixes import MIN_SHARERS
 from backend.step.options import Options
+from backend.step.pieces import Pieces, capture
 from backend.step.plan import StepPlan
 from backend.step.program import Program
 from backend.step.tensors import StepShape, StepTensors
@@ -112,13 +114,16 @@ class Graphs:
         self._later: OrderedDict[Phase, None] = OrderedDict()
         self._waiting: OrderedDict[StepShape, None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
+        self._max_prompt_rows = config.max_num_batched_tokens_on(device.type)
+        self.pieces: Pieces | None = None
+        """Of forwards with prompts; None: they are launched kernel by kernel."""
 
     @property
     def _chain_widths(self) -> list[int]:
         return [width for width in self._queries if width != self._tree_width]
 
     def fit(self, shape: StepShape) -> StepShape:
-        """The least shape made in advance that such a step fits in; a step with prompts keeps its rows."""
+        """The least shape made in advance that such a step fits in; a step with prompts keeps its requests."""
         # What was captured is worth some idle rows; a step with prompts is not captured anyway.
         own = self._chain_widths
         widths: Sequence[int] = sorted({*own, *WIDTHS}) if shape.num_prompts else (*own, *WIDTHS)
@@ -130,6 +135,9 @@ class Graphs:
             shape = dataclasses.replace(shape, batch=next(size for size in self._batch_sizes if size >= shape.batch))
         if drafts is not None and (shape.num_model_drafts or shape.has_lookup):
             shape = dataclasses.replace(shape, num_model_drafts=drafts[0], has_lookup=drafts[1])
+        if shape.num_prompts and self.pieces is not None:
+            num_rows = sum(shape.prompt_lens) + (shape.batch - shape.num_prompts) * queries
+            shape = dataclasses.replace(shape, num_rows=self.pieces.fit(num_rows))
         return dataclasses.replace(shape, num_queries=queries)
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -142,6 +150,7 @@ class Graphs:
             if not shape.num_prompts:
                 self._wait_for_capture(shape)
             step = self._program.make_tensors(shape, self._fields(shape.batch))
+            step.pieces = self.pieces if shape.num_rows else None
             running = Running(step, phases, lambda phase: self._run_eagerly(phase, step))
         else:
             step = self._select(shape)
@@ -242,11 +251,7 @@ class Graphs:
     def _capture_phase(self, run: Callable[[StepTensors], None], step: StepTensors) -> torch.cuda.CUDAGraph:
         run(step)  # loads kernels, and lets cuBLAS choose
         run(step)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        run(step)
-        graph.capture_end()
-        return graph
+        return capture(lambda: run(step), self._pool)[0]
 
     def _clear_fields(self, batch: int, prompt: int = 0) -> None:
         """Rows of nobody."""
@@ -276,6 +281,7 @@ class Graphs:
         if self._program.is_e4m3:
             widths = sorted({1, *self._chain_widths})
             check_codes(self.device, self._program.all_heads[0], self._program.page_size, self._program.dtype, {widths[0], widths[-1]})
+        self.pieces = self._program.capture_pieces(self._max_prompt_rows, self._pool)
         for number, shape in enumerate(shapes, 1):
             self._capture(shape)
             if number % 64 == 0 or number == len(shapes):

@@ -19,6 +19,7 @@ from backend.step.bad_words import BadWords
 from backend.step.distributions import Distributions
 from backend.step.draft_phase import DraftPhase
 from backend.step.options import Options
+from backend.step.pieces import Pieces
 from backend.step.scores import score_emitted, score_prompt, score_width
 from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors
 from kernels import ops, step_rows
@@ -100,7 +101,7 @@ class Program:
         """fields: [NUM_FIELDS, B], where the plan's will be when the phases run; rows: to be shared with other phases' graphs."""
         table, store, batch = self._table, self._store, shape.batch
         prompt_rows, num_decoding = sum(shape.prompt_lens), batch - shape.num_prompts
-        num_rows = prompt_rows + num_decoding * shape.num_queries
+        num_rows = shape.num_rows or prompt_rows + num_decoding * shape.num_queries
         sizes = StepSizes(
             batch=batch,
             num_prompts=shape.num_prompts,
@@ -163,8 +164,9 @@ class Program:
             step.wanted_attention.refresh()
             wanted = Wanted(rows.logit_rows, step.wanted_attention)
         entering = dict.fromkeys(self._drafter.tapped_layers, slots) if self._drafter is not None else {}
+        forward = self._model.forward if step.pieces is None else step.pieces.forward
         with ops.rounding_activations(self.rounds_activations):
-            step.hidden = self._model.forward(token_ids, positions, slots, self._cache, step.attention, wanted, entering)
+            step.hidden = forward(token_ids, positions, slots, self._cache, step.attention, wanted, entering)
         if self._tap is not None:
             kept = step.hidden if self._drafter is None else self._drafter.tap(step.hidden, entering)
             self._tap.index_copy_(0, tap_slots, kept)
@@ -174,8 +176,20 @@ class Program:
 
     def _wants_few(self, shape: StepShape) -> bool:
         """Whether the states of most rows are of no use: those of prompts but for the last, unless a drafter or scores read them."""
-        is_read = self._drafter is not None and self._model.num_layers in self._drafter.tapped_layers
-        return bool(shape.num_prompts) and self._tap is None and not is_read and not shape.scored
+        return bool(shape.num_prompts) and not self._are_all_read and not shape.scored
+
+    @property
+    def _are_all_read(self) -> bool:
+        """Whether a drafter reads the states of all rows."""
+        return self._tap is not None or (self._drafter is not None and self._model.num_layers in self._drafter.tapped_layers)
+
+    def capture_pieces(self, max_rows: int, pool: tuple[int, int]) -> Pieces:
+        """Forwards with prompts, of up to so many rows, captured in memory of a pool of graphs."""
+        tapped = frozenset() if self._drafter is None else frozenset(self._drafter.tapped_layers)
+        pieces = Pieces(self._model, self._cache, tapped, max_rows, self.dtype, self._table.device, pool, has_end=self._are_all_read)
+        with ops.rounding_activations(self.rounds_activations):
+            pieces.capture_all()
+        return pieces
 
     # -- decide -------------------------------------------------------------------------------------------------------
 

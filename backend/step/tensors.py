@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,13 +12,16 @@ from backend.step.options import Options
 from kernels import ops, step_rows
 from kernels.structs import DRAFTER_COUNT, INDEX, StepSizes
 
+if TYPE_CHECKING:
+    from backend.step.pieces import Pieces
+
 REPORT_HEAD = 3
 """Before the drafts of a row of a report: tokens that the model drafter has computed, score of the lookup, number of drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the phases depend on beside their tensors' contents. Shapes with prompts are never captured."""
+    """What the phases depend on beside their tensors' contents. Of shapes with prompts no more is captured than what depends on num_rows alone."""
 
     batch: int
     num_queries: int
@@ -39,6 +43,8 @@ class StepShape:
     drafter_counts: tuple[int, ...] = ()
     drafter_seq_lens: tuple[int, ...] = ()
     scored: tuple[tuple[int, int], ...] = ()
+    num_rows: int = 0
+    """Of a step with prompts: rows that its forward is captured for, the last ones nobody's; 0: it has its own, and is not captured."""
 
     @property
     def num_prompts(self) -> int:
@@ -55,6 +61,8 @@ class StepTensors:
     """[NUM_FIELDS, B] int32"""
     results: torch.Tensor
     """[B, RESULT_HEAD + K + 1] int32: see `ops.pack_results`."""
+    pieces: Pieces | None = None
+    """What the forward's are, where it is captured in pieces."""
     rows: step_rows.StepRows | None = None
     """None on CPU before the layout is made, which is exact there."""
     attention: ops.StepAttention | None = None

@@ -1,0 +1,225 @@
+"""A forward with prompts in it, captured in pieces: what layers compute between their attention (vLLM's piecewise graphs).
+
+Attention depends on how many requests there are and how long their contexts; all else but on how many rows. So the graphs are
+of numbers of rows, attention is launched from Python in between, and what Python takes for a step does not grow with what a layer consists of.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from backend.models import Model, Passing, Wanted
+from kernels import ops
+
+logger = logging.getLogger(__name__)
+
+WORTH = 2
+"""A forward is captured unless the device takes more than so many times as long for it as Python to launch it kernel by kernel."""
+WORDS = {1: "|u1", 2: "<i2", 4: "<i4"}
+"""By bytes, as `__cuda_array_interface__` names them."""
+
+Result = TypeVar("Result")
+
+
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows that forwards are captured for: few are nobody's, and products have whole tiles."""
+    counts = [8, 16, 32, 48, 64, 96, 128, *range(192, 1025, 64), *range(1152, most, 128)]
+    return [count for count in counts if count < most] + [most]
+
+
+def capture(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of what `run` launches, and what it returned."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(
+        pool=pool,  # type: ignore[arg-type]
+        capture_error_mode="thread_local",
+    )
+    try:
+        made = run()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the capture is void by then
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph, made
+
+
+class _Words:
+    """A tensor's memory, which is not held."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        strides = tuple(stride * size for stride in tensor.stride())
+        address = (tensor.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": tuple(tensor.shape), "typestr": WORDS[size], "data": address, "strides": strides, "version": 3}
+
+
+def _unheld(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which a later graph of the pool may use for something else: valid from where a graph wrote it to the next one's replay."""
+    return torch.as_tensor(_Words(tensor), device=tensor.device).view(tensor.dtype)
+
+
+class Forward:
+    """The graphs of one number of rows."""
+
+    def __init__(self) -> None:
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._made: list[torch.Tensor] = []
+        """By graph: the queries of a layer, or the states at the end."""
+        self._passing: Passing | None = None
+
+    def add(self, graph: torch.cuda.CUDAGraph, made: torch.Tensor) -> None:
+        self._graphs.append(graph)
+        self._made.append(_unheld(made))
+
+    def end(self, passing: Passing) -> None:
+        """passing: what the graphs handed on, which may be let go now."""
+        entering = {number: _unheld(states) for number, states in passing.entering.items()}
+        self._passing = Passing(_unheld(passing.x), [], entering)
+
+    def replay(self, number: int) -> torch.Tensor:
+        self._graphs[number].replay()
+        return self._made[number]
+
+    @property
+    def passing(self) -> Passing:
+        """The states after the last piece, and what entered layers."""
+        assert self._passing is not None
+        return dataclasses.replace(self._passing)
+
+
+class Pieces:
+    """The forwards that were captured, by their number of rows."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: list[tuple[torch.Tensor, ...]],
+        tapped: frozenset[int],
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: tuple[int, int],
+        *,
+        has_end: bool,
+    ) -> None:
+        """tapped: layers whose entering states are wanted; has_end: the states of all rows are wanted, so that the last layer is captured, too."""
+        self._model, self._cache, self._tapped, self._device, self._pool = model, cache, tapped, device, pool
+        self._num_pieces = model.num_layers + has_end
+        self._counts = row_counts(max_rows)
+        self._inputs = torch.zeros(3, max_rows, dtype=torch.long, device=device)
+        """Token ids, positions, slots."""
+        self._found = torch.zeros(max_rows, model.heads.num_query, model.value_dim, dtype=dtype, device=device)
+        """What a layer's queries found."""
+        self._forwards: dict[int, Forward] = {}
+
+    def fit(self, num_rows: int) -> int:
+        """The least number of rows that was captured and holds so many; 0: there is none."""
+        place = bisect.bisect_left(self._counts, num_rows)
+        return self._counts[place] if place < len(self._counts) else 0
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: list[tuple[torch.Tensor, ...]],
+        plan: ops.Plan,
+        wanted: Wanted | None = None,
+        entering: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """See `Model.forward`; of as many rows as were captured."""
+        count, last = len(token_ids), self._model.num_layers - 1
+        own, found = self._forwards[count], self._found[:count]
+        torch.stack((token_ids, positions, slots), out=self._inputs[:, :count])
+        found.zero_()  # rows of nobody are read by products, and choose experts
+        for number in range(last):
+            self._model.attend(number, own.replay(number), cache[number], plan, found)
+        query, passing = own.replay(last), own.passing
+        if last + 1 < self._num_pieces:
+            self._model.attend(last, query, cache[last], plan, found)
+            states = own.replay(last + 1)
+        else:
+            states = self._model.finish(passing, query, cache[last], plan, wanted)
+        if entering is not None:
+            entering.update(passing.entering)
+        return states
+
+    # -- capturing ----------------------------------------------------------------------------------------------------
+
+    def capture_all(self) -> None:
+        """From few rows to many, as long as Python would take longer than the device, or nearly."""
+        started, seconds = time.perf_counter(), 0.0
+        counts: list[int] = []
+        for count in self._counts:
+            try:
+                seconds = seconds or self._time_launches(count)
+                own = self._forwards[count] = self._capture(count)
+            except Exception:
+                logger.exception("forwards of %d rows cannot be captured: steps with prompts are launched kernel by kernel", count)
+                self._forwards.clear()
+                counts = []
+                break
+            counts.append(count)
+            is_worth = self._time_replay(own) < WORTH * seconds
+            if not self._model.ranks.least(int(is_worth), self._device):
+                break
+        self._counts = counts
+        logger.info("captured forwards with prompts of up to %d rows in %.1f s", max(counts, default=0), time.perf_counter() - started)
+
+    def _run(self, number: int, count: int, passing: Passing | None) -> tuple[Passing, torch.Tensor]:
+        """Piece `number` -> what it hands on, and its result: queries, or the states at the end."""
+        token_ids, positions, slots = self._inputs[:, :count]
+        if passing is None:
+            passing = self._model.enter(token_ids, positions, dict.fromkeys(self._tapped, token_ids))
+        else:
+            self._model.answer(passing, number - 1, self._found[:count])
+        if number == self._model.num_layers:
+            return passing, self._model.leave(passing)
+        return passing, self._model.ask(passing, number, slots, self._cache[number])
+
+    def _run_all(self, count: int) -> None:
+        passing = None
+        for number in range(self._num_pieces):
+            passing, _ = self._run(number, count, passing)
+
+    def _time_launches(self, count: int) -> float:
+        """Seconds that Python takes for them."""
+        self._run_all(count)  # loads kernels
+        torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        self._run_all(count)
+        return time.perf_counter() - started
+
+    def _time_replay(self, forward: Forward) -> float:
+        """Seconds that the device takes."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(2):  # the first one brings the graphs there
+            begin.record()
+            for number in range(self._num_pieces):
+                forward.replay(number)
+            end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    def _capture(self, count: int) -> Forward:
+        self._run_all(count)  # lets cuBLAS choose
+        forward, passing = Forward(), None
+        for number in range(self._num_pieces):
+            graph, (passing, made) = capture(functools.partial(self._run, number, count, passing), self._pool)
+            forward.add(graph, made)
+            del made  # what it takes is the next pieces' then, as it will be when they are replayed
+        assert passing is not None
+        forward.end(passing)
+        return forward
