@@ -17,7 +17,7 @@ import torch
 from backend.config import EngineConfig
 from backend.prefixes import MIN_SHARERS
 from backend.step.options import Options
-from backend.step.pieces import Pieces, capture
+from backend.step.pieces import MAX_CAPTURED_ROWS, Pieces, capture
 from backend.step.plan import StepPlan
 from backend.step.program import Program
 from backend.step.tensors import StepShape, StepTensors
@@ -114,7 +114,7 @@ class Graphs:
         self._later: OrderedDict[Phase, None] = OrderedDict()
         self._waiting: OrderedDict[StepShape, None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        self._max_prompt_rows = config.max_num_batched_tokens_on(device.type)
+        self._max_prompt_rows = min(config.max_num_batched_tokens_on(device.type), MAX_CAPTURED_ROWS)
         self.pieces: Pieces | None = None
         """Of forwards with prompts; None: they are launched kernel by kernel."""
 

@@ -22,8 +22,11 @@ from kernels import ops
 
 logger = logging.getLogger(__name__)
 
-WORTH = 2
-"""A forward is captured unless the device takes more than so many times as long for it as Python to launch it kernel by kernel."""
+WORTH = 4
+"""A forward is captured unless the device takes more than so many times as long for it as Python to launch it kernel by kernel where nothing
+else runs: beside a server's other threads that takes two and three times as long."""
+MAX_CAPTURED_ROWS = 4096
+"""For more a device takes longer than Python to launch them, whatever the model."""
 WORDS = {1: "|u1", 2: "<i2", 4: "<i4"}
 """By bytes, as `__cuda_array_interface__` names them."""
 
@@ -159,24 +162,24 @@ class Pieces:
     # -- capturing ----------------------------------------------------------------------------------------------------
 
     def capture_all(self) -> None:
-        """From few rows to many, as long as Python would take longer than the device, or nearly."""
-        started, seconds = time.perf_counter(), 0.0
-        counts: list[int] = []
-        for count in self._counts:
-            try:
-                seconds = seconds or self._time_launches(count)
-                own = self._forwards[count] = self._capture(count)
-            except Exception:
-                logger.exception("forwards of %d rows cannot be captured: steps with prompts are launched kernel by kernel", count)
-                self._forwards.clear()
-                counts = []
-                break
-            counts.append(count)
-            is_worth = self._time_replay(own) < WORTH * seconds
-            if not self._model.ranks.least(int(is_worth), self._device):
-                break
-        self._counts = counts
-        logger.info("captured forwards with prompts of up to %d rows in %.1f s", max(counts, default=0), time.perf_counter() - started)
+        """Of as many rows as are worth it, the most first: the others' lie in the same memory."""
+        started = time.perf_counter()
+        most = self._count_worth()
+        self._counts = [count for count in self._counts if count <= most]
+        try:
+            for count in reversed(self._counts):
+                self._forwards[count] = self._capture(count)
+        except Exception:
+            logger.exception("forwards of %d rows cannot be captured: steps with prompts are launched kernel by kernel", count)
+            self._forwards, self._counts = {}, []
+        logger.info("captured forwards with prompts of up to %d rows in %.1f s", max(self._counts, default=0), time.perf_counter() - started)
+
+    def _count_worth(self) -> int:
+        """Rows for which the device takes so much longer than Python that nothing is gained."""
+        few, most = self._counts[0], self._counts[-1]
+        launching, _ = self._time_launched(few)
+        _, computing = self._time_launched(most)
+        return self._model.ranks.least(max(few, int(WORTH * launching / computing * most)), self._device)
 
     def _run(self, number: int, count: int, passing: Passing | None) -> tuple[Passing, torch.Tensor]:
         """Piece `number` -> what it hands on, and its result: queries, or the states at the end."""
@@ -194,24 +197,15 @@ class Pieces:
         for number in range(self._num_pieces):
             passing, _ = self._run(number, count, passing)
 
-    def _time_launches(self, count: int) -> float:
-        """Seconds that Python takes for them."""
-        self._run_all(count)  # loads kernels
-        torch.cuda.synchronize(self._device)
-        started = time.perf_counter()
-        self._run_all(count)
-        return time.perf_counter() - started
-
-    def _time_replay(self, forward: Forward) -> float:
-        """Seconds that the device takes."""
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(2):  # the first one brings the graphs there
-            begin.record()
-            for number in range(self._num_pieces):
-                forward.replay(number)
-            end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
+    def _time_launched(self, count: int) -> tuple[float, float]:
+        """Seconds until everything is launched, and until it is computed."""
+        for _ in range(2):  # the first time loads kernels
+            torch.cuda.synchronize(self._device)
+            started = time.perf_counter()
+            self._run_all(count)
+            launched = time.perf_counter()
+            torch.cuda.synchronize(self._device)
+        return launched - started, time.perf_counter() - started
 
     def _capture(self, count: int) -> Forward:
         self._run_all(count)  # lets cuBLAS choose
