@@ -11,11 +11,9 @@ from backend.errors import ConfigError
 from backend.parallel.ranks import Ranks
 from backend.planner import Planner
 from backend.scheduler import Scheduler
+from backend.step.pieces import whole_rows
 from backend.step.worker import Worker
 from backend.text import Tokenizer
-
-ROW_TILE = 128
-"""Rows that a GPU's products compute together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def load_parts(config: EngineConfig, ranks: Ranks, draft_service: DraftService |
         max_model_len=worker.max_model_len,
         max_waiting=config.max_waiting,
         enable_prefix_caching=config.enable_prefix_caching,
-        row_unit=ROW_TILE if worker.graphs is not None else 1,
+        **({"whole_rows": whole_rows} if worker.graphs is not None else {}),
     )
     heads = worker.model.heads
     planner = Planner(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 
 from backend.core import Batch, FinishReason, Request, Scheduled
@@ -46,11 +47,11 @@ class Scheduler:
         max_waiting: int,
         enable_prefix_caching: bool = True,
         num_tokens_after_step: int = 0,
-        row_unit: int = 1,
+        whole_rows: Callable[[int], int] = lambda num_rows: num_rows,
     ) -> None:
         """num_tokens_after_step: pages are held for that many tokens past those of a step, for a drafter that runs at its end.
 
-        row_unit: prompts are cut so that a step's rows, of prompts and of requests that decode, are a multiple of it where they can be.
+        whole_rows: the most rows of a step with prompts, its requests that decode among them, that are worth having, of no more than so many.
         """
         self.pool = PagePool(num_pages, page_size)
         self.prefix_cache = PrefixCache(self.pool) if enable_prefix_caching else None
@@ -60,7 +61,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.max_waiting = max_waiting
         self._num_tokens_after_step = num_tokens_after_step
-        self._row_unit = row_unit
+        self._whole_rows = whole_rows
         self.running: list[Request] = []  # by (priority, arrival)
         self._waiting: list[tuple[int, int, Request]] = []
         self._requests: dict[str, Request] = {}
@@ -200,7 +201,7 @@ class Scheduler:
                     continue
             scheduled.add(request.request_id)
             batch.entries.append(Scheduled(request, 1, drafts, len(request.token_ids) - 1, is_decoding=not is_first))
-        budget = self._fill_tiles(budget, batch)
+        budget = self._round_off(budget, batch)
         for request in list(self.running):
             if budget <= 0:
                 break
@@ -217,10 +218,15 @@ class Scheduler:
             self._admit(batch, budget)
         return batch
 
-    def _fill_tiles(self, budget: int, batch: Batch) -> int:
+    def _round_off(self, budget: int, batch: Batch) -> int:
         """Tokens of prompts beside the batch's requests that decode, each of which has as many rows as the widest."""
+        prompts = itertools.chain((r for r in self.running if not r.is_decoding), (waiting[2] for waiting in self._waiting))
+        left = itertools.accumulate(len(r.token_ids) - r.num_computed_tokens for r in prompts)
+        if all(count <= budget for count in left):  # what is cut off would be a step of its own
+            return budget
         rows = len(batch.entries) * (1 + max((entry.max_drafts for entry in batch.entries), default=0))
-        return max(budget - (budget + rows) % self._row_unit, min(budget, self._row_unit))
+        whole = self._whole_rows(budget + rows) - rows
+        return whole if whole > 0 else budget
 
     @staticmethod
     def _chunk(request: Request, num_tokens: int) -> Scheduled:

@@ -79,6 +79,8 @@ class World:
     scheduler: Scheduler = field(init=False)
     names: dict[tuple[int, int], int] = field(default_factory=dict)
     """(name of the prefix before, token) -> name of the prefix: exact, no hash may collide."""
+    row_unit: int = 1
+    """Steps with prompts are to have a multiple of so many rows."""
     kv: list[list[int]] = field(init=False)
     """[page][slot] the prefix that was computed there; -1: nothing yet."""
     device: dict[str, list[int]] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class World:
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.caching,
             num_tokens_after_step=self.num_after,
+            whole_rows=lambda count: count - count % self.row_unit,
         )
         self.kv = [[-1] * self.page_size for _ in range(self.num_pages)]
 
@@ -429,7 +432,13 @@ def random_history(seed: int, *, caching: bool, page_size: int, num_ahead: int) 
     """A long crowded history; unlike the property above it is the same one each time."""
     numbers = random.Random(seed)
     world = World(
-        num_pages=40 // page_size + 3, page_size=page_size, max_batch_size=4, max_num_batched_tokens=14, caching=caching, num_ahead=num_ahead
+        num_pages=40 // page_size + 3,
+        page_size=page_size,
+        max_batch_size=4,
+        max_num_batched_tokens=14,
+        caching=caching,
+        num_ahead=num_ahead,
+        row_unit=1 + seed % 3,
     )
     for _ in range(60):
         choice = numbers.random()
@@ -519,6 +528,27 @@ def test_prompts_are_cut_to_what_the_caller_allows() -> None:
     late, later = world.add(BASES[0][:20], 4), world.add(BASES[1][:9], 4)
     batch = world.scheduler.schedule(max_prompt_tokens=23)
     assert [(e.request, e.num_tokens) for e in batch.entries] == [(decoding[0], 1), (late, 20), (later, 3)]
+
+
+def test_prompts_are_cut_so_that_a_step_has_whole_rows() -> None:
+    """With those of requests that decode, each of which has as many as the widest."""
+    world = World(num_pages=32, page_size=4, max_batch_size=4, max_num_batched_tokens=30, caching=False, row_unit=8)
+    decode_only(world, [2, 0])
+    world.add(BASES[0][:20], 4)
+    world.add(BASES[1][:20], 4)
+    assert [(e.num_tokens, e.max_drafts) for e in world.scheduler.schedule().entries] == [(1, 2), (1, 0), (20, 0), (6, 0)], "2 x 3 rows, and 26"
+
+
+def test_what_is_left_of_prompts_is_not_cut_off_for_whole_rows() -> None:
+    """Nor is anything where no row would be left."""
+    world = World(num_pages=32, page_size=4, max_num_batched_tokens=14, caching=False, row_unit=8)
+    world.add(BASES[0][:21], 4)
+    assert [run(world)[0].entries[0].num_tokens for _ in range(2)] == [8, 13], "21 are more than 14, 13 are not"
+    world.add(BASES[1][:13], 4)
+    assert [e.num_tokens for e in run(world)[0].entries] == [1, 13], "of one that waits"
+    small = World(num_pages=32, page_size=4, max_num_batched_tokens=5, caching=False, row_unit=8)
+    small.add(BASES[0][:20], 4)
+    assert run(small)[0].entries[0].num_tokens == 5
 
 
 def test_prompts_of_other_nodes_are_not_cut_for_each_other() -> None:

@@ -48,6 +48,7 @@ from backend.core import Delta, FinishReason, SpeculationStats
 from backend.disaggregation.service import Disaggregation
 from backend.engine import Engine
 from backend.errors import EngineError
+from backend.precedence import take_short_turns
 from backend.sampling_defaults import read_sampling_defaults
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class TritonPythonModel:
             self._relay.start(self._take, self._shut_down)
 
     def _load(self, args: dict[str, str], config: EngineConfig) -> None:
+        take_short_turns()
         service = BlsDraftService(DRAFTER_MODEL) if config.speculative_config.placement == "bls" else None
         self._engine = Engine(config, draft_service=service, greet=self._relay.greet if self._relay is not None else None)
         if self._relay is not None and self._engine.group is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from backend.disaggregation.fetch import PageFetcher
 from backend.disaggregation.node import Node, RedisState
 from backend.disaggregation.node_info import NodeInfo
@@ -13,9 +11,6 @@ from backend.disaggregation.records import VERSION, Message
 from backend.engine import Engine
 
 FLOAT_BYTES = 4
-SWITCH_SECONDS = 0.0005
-"""For which a thread keeps Python's lock while others want it. A prompt passes through a dozen threads of two nodes, beside others that compute
-all the time: with Python's own 5 ms they wait for a tenth of a second in all (ten threads, measured: 70 to 325 ms; so 0.4 to 44)."""
 
 
 class Disaggregation:
@@ -24,7 +19,6 @@ class Disaggregation:
     def __init__(self, engine: Engine) -> None:
         """Raises ConfigError."""
         config = engine.config.disaggregation
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._engine, self._config = engine, config
         self.node = Node(config, self._describe, self._on_message, self._on_lost, self._on_heartbeat)
         speculative, is_decode = engine.config.speculative_config, config.role == "decode"

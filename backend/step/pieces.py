@@ -22,11 +22,13 @@ from kernels import ops
 
 logger = logging.getLogger(__name__)
 
-WORTH = 4
+WORTH = 8
 """A forward is captured unless the device takes more than so many times as long for it as Python to launch it kernel by kernel where nothing
-else runs: beside a server's other threads that takes two and three times as long."""
+else runs: beside a server's other threads that takes three times as long."""
 MAX_CAPTURED_ROWS = 4096
 """For more a device takes longer than Python to launch them, whatever the model."""
+FEW, FINE, COARSE = 1024, 64, 256
+"""Numbers of rows that forwards are captured for go in fine steps up to so many, and in coarse ones from there."""
 WORDS = {1: "|u1", 2: "<i2", 4: "<i4"}
 """By bytes, as `__cuda_array_interface__` names them."""
 
@@ -35,8 +37,14 @@ Result = TypeVar("Result")
 
 def row_counts(most: int) -> list[int]:
     """Numbers of rows that forwards are captured for: few are nobody's, and products have whole tiles."""
-    counts = [8, 16, 32, 48, 64, 96, 128, *range(192, 1025, 64), *range(1152, most, 128)]
+    counts = [8, 16, 32, 48, 64, 96, *range(FINE, FEW, FINE), *range(FEW, most, COARSE)]
     return [count for count in counts if count < most] + [most]
+
+
+def whole_rows(num_rows: int) -> int:
+    """The most of these numbers that are no more, where they go in even steps."""
+    step = FINE if num_rows < FEW else COARSE
+    return num_rows - num_rows % step
 
 
 def capture(run: Callable[[], Result], pool: tuple[int, int]) -> tuple[torch.cuda.CUDAGraph, Result]:
