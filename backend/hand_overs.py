@@ -70,13 +70,13 @@ class HandOvers:
         self.fallbacks: Counter[str] = Counter()
         """Prompts that were computed here although another node was to, by reason."""
         self.num_fetched = 0
-        scheduler.count_usable = planner.count_usable
+        scheduler.fetches.count_usable = planner.count_usable
 
     # -- prompts that another node computes --------------------------------------------------------------------------
 
     def use(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
-        self._scheduler.min_fetched_tokens = fetcher.min_tokens
+        self._scheduler.fetches.min_tokens = fetcher.min_tokens
 
     def admit(self, request: Request) -> None:
         """Before the scheduler has it. Prompts whose log-probabilities are wanted are computed where their scores are read."""
@@ -101,7 +101,7 @@ class HandOvers:
     def take(self, request: Request, hand_off: HandOff) -> None:
         """Another node has computed a prompt, and its pages are here: the request goes on as if the step had been this node's."""
         own = self._open.get(request)
-        if own is None or not self._scheduler.is_fetching(request):
+        if own is None or request not in self._scheduler.fetches:
             return
         (first,) = hand_off.outcome.token_ids
         if request.grammar is not None and not request.grammar.allows(first):
@@ -119,7 +119,7 @@ class HandOvers:
 
     def give_up(self, request: Request, reason: str) -> None:
         """The prompt is computed here after all."""
-        if not self._open.is_open(request) or not self._scheduler.is_fetching(request):
+        if not self._open.is_open(request) or request not in self._scheduler.fetches:
             return
         self.fallbacks[reason] += 1
         self._scheduler.give_up_fetch(request)

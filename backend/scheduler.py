@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 from backend.core import Batch, FinishReason, Request, Scheduled
 from backend.errors import CapacityError, RequestError
+from backend.fetches import Fetches
 from backend.pages import PagePool
-from backend.prefix_cache import Match, PrefixCache, RequestPages
+from backend.prefix_cache import PrefixCache, RequestPages
 
 
 def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
@@ -66,17 +67,11 @@ class Scheduler:
         self._waiting: list[tuple[int, int, Request]] = []
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
-        self._fetching: dict[str, Request] = {}
-        self._parked: dict[str, list[Request]] = {}
-        """By group: completions whose prompt is being fetched for another one of them."""
+        self.fetches = Fetches(self.pool, self.prefix_cache, self._num_fetched_pages)
         self._ready: list[Request] = []
         """Whose prompts another node has computed: with pages, and waiting for a place among the running."""
-        self.min_fetched_tokens = 1
-        """Prompts that lack fewer tokens than these are computed here."""
         self.on_run: Callable[[Request], None] = lambda request: None
         """Told of each request that comes among the running, for the first time or again."""
-        self.count_usable: Callable[[Request, Sequence[int]], int] = lambda request, page_ids: len(page_ids)
-        """Leading pages, of those that the prefix cache has of a prompt, that hold all that a request needs of them."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -93,10 +88,6 @@ class Scheduler:
     def num_decoding(self) -> int:
         """Running requests whose prompts are computed, or on their way, and whose next token somebody waits for here."""
         return sum(r.is_decoding and not r.is_prefill_only for r in self.running)
-
-    @property
-    def num_fetching(self) -> int:
-        return len(self._fetching)
 
     @property
     def num_open(self) -> int:
@@ -134,7 +125,7 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
-        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+        self._queue([request])
 
     def finish(self, request: Request) -> None:
         """Takes a request out, whatever it was doing. Its computed pages stay findable while nobody needs the room."""
@@ -144,8 +135,7 @@ class Scheduler:
             self.running.remove(request)
         elif request.page_ids:
             self._pages.release(request)
-            if self._fetching.pop(request.request_id, None) is not None:
-                self._unpark(request)
+            self._queue(self.fetches.end(request))
             if request in self._ready:
                 self._ready.remove(request)
         # Any other one that waits holds nothing; its queue entry is dropped when it comes up.
@@ -261,8 +251,12 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.hand_off = None
         request.num_preemptions += 1
-        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
+        self._queue([request])
         batch.preempted.append(request)
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            heapq.heappush(self._waiting, (request.priority, request.arrival, request))
 
     def _admit(self, batch: Batch, budget: int) -> None:
         while self._waiting:
@@ -270,14 +264,14 @@ class Scheduler:
             if self._requests.get(request.request_id) is not request:
                 heapq.heappop(self._waiting)  # it ended while it waited
                 continue
-            if request.is_remote and self._is_fetched_for_another(request):
-                self._parked.setdefault(request.group_id, []).append(heapq.heappop(self._waiting)[2])
+            if request.is_remote and self.fetches.park(request):
+                heapq.heappop(self._waiting)
                 continue
             if request.is_remote:
-                if len(self._fetching) >= self.max_batch_size or not self._start_fetch(request, batch):
+                if len(self.fetches) >= self.max_batch_size or not self.fetches.start(request):
                     break
                 if request.is_remote:
-                    heapq.heappop(self._waiting)
+                    batch.fetches.append(heapq.heappop(self._waiting)[2])
                     continue
             if budget <= 0 or len(self.running) >= self.max_batch_size or not self._start(request, batch):
                 break
@@ -292,39 +286,6 @@ class Scheduler:
         bisect.insort(self.running, request, key=lambda r: (r.priority, r.arrival))
         self.on_run(request)
 
-    def _start_fetch(self, request: Request, batch: Batch) -> bool:
-        """Gives a waiting request pages for its whole prompt, the rest of which another node is to fill, or nothing.
-
-        A prompt that is cached but for little is not remote any more.
-        """
-        size, num_tokens = self.pool.page_size, len(request.token_ids)
-        match = Match() if self.prefix_cache is None else self.prefix_cache.match(request.token_ids, num_tokens - 1)
-        usable = self.count_usable(request, match.page_ids)
-        if num_tokens - usable * size < self.min_fetched_tokens:
-            request.is_remote = False
-            return True
-        for page in match.page_ids[:usable]:
-            self.pool.share(page)
-        pages = self.pool.allocate(self._num_fetched_pages(request) - usable)
-        if pages is None:
-            for page in reversed(match.page_ids[:usable]):
-                self.pool.release(page)
-            return False
-        request.page_ids, request.page_hashes = match.page_ids[:usable] + pages, match.page_hashes[:usable]
-        request.num_computed_tokens = usable * size
-        self._fetching[request.request_id] = request
-        batch.fetches.append(request)
-        return True
-
-    def _is_fetched_for_another(self, request: Request) -> bool:
-        """Completion of one prompt: this one finds the pages in the cache once they are here."""
-        return self.prefix_cache is not None and request.params.n > 1 and any(r.group_id == request.group_id for r in self._fetching.values())
-
-    def _unpark(self, request: Request) -> None:
-        """A prompt is not fetched any more."""
-        for other in self._parked.pop(request.group_id, []):
-            heapq.heappush(self._waiting, (other.priority, other.arrival, other))
-
     def _num_fetched_pages(self, request: Request) -> int:
         """Of the prompt, and of its first token for a drafter that has seen it at the step's end."""
         known = len(request.prompt_token_ids) + min(1, self._num_tokens_after_step)
@@ -336,8 +297,7 @@ class Scheduler:
         The other node's work, as a step that was launched here and is to be committed. Its pages are registered when they are looked for, or once
         the next step was read: neither the first token waits for that, nor the thread that sends it.
         """
-        del self._fetching[request.request_id]
-        self._unpark(request)
+        self._queue(self.fetches.end(request))
         request.is_remote = False
         self._pages.postpone(request)
         self._count_prompt(request)
@@ -349,14 +309,10 @@ class Scheduler:
 
     def give_up_fetch(self, request: Request) -> None:
         """Its prompt is to be computed here."""
-        del self._fetching[request.request_id]
-        self._unpark(request)
+        self._queue(self.fetches.end(request))
         self._pages.release(request)
         request.is_remote, request.num_computed_tokens = False, 0
-        heapq.heappush(self._waiting, (request.priority, request.arrival, request))
-
-    def is_fetching(self, request: Request) -> bool:
-        return self._fetching.get(request.request_id) is request
+        self._queue([request])
 
     def _start(self, request: Request, batch: Batch) -> bool:
         """Gives a waiting request its cached beginning and pages for all its known tokens, or nothing."""

@@ -480,7 +480,7 @@ def test_log_probabilities_of_another_request(cluster: Cluster, llm_all: LLM) ->
     there.take_no_jobs()
     prompts = [{"prompt_token_ids": p["prompt_token_ids"][:70]} for p in prompts_of(llm_all, 4, seed=42)]
     answers = [here.submit(prompt, greedy(4, logprobs=number % 2 or None)) for number, prompt in enumerate(prompts)]
-    wait_for(lambda: here.llm.engine.scheduler.num_fetching == 4)
+    wait_for(lambda: len(here.llm.engine.scheduler.fetches) == 4)
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
     assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(4))
     assert here.num_fetched == 4 and not here.fallbacks
@@ -557,7 +557,7 @@ def test_completions_of_a_prompt_fetch_it_once(cluster: Cluster, llm_all: LLM) -
     assert here.num_fetched == 2 and not here.fallbacks
     there.take_no_jobs()
     answer = here.submit(prompts_of(llm_all, 1, seed=51)[0], params)
-    wait_for(lambda: here.llm.engine.scheduler.num_fetching == 1, "the first completion's prompt")
+    wait_for(lambda: len(here.llm.engine.scheduler.fetches) == 1, "the first completion's prompt")
     here.llm.engine.cancel(answer.request_id)
     answer.wait()
     assert answer.reasons == ["cancelled"] * 4
@@ -729,7 +729,7 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     expected = expect(llm_all, prompts, SAMPLED)
 
     def replace() -> None:
-        wait_for(lambda: here.llm.engine.scheduler.num_fetching == 3)
+        wait_for(lambda: len(here.llm.engine.scheduler.fetches) == 3)
         second = cluster.make("prefill")
         cluster.see(here, second)
         first.nodes.node.stop()
@@ -818,7 +818,7 @@ def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> 
     there.take_no_jobs()
     prompts = prompts_of(llm_all, 3, seed=71)
     answers = [here.submit(prompt, greedy(4)) for prompt in prompts]
-    wait_for(lambda: here.llm.engine.scheduler.num_fetching == 3)
+    wait_for(lambda: len(here.llm.engine.scheduler.fetches) == 3)
     cluster.redis.client.flushall()
     assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(4))
     assert here.fallbacks == {"redis": 3}

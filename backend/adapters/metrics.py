@@ -134,7 +134,7 @@ class MetricsPublisher:
             self._count("pd_fetched_prompts_total", "Prompts that other nodes computed", hand_overs.num_fetched)
             self._count("pd_transferred_bytes_total", "Bytes of pages read from other nodes", nodes.fetcher.reads.num_bytes)
             self._count("pd_transfer_seconds_total", "Time of those reads, each until it was seen to be done", nodes.fetcher.reads.seconds)
-            self._gauge("pd_fetches", "Prompts that other nodes are computing", self._engine.scheduler.num_fetching)
+            self._gauge("pd_fetches", "Prompts that other nodes are computing", len(self._engine.scheduler.fetches))
             for reason in FALLBACKS:
                 text = "Prompts computed here though another node was to, by reason"
                 self._count("pd_fallbacks_total", text, hand_overs.fallbacks[reason], reason=reason)
