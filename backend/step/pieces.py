@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 def row_counts(most: int) -> list[int]:
     """Numbers of rows that forwards are captured for: few are nobody's, and products have whole tiles."""
-    counts = [8, 16, 32, 48, 64, 96, *range(FINE, FEW, FINE), *range(FEW, most, COARSE)]
+    counts = [8, 16, 32, 48, 64, 96, *range(2 * FINE, FEW, FINE), *range(FEW, most, COARSE)]
     return [count for count in counts if count < most] + [most]
 
 
