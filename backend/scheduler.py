@@ -210,6 +210,8 @@ class Scheduler:
 
     def _round_off(self, budget: int, batch: Batch) -> int:
         """Tokens of prompts beside the batch's requests that decode, each of which has as many rows as the widest."""
+        if len(batch.entries) == len(self.running) and not self._waiting:
+            return budget
         prompts = itertools.chain((r for r in self.running if not r.is_decoding), (waiting[2] for waiting in self._waiting))
         left = itertools.accumulate(len(r.token_ids) - r.num_computed_tokens for r in prompts)
         if all(count <= budget for count in left):  # what is cut off would be a step of its own

@@ -178,6 +178,8 @@ class Pieces:
             for count in reversed(self._counts):
                 self._forwards[count] = self._capture(count)
         except Exception:
+            if self._model.ranks.size > 1:
+                raise  # the others wait for this one's part
             logger.exception("forwards of %d rows cannot be captured: steps with prompts are launched kernel by kernel", count)
             self._forwards, self._counts = {}, []
         logger.info("captured forwards with prompts of up to %d rows in %.1f s", max(self._counts, default=0), time.perf_counter() - started)
