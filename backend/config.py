@@ -124,7 +124,8 @@ class EngineConfig(Section):
     page_size: int = 16
     """Tokens a KV page holds."""
     kv_cache_memory: int | str | None = None
-    """Bytes, or a string such as "2GiB"; default: 4 GiB on CPU, else by gpu_memory_utilization; never more than the batch can use."""
+    """Bytes, or a string such as "2GiB"; default: 4 GiB on CPU, else by gpu_memory_utilization, where steps and their graphs, 1 to 3 GiB of a GPU
+    beside weights and pages, are counted; never more than the batch can use."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that weights and KV cache may take."""
     kv_cache_dtype: str = "auto"
