@@ -1,7 +1,7 @@
 """What config.json says of rotary embeddings. No torch.
 
-Newer files keep all of it in `rope_parameters`, older ones `rope_theta` and `rope_scaling` apart, or the first within the second; models whose layers differ have
-an object in `rope_parameters` for each type of layer.
+Newer files keep all of it in `rope_parameters`, older ones `rope_theta` and `rope_scaling` apart, or the first within the second; models
+whose layers differ have an object in `rope_parameters` for each type of layer.
 """
 
 from __future__ import annotations
