@@ -396,6 +396,17 @@ def test_tensors_of_another_type(
         serve(target[1], method="eagle3", model=str(own))
 
 
+def test_weights_of_more_layers_than_it_says(target: tuple[Any, Path], tmp_path: Path) -> None:
+    kind = KINDS[7]
+    save_drafter(kind, make_weights(kind), tmp_path / "made")
+    own = edited(tmp_path / "made", tmp_path / "drafter", num_hidden_layers=1)
+    message = r"config\.json: weight layers\.1\..* would not be used: num_hidden_layers is 1"
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder("eagle3", own, target[1])
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method="eagle3", model=str(own))
+
+
 def test_an_archive_that_is_none(folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
     own = edited(folder, tmp_path / "drafter")
     (own / "model.safetensors").rename(own / "pytorch_model.bin")
