@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.shared_tokens import read_shared_tokens
+
+LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
 def check_drafter_folder(
@@ -99,6 +102,7 @@ def read_eagle_spec(
     values = _read_values(directory)
     spec = (read_eagle3 if is_multi_layer else read_eagle)(values, names, num_layers)
     _check_sizes(values, spec.target_hidden_size, hidden_size, vocab_size)
+    _check_layers(values, names, len(spec.layers))
     return spec
 
 
@@ -109,11 +113,19 @@ def read_dflash_spec(
     values = _read_values(directory)
     spec = read_dflash(values, names, num_layers, is_spark=is_spark)
     _check_sizes(values, spec.target_hidden_size, hidden_size, vocab_size)
+    _check_layers(values, names, len(spec.layers))
     return spec
 
 
 def _read_values(directory: str | Path) -> Values:
     return check_config(merge_config(read_config(directory), f"{directory}/config.json"), directory)
+
+
+def _check_layers(values: Values, names: Collection[str], count: int) -> None:
+    """Raises ModelError where there are weights of more layers than config.json says: without those, hardly a draft would be accepted."""
+    if extra := [name for name in names if (found := LAYER.match(name)) and int(found[1]) >= count]:
+        rule = f"num_hidden_layers is {count}, and the weights are those of another drafter"
+        raise ModelError(f"{values.where}: weight {extra[0]} would not be used: {rule}")
 
 
 def _check_sizes(values: Values, target_hidden_size: int, hidden_size: int, vocab_size: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_weights, has_same_weights, open_weights, read_config, read_json
+from backend.model_files import find_end_tokens, find_weights, has_same_weights, open_weights, read_config, read_json
 from backend.models.families import ARCHITECTURES, DRAFTERS
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
@@ -44,8 +44,8 @@ def check_config(config: Mapping[str, Any], directory: str | Path) -> Values:
     read_checkpoint_quantization(config, directory)
     values.integer("vocab_size", 2**22)
     values.integer("max_position_embeddings", 2**24)
-    for key in ("bos_token_id", "eos_token_id"):
-        _check_token_ids(values, key, config["vocab_size"])
+    _check_token_ids(values, "bos_token_id", config["vocab_size"])
+    _check_token_ids(Values(config, str(find_end_tokens(Path(directory)))), "eos_token_id", config["vocab_size"])
     return values
 
 

@@ -14,6 +14,7 @@ from backend.errors import ModelError
 MAX_JSON_BYTES = 64 * 2**20
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+GENERATION_FILE = "generation_config.json"
 PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """Where drafters that were published before safetensors keep their weights: a torch archive of tensors."""
 
@@ -57,12 +58,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise ModelError(f"model folder {directory} does not exist")
     config = read_json(directory / "config.json")
-    generation = directory / "generation_config.json"
-    if generation.is_file():
-        ids = read_json(generation).get("eos_token_id")
-        if ids is not None:
-            config["eos_token_id"] = ids
+    if (path := find_end_tokens(directory)).name == GENERATION_FILE:
+        config["eos_token_id"] = read_json(path)["eos_token_id"]
     return config
+
+
+def find_end_tokens(directory: Path) -> Path:
+    """The file that names the end-of-text ids. Raises ModelError."""
+    path = directory / GENERATION_FILE
+    return path if path.is_file() and read_json(path).get("eos_token_id") is not None else directory / "config.json"
 
 
 SAMPLES, SAMPLE_BYTES = 32, 4096

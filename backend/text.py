@@ -62,8 +62,7 @@ class Tokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(f"{separate} cannot be read: {error}") from None
         if isinstance(source, list):  # several, by name
-            named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-            source = named.get("default")
+            source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), None)
         if source is not None and not isinstance(source, str):
             raise ModelError(f"{directory}: the chat template must be text, got {source!r:.80}")
         return ChatTemplate(source, str(directory)) if source else None

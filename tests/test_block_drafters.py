@@ -354,6 +354,7 @@ REFUSED = [
     (0, {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True}}, "use_swa is True; it must be left out"),
     (0, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] is 'sliding_attention'; it must be 'full_attention'"),
     (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),
+    (0, {"num_hidden_layers": 1}, r"weight layers\.1\..* would not be used: num_hidden_layers is 1, and the weights are those of another"),
     (0, {"num_hidden_layers": 3}, r"weight layers\.2\..* is missing"),
     (3, {"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; it must be 'dflash' with this method"),
     (4, {"markov_rank": 0}, "confidence_head_with_markov is True; it must be false where markov_rank is 0"),

@@ -371,12 +371,13 @@ def test_a_map_of_another_vocabulary(offsets: torch.Tensor, message: str, folder
     ("name", "tensor", "message"),
     [
         ("d2t", None, "weight d2t is missing"),
+        ("lm_head.weight", None, "weight lm_head.weight is missing"),
         ("d2t", torch.zeros(63, dtype=torch.int64), r"weight d2t has shape \(63,\); config.json makes it \(64,\)"),
         ("d2t", torch.zeros(64), "weight d2t is of dtype (F32; known: I64, I32|float32; known: int64, int32)"),
         ("norm.weight", torch.ones(HIDDEN, dtype=torch.int32), "weight norm.weight is of dtype (I32|int32); known: "),
         ("lm_head.weight", torch.ones(64, HIDDEN).to(torch.float8_e4m3fn), "weight lm_head.weight is of dtype (F8_E4M3|float8_e4m3fn); known: "),
     ],
-    ids=["no map", "a shorter map", "a map of floats", "integers", "codes"],
+    ids=["no map", "no head", "a shorter map", "a map of floats", "integers", "codes"],
 )
 def test_tensors_of_another_type(
     name: str, tensor: torch.Tensor | None, message: str, folder: Path, target: tuple[Any, Path], tmp_path: Path
@@ -392,6 +393,17 @@ def test_tensors_of_another_type(
         serve(target[1], method="eagle3", model=str(own))
     (own / "model.safetensors").unlink()
     torch.save(weights, own / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method="eagle3", model=str(own))
+
+
+def test_weights_of_more_layers_than_it_says(target: tuple[Any, Path], tmp_path: Path) -> None:
+    kind = KINDS[7]
+    save_drafter(kind, make_weights(kind), tmp_path / "made")
+    own = edited(tmp_path / "made", tmp_path / "drafter", num_hidden_layers=1)
+    message = r"config\.json: weight layers\.1\..* would not be used: num_hidden_layers is 1"
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder("eagle3", own, target[1])
     with pytest.raises(ModelError, match=message):
         serve(target[1], method="eagle3", model=str(own))
 

@@ -229,6 +229,26 @@ def test_older_names_of_longrope(folders: Callable[[str], Path], tmp_path: Path)
     assert (part.kind, part.original_len, part.factor, part.long_factor) == ("longrope", 32, 4.0, tuple(LONG))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ministral3", "gemma2", "ernie4_5", "ernie4_5_moe", "deepseek_v3"])
+def test_older_places_of_rope(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """rope_scaling has what rope_parameters have, and then the base in it comes before the one beside it, as in transformers."""
+    folder = folders(family)
+    config = json.loads((folder / "config.json").read_text())
+    parameters = config["rope_parameters"] | {"rope_theta": 1234.0}
+    own = check_model(edited(folder, tmp_path / "own", rope_parameters=parameters)).layers
+    inside = edited(folder, tmp_path / "inside", rope_parameters=..., rope_scaling=parameters, rope_theta=77.0)
+    apart = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    beside = edited(folder, tmp_path / "beside", rope_parameters=..., rope_scaling=apart, rope_theta=1234.0)
+    assert check_model(inside).layers == check_model(beside).layers == own
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gemma3_text", "ministral3")])
+def test_bases_that_no_file_names(family: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = edited(folders(family), tmp_path / "model", rope_parameters=...)
+    part = check_model(folder).layers[0].attention.rope
+    assert part.theta == transformers.AutoConfig.for_model(family).rope_parameters["rope_theta"]
+
+
 # -- where it is served ---------------------------------------------------------------------------------------------------------
 
 

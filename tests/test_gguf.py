@@ -222,6 +222,25 @@ def test_truncated_files(size: int, folder: Path, tmp_path: Path) -> None:
     refused(path, tmp_path / "out", "cannot be read as a GGUF file")
 
 
+@pytest.mark.parametrize(
+    ("key", "place", "value", "message"),
+    [
+        ("tokenizer.ggml.token_type", 8, 2**62, "'tokenizer.ggml.token_type' reaches past its end"),
+        ("tokenizer.ggml.tokens", 8, 2**40, "'tokenizer.ggml.tokens' reaches past its end"),
+        ("tokenizer.ggml.tokens", 16, 2**63, "'tokenizer.ggml.tokens' reaches past its end"),
+        ("llama.block_count", 0, 77, "'llama.block_count' is of type 77"),
+    ],
+)
+def test_lengths_that_are_damaged(key: str, place: int, value: int, message: str, folder: Path, tmp_path: Path) -> None:
+    """The package would read an array of any length, for ever and into ever more memory. place: from the type of the value on."""
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    data = bytearray(path.read_bytes())
+    begin = data.index(key.encode()) + len(key) + place
+    data[begin : begin + (8 if place else 4)] = value.to_bytes(8 if place else 4, "little")
+    path.write_bytes(data)
+    refused(path, tmp_path / "out", f"{path} cannot be read as a GGUF file (truncated download?): {message}")
+
+
 @pytest.mark.parametrize("tokenizer", [None, lambda writer: writer.add_tokenizer_model("bert")])
 def test_no_tokenizer(tokenizer: Any, folder: Path, tmp_path: Path) -> None:
     refused(write_gguf(folder, tmp_path / "model.gguf", tokenizer=tokenizer), tmp_path / "out", "has no tokenizer.ggml.tokens")

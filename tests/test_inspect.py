@@ -116,3 +116,30 @@ def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str
     odd = edited(tmp_path / "model", tmp_path / "odd", head_dim=24)
     (odd / "model.safetensors").unlink()
     assert "has neither model.safetensors nor" in refused(capsys, odd)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("generation_config.json", {"eos_token_id": [0, 301]}, "generation_config.json: eos_token_id is [0, 301]; it must be token ids"),
+        ("generation_config.json", {"temperature": float("nan")}, "generation_config.json: temperature nan: "),
+        ("tokenizer_config.json", {"chat_template": "{% if %}"}, "the chat template is not valid"),
+        ("tokenizer_config.json", {"chat_template": {"default": "x"}}, "the chat template must be text, got {'default': 'x'}"),
+        ("tokenizer.json", {"model": {"type": "BPE"}}, "tokenizer.json cannot be read: "),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_files_beside_the_weights(name: str, values: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server of them would not start."""
+    make_model(Case("llama"), tmp_path)
+    (tmp_path / name).write_text(json.dumps(json.loads((tmp_path / name).read_text()) | values))
+    assert message in refused(capsys, tmp_path)
+
+
+def test_templates_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(Case("llama"), tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for templates, said in (([{"name": "default", "template": "x"}], "yes, by its template"), ([{"name": ["rag"]}, 3], "no template")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": templates}))
+        assert main(["inspect", str(tmp_path)]) == 0
+        assert f"chat          {said}" in capsys.readouterr().out

@@ -248,6 +248,12 @@ def test_an_index_of_groups_that_are_not_there(source: Path, tmp_path: Path) -> 
     refused(damage(stored, tmp_path / "model", g_idx=torch.full((64,), 2, dtype=torch.int32)), "q_proj.g_idx has 2; the limit is 1")
 
 
+def test_an_order_that_the_configuration_denies(source: Path, tmp_path: Path) -> None:
+    """The file's own index says in which group an input is: AutoGPTQ's products read it whatever desc_act is."""
+    stored, plain = write_checkpoints(source, ACT_ORDER, tmp_path)
+    assert_close(own_logits(edited(stored, tmp_path / "model", quantization_config=ACT_ORDER.config | {"desc_act": False})), own_logits(plain))
+
+
 def test_codes_of_4_bits_that_need_more(source: Path, tmp_path: Path) -> None:
     config = compressed("int-quantized", strategy="group", group_size=32)
     stored, _ = write_checkpoints(source, Format("int4", config, scaled(False, "block", (1, 32), top=7)), tmp_path)

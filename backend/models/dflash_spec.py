@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backend.errors import ModelError
 from backend.models.eagle_spec import MAP, TYPE_KEY, made_for
 from backend.models.families.qwen import qwen3_layer
-from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, WeightList, read_eps, read_layer_types, read_num_layers
+from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
@@ -77,13 +77,14 @@ class DflashSpec:
             weights.add_norm(name, self.hidden_size)
         for layer in self.layers:
             layer.list_weights(weights)
-        weights.optional += [
-            {f"{self.embedding}.weight": (self.vocab_size, self.hidden_size)},
-            {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)},
-        ]
+        weights.optional.append({f"{self.embedding}.weight": (self.vocab_size, self.hidden_size)})
+        head: Shapes = {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)}
         weights.ignored |= {MAP, "t2d"}
         if self.draft_vocab_size < self.vocab_size:
+            weights.required |= head  # the target's has other rows
             weights.ids[MAP] = (self.draft_vocab_size,)
+        else:
+            weights.optional.append(head)
         if self.markov is not None:
             self.markov.list_weights(weights, self.hidden_size, self.vocab_size, self.draft_vocab_size)
         if self.confidence is not None:

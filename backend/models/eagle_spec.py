@@ -9,7 +9,7 @@ from typing import Any
 
 from backend.errors import ModelError
 from backend.models.families.llama import llama_layer
-from backend.models.spec import AttentionSpec, LayerSpec, Projection, WeightList, read_eps, read_num_layers
+from backend.models.spec import AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_num_layers
 from backend.models.values import Values
 
 LAYER_KEY, TYPE_KEY = "transformer_layer_config", "speculators_model_type"
@@ -63,13 +63,14 @@ class EagleSpec:
             weights.add_norm(name, self.target_hidden_size * (len(self.tapped_layers) if len(self.fc_norms) == 1 else 1))
         for layer in self.layers:
             layer.list_weights(weights)
-        weights.optional += [
-            {f"{self.embedding}.weight": (vocab_size, self.hidden_size)},
-            {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)},
-        ]
+        weights.optional.append({f"{self.embedding}.weight": (vocab_size, self.hidden_size)})
+        head: Shapes = {f"{self.head}.weight": (self.draft_vocab_size, self.hidden_size)}
         weights.ignored |= {MAP, "t2d"}
         if self.draft_vocab_size < vocab_size:
+            weights.required |= head  # the target's has other rows
             weights.ids[MAP] = (self.draft_vocab_size,)
+        else:
+            weights.optional.append(head)
         if self.mask_hidden is not None:
             weights.ignored.add(self.mask_hidden)  # in any number of dimensions
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 MAX_FLOAT16 = 65504.0
+HEADER = struct.Struct("<4sIQQ")
+"""Of a file: magic, version, numbers of tensors and of values."""
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Of values, in bytes, by type."""
+STRING, ARRAY = 8, 9
 
 
 def import_gguf() -> Any:
@@ -61,7 +68,7 @@ class GgufFile:
         return parts
 
     def _open(self, path: Path) -> gguf.GGUFReader:
-        check_regular(path)
+        check_lengths(path)
         try:
             return self._gguf.GGUFReader(path)
         except Exception as error:  # a damaged file makes the package raise many kinds
@@ -103,6 +110,44 @@ class GgufFile:
         except NotImplementedError:
             raise ModelError(f"{path}: tensor {name} is stored as {tensor.tensor_type.name}, which the package gguf does not expand") from None
         return torch.from_numpy(numbers.copy()).reshape(shape)
+
+
+def check_lengths(path: Path) -> None:
+    """Raises ModelError where the metadata of a GGUF file would reach past its end: the package reads arrays of any length, for ever."""
+    with path.open("rb") as file:
+        if check_regular(path) < HEADER.size:
+            raise ModelError(f"{path} cannot be read as a GGUF file (truncated download?): it has {check_regular(path)} bytes")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            order = "<" if struct.unpack_from("<I", data, 4)[0] & 0xFFFF else ">"
+            if data[:4] != b"GGUF" or struct.unpack_from(f"{order}I", data, 4)[0] < 2:
+                return  # which the package says
+            place, key = HEADER.size, "the first key"
+            try:
+                for _ in range(struct.unpack_from(f"{order}Q", data, HEADER.size - 8)[0]):
+                    (size,) = struct.unpack_from(f"{order}Q", data, place)
+                    key = data[place + 8 : place + 8 + min(size, 64)].decode("utf-8", "replace")
+                    (kind,) = struct.unpack_from(f"{order}I", data, place + 8 + size)
+                    place = _pass(data, order, kind, place + 12 + size)
+            except (struct.error, OverflowError):
+                raise ModelError(f"{path} cannot be read as a GGUF file (truncated download?): {key!r} reaches past its end") from None
+            except KeyError as error:
+                raise ModelError(f"{path} cannot be read as a GGUF file (truncated download?): {key!r} is of type {error}") from None
+
+
+def _pass(data: mmap.mmap, order: str, kind: int, place: int) -> int:
+    """Where the value ends that begins at `place`. Raises struct.error past the end of the file, and KeyError for types that no value has."""
+    kinds, count = kind, 1
+    if kind == ARRAY:
+        kinds, count = struct.unpack_from(f"{order}IQ", data, place)
+        place += 12
+    if kinds == STRING:
+        for _ in range(count):
+            place += 8 + struct.unpack_from(f"{order}Q", data, place)[0]
+    else:
+        place += SIZES[kinds] * count
+    if place > len(data):
+        raise struct.error
+    return place
 
 
 def shortest(value: Any) -> Any:

@@ -14,8 +14,8 @@ import torch
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
-from backend.model_checks import check_drafter, check_model, check_tokenizer, find_architecture
-from backend.model_files import find_weights, open_weights, read_config, read_json
+from backend.model_checks import check_drafter, check_model, find_architecture
+from backend.model_files import find_weights, open_weights, read_config
 from backend.models.gguf_folder import read_file
 from backend.models.layers import ATTENTION
 from backend.models.loading import check_gpu
@@ -25,7 +25,9 @@ from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import FP8
 from backend.models.spec import DecoderSpec, WeightList
 from backend.parallel.ranks import Ranks
+from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import MODEL_METHODS
+from backend.text import Tokenizer
 from kernels import ops
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,13 +67,12 @@ def inspect(path: Path, load: Load, target: Path | None = None, *, has_weights: 
     if (drafter := _own_drafter(path, config, has_weights)) is not None:
         return {"folder": str(path), **drafter}
     spec = check_model(path, has_weights=has_weights)
-    check_tokenizer(path)
+    tokenizer = Tokenizer(path)
+    read_sampling_defaults(path)
     stored = _stored(path) if has_weights else None
     found = {"folder": str(path), **({"stored": _list_stored(path, config, stored)} if stored else {})}
     found |= _describe(spec, config, load, stored)
-    settings = path / "tokenizer_config.json"
-    has_template = (path / "chat_template.jinja").is_file() or bool(settings.is_file() and read_json(settings).get("chat_template"))
-    found["chat"] = "yes, by its template" if has_template else "no template: it completes texts"
+    found["chat"] = "yes, by its template" if tokenizer.has_chat_template else "no template: it completes texts"
     found["drafters"] = _drafters(path, config, has_weights)
     return found | {"served": f"foretoken serve --model {path}"}
 

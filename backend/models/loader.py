@@ -12,7 +12,7 @@ from backend.errors import ModelError
 from backend.heap import give_back
 from backend.model_files import check_regular, find_weights, open_weights
 from backend.models.quantized import read_quantized
-from backend.models.quantized_spec import CheckpointQuantization
+from backend.models.quantized_spec import CheckpointQuantization, Expected
 from backend.quantization import Stored
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class Checkpoint:
         if layout is None:
             return self.get(f"{name}.weight", (out_features, in_features))
         expected = layout.tensors(out_features, in_features)
+        if layout.kind == "gptq" and f"{name}.g_idx" in self._files:  # which holds whatever desc_act says
+            expected["g_idx"] = Expected(((in_features,),))
         tensors = {part: self._read(f"{name}.{part}", own.shapes) for part, own in expected.items()}
         try:
             return read_quantized(layout, tensors, out_features, in_features)

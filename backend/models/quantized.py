@@ -33,7 +33,7 @@ def read_quantized(layout: Layout, tensors: Tensors, out: int, inputs: int) -> S
 
 def _groups(layout: Layout, inputs: int, index: torch.Tensor | None = None, name: str = "") -> torch.Tensor:
     """Of each input, where they lie in order, or as the checkpoint's index says. Raises ValueError for groups that are not there."""
-    if index is None or not layout.has_order:
+    if index is None:
         return torch.arange(inputs) // (layout.group or inputs)
     low, high, limit = int(index.min()), int(index.max()), layout.num_groups(inputs) - 1
     if low < 0 or high > limit:

@@ -1,7 +1,7 @@
 """What config.json says of rotary embeddings. No torch.
 
-Newer files keep all of it in `rope_parameters`, older ones `rope_theta` and `rope_scaling` apart; models whose layers differ have
-an object in `rope_parameters` for each type of layer.
+Newer files keep all of it in `rope_parameters`, older ones `rope_theta` and `rope_scaling` apart, or the first within the second; models
+whose layers differ have an object in `rope_parameters` for each type of layer.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ class RopeSpec:
     """Queries at position p are multiplied with 1 + beta log(1 + p // original_len) (Llama 4)."""
 
 
+def find_scaling(values: Values) -> Values:
+    """The object that says how the context was extended."""
+    return values.section("rope_parameters" if values.section("rope_scaling").is_empty else "rope_scaling")
+
+
 def read_rope(
     values: Values,
     head_dim: int,
@@ -65,8 +70,9 @@ def read_rope(
         parameters = parameters.section(layer_type)
     elif any(isinstance(parameters.get(name), dict) for name in ("full_attention", "sliding_attention")):
         raise parameters.refuse(layer_type or "rope_type", "an object, as the other type of layer has")
-    scaling = parameters if values.section("rope_scaling").is_empty else values.section("rope_scaling")
-    for place in (parameters, values):
+    older = values.section("rope_scaling")
+    scaling = parameters if older.is_empty else older
+    for place in (scaling, parameters, values):
         if place.has("rope_theta"):
             theta = place.number("rope_theta", 1e15)
             break

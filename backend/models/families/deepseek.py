@@ -11,7 +11,7 @@ import math
 from backend.models.latent_spec import read_latent
 from backend.models.moe_spec import GATED_NAMES, MoeSpec, RouterSpec, read_groups, read_router
 from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, make_module, read_modules
-from backend.models.rope_spec import RopeSpec, read_rope
+from backend.models.rope_spec import RopeSpec, find_scaling, read_rope
 from backend.models.spec import (
     ACTIVATIONS,
     DecoderSpec,
@@ -67,7 +67,7 @@ def _experts(values: Values, prefix: str, sizes: Sizes, activation: str, router:
 
 def _score_scale(values: Values, rope: RopeSpec) -> float:
     """Where yarn has stretched the context, all numbers of queries and keys grow too."""
-    scaling = values.section("rope_parameters" if values.section("rope_scaling").is_empty else "rope_scaling")
+    scaling = find_scaling(values)
     if rope.kind == "default" or not scaling.get("mscale_all_dim") or rope.factor <= 1:
         return 1.0
     return (0.1 * scaling.number("mscale_all_dim", 1e6) * math.log(rope.factor) + 1.0) ** 2

@@ -23,11 +23,14 @@ from backend.models.spec import (
 )
 from backend.models.values import Values
 
+THETA = 5e5
+"""Where the file has none."""
 
-def _layer(values: Values, sizes: Sizes, prefix: str, theta: float, experts: MoeSpec | None = None) -> LayerSpec:
+
+def _layer(values: Values, sizes: Sizes, prefix: str, experts: MoeSpec | None = None) -> LayerSpec:
     """experts: in the MLP's place."""
     has_bias = values.flag("use_bias")
-    rope = read_rope(values, sizes.head_dim, is_interleaved=True, theta=theta)
+    rope = read_rope(values, sizes.head_dim, is_interleaved=True, theta=THETA)
     part = attention(f"{prefix}.self_attn", sizes, rope, has_bias=has_bias, has_output_bias=has_bias)
     mlp = experts or gated_mlp(f"{prefix}.mlp", sizes, _read_activation(values), has_bias=has_bias)
     return pre_norm_layer(prefix, sizes, read_eps(values), part, mlp)
@@ -39,11 +42,7 @@ def _read_activation(values: Values) -> str:
 
 def ernie4_5(values: Values) -> DecoderSpec:
     sizes = read_sizes(values, head_dim=128)
-    return read_decoder(values, [_layer(values, sizes, f"model.layers.{i}", 1e4) for i in range(read_num_layers(values))], is_tied=True)
-
-
-THETA = 5e5
-"""Of the models with experts, where the file has none."""
+    return read_decoder(values, [_layer(values, sizes, f"model.layers.{i}") for i in range(read_num_layers(values))], is_tied=True)
 
 
 def ernie4_5_moe(values: Values) -> DecoderSpec:
@@ -56,7 +55,7 @@ def ernie4_5_moe(values: Values) -> DecoderSpec:
     for i in range(count):
         prefix = f"model.layers.{i}"
         experts = _experts(values, sizes, f"{prefix}.mlp") if i in sparse and (i + 1) % step == 0 else None
-        layers.append(_layer(values, sizes, prefix, THETA, experts))
+        layers.append(_layer(values, sizes, prefix, experts))
     return read_decoder(values, layers, is_tied=True)
 
 
@@ -86,7 +85,7 @@ def ernie4_5_moe_mtp(values: Values) -> MtpSpec:
             embedding_norm=f"model.mtp_emb_norm.{number}.weight",
             hidden_norm=f"model.mtp_hidden_norm.{number}.weight",
             projection=Projection(f"model.mtp_linear_proj.{number}", sizes.hidden, 2 * sizes.hidden, has_bias),
-            decoder=_layer(values, sizes, f"model.mtp_block.{number}", THETA),
+            decoder=_layer(values, sizes, f"model.mtp_block.{number}"),
             head_norm="model.norm.weight",
         )
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from backend.models.moe_spec import MoeSpec, read_router
-from backend.models.rope_spec import RopeSpec, read_rope
+from backend.models.rope_spec import RopeSpec, find_scaling, read_rope
 from backend.models.spec import (
     ACTIVATIONS,
     LAYER_TYPES,
@@ -56,7 +56,7 @@ def ministral3(values: Values) -> DecoderSpec:
     """Ministral 3, the text model: its rope parameters also say how queries grow past the context that it was trained with."""
     sizes = read_sizes(values, head_dim=128)
     rope = read_rope(values, sizes.head_dim)
-    parameters = values.section("rope_parameters")
+    parameters = find_scaling(values)
     if parameters.has("llama_4_scaling_beta"):
         original = parameters.integer("original_max_position_embeddings", 2**24)
         rope = dataclasses.replace(rope, query_scale_beta=parameters.number("llama_4_scaling_beta", 1e3), original_len=original)
