@@ -360,6 +360,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a bound that is rounded": ({"json": {"type": "integer", "minimum": 2**53 + 1}}, "json: minimum 9007199254740993 cannot be enforced"),
     "a bound beyond 64 bits": ({"json": {"items": {"type": "integer", "maximum": -(10**19)}}}, "maximum -10000000000000000000 cannot be"),
     "an exclusive bound": ({"json": {"type": "integer", "exclusiveMaximum": -(2**62)}}, "exclusiveMaximum -4611686018427387904 cannot be"),
+    "no number": ({"json": {"items": {"minimum": float("nan")}}}, "json: at /items: minimum must be a finite number, got nan"),
+    "no value": ({"json": {"enum": [1, float("inf")]}}, "json: enum has inf, which JSON cannot write"),
     "the least of 64 bits": ({"json": {"const": -(2**63)}}, "const -9223372036854775808 cannot be enforced"),
 }
 
@@ -370,6 +372,27 @@ def test_what_cannot_be_followed_is_refused(grammars, name):
     with pytest.raises(RequestError, match=message) as caught:
         grammars.compile(StructuredOutputs(**asked))
     assert len(str(caught.value)) < 700
+
+
+INNER: dict[str, dict[str, Any]] = {
+    "/properties/a/properties/b~1c: Invalid type: strng": {"properties": {"a": {"properties": {"b/c": {"type": "strng"}}}}},
+    "/items/anyOf/1: regex parse error": {"items": {"anyOf": [{"type": "string"}, {"type": "string", "pattern": "(["}]}},
+    "/properties/x: Pointer '/$defs/none' does not exist": {"properties": {"x": {"$ref": "#/$defs/none"}}},
+    "/properties/a/properties/b: Unsatisfiable schema: minimum (5) is greater than maximum (2)": {
+        "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer", "minimum": 5, "maximum": 2}}, "required": ["b"]}},
+        "required": ["a"],
+        "type": "object",
+    },
+    '/$defs/X/items: Unimplemented keys: ["not"]': {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"items": {"not": {}}}}},
+    "/$defs/N/properties/m: Invalid type: x": {"$ref": "#/$defs/N", "$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}, "m": {"type": "x"}}}}},
+}
+
+
+@pytest.mark.parametrize("place", INNER)
+def test_a_refusal_says_where_in_a_schema(grammars, place):
+    for schema in (INNER[place], json.dumps(INNER[place])):
+        with pytest.raises(RequestError, match=re.escape(f"structured_outputs.json: at {place}")):
+            grammars.compile(StructuredOutputs(json=schema))
 
 
 BREAKING: dict[str, dict[str, Any]] = {
@@ -428,6 +451,25 @@ def test_bounds_that_are_rounded_may_be_left_out(grammars):
     assert settle_numbers(schema, True) == {"type": "object", "properties": {"minimum": {"type": "integer"}, "const": {"const": 1}}}
     with pytest.raises(ValueError, match="minimum 100000000000000000000 cannot be enforced"):
         settle_numbers(schema, False)
+
+
+@pytest.mark.parametrize("bound", ["maximum", "exclusiveMaximum"])
+def test_numbers_below_more_than_64_bits(grammars, bound):
+    """The compiler has none such that are no integers: a closer bound is as good."""
+    for largest in (2**63, 1e19, 1.7e308):
+        own = grammars.compile(StructuredOutputs(json={"type": "number", "minimum": 0.5, bound: largest}))
+        tokens = own.vocabulary.tokenizer.tokenize_str("1234567890.5")
+        assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
+
+
+def test_keywords_that_ask_for_nothing(grammars):
+    """Strict requests too: zod writes the first for every record."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "array", "uniqueItems": False}}
+    own = grammars.compile(StructuredOutputs(json=record))
+    tokens = own.vocabulary.tokenizer.tokenize_str('{"a": [1, 1]}')
+    assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
+    with pytest.raises(RequestError, match="propertyNames"):
+        grammars.compile(StructuredOutputs(json={**record, "propertyNames": {"pattern": "^a"}}))
 
 
 @pytest.mark.parametrize("texts", [["a", "ab", "abc"], ['"', "\\", "\n", "${x}", "/a/", "\0"], [f"k{i}" for i in range(MAX_CHOICES)]], ids=len)
