@@ -16,6 +16,7 @@ from backend import LLM, SamplingParams, limited_process, step_drafting
 from backend.config import BUNDLED_MODEL
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
+from backend.grammar.endless import is_endless
 from backend.grammar.proving import Prover
 from backend.schema_numbers import settle_numbers
 from backend.step import draft_phase
@@ -384,6 +385,12 @@ INNER: dict[str, dict[str, Any]] = {
         "type": "object",
     },
     '/$defs/X/items: Unimplemented keys: ["not"]': {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"items": {"not": {}}}}},
+    "/$defs/N: no value with an end fulfils it: it requires itself": {
+        "properties": {"n": {"$ref": "#/$defs/N"}},
+        "required": ["n"],
+        "type": "object",
+        "$defs": {"N": {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"]}},
+    },
     "/$defs/N/properties/m: Invalid type: x": {"$ref": "#/$defs/N", "$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}, "m": {"type": "x"}}}}},
 }
 
@@ -393,6 +400,28 @@ def test_a_refusal_says_where_in_a_schema(grammars, place):
     for schema in (INNER[place], json.dumps(INNER[place])):
         with pytest.raises(RequestError, match=re.escape(f"structured_outputs.json: at {place}")):
             grammars.compile(StructuredOutputs(json=schema))
+
+
+NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}}
+ENDS: list[tuple[dict[str, Any], bool]] = [
+    (NODE, True),
+    ({**NODE, "required": ["v"]}, True),
+    ({**NODE, "required": ["next"]}, False),
+    ({**NODE, "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}, True),
+    ({**NODE, "properties": {"next": {"oneOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}}, "required": ["next"]}, False),
+    ({**NODE, "type": ["object", "null"], "required": ["next"]}, True),
+    ({"type": "array", "items": {"$ref": "#"}}, True),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1}, True),
+    ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"$ref": "#/$defs/c"}, "c": {"$ref": "#/$defs/a~1b"}}}, False),
+    ({"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}}, True),
+    ({"$ref": "#/$defs/x", "properties": 5, "required": 5, "$defs": 5, "type": {}}, True),
+]
+
+
+@pytest.mark.parametrize(("schema", "ends"), ENDS, ids=range(len(ENDS)))
+def test_schemas_that_require_themselves(schema, ends):
+    assert is_endless(schema) is not ends
 
 
 BREAKING: dict[str, dict[str, Any]] = {

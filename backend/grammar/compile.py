@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from backend.errors import RequestError
+from backend.grammar.endless import is_endless
 from backend.grammar.matcher import Matcher, Vocabulary
 from backend.grammar.proving import Prover, build, load_vocabulary, shorten
 from backend.grammar.schema_places import find_place
@@ -146,6 +147,8 @@ def _write_schema(schema: Any, asked: StructuredOutputs) -> str:
     from llguidance import LLMatcher
 
     schema = settle_numbers(schema, asked.is_lenient)
+    if is_endless(schema):
+        raise ValueError("no value with an end fulfils it: it requires itself")
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(asked))
 
 
