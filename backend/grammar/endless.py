@@ -56,8 +56,8 @@ def _refers(schema: dict[str, Any], open_targets: set[str]) -> bool:
 
 def _kind_ends(kind: Any, schema: dict[str, Any], open_targets: set[str]) -> bool:
     if kind == "object":
-        own = dict(_items(schema.get("properties")))
-        return all(_ends(own.get(name), open_targets) for name in _list(schema.get("required")) if isinstance(name, str))
+        properties = dict(_items(schema.get("properties")))
+        return all(_ends(properties.get(name), open_targets) for name in _list(schema.get("required")) if isinstance(name, str))
     if kind == "array":
         count = schema.get("minItems", 0)
         first = _list(schema.get("prefixItems"))
