@@ -39,6 +39,8 @@ def _settle(schema: Any, is_lenient: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {}
+    if not is_lenient:
+        _check_count(schema)
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, dict):
             value = {name: _settle(item, is_lenient) for name, item in value.items()}
@@ -61,6 +63,15 @@ def _settle(schema: Any, is_lenient: bool) -> Any:
             value = _settle(value, is_lenient)
         found[key] = value
     return found
+
+
+def _check_count(schema: dict[str, Any]) -> None:
+    """Of properties: names that are not the schema's own may come again, and count once for who reads the answer."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    if not isinstance(least, (int, float)) or (schema.get("additionalProperties") is False and not schema.get("patternProperties")):
+        return
+    if least > (most := 1 + (len(required) if isinstance(required, list) else 0)):
+        raise ValueError(f"minProperties {least!s:.40} cannot be enforced: beyond {most} a name may be one that was there")
 
 
 def _is_kept(key: str, value: float) -> bool:

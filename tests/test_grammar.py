@@ -501,6 +501,18 @@ def test_keywords_that_ask_for_nothing(grammars):
         grammars.compile(StructuredOutputs(json={**record, "propertyNames": {"pattern": "^a"}}))
 
 
+def test_properties_whose_names_come_again(grammars):
+    """They count once for who reads the answer: no number of them is held to that they may miss."""
+    numbers = {"type": "object", "additionalProperties": {"type": "integer"}}
+    own = {"properties": {"a": {}, "b": {}}, "additionalProperties": False, "required": ["a", "b"]}
+    for schema in ({**numbers, "minProperties": 1}, {**numbers, "minProperties": 2, "required": ["a"]}, {**own, "minProperties": 2}):
+        assert grammars.compile(StructuredOutputs(json={"type": "object", **schema}))
+    for schema in ({**numbers, "minProperties": 2}, {**numbers, "minProperties": 3, "required": ["a"]}):
+        with pytest.raises(RequestError, match=r"minProperties \d cannot be enforced"):
+            grammars.compile(StructuredOutputs(json=schema))
+        assert grammars.compile(StructuredOutputs(json=schema, is_lenient=True))
+
+
 @pytest.mark.parametrize("texts", [["a", "ab", "abc"], ['"', "\\", "\n", "${x}", "/a/", "\0"], [f"k{i}" for i in range(MAX_CHOICES)]], ids=len)
 def test_choices_are_followed(grammars, texts):
     """Those that begin others, those that notations of grammars would take for something, and as many as there may be."""
