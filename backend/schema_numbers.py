@@ -1,19 +1,25 @@
-"""Numbers of JSON schemas that the compiler of grammars does not read as they are written: bounds are doubles for it, of integers in 64 bits."""
+"""Numbers of JSON schemas that the compiler of grammars does not read as they are written: bounds are doubles for it, of integers in 64 bits.
+And keywords that it refuses at any value, where theirs asks for nothing."""
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from typing import Any
 
 _LARGEST = 2**63 - 1
 _LEAST = -(2**63) + 1024
 """The next double above -2**63, on which it breaks."""
+_MOST = 2**63 - 1024
+"""The next double below 2**63, from which on it has no numbers that are no integers."""
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _VALUES = ("const", "enum")
 _REMARKS = ("default", "example", "examples")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Of names that are the schema's own, and what may stand for each."""
+_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"})}
+"""Values at which a keyword allows everything: pydantic writes the first, zod the last, for its records."""
 
 
 def settle_numbers(schema: Any, is_lenient: bool) -> Any:
@@ -33,12 +39,20 @@ def _settle(schema: Any, is_lenient: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = {}
+    if not is_lenient:
+        _check_count(schema)
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, dict):
             value = {name: _settle(item, is_lenient) for name, item in value.items()}
         elif key in _VALUES:
             _check_values(key, value)
+        elif key in _ASKS_NOTHING and value in _ASKS_NOTHING[key]:
+            continue
         elif key in _LOWER or key in _UPPER:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{key} must be a finite number, got {value}")
+            if key in _UPPER and schema.get("type") != "integer" and isinstance(value, (int, float)) and value > _MOST:
+                key, value = "maximum", _MOST
             if key in _LOWER and isinstance(value, (int, float)) and value < _LEAST:
                 key, value = "minimum", _LEAST
             if isinstance(value, (int, float)) and not _is_kept(key, value):
@@ -49,6 +63,15 @@ def _settle(schema: Any, is_lenient: bool) -> Any:
             value = _settle(value, is_lenient)
         found[key] = value
     return found
+
+
+def _check_count(schema: dict[str, Any]) -> None:
+    """Of properties: names that are not the schema's own may come again, and count once for who reads the answer."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    if not isinstance(least, (int, float)) or (schema.get("additionalProperties") is False and not schema.get("patternProperties")):
+        return
+    if least > (most := 1 + (len(required) if isinstance(required, list) else 0)):
+        raise ValueError(f"minProperties {least!s:.40} cannot be enforced: beyond {most} a name may be one that was there")
 
 
 def _is_kept(key: str, value: float) -> bool:
@@ -73,6 +96,8 @@ def _check_values(key: str, value: Any) -> None:
     if isinstance(value, list):
         for item in value:
             _check_values(key, item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} has {value}, which JSON cannot write")
     elif isinstance(value, int) and abs(value) > 2**53 and (_read(value) != value or value == -(2**63)):
         try:
             is_written = abs(value) > 2**63 and Decimal(repr(float(value))) == value

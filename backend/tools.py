@@ -233,10 +233,12 @@ def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _read_call(where: str, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must have a function with name and arguments, got {call!r:.80}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
+    arguments = function.get("arguments")
+    if arguments is None:
+        arguments = {}
+    elif isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:

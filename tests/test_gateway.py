@@ -465,6 +465,7 @@ BAD = [
     ({"prompt": "x", "stream_options": {"usage": 1}}, "parameter 'stream_options.usage'", "stream_options"),
     ({"prompt": [1, 99999]}, "prompt[1] is 99999", "prompt"),
     ({"prompt": ["x"] * 1000}, "prompt has 1000 prompts; the limit is 256", None),
+    ({"prompt": ["x"] * 256, "n": 64}, "n is 64, and prompt has 256 prompts: 16384 completions; the limit is 2048", None),
     ({"prompt": [[[]]] * 100_000}, "prompt[0][0]: Input should be", "prompt"),
     ({"prompt": "x", "text": "y"}, "give prompt, or text, and not both", None),
     ({}, "give prompt, or text", None),
@@ -518,8 +519,8 @@ class TestErrors:
         assert caught.value.code == "invalid_value" and caught.value.param == "top_p"
         with pytest.raises(openai.NotFoundError, match="the model 'gpt' does not exist; there is 'foretoken'"):
             complete(api, model="gpt")
-        for words in (3000, 100_000):
-            with pytest.raises(openai.BadRequestError, match=r"the prompt has \d+ ") as long:
+        for words in (3000, 100_000, 300_000):
+            with pytest.raises(openai.BadRequestError, match=r"prompt has \d+ ") as long:
                 complete(api, prompt="x " * words)
             assert long.value.code == "context_length_exceeded", "by which clients know that a shorter prompt would do"
         with pytest.raises(openai.APIStatusError, match="its timeout_ms passed") as late:

@@ -16,6 +16,7 @@ from backend import LLM, SamplingParams, limited_process, step_drafting
 from backend.config import BUNDLED_MODEL
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
+from backend.grammar.endless import is_endless
 from backend.grammar.proving import Prover
 from backend.schema_numbers import settle_numbers
 from backend.step import draft_phase
@@ -360,6 +361,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a bound that is rounded": ({"json": {"type": "integer", "minimum": 2**53 + 1}}, "json: minimum 9007199254740993 cannot be enforced"),
     "a bound beyond 64 bits": ({"json": {"items": {"type": "integer", "maximum": -(10**19)}}}, "maximum -10000000000000000000 cannot be"),
     "an exclusive bound": ({"json": {"type": "integer", "exclusiveMaximum": -(2**62)}}, "exclusiveMaximum -4611686018427387904 cannot be"),
+    "no number": ({"json": {"items": {"minimum": float("nan")}}}, "json: at /items: minimum must be a finite number, got nan"),
+    "no value": ({"json": {"enum": [1, float("inf")]}}, "json: enum has inf, which JSON cannot write"),
     "the least of 64 bits": ({"json": {"const": -(2**63)}}, "const -9223372036854775808 cannot be enforced"),
 }
 
@@ -370,6 +373,55 @@ def test_what_cannot_be_followed_is_refused(grammars, name):
     with pytest.raises(RequestError, match=message) as caught:
         grammars.compile(StructuredOutputs(**asked))
     assert len(str(caught.value)) < 700
+
+
+INNER: dict[str, dict[str, Any]] = {
+    "/properties/a/properties/b~1c: Invalid type: strng": {"properties": {"a": {"properties": {"b/c": {"type": "strng"}}}}},
+    "/items/anyOf/1: regex parse error": {"items": {"anyOf": [{"type": "string"}, {"type": "string", "pattern": "(["}]}},
+    "/properties/x: Pointer '/$defs/none' does not exist": {"properties": {"x": {"$ref": "#/$defs/none"}}},
+    "/properties/a/properties/b: Unsatisfiable schema: minimum (5) is greater than maximum (2)": {
+        "properties": {"a": {"type": "object", "properties": {"b": {"type": "integer", "minimum": 5, "maximum": 2}}, "required": ["b"]}},
+        "required": ["a"],
+        "type": "object",
+    },
+    '/$defs/X/items: Unimplemented keys: ["not"]': {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"items": {"not": {}}}}},
+    "/$defs/N: no value with an end fulfils it: it requires itself": {
+        "properties": {"n": {"$ref": "#/$defs/N"}},
+        "required": ["n"],
+        "type": "object",
+        "$defs": {"N": {"type": "object", "properties": {"n": {"$ref": "#/$defs/N"}}, "required": ["n"]}},
+    },
+    "/$defs/N/properties/m: Invalid type: x": {"$ref": "#/$defs/N", "$defs": {"N": {"properties": {"n": {"$ref": "#/$defs/N"}, "m": {"type": "x"}}}}},
+}
+
+
+@pytest.mark.parametrize("place", INNER)
+def test_a_refusal_says_where_in_a_schema(grammars, place):
+    for schema in (INNER[place], json.dumps(INNER[place])):
+        with pytest.raises(RequestError, match=re.escape(f"structured_outputs.json: at {place}")):
+            grammars.compile(StructuredOutputs(json=schema))
+
+
+NODE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}}
+ENDS: list[tuple[dict[str, Any], bool]] = [
+    (NODE, True),
+    ({**NODE, "required": ["v"]}, True),
+    ({**NODE, "required": ["next"]}, False),
+    ({**NODE, "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}, True),
+    ({**NODE, "properties": {"next": {"oneOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}}, "required": ["next"]}, False),
+    ({**NODE, "type": ["object", "null"], "required": ["next"]}, True),
+    ({"type": "array", "items": {"$ref": "#"}}, True),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1}, True),
+    ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"$ref": "#/$defs/c"}, "c": {"$ref": "#/$defs/a~1b"}}}, False),
+    ({"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(2000)}}, True),
+    ({"$ref": "#/$defs/x", "properties": 5, "required": 5, "$defs": 5, "type": {}}, True),
+]
+
+
+@pytest.mark.parametrize(("schema", "ends"), ENDS, ids=range(len(ENDS)))
+def test_schemas_that_require_themselves(schema, ends):
+    assert is_endless(schema) is not ends
 
 
 BREAKING: dict[str, dict[str, Any]] = {
@@ -428,6 +480,37 @@ def test_bounds_that_are_rounded_may_be_left_out(grammars):
     assert settle_numbers(schema, True) == {"type": "object", "properties": {"minimum": {"type": "integer"}, "const": {"const": 1}}}
     with pytest.raises(ValueError, match="minimum 100000000000000000000 cannot be enforced"):
         settle_numbers(schema, False)
+
+
+@pytest.mark.parametrize("bound", ["maximum", "exclusiveMaximum"])
+def test_numbers_below_more_than_64_bits(grammars, bound):
+    """The compiler has none such that are no integers: a closer bound is as good."""
+    for largest in (2**63, 1e19, 1.7e308):
+        own = grammars.compile(StructuredOutputs(json={"type": "number", "minimum": 0.5, bound: largest}))
+        tokens = own.vocabulary.tokenizer.tokenize_str("1234567890.5")
+        assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
+
+
+def test_keywords_that_ask_for_nothing(grammars):
+    """Strict requests too: zod writes the first for every record."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "array", "uniqueItems": False}}
+    own = grammars.compile(StructuredOutputs(json=record))
+    tokens = own.vocabulary.tokenizer.tokenize_str('{"a": [1, 1]}')
+    assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
+    with pytest.raises(RequestError, match="propertyNames"):
+        grammars.compile(StructuredOutputs(json={**record, "propertyNames": {"pattern": "^a"}}))
+
+
+def test_properties_whose_names_come_again(grammars):
+    """They count once for who reads the answer: no number of them is held to that they may miss."""
+    numbers = {"type": "object", "additionalProperties": {"type": "integer"}}
+    own = {"properties": {"a": {}, "b": {}}, "additionalProperties": False, "required": ["a", "b"]}
+    for schema in ({**numbers, "minProperties": 1}, {**numbers, "minProperties": 2, "required": ["a"]}, {**own, "minProperties": 2}):
+        assert grammars.compile(StructuredOutputs(json={"type": "object", **schema}))
+    for schema in ({**numbers, "minProperties": 2}, {**numbers, "minProperties": 3, "required": ["a"]}):
+        with pytest.raises(RequestError, match=r"minProperties \d cannot be enforced"):
+            grammars.compile(StructuredOutputs(json=schema))
+        assert grammars.compile(StructuredOutputs(json=schema, is_lenient=True))
 
 
 @pytest.mark.parametrize("texts", [["a", "ab", "abc"], ['"', "\\", "\n", "${x}", "/a/", "\0"], [f"k{i}" for i in range(MAX_CHOICES)]], ids=len)

@@ -132,7 +132,7 @@ def test_a_conversation_with_instructions(api):
         ({"input": "x", "tools": TOOLS, "tool_choice": {**ALLOWED, "tools": []}}, "tool_choice.tools: List should have at least 1 item"),
         ({"input": "x", "tools": TOOLS[:1], "tool_choice": ALLOWED}, "tool_choice.tools[0] must name one of the tools (get_weather), got"),
         ({"input": "x", "tool_choice": ALLOWED}, "and there are no tools"),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "schema is missing"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema is missing"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format: Input tag 'xml' found using 'type' does not"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments is not valid JSON"),
         ({"input": [{"type": "computer_call"}]}, "input[0]: Input tag 'computer_call'"),

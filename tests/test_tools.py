@@ -176,6 +176,12 @@ def test_history_as_templates_want_it():
     assert found[1] == {"role": "tool", "content": "5", "tool_call_id": "1"}
     with pytest.raises(RequestError, match=r"messages\[0\].tool_calls\[0\].function.arguments is not valid JSON"):
         read_history([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}])
+    for function in ({}, {"arguments": "{}"}, {"name": 5, "arguments": "{}"}):
+        with pytest.raises(RequestError, match=r"messages\[0\].tool_calls\[0\] must have a function with name and arguments, got"):
+            read_history([{"role": "assistant", "tool_calls": [{"function": function}]}])
+    for arguments in ({}, {"arguments": ""}, {"arguments": None}):
+        (message,) = read_history([{"role": "assistant", "tool_calls": [{"function": {"name": "f", **arguments}}]}])
+        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
 
 
 def test_special_tokens_of_calls_are_text_where_there_may_be_calls():

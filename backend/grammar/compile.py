@@ -6,13 +6,16 @@ import json
 import logging
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any
 
 from backend.errors import RequestError
+from backend.grammar.endless import is_endless
 from backend.grammar.matcher import Matcher, Vocabulary
 from backend.grammar.proving import Prover, build, load_vocabulary, shorten
+from backend.grammar.schema_places import find_place
 from backend.limited_process import Lost
 from backend.schema_numbers import settle_numbers
 from backend.structured_outputs import StructuredOutputs
@@ -22,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED, MAX_CACHED_CHARACTERS = 256, 4_000_000
 """Grammars that are kept, and characters of what was asked; the least used goes first."""
+
+PLACE_SECONDS = 1.0
+"""How long it is looked for where in a schema the fault is: its parts are compiled one by one."""
 
 Key = tuple[str, str, bool, "str | None", bool]
 WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
@@ -73,7 +79,28 @@ class Grammars:
         except RequestError:
             raise
         except ValueError as error:
-            raise RequestError(f"{name}: {shorten(error)}") from None
+            raise RequestError(f"{name}: {self._find_fault(asked, shorten(error), prover)}") from None
+
+    def _find_fault(self, asked: StructuredOutputs, fault: str, prover: Prover) -> str:
+        """What the compiler said, with the place in the schema that it does not say."""
+        schema = read_schema(asked) if asked.form == "json" else None
+        if not isinstance(schema, dict):
+            return fault
+        end = time.monotonic() + PLACE_SECONDS
+
+        def check(part: dict[str, Any]) -> str | None:
+            if time.monotonic() > end:
+                return None
+            try:
+                prover.prove(_write_schema(part, asked))
+            except (Lost, RequestError):  # which say nothing of the schema
+                return None
+            except ValueError as error:
+                return shorten(error)
+            return None
+
+        place, fault = find_place(schema, fault, check)
+        return f"at {place:.200}: {fault}" if place else fault
 
     def load(self) -> None:
         """Reads the vocabulary, which takes up to a second and holds Python's lock: before requests come. The first one does it else."""
@@ -113,7 +140,15 @@ def _write_grammar(asked: StructuredOutputs) -> str:
     if asked.form == "grammar":
         assert asked.grammar is not None
         return grammar_from("gbnf" if _GBNF_RULE.search(asked.grammar) else "lark", asked.grammar)
-    schema = settle_numbers(read_schema(asked), asked.is_lenient)
+    return _write_schema(read_schema(asked), asked)
+
+
+def _write_schema(schema: Any, asked: StructuredOutputs) -> str:
+    from llguidance import LLMatcher
+
+    schema = settle_numbers(schema, asked.is_lenient)
+    if is_endless(schema):
+        raise ValueError("no value with an end fulfils it: it requires itself")
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(asked))
 
 

@@ -13,6 +13,8 @@ from client.gateway.structured import StructuredRequest
 
 MAX_PROMPTS = 256
 """Of one request; each becomes a request of its own to the server."""
+MAX_COMPLETIONS = 2048
+"""Of one request, all prompts together. More would be refused for ever, and fill the server's queue each time it is tried."""
 
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -138,6 +140,8 @@ class CompletionRequest(GenerateRequest):
             raise ValueError("give prompt, or text, and not both")
         if (count := len(self.prompts())) > MAX_PROMPTS:
             raise ValueError(f"prompt has {count} prompts; the limit is {MAX_PROMPTS}")
+        if count > 1 and count * self.n > MAX_COMPLETIONS:
+            raise ValueError(f"n is {self.n}, and prompt has {count} prompts: {count * self.n} completions; the limit is {MAX_COMPLETIONS}")
         return self
 
     def prompts(self) -> list[dict[str, Any]]:

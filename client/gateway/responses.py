@@ -224,6 +224,8 @@ class ResponsesRequest(Strict):
             values |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         own = self.text.format
         if isinstance(own, NamedSchema):
+            if own.schema_ is None:
+                raise ValueError("text.format.schema is missing")
             values["response_format"] = SchemaFormat.model_construct(type="json_schema", json_schema=own)
         elif isinstance(own, ObjectFormat):
             values["response_format"] = own
