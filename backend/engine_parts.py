@@ -59,7 +59,7 @@ def load_parts(config: EngineConfig, ranks: Ranks, draft_service: DraftService |
         max_model_len=worker.max_model_len,
         max_waiting=config.max_waiting,
         enable_prefix_caching=config.enable_prefix_caching,
-        **({"whole_rows": whole_rows} if worker.graphs is not None else {}),
+        whole_rows=whole_rows if worker.graphs is not None else None,
     )
     heads = worker.model.heads
     planner = Planner(

@@ -48,11 +48,12 @@ class Scheduler:
         max_waiting: int,
         enable_prefix_caching: bool = True,
         num_tokens_after_step: int = 0,
-        whole_rows: Callable[[int], int] = lambda num_rows: num_rows,
+        whole_rows: Callable[[int], int] | None = None,
     ) -> None:
         """num_tokens_after_step: pages are held for that many tokens past those of a step, for a drafter that runs at its end.
 
-        whole_rows: the most rows of a step with prompts, its requests that decode among them, that are worth having, of no more than so many.
+        whole_rows: the most rows of a step with prompts, its requests that decode among them, that are worth having, of no more than so many; None:
+        any number is.
         """
         self.pool = PagePool(num_pages, page_size)
         self.prefix_cache = PrefixCache(self.pool) if enable_prefix_caching else None
@@ -210,7 +211,7 @@ class Scheduler:
 
     def _round_off(self, budget: int, batch: Batch) -> int:
         """Tokens of prompts beside the batch's requests that decode, each of which has as many rows as the widest."""
-        if len(batch.entries) == len(self.running) and not self._waiting:
+        if self._whole_rows is None or (len(batch.entries) == len(self.running) and not self._waiting):
             return budget
         prompts = itertools.chain((r for r in self.running if not r.is_decoding), (waiting[2] for waiting in self._waiting))
         left = itertools.accumulate(len(r.token_ids) - r.num_computed_tokens for r in prompts)

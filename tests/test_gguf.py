@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_model
 from backend.model_files import read_config
 from backend.model_sources import Source, find_model
+from backend.models.gguf_file import check_lengths
 from backend.models.gguf_folder import write_folder
 from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
@@ -311,3 +313,9 @@ def test_what_is_asked_for_wrongly(folder: Path, tmp_path: Path, capsys: pytest.
 def test_what_a_file_recommends(folder: Path, tmp_path: Path) -> None:
     out = convert(folder, tmp_path, tokenizer=lambda writer: (add_tokenizer(writer), writer.add_float32("general.sampling.temp", 0.5)))
     assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [2], "do_sample": True, "temperature": 0.5}
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match="not a regular file"):
+        check_lengths(tmp_path / "model.gguf")

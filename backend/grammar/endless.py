@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_DEFINITIONS = ("$defs", "definitions")
+from backend.grammar.schema_places import DEFINITIONS, escape
+
 _MAX_ROUNDS = 16
 """In each all definitions are looked at once. Where that is not enough, nothing is said of the schema."""
 
@@ -13,7 +14,7 @@ def is_endless(schema: Any) -> bool:
     """Whether no value fulfils it but those that have no end."""
     if not isinstance(schema, dict):
         return False
-    targets = {f"#/{key}/{_escape(name)}": part for key in _DEFINITIONS for name, part in _items(schema.get(key))}
+    targets = {f"#/{key}/{escape(name)}": part for key in DEFINITIONS for name, part in _items(schema.get(key))}
     targets["#"] = schema
     try:
         return _requires_itself(targets)
@@ -72,7 +73,3 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _escape(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

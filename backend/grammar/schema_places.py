@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Schema = dict[str, Any]
-_DEFINITIONS = ("$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
 _NAMED = ("properties", "patternProperties")
 _LISTED = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
@@ -19,7 +19,7 @@ def find_place(schema: Schema, fault: str, check: Callable[[Schema], str | None]
 
     check: says what is wrong with a schema, or None.
     """
-    definitions = {name: schema[name] for name in _DEFINITIONS if isinstance(schema.get(name), dict)}
+    definitions = {name: schema[name] for name in DEFINITIONS if isinstance(schema.get(name), dict)}
     place, seen = "", {""}
     while True:
         for inner, part in _parts(schema, place, definitions):
@@ -38,7 +38,7 @@ def _parts(schema: Schema, place: str, definitions: dict[str, Any]) -> Iterator[
     """A schema's own parts, and what it refers to, each with its pointer."""
     for key in _NAMED:
         if isinstance(named := schema.get(key), dict):
-            yield from ((f"{place}/{key}/{_escape(name)}", part) for name, part in named.items())
+            yield from ((f"{place}/{key}/{escape(name)}", part) for name, part in named.items())
     for key in _LISTED:
         if isinstance(listed := schema.get(key), list):
             yield from ((f"{place}/{key}/{i}", part) for i, part in enumerate(listed))
@@ -46,8 +46,9 @@ def _parts(schema: Schema, place: str, definitions: dict[str, Any]) -> Iterator[
         yield f"{place}/{key}", schema.get(key)
     if isinstance(target := schema.get("$ref"), str):
         for key, named in definitions.items():
-            yield from ((target[1:], part) for name, part in named.items() if target == f"#/{key}/{_escape(name)}")
+            yield from ((target[1:], part) for name, part in named.items() if target == f"#/{key}/{escape(name)}")
 
 
-def _escape(name: str) -> str:
+def escape(name: str) -> str:
+    """As JSON pointers have it (RFC 6901)."""
     return name.replace("~", "~0").replace("/", "~1")

@@ -114,24 +114,24 @@ class GgufFile:
 
 def check_lengths(path: Path) -> None:
     """Raises ModelError where the metadata of a GGUF file would reach past its end: the package reads arrays of any length, for ever."""
-    with path.open("rb") as file:
-        if check_regular(path) < HEADER.size:
-            raise ModelError(f"{path} cannot be read as a GGUF file (truncated download?): it has {check_regular(path)} bytes")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            order = "<" if struct.unpack_from("<I", data, 4)[0] & 0xFFFF else ">"
-            if data[:4] != b"GGUF" or struct.unpack_from(f"{order}I", data, 4)[0] < 2:
-                return  # which the package says
-            place, key = HEADER.size, "the first key"
-            try:
-                for _ in range(struct.unpack_from(f"{order}Q", data, HEADER.size - 8)[0]):
-                    (size,) = struct.unpack_from(f"{order}Q", data, place)
-                    key = data[place + 8 : place + 8 + min(size, 64)].decode("utf-8", "replace")
-                    (kind,) = struct.unpack_from(f"{order}I", data, place + 8 + size)
-                    place = _pass(data, order, kind, place + 12 + size)
-            except (struct.error, OverflowError):
-                raise ModelError(f"{path} cannot be read as a GGUF file (truncated download?): {key!r} reaches past its end") from None
-            except KeyError as error:
-                raise ModelError(f"{path} cannot be read as a GGUF file (truncated download?): {key!r} is of type {error}") from None
+    what = f"{path} cannot be read as a GGUF file (truncated download?)"
+    if (num_bytes := check_regular(path)) < HEADER.size:  # before it is opened: to open a pipe waits for who writes it
+        raise ModelError(f"{what}: it has {num_bytes} bytes")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        order = "<" if struct.unpack_from("<I", data, 4)[0] & 0xFFFF else ">"
+        if data[:4] != b"GGUF" or struct.unpack_from(f"{order}I", data, 4)[0] < 2:
+            return  # which the package says
+        place, key = HEADER.size, "the first key"
+        try:
+            for _ in range(struct.unpack_from(f"{order}Q", data, HEADER.size - 8)[0]):
+                (size,) = struct.unpack_from(f"{order}Q", data, place)
+                key = data[place + 8 : place + 8 + min(size, 64)].decode("utf-8", "replace")
+                (kind,) = struct.unpack_from(f"{order}I", data, place + 8 + size)
+                place = _pass(data, order, kind, place + 12 + size)
+        except (struct.error, OverflowError):
+            raise ModelError(f"{what}: {key!r} reaches past its end") from None
+        except KeyError as error:
+            raise ModelError(f"{what}: {key!r} is of type {error}") from None
 
 
 def _pass(data: mmap.mmap, order: str, kind: int, place: int) -> int:

@@ -55,10 +55,8 @@ def test_states_taps_and_rows_of_nobody():
     positions = torch.arange(len(ids)).cuda()
     slots = positions.clone()
 
-    class Attends:
-        """In a forward's place: what each query finds is made of the query, of some rows alone."""
-
     def attend(number, query, own, plan, out=None):
+        """What some rows' queries find is made of the queries themselves."""
         made = query[..., : model.value_dim] * (number + 1)
         if out is None:
             out = torch.zeros_like(made)
@@ -67,10 +65,10 @@ def test_states_taps_and_rows_of_nobody():
 
     model.attend, before = attend, model.attend
     try:
-        expected, entering = {}, {}
+        expected = {}
         for name, run in (("eager", model.forward), ("pieces", pieces.forward), ("again", pieces.forward)):
             entering = dict.fromkeys(pieces._tapped)
-            expected[name] = run(ids, positions, slots, cache, Attends(), None, entering).clone(), {n: t.clone() for n, t in entering.items()}
+            expected[name] = run(ids, positions, slots, cache, None, None, entering).clone(), {n: t.clone() for n, t in entering.items()}
     finally:
         model.attend = before
     for name in ("pieces", "again"):
