@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,8 +26,8 @@ from backend.errors import EngineError
 from client import AsyncClient, Client, GenerateError, HttpClient
 from deploy.demo import free_ports, running_gateway
 from deploy.launcher import RESTRICTED_APIS
-from deploy.supervision import watch
-from deploy.supervision.probe import progress_pattern
+from deploy.supervision import probe, watch
+from deploy.supervision.probe import Probe, ServerApi, progress_pattern
 from deploy.supervision.processes import (
     REGION,
     REGIONS_FILE,
@@ -165,6 +166,25 @@ def test_a_process_that_is_stopped_is_found() -> None:
             assert [stopped.find(pids, now) for now in (13.0, 14.0)] == [None, None]
         finally:
             process.kill()
+
+
+def test_silence_while_the_machine_stood_still_is_no_hang(monkeypatch) -> None:
+    """A virtual machine that is moved, a container that is paused: the server could not answer, and this process could not look."""
+    now = 100.0
+    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: now))
+    api = ServerApi("127.0.0.1", *free_ports(3), "key")
+
+    def hangs_after(*gaps: float) -> bool:
+        nonlocal now
+        asked = Probe(api, "decode")
+        for gap in gaps:
+            now += gap
+            is_waited_for = asked.wait_longer(3.0)
+        return not is_waited_for
+
+    assert not hangs_after(*[0.2] * 14) and hangs_after(*[0.2] * 16), "looks that follow each other"
+    assert not hangs_after(60.0) and not hangs_after(0.2, 60.0, 1.0), "what was not looked at counts as one slow look"
+    assert hangs_after(60.0, 1.0, 1.0) and hangs_after(0.2, 60.0, 1.4), "then it is waited for as ever"
 
 
 def test_how_long_a_model_was_up() -> None:
@@ -383,13 +403,14 @@ def test_the_engine_hangs_in_a_process_that_lives(supervised, gateway):
     """The process goes on taking requests and telling clients that it lives. The engine's silence is noticed, by the gateway's /health first."""
     server, before = supervised.server, supervised.counts()
     assert gateway.health() == 200
-    streams = open_streams(server, gateway)
+    streams, said = open_streams(server, gateway), server.log.stat().st_size
     with engine_stopped(server, supervised.stub("decode")):
         wait_for(lambda: gateway.health() == 503, "the news of it at the gateway", 10)
         wait_for(lambda: supervised.counts()["decode"] == before["decode"] + 1, "the news of it", 30)
         assert "it has answered nothing for 3 s" in supervised.health()[1]["models"]["decode"]["detail"]
         assert_told(streams, time.monotonic())
     supervised.await_ready()
+    assert re.search(rb'backend/engine.py", line \d+ in run', server.log.read_bytes()[said:]), "where its threads stood"
     assert_serves(server)
     wait_for(lambda: gateway.health() == 200, "the good news at the gateway", 10)
     supervised.assert_went(before, "decode", "server")

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -45,8 +46,10 @@ def end_with_server() -> None:
 
     A call to a dead server, such as one that creates a metric, never returns and keeps Python's lock (measured): then no thread of Python
     runs, and a timer of faulthandler's, which needs none, says where each one stands and ends the process.
+    SIGUSR1 has it say that alone: the supervisor asks, before it ends a process that no longer answers.
     """
     server, heap = os.getppid(), Heap()
+    faulthandler.register(signal.SIGUSR1)
 
     def watch() -> None:
         while os.getppid() == server:

@@ -17,6 +17,9 @@ ENGINES = ("decode", "prefill")
 KEY_HEADER = "foretoken-key"
 LOOK_SECONDS = 0.1
 CONNECT_SECONDS = 1.0
+MAX_LOOK_SECONDS = 1.5
+"""Between two looks at a probe, its waits and a look at the metrics included. What is beyond that, this process did not run: nor did the server,
+where the machine stood still (a virtual one that is moved, a container that is paused), so that its silence says nothing."""
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
 """The server is on this machine, whatever its address: gRPC would take the way that http_proxy names even so."""
 
@@ -106,7 +109,7 @@ class Probe:
         self._model = model
         self._connection: http.client.HTTPConnection | None = None
         self._sign = ""
-        self.since = self._sampled = time.monotonic()
+        self.since = self._sampled = self._looked = time.monotonic()
         self._progress: list[str] = []
 
     def poll(self) -> str | None:
@@ -125,8 +128,10 @@ class Probe:
         return "" if self._sign in text else text[:300] or "nothing"
 
     def wait_longer(self, seconds: float) -> bool:
-        """False when there has been neither an answer nor any progress for so long."""
+        """False when there has been neither an answer nor any progress for so long, as far as this process ran to see it."""
         now = time.monotonic()
+        self.since += max(now - self._looked - MAX_LOOK_SECONDS, 0.0)
+        self._looked = now
         if now - self._sampled > seconds / 4:
             progress = self._api.read_progress(self._model)
             if progress and self._progress and progress != self._progress:

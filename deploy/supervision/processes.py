@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,8 @@ REGION = "triton_python_backend_shm_region_"
 REGIONS_FILE = ".regions"
 """In the repository's folder: a supervisor that is killed removes nothing, and the next one on the folder reads here what is left."""
 
+DUMP_SECONDS = 0.2
+"""For a process to say where its threads stand."""
 STOPPED_SECONDS = 2.5
 """Of a process that other ranks wait for: clients of all of them are to know within 5 s."""
 
@@ -81,6 +86,14 @@ def find_stubs(server_pid: int) -> list[Stub]:
                 if stub is not None and read_state(stub.pid)[1] == server_pid and is_running(stub.pid):
                     found.append(stub)
     return found
+
+
+def dump_threads(stubs: Iterable[Stub]) -> None:
+    """Has models' processes that run and do not answer write to the server's log where each of their threads stands (backend/adapters/stub.py)."""
+    for stub in stubs:
+        with contextlib.suppress(OSError):
+            os.kill(stub.pid, signal.SIGUSR1)
+    time.sleep(DUMP_SECONDS)
 
 
 def find_regions(server_pid: int) -> set[str]:

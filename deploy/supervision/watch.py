@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, Probe, ServerApi
-from deploy.supervision.processes import StoppedProcesses, Stub, find_stubs, is_running
+from deploy.supervision.processes import StoppedProcesses, Stub, dump_threads, find_stubs, is_running
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +174,7 @@ class ModelWatch(threading.Thread):
             if answer is None:
                 if not probe.wait_longer(self._hang_seconds):
                     probe.close()
+                    dump_threads(stubs)
                     return f"it has answered nothing for {self._hang_seconds:g} s, the limit (hang_seconds)"
                 continue
             num_errors = num_errors + 1 if answer else 0
