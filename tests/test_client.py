@@ -85,7 +85,11 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 def test_a_server_that_is_long_in_answering_is_reached(ready_port: int) -> None:
     """On another continent, or busy: gRPC gave attempts to connect no longer than the least pause between them."""
-    with socket.create_server(("127.0.0.1", 0)) as slow, futures.ThreadPoolExecutor(3) as pool, Client(f"127.0.0.1:{slow.getsockname()[1]}") as client:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as slow,
+        futures.ThreadPoolExecutor(3) as pool,
+        Client(f"127.0.0.1:{slow.getsockname()[1]}") as client,
+    ):
         answer = pool.submit(client.is_ready)
         near, _ = slow.accept()
         time.sleep(1.5)

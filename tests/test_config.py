@@ -35,7 +35,7 @@ from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
 from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, StructuredOutputs
 from deploy import launcher, options, rendering, server
-from deploy.cli import main
+from deploy.cli import main, make_parser
 from deploy.server import LaunchError
 from deploy.supervision import processes
 from tests.conftest import fake_server
@@ -1623,3 +1623,13 @@ def test_drafts_of_answers_with_a_form() -> None:
     for request_methods, most in zip(methods, (0, 8)):
         config = EngineConfig.from_dict({"max_forced_tokens": 0, "speculative_config": {"method": "none", "request_methods": request_methods}})
         assert config.max_masked_drafts == most
+
+
+def test_clients_call_the_model_what_the_command_calls_it() -> None:
+    def names(*words: str) -> list[str]:
+        values = options.gather(make_parser().parse_args(["serve", "--port=8080", *words]))
+        return launcher.served_names(options.split_keys(values)[0], values)
+
+    assert names() == ["foretoken"]
+    assert names("Qwen/Qwen3-0.6B") == names("--model=Qwen/Qwen3-0.6B") == ["Qwen/Qwen3-0.6B", "foretoken"], "as after `vllm serve`"
+    assert names("/models/a", "--served-model-name", "a") == ["a"] and names("/models/a", "--served-model-name", "a", "b") == ["a", "b"]
