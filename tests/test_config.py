@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -28,7 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend import LLM
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig, ParallelConfig, parse_bytes
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, ParallelConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
 from backend.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
@@ -1502,6 +1503,16 @@ def test_dry_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (repository / "mtp_drafter").exists()
     assert main(["serve", "--dry-run", "--http-port=9100", "--max-batch-size", "4", "--model", str(BUNDLED_MODEL)]) == 0
     assert json.loads(parameters_of(read_pbtxt(repository / "decode" / "config.pbtxt"))["speculative_config"]) == speculative, "named or not"
+
+
+@pytest.mark.parametrize("environment", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}], ids=["none", "ascii"])
+def test_dry_run_in_a_bare_environment(tmp_path: Path, environment: dict[str, str]) -> None:
+    """A service without PATH, whose server would not find the shell that it starts models by; a system whose text is not UTF-8."""
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--dry-run", f"--repository={tmp_path / 'repository'}"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPOSITORY.parent.parent)
+    assert result.returncode == 0, result.stderr
+    (path,) = (word.removeprefix("PATH=") for word in printed_command(result.stdout) if word.startswith("PATH="))
+    assert shutil.which("bash", path=path)
 
 
 @pytest.mark.parametrize(("role", "name"), [("mixed", "decode"), ("prefill", "prefill"), ("decode", "decode")])
