@@ -10,9 +10,9 @@ from backend.budget.times import bucket_of
 DEFAULT_STEP_MS = 50.0
 """On GPU, while others decode. One H200, an 8B model, 128 requests: 50 ms halve the 99th percentile of the time per token for a few percent of the
 tokens."""
-LONGEST_SECONDS = 1.0
-"""On CPU, of a step with prompts that nobody else decodes beside: who cancels, comes new or asks whether the server lives waits for its end. Of a
-model of 1B weights 512 tokens take ten seconds and more on two cores, for which the supervisor took it for dead."""
+LONGEST_SECONDS = 2.0
+"""On CPU, of a step with prompts, whoever decodes or not: who cancels, comes new or asks whether the server lives waits for its end. Of a model of
+1B weights 512 tokens take ten seconds and more on two busy cores, for which the supervisor took it for dead."""
 FIRST_WORK = 2e10
 """Floating-point operations of the first step with a prompt, before any time is known: no CPU takes long for so many."""
 
@@ -40,7 +40,7 @@ class ChunkLimit:
     WINDOW, FADING = 32, 0.7
     """Steps that are remembered, and the weight of each against the next: one that was slow for a reason of its own is soon forgotten."""
     EARLY, STUCK = 2, 8
-    """Steps of the fewest tokens after which more are tried: the first ones, and later."""
+    """Steps after which more tokens are tried: the first ones, if they were alike, and any of the fewest tokens."""
     ALIKE = 0.05
     """Counts that differ by less say nothing of what a token takes."""
     GROWTH = 2
@@ -65,9 +65,11 @@ class ChunkLimit:
         last, seconds = self._steps[-1]
         if self.GROWTH * seconds <= limit:
             count = max(count, self.GROWTH * last)
-        newest = list(self._steps)[-self.STUCK :]
-        if len(newest) in (self.EARLY, self.STUCK) and all(count <= self.LEAST for count, _ in newest):
-            count = max(count, self.GROWTH * self.LEAST)  # of steps all of one size nobody knows what they take whatever they hold
+        # Of steps all of one size nobody knows what they take whatever they hold.
+        if len(self._steps) >= self.STUCK and all(count <= self.LEAST for count, _ in list(self._steps)[-self.STUCK :]):
+            count = max(count, self.GROWTH * self.LEAST)
+        if len(self._steps) == self.EARLY and len({bucket_of(count) for count, _ in self._steps}) == 1:
+            count = max(count, self.GROWTH * last)
         return max(self.LEAST, int(count)) if count < 2**16 else None
 
     def observe(self, num_prompt_tokens: int, seconds: float) -> None:

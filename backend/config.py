@@ -118,7 +118,7 @@ class EngineConfig(Section):
     """Known tokens that one step computes: one of each running request, then prompts; drafts come on top. Default: 512 on CPU, 4096 on GPU."""
     max_step_ms: float | None = None
     """Milliseconds that a step with prompts in it may take while other requests decode: prompts are cut accordingly. 0: no limit. Default: 50 on
-    GPU, 1000 on CPU, where steps are held to a second while nobody else decodes, too: who cancels or asks for health waits for their end."""
+    GPU, 2000 on CPU, where steps are held to two seconds while nobody else decodes, too: who cancels or asks for health waits for their end."""
     page_size: int = 16
     """Tokens a KV page holds."""
     kv_cache_memory: int | str | None = None

@@ -186,7 +186,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens", type=read_tokens, metavar="N", help="known tokens one step computes (default 512 on CPU, 4096 on GPU)"
     )
     load.add_argument(
-        "--max-step-ms", type=float, metavar="MS", help="a step with prompts takes no longer while others decode (default: 50 on GPU, 1000 on CPU)"
+        "--max-step-ms", type=float, metavar="MS", help="a step with prompts takes no longer while others decode (default: 50 on GPU, 2000 on CPU)"
     )
     load.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or such as 2GiB")
     load.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default 0.9)")
