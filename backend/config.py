@@ -136,7 +136,8 @@ class EngineConfig(Section):
     enable_prefix_caching: bool = True
     """Keep the pages of finished requests, for those that begin alike."""
     num_threads: int | None = None
-    """CPU threads of the engine; default: torch's choice."""
+    """CPU threads of the engine, or of each rank; default: torch's choice, as far as the container's share of the machine's CPUs goes, spread over
+    the ranks of this host."""
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     max_forced_tokens: int = 8

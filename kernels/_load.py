@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from kernels._cpus import count_cpus
 from kernels._signature import formats_of
 from kernels.structs import header
 from kernels.toolchain import KernelError, find_nvcc
@@ -111,9 +112,9 @@ def compile_source(name: str, architecture: str, defines: Defines | None = None)
 
 
 def compile_all(jobs: Sequence[tuple[str, Defines]], architecture: str) -> None:
-    """Compiles several (source, defines) at once, on all processors that this process may use."""
+    """Compiles several (source, defines) at once, on all CPUs that this process may use."""
     unique = {(name, tuple(sorted(defines.items()))) for name, defines in jobs}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(count_cpus()) as pool:
         futures = [pool.submit(compile_source, name, architecture, dict(defines)) for name, defines in sorted(unique, key=str)]
         for future in futures:
             future.result()
