@@ -158,7 +158,7 @@ class Intake:
         """What the text has to be: as it is asked for, or calls of tools, or either."""
         if tools is None:
             return params.structured_outputs
-        return tools.form(find_format(self._tokenizer.chat_template), self._tokenizer.special_ids, params.structured_outputs)
+        return tools.form(find_format(self._tokenizer.tool_template), self._tokenizer.special_ids, params.structured_outputs)
 
     def _fit_chat(self, prompt: Prompt, tools: Tools | None, template_variables: dict[str, Any] | None, most: int) -> tuple[list[int], str]:
         """As `_read_prompt`, of a chat whose oldest messages may be dropped. Raises RequestError where the context does not hold what is left."""
@@ -191,7 +191,7 @@ class Intake:
         elif len(prompt) and isinstance(prompt[0], dict):
             # Limited before it is rendered, too. The template writes the special tokens itself.
             if tools is not None:
-                find_format(self._tokenizer.chat_template)  # which says whether it takes any
+                find_format(self._tokenizer.tool_template)  # which says whether it takes any
             limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN
             variables = {"tools": list(tools.tools)} if tools is not None else {}
             text = self._tokenizer.render_chat(prompt, limit, template_variables, **variables)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from backend.structured_outputs import StructuredOutputs
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 CHOICES = ("none", "auto", "required")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ FORMATS = (
     ToolFormat(('"parameters":',), "", '{"name": "', '", "parameters": ', "}", separator="; "),
 )
 """The first whose markers a template has. Another template that takes tools is taken for Hermes'."""
-CALL_TOKENS = frozenset({_BEGIN, _CALL, _SEP, _CALL_END, _END, "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>"})
+CALL_TOKENS = frozenset(
+    {_BEGIN, _CALL, _SEP, _CALL_END, _END, "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+)
 """Where they are special tokens they are a part of the text all the same, for an answer that may call."""
 
 
@@ -168,9 +171,10 @@ def _write_answer(answer: StructuredOutputs) -> str:
 
 
 def _write_schema(function: Mapping[str, Any]) -> str:
-    """Of the arguments. With `strict` what cannot be enforced is an error."""
+    """Of the arguments. With `strict` what cannot be enforced is an error; a function without `parameters` has none, as OpenAI has it."""
+    schema = function.get("parameters")
     try:
-        schema = settle_numbers(function.get("parameters") or {"type": "object"}, not function.get("strict"))
+        schema = settle_numbers(_NO_PARAMETERS if schema is None else schema or {"type": "object"}, not function.get("strict"))
     except ValueError as error:
         raise RequestError(f"tools: the parameters of {function['name']!r}: {error}") from None
     return json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": not function.get("strict")}})
@@ -187,6 +191,10 @@ def _check_tool(number: int, tool: object) -> str:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError(f"tools[{number}].function.parameters must be a JSON schema, got {parameters!r:.80}")
+    if not isinstance(strict := function.get("strict"), bool | None):
+        raise RequestError(f"tools[{number}].function.strict must be true or false, got {strict!r:.80}")
+    if not isinstance(description := function.get("description"), str | None):
+        raise RequestError(f"tools[{number}].function.description must be a text, got {description!r:.80}")
     return name
 
 

@@ -326,7 +326,31 @@ def test_lines_of_blocks_alone_leave_nothing(tmp_path: Path) -> None:
 
 def test_several_templates_have_a_default(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}])
-    assert tokenizer.render_chat(MESSAGES) == "plain"
+    assert tokenizer.render_chat(MESSAGES) == "plain" and tokenizer.chat_template == "plain"
+
+
+def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    """As transformers chooses: Hermes 2 Pro has two in its configuration, others a file beside."""
+    tool_use = "{{ tools | length }} tools"
+    in_files = tmp_path / "files"
+    (in_files / "additional_chat_templates").mkdir(parents=True)
+    (in_files / "chat_template.jinja").write_text("plain")
+    (in_files / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    for tokenizer in (
+        with_template(tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": tool_use}]),
+        with_template(in_files, "settings"),
+    ):
+        assert tokenizer.render_chat(MESSAGES) == "plain" and tokenizer.chat_template == "plain"
+        assert tokenizer.render_chat(MESSAGES, tools=[{}, {}]) == "2 tools" and tokenizer.tool_template == tool_use
+    assert with_template(tmp_path, "{{ tools }}").tool_template == "{{ tools }}"
+
+
+def test_a_role_that_templates_do_not_know(tmp_path: Path) -> None:
+    """OpenAI's clients say developer for system: most templates would leave the instructions out without a word."""
+    template = "{% for m in messages %}{% if m.role == 'system' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    messages = [{"role": "developer", "content": "Be brief."}, MESSAGES[1]]
+    assert with_template(tmp_path, template).render_chat(messages) == "[Be brief.]"
+    assert with_template(tmp_path, template.replace("system", "developer")).render_chat(messages) == "[Be brief.]", "one that knows it has it"
 
 
 def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:

@@ -17,8 +17,12 @@ from backend.structured_outputs import StructuredOutputs
 from backend.text import TextStream, Tokenizer
 from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history
 from client import Client, GenerateError
+from client.gateway.forms import ChatForm
+from client.gateway.openai import ChatRequest
 from client.gateway.tool_calls import AnswerParser
+from client.messages import Chunk
 
+ASK = [{"role": "user", "content": "Which colour, and how large?"}]
 ARGUMENTS = '{"city": "a}]\\" <tool_call>", "days": 3}'
 PARAMETERS = {
     "type": "object",
@@ -73,6 +77,15 @@ def test_what_has_to_be_called_is(grammars, format):
     for tools in (required, one, own):
         assert not follows(grammars, tools, format, "It is warm.")
         assert not follows(grammars, tools, format, write(format, ["put.it"], '{"city": "x", "days": 12}'))
+
+
+def test_a_function_without_parameters_has_none(grammars):
+    """As OpenAI has it; a schema that says nothing else is any object."""
+    format = FORMATS[-1]
+    for own, takes_any in (({}, False), ({"parameters": None}, False), ({"parameters": {}}, True), ({"parameters": {"type": "object"}}, True)):
+        tools = Tools.from_values([{"type": "function", "function": {"name": "f", "strict": None, **own}}], "required")
+        assert follows(grammars, tools, format, write(format, ["f"], "{}"))
+        assert follows(grammars, tools, format, write(format, ["f"], '{"a": 1}')) == takes_any
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
@@ -149,6 +162,8 @@ def test_families_are_told_by_their_templates(template, markers):
         (([{"type": "function"}],), r"tools\[0\] must be"),
         (([function("a b")],), r"tools\[0\].function.name must be 1 to 64 letters"),
         (([{"type": "function", "function": {"name": "f", "parameters": 5}}],), r"tools\[0\].function.parameters must be a JSON schema"),
+        (([function("f", strict="yes")],), r"tools\[0\].function.strict must be true or false, got 'yes'"),
+        (([function("f", description=5)],), r"tools\[0\].function.description must be a text, got 5"),
         (([function("f"), function("f")],), "'f' is there twice"),
         (([function("f")], "always"), "tool_choice must be one of none, auto, required"),
         (([function("f")], named("g")), r"tool_choice must name one of the tools \(f\)"),
@@ -254,6 +269,27 @@ def test_a_closing_mark_that_is_cut_is_no_text() -> None:
         assert parse([call + "\n</tool_call>"[:end]]) == ("", "", [("f", '{"a": 1}')])
 
 
+def test_calls_that_have_ids():
+    """Mistral's of version 11, between a function's name and its arguments."""
+    text = '[TOOL_CALLS]f[CALL_ID]abc123DEF[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'
+    for most in (1, 4, 1000):
+        assert parse(in_pieces(text, most, random.Random(5))) == ("", "", [("f", '{"a": 1}'), ("g", "{}")])
+
+
+@pytest.mark.parametrize("end", ["<tool", "<tool_call>\n", '<tool_call>\n{"name": "f", "argu', '<tool_call>\n{"name": "f", "arguments": {"a'])
+@pytest.mark.parametrize("calls", ["", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'], ids=["first", "second"])
+def test_an_answer_of_calls_that_is_cut(calls, end):
+    """By max_tokens, or a stop string: a call's beginning is no text, and arguments that are not whole are no reason to run anything."""
+    request = ChatRequest(messages=ASK, tools=[function("f")], tool_choice="required")
+    for reason in ("length", "stop"):
+        choice = ChatForm(request).write(0, Chunk(text=calls + end, finish_reason=reason), {}, is_streamed=False)
+        is_cut = end.endswith("a")
+        assert not choice["message"]["content"] and len(choice["message"].get("tool_calls", ())) == bool(calls) + is_cut
+        assert choice["finish_reason"] == ("tool_calls" if reason == "stop" and calls and not is_cut else reason)
+    free = ChatForm(ChatRequest(messages=ASK, tools=[function("f")]))
+    assert free.write(0, Chunk(text="see <tool", finish_reason="stop"), {}, is_streamed=False)["message"]["content"] == "see <tool"
+
+
 @pytest.mark.parametrize("text", ['{"x": 1}', '{"name": "f"}', "see [TOOL", "<tool_call>\nnothing</tool_call> x", "a <b>c</b>", "{" * 2000,
     '{"name": "\\ud800", "arguments": {}}', '{"name": "\\q", "arguments": {}}'])  # fmt: skip
 def test_what_is_no_call_is_text(text):
@@ -289,8 +325,6 @@ def test_what_is_thought_where_the_prompt_opens_it(text, content, reasoning):
 
 
 # -- on a real server ---------------------------------------------------------------------------------------------------------
-
-ASK = [{"role": "user", "content": "Which colour, and how large?"}]
 
 
 class Box(pydantic.BaseModel):

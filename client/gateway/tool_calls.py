@@ -18,7 +18,7 @@ _WRAPS = ("<response>", "</response>")
 """Around ERNIE's answers."""
 _HEAD = re.compile(
     r'\s*(?:[\[,;]\s*)*(?:\{\s*"name"\s*:\s*"(?P<quoted>[A-Za-z0-9_.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-    r"|(?P<plain>[A-Za-z0-9_.-]{1,64})\[ARGS\]"
+    r"|(?P<plain>[A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]"
     r"|(?:<\uff5ctool\u2581call\u2581begin\uff5c>)?(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<deep>[A-Za-z0-9_.-]{1,64})"
     r"(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n))(?=[{\[\"])"
 )
@@ -85,6 +85,11 @@ class AnswerParser:
         self._arguments = _Json()
         self._skips_breaks = False
         self.num_calls = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are any, and the last one's arguments are whole: a stop string may have cut them."""
+        return self.num_calls > 0 and self._state != "call"
 
     def feed(self, text: str, is_last: bool = False) -> Part:
         """is_last: nothing follows, so nothing is held back."""
