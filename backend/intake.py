@@ -14,6 +14,7 @@ from backend.config import EngineConfig
 from backend.core import Request
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher
+from backend.grammar.endless import is_endless
 from backend.sampling_params import SamplingParams
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
@@ -133,6 +134,12 @@ class Intake:
         """asked: the request's own, or with what its tools ask; tools: these, to be named in errors. Raises RequestError."""
         if asked is None:
             return None
+        if asked is not params.structured_outputs:  # what requires itself is a grammar too: it would only never come to an end
+            if params.structured_outputs is not None and is_endless(params.structured_outputs.json):
+                self._grammars.compile(params.structured_outputs)
+            for tool in () if tools is None else tools.tools:
+                if is_endless(tool["function"].get("parameters")):
+                    self._check_parameters(tool["function"])
         try:
             return self._grammars.compile(asked, params.ignore_eos)
         except RequestError as error:

@@ -163,20 +163,23 @@ def _write_answer(answer: StructuredOutputs) -> str:
             f"structured_outputs.{answer.form} cannot stand beside tools, of which an answer may call one or none: json (an object), json_object and "
             "choice can; or tool_choice has to be none"
         )
-    try:
-        schema = settle_numbers(answer.json, answer.is_lenient)
-    except ValueError as error:
-        raise RequestError(f"structured_outputs.json: {error}") from None
+    schema = _settle(answer.json, answer.is_lenient, "structured_outputs.json")
     return "%json " + json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": answer.is_lenient}})
+
+
+def _settle(schema: Mapping[str, Any], is_lenient: bool, what: str) -> dict[str, Any]:
+    """As the compiler has to be given it. what: said in errors. Raises RequestError."""
+    try:
+        return settle_numbers(schema, is_lenient)
+    except ValueError as error:
+        raise RequestError(f"{what}: {error}") from None
 
 
 def _write_schema(function: Mapping[str, Any]) -> str:
     """Of the arguments. With `strict` what cannot be enforced is an error; a function without `parameters` has none, as OpenAI has it."""
     schema = function.get("parameters")
-    try:
-        schema = settle_numbers(_NO_PARAMETERS if schema is None else schema or {"type": "object"}, not function.get("strict"))
-    except ValueError as error:
-        raise RequestError(f"tools: the parameters of {function['name']!r}: {error}") from None
+    schema = _NO_PARAMETERS if schema is None else schema or {"type": "object"}
+    schema = _settle(schema, not function.get("strict"), f"tools: the parameters of {function['name']!r}")
     return json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": not function.get("strict")}})
 
 

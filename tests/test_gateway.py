@@ -277,8 +277,11 @@ class TestPrediction:
                 "prediction": {"type": "content", "content": content},
             }
             status, _, raw = ask(address, "/v1/completions", body)
-            choice = json.loads(raw)["choices"][0]
-            assert status == 200 and choice["text"] == plain and choice["token_sources"].count("prediction") > 8
+            answer = json.loads(raw)
+            choice = answer["choices"][0]
+            num_predicted = choice["token_sources"].count("prediction")
+            assert status == 200 and choice["text"] == plain and num_predicted > 8
+            assert answer["usage"]["completion_tokens_details"] == {"accepted_prediction_tokens": num_predicted}
 
     @pytest.mark.parametrize("value", [{"type": "other", "content": "x"}, {"type": "content"}, "x", {"type": "content", "content": 5}])
     def test_other_forms_are_refused(self, address, value):

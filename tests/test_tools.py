@@ -400,6 +400,8 @@ def test_calls(api, choice):
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
     assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
     assert "tool_calls.function.arguments.done" in events
+    parts = [part.choices[0] for part in converse(api, **own, stream=True)]
+    assert all(part.finish_reason or part.delta.model_dump(exclude_unset=True) for part in parts), "none says nothing"
     said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
     after = converse(api, messages=[*ASK, said, {"role": "tool", "tool_call_id": call.id, "content": "20"}], tools=TOOLS, max_tokens=8)
     assert after.usage.completion_tokens > 0
@@ -432,6 +434,11 @@ def test_no_calls(api):
     odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(openai.BadRequestError, match=r"tools: the parameters of 'f': .*uniqueItems"):
         converse(api, tools=[odd])
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    with pytest.raises(openai.BadRequestError, match="tools: the parameters of 'f': no value with an end fulfils it"):
+        converse(api, tools=[{"type": "function", "function": {"name": "f", "parameters": endless}}], tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: no value with an end fulfils it"):
+        converse(api, tools=TOOLS, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": endless}})
     with pytest.raises(openai.BadRequestError, match="guided_regex cannot stand beside tools"):
         converse(api, tools=TOOLS, extra_body={"guided_regex": "a"})
     own = {
