@@ -19,7 +19,7 @@ from backend.sampling_params import SamplingParams
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
 from backend.thought import THINK
-from backend.tools import Tools, find_format
+from backend.tools import Tools, find_format, takes_one_call
 from backend.truncation import Truncation, fit_messages
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,10 @@ class Intake:
         """What the text has to be: as it is asked for, or calls of tools, or either."""
         if tools is None:
             return params.structured_outputs
-        return tools.form(find_format(self._tokenizer.tool_template), self._tokenizer.special_ids, params.structured_outputs)
+        template = self._tokenizer.tool_template
+        if tools.choice == "required" and takes_one_call(template):
+            tools = dataclasses.replace(tools, is_parallel=False)
+        return tools.form(find_format(template), self._tokenizer.special_ids, params.structured_outputs)
 
     def _fit_chat(self, prompt: Prompt, tools: Tools | None, template_variables: dict[str, Any] | None, most: int) -> tuple[list[int], str]:
         """As `_read_prompt`, of a chat whose oldest messages may be dropped. Raises RequestError where the context does not hold what is left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,16 @@ from backend.detokenizer import (
 )
 from backend.errors import ModelError, RequestError
 from backend.model_files import read_json
-from backend.tools import CALL_TOKENS, read_history
+from backend.tools import CALL_TOKENS, ID_CHARACTERS, read_history, shorten_ids
 
 _DEVELOPER = "developer"
 """What OpenAI's clients call the role that was system."""
+_ASKS_FOR_NULL = re.compile(r"""\bcontent(?:['"]\])?\s+is\s+(?:not\s+)?none\b""")
+"""Of a template: it tells calls from what is said by a content that is null, as DeepSeek's."""
+_JOINS_ARGUMENTS = re.compile(r"""\+\s*\w+(?:\.function|\[['"]function['"]\])(?:\.arguments|\[['"]arguments['"]\])\s*(?:\+|-?\}\})""")
+"""Of a template: it joins the arguments of calls with text, which objects are not."""
+_WANTS_SHORT_IDS = re.compile(rf"\bid\s*\|\s*length\s*(?:!=|<)\s*{ID_CHARACTERS}\b")
+"""Of a template: it refuses other ids of calls, as Mistral's."""
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
@@ -146,7 +153,9 @@ class Tokenizer:
         if taken := [name for name in own or () if name in TEMPLATE_VARIABLES]:
             raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {', '.join(TEMPLATE_VARIABLES)} are given by the request itself")
         given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **variables, **(own or {})}
-        found = read_history(messages)
+        found = read_history(messages, bool(_ASKS_FOR_NULL.search(template.source)), bool(_JOINS_ARGUMENTS.search(template.source)))
+        if _WANTS_SHORT_IDS.search(template.source):
+            found = shorten_ids(found)
         if _DEVELOPER not in template.source:  # a template leaves out what has a role that it does not know, or refuses it
             found = [{**message, "role": "system"} if message.get("role") == _DEVELOPER else message for message in found]
         return template.render(found, given, max_characters)

@@ -5,6 +5,7 @@ Families are told apart by their templates: Hermes (Qwen, ERNIE 4.5), Llama 3, M
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,10 @@ from backend.schema_numbers import settle_numbers
 from backend.structured_outputs import StructuredOutputs
 
 MAX_TOOLS = 256
+ID_CHARACTERS = 9
+"""Of a call's id, where a template says so."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ONE_CALL = re.compile(r"\btool_calls\s*\|\s*length\s*(?:==|!=|>)\s*1\b")
 CHOICES = ("none", "auto", "required")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -62,6 +66,11 @@ def find_format(template: str | None) -> ToolFormat:
     if template is None or "tools" not in template:
         raise RequestError("tools: this model's chat template takes none")
     return next((f for f in FORMATS if all(marker in template for marker in f.markers)), _HERMES)
+
+
+def takes_one_call(template: str | None) -> bool:
+    """Whether it refuses a history with several calls in one answer, as Llama 3's: an answer that has to call must not have more."""
+    return _ONE_CALL.search(template or "") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +233,11 @@ def _read_allowed(choice: Mapping[str, Any], names: Sequence[str]) -> tuple[str,
     return mode, tuple(dict.fromkeys(str(_read_name(tool)) for tool in tools))
 
 
-def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates want them: a content that is null is "", and the arguments of calls are objects. Raises RequestError."""
+def read_history(messages: Sequence[Mapping[str, Any]], has_nulls: bool = False, has_texts: bool = False) -> list[dict[str, Any]]:
+    """Messages as templates want them: a content that is null is "", and the arguments of calls are objects. Raises RequestError.
+
+    has_nulls: calls that no text comes with have null for a content; has_texts: arguments are JSON's text, as clients send them.
+    """
     found = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -237,12 +249,31 @@ def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         elif not isinstance(calls, list):
             raise RequestError(f"messages[{number}].tool_calls must be a list, got {calls!r:.80}")
         else:
-            own["tool_calls"] = [_read_call(f"messages[{number}].tool_calls[{i}]", call) for i, call in enumerate(calls)]
+            own["tool_calls"] = [_read_call(f"messages[{number}].tool_calls[{i}]", call, has_texts) for i, call in enumerate(calls)]
+            if has_nulls and calls and not own["content"]:
+                own["content"] = None
         found.append(own)
     return found
 
 
-def _read_call(where: str, call: object) -> dict[str, Any]:
+def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A history as Mistral's templates want it: ids of calls have nine letters and digits. Others are exchanged, each for one of its own."""
+    found = [dict(message) for message in messages]
+    for own in found:
+        if "tool_call_id" in own:
+            own["tool_call_id"] = _shorten(own["tool_call_id"])
+        if calls := own.get("tool_calls"):
+            own["tool_calls"] = [{**call, "id": _shorten(call["id"])} if "id" in call else call for call in calls]
+    return found
+
+
+def _shorten(call_id: object) -> object:
+    if not isinstance(call_id, str) or (len(call_id) == ID_CHARACTERS and call_id.isascii() and call_id.isalnum()):
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "replace")).hexdigest()[:ID_CHARACTERS]
+
+
+def _read_call(where: str, call: object, has_texts: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must have a function with name and arguments, got {call!r:.80}")
@@ -254,4 +285,7 @@ def _read_call(where: str, call: object) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{where}.function.arguments is not valid JSON: {error}") from None
+    if has_texts:
+        sent = function.get("arguments")
+        arguments = sent if isinstance(sent, str) and sent else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -15,7 +15,7 @@ from backend.errors import RequestError
 from backend.grammar import Grammars
 from backend.structured_outputs import StructuredOutputs
 from backend.text import TextStream, Tokenizer
-from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history
+from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history, takes_one_call
 from client import Client, GenerateError
 from client.gateway.forms import ChatForm
 from client.gateway.openai import ChatRequest
@@ -182,6 +182,12 @@ def test_tools_that_are_none_are_refused(values, message):
         Tools.from_values(*values)
     with pytest.raises(RequestError, match="chat template takes none"):
         find_format("{{ messages }}")
+
+
+def test_templates_that_take_one_call():
+    assert takes_one_call("{% if not message.tool_calls|length == 1 %}{{ raise_exception('one') }}{% endif %}")
+    assert takes_one_call("{% if message.tool_calls | length != 1 %}{{ raise_exception('one') }}{% endif %}")
+    assert not takes_one_call("{% for call in message.tool_calls %}{{ call.id|length }}{% endfor %}") and not takes_one_call(None)
 
 
 def test_history_as_templates_want_it():

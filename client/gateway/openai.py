@@ -197,8 +197,10 @@ class Message(BaseModel):
         return self
 
     def flat(self) -> dict[str, Any]:
-        """With its content as one text."""
+        """With its content as one text; null beside calls stays: some templates tell calls by it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        if self.content is None and (self.model_extra or {}).get("tool_calls"):
+            return {"role": self.role, "content": None, **(self.model_extra or {})}
         return {"role": self.role, "content": content, **(self.model_extra or {})}
 
 
