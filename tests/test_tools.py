@@ -282,6 +282,45 @@ def test_calls_that_have_ids():
         assert parse(in_pieces(text, most, random.Random(5))) == ("", "", [("f", '{"a": 1}'), ("g", "{}")])
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (f'<tool_call>\n{{"arguments": {ARGUMENTS}, "name": "f"}}\n</tool_call>', "f"),
+        (
+            f'ok <tool_call>{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>\n<tool_call>{{"name": "g", "arguments": {ARGUMENTS}}}</tool_call>',
+            "fg",
+        ),
+        (f'{{"type": "function", "name": "f", "parameters": {ARGUMENTS}}}; {{"name": "g", "parameters": {ARGUMENTS}}}', "fg"),
+        (f'{{"type": "function", "function": {{"name": "f", "arguments": {ARGUMENTS}}}}}', "f"),
+        (f'{{"function": "f", "parameters": {ARGUMENTS}}}', "f"),
+        (f'[TOOL_CALLS][{{"name": "f", "arguments": {ARGUMENTS}, "id": "aB, }}345"}}, {{"name": "g", "arguments": {ARGUMENTS}, "id": 5}}]', "fg"),
+        (f'[TOOL_CALLS] [{{"id": "1", "name": "f", "arguments": {ARGUMENTS}}}, {{"id": "2", "name": "g", "arguments": {ARGUMENTS}}}]', "fg"),
+    ],
+)
+def test_keys_of_calls_in_any_order(text, names):
+    """Hermes 2 Pro's calls end with the name, Llama's may begin with a type, and Mistral's have ids."""
+    rng = random.Random(6)
+    for most in (1, 2, 7, 30, 1000):
+        content, _, calls = parse(in_pieces(text, most, rng))
+        assert content == ("ok " if text.startswith("ok") else "") and [name for name, _ in calls] == [*names]
+        assert all(json.loads(arguments) == json.loads(ARGUMENTS) for _, arguments in calls)
+        assert parse(in_pieces(text, most, rng), is_parallel=False)[2] == calls[:1]
+        assert parse(in_pieces(text, most, rng), allowed=["other"])[2] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"type": "box", "size": [1, {"a": 2}]} and more', '{"arguments": {"a": 1}}', '{"id": 5, "name": "a b", "arguments": {}}', '{"type": "x", "cut',
+     '<tool_call>{"arguments": {"a": 1}, "nam', '<tool_call> {"arguments": 1e400000, "name": 5}</x>', '{"id": ' + "[" * 70_000, '{"type": "\ud800"}'],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_objects_that_are_no_calls_are_text(text):
+    """And are not held back where they begin as answers do."""
+    assert AnswerParser("x", has_tools=True).feed('{"id": 1' + ", " * 300).content.startswith('{"id": 1')
+    for most in (3, 50, 100_000):
+        assert parse(in_pieces(text, most, random.Random(7))) == (text, "", [])
+
+
 @pytest.mark.parametrize("end", ["<tool", "<tool_call>\n", '<tool_call>\n{"name": "f", "argu', '<tool_call>\n{"name": "f", "arguments": {"a'])
 @pytest.mark.parametrize("calls", ["", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'], ids=["first", "second"])
 def test_an_answer_of_calls_that_is_cut(calls, end):
