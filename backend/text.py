@@ -29,7 +29,8 @@ _DEVELOPER = "developer"
 """What OpenAI's clients call the role that was system."""
 _ASKS_FOR_NULL = re.compile(r"""\bcontent(?:['"]\])?\s+is\s+(?:not\s+)?none\b""")
 """Of a template: it tells calls from what is said by a content that is null, as DeepSeek's."""
-_JOINS_ARGUMENTS = re.compile(r"""\+\s*\w+(?:\.function|\[['"]function['"]\])(?:\.arguments|\[['"]arguments['"]\])\s*(?:\+|-?\}\})""")
+_ARGUMENTS = r"""\w+(?:\.function|\[['"]function['"]\])?(?:\.arguments|\[['"]arguments['"]\])"""
+_JOINS_ARGUMENTS = re.compile(rf"\+\s*{_ARGUMENTS}\s*(?:\+|-?\}}\}})|\{{\{{-?\s*{_ARGUMENTS}\s*\+")
 """Of a template: it joins the arguments of calls with text, which objects are not."""
 _WANTS_SHORT_IDS = re.compile(rf"\bid\s*\|\s*length\s*(?:!=|<)\s*{ID_CHARACTERS}\b")
 """Of a template: it refuses other ids of calls, as Mistral's."""

@@ -363,6 +363,11 @@ def test_calls_that_a_template_tells_by_their_content(tmp_path: Path, content: s
     assert tokenizer.render_chat(messages) == 'Why?<f{"a":  1}><g{"b": 2}><h{}>5'
     messages[1]["content"] = "Let me see."
     assert tokenizer.render_chat(messages) == "Why?Let me see.5", "what is said beside calls stays"
+    for joined in ("call.function.arguments + '.'", "'.' + call.function.arguments", "call['function'].arguments + '.'"):
+        source = "{% for call in messages[1].tool_calls %}{{ " + joined + " }}{% endfor %}"
+        assert "{" in with_template(tmp_path, source).render_chat(messages), "however it joins them"
+    inner = "{% for call in messages[1].tool_calls %}{% set call = call.function %}{{ '' + call.arguments + '' }}{% endfor %}"
+    assert with_template(tmp_path, inner).render_chat(messages) == '{"a":  1}{"b": 2}{}'
     both = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}{% endfor %}"
     messages[1]["content"] = content
     assert with_template(tmp_path, both).render_chat(messages[:2]) == "Why?1", "others are given a text, and objects"
