@@ -110,6 +110,11 @@ def test_a_conversation_with_instructions(api):
     messages = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "and?"), ("assistant", "no"), ("user", "c")]
     wanted = api.chat.completions.create(model="foretoken", messages=[{"role": r, "content": c} for r, c in messages], max_tokens=8, temperature=0)
     assert found.output_text == wanted.choices[0].message.content and found.usage.input_tokens == wanted.usage.prompt_tokens
+    roles = [
+        api.responses.create(model="foretoken", input=[{"role": role, "content": "Be brief."}, *items], max_output_tokens=8, temperature=0)
+        for role in ("developer", "system")
+    ]
+    assert roles[0].output_text == roles[1].output_text and {r.usage.input_tokens for r in roles} == {found.usage.input_tokens}
 
 
 @pytest.mark.parametrize(

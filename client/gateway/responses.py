@@ -293,5 +293,5 @@ class ResponsesRequest(Strict):
             elif isinstance(item, MessageItem) and item.role == "assistant":
                 answer["content"] = join(item.content)
             elif item is not None:
-                messages.append({"role": "system" if item.role == "developer" else item.role, "content": join(item.content)})
+                messages.append({"role": item.role, "content": join(item.content)})
         return messages
