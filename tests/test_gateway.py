@@ -328,6 +328,7 @@ class TestFieldsThatChangeNothing:
             ({"skip_special_tokens": False}, "'skip_special_tokens': it may be left out, or true"),
             ({"use_beam_search": True}, "'use_beam_search': it may be left out, or false"),
             ({"use_beam_search": 0}, "'use_beam_search': it may be left out, or false"),
+            ({"enable_thinking": False}, "'enable_thinking': chats have it in chat_template_kwargs"),
             ({"nonsense": 1}, "unknown or unsupported parameter 'nonsense'"),
         ],
     )
