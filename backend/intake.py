@@ -14,11 +14,12 @@ from backend.config import EngineConfig
 from backend.core import Request
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher
+from backend.grammar.endless import is_endless
 from backend.sampling_params import SamplingParams
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
 from backend.thought import THINK
-from backend.tools import Tools, find_format
+from backend.tools import Tools, find_format, takes_one_call
 from backend.truncation import Truncation, fit_messages
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,12 @@ class Intake:
         """asked: the request's own, or with what its tools ask; tools: these, to be named in errors. Raises RequestError."""
         if asked is None:
             return None
+        if asked is not params.structured_outputs:  # what requires itself is a grammar too: it would only never come to an end
+            if params.structured_outputs is not None and is_endless(params.structured_outputs.json):
+                self._grammars.compile(params.structured_outputs)
+            for tool in () if tools is None else tools.tools:
+                if is_endless(tool["function"].get("parameters")):
+                    self._check_parameters(tool["function"])
         try:
             return self._grammars.compile(asked, params.ignore_eos)
         except RequestError as error:
@@ -158,7 +165,10 @@ class Intake:
         """What the text has to be: as it is asked for, or calls of tools, or either."""
         if tools is None:
             return params.structured_outputs
-        return tools.form(find_format(self._tokenizer.chat_template), self._tokenizer.special_ids, params.structured_outputs)
+        template = self._tokenizer.tool_template
+        if tools.choice == "required" and takes_one_call(template):
+            tools = dataclasses.replace(tools, is_parallel=False)
+        return tools.form(find_format(template), self._tokenizer.special_ids, params.structured_outputs)
 
     def _fit_chat(self, prompt: Prompt, tools: Tools | None, template_variables: dict[str, Any] | None, most: int) -> tuple[list[int], str]:
         """As `_read_prompt`, of a chat whose oldest messages may be dropped. Raises RequestError where the context does not hold what is left."""
@@ -191,7 +201,7 @@ class Intake:
         elif len(prompt) and isinstance(prompt[0], dict):
             # Limited before it is rendered, too. The template writes the special tokens itself.
             if tools is not None:
-                find_format(self._tokenizer.chat_template)  # which says whether it takes any
+                find_format(self._tokenizer.tool_template)  # which says whether it takes any
             limit = self._max_model_len * MAX_CHARACTERS_PER_TOKEN
             variables = {"tools": list(tools.tools)} if tools is not None else {}
             text = self._tokenizer.render_chat(prompt, limit, template_variables, **variables)  # type: ignore[arg-type]

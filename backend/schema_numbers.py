@@ -18,8 +18,12 @@ _VALUES = ("const", "enum")
 _REMARKS = ("default", "example", "examples")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Of names that are the schema's own, and what may stand for each."""
-_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "propertyNames": (True, {}, {"type": "string"})}
-"""Values at which a keyword allows everything: pydantic writes the first, zod the last, for its records."""
+_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "format": ("password", "path"),
+}
+"""Values at which a keyword allows everything: zod writes the names of its records so, pydantic the rest (SecretStr, Path)."""
 
 
 def settle_numbers(schema: Any, is_lenient: bool) -> Any:

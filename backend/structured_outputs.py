@@ -13,6 +13,8 @@ MAX_CHARACTERS = 131_072
 MAX_PATTERN_CHARACTERS = 1024
 """Of whitespace_pattern."""
 MAX_CHOICES = 4096
+_NO_OPS: dict[str, tuple[object, ...]] = {"disable_fallback": (True, False), "disable_additional_properties": (False,), "_backend_was_auto": (False,)}
+"""What vLLM's clients send beside: the values that ask for nothing; so does null, whatever the key."""
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -82,9 +84,10 @@ class StructuredOutputs:
         known = [f.name for f in dataclasses.fields(cls)]
         if not isinstance(value, Mapping):
             raise ValueError(f"structured_outputs must be an object with one of {', '.join(FORMS)}, got {value!r:.80}")
+        value = {key: own for key, own in value.items() if own is not None and (key in known or key not in _NO_OPS or own not in _NO_OPS[key])}
         if unknown := [key for key in value if key not in known]:
             raise ValueError(f"structured_outputs: unknown key {unknown[0]!r:.80}; known keys: {', '.join(known)}")
-        return cls(**{key: own for key, own in value.items() if own is not None})
+        return cls(**value)
 
     @property
     def form(self) -> str:

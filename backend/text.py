@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,17 @@ from backend.detokenizer import (
 )
 from backend.errors import ModelError, RequestError
 from backend.model_files import read_json
-from backend.tools import CALL_TOKENS, read_history
+from backend.tools import CALL_TOKENS, ID_CHARACTERS, read_history, shorten_ids
 
+_DEVELOPER = "developer"
+"""What OpenAI's clients call the role that was system."""
+_ASKS_FOR_NULL = re.compile(r"""\bcontent(?:['"]\])?\s+is\s+(?:not\s+)?none\b""")
+"""Of a template: it tells calls from what is said by a content that is null, as DeepSeek's."""
+_ARGUMENTS = r"""\w+(?:\.function|\[['"]function['"]\])?(?:\.arguments|\[['"]arguments['"]\])"""
+_JOINS_ARGUMENTS = re.compile(rf"\+\s*{_ARGUMENTS}\s*(?:\+|-?\}}\}})|\{{\{{-?\s*{_ARGUMENTS}\s*\+")
+"""Of a template: it joins the arguments of calls with text, which objects are not."""
+_WANTS_SHORT_IDS = re.compile(rf"\bid\s*\|\s*length\s*(?:!=|<)\s*{ID_CHARACTERS}\b")
+"""Of a template: it refuses other ids of calls, as Mistral's."""
 TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
@@ -44,7 +54,10 @@ class Tokenizer:
         self.inner.no_padding()
         config = Path(directory) / "tokenizer_config.json"
         settings = read_json(config) if config.is_file() else {}
-        self._template = self._read_template(Path(directory), settings)
+        templates = _read_templates(Path(directory), settings)
+        self._template = templates.get("default")
+        self._tool_template = templates.get("tool_use", self._template)
+        """Of chats with tools: some models have one of its own, as Hermes 2 Pro."""
         special = {k: self._content(v) for k, v in settings.items() if k.endswith("_token")}
         self._special = {k: v for k, v in special.items() if v is not None}
 
@@ -53,19 +66,6 @@ class Tokenizer:
         """A special token's text; None for a setting that is no token (`add_bos_token`)."""
         text = token.get("content") if isinstance(token, dict) else token
         return text if isinstance(text, str) else None
-
-    @staticmethod
-    def _read_template(directory: Path, settings: dict[str, Any]) -> ChatTemplate | None:
-        separate = directory / "chat_template.jinja"
-        try:
-            source = separate.read_text("utf-8") if separate.is_file() else settings.get("chat_template")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{separate} cannot be read: {error}") from None
-        if isinstance(source, list):  # several, by name
-            source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"), None)
-        if source is not None and not isinstance(source, str):
-            raise ModelError(f"{directory}: the chat template must be text, got {source!r:.80}")
-        return ChatTemplate(source, str(directory)) if source else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -110,6 +110,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._template.source if self._template is not None else None
 
+    @property
+    def tool_template(self) -> str | None:
+        """The one that chats with tools are written by."""
+        return self._tool_template.source if self._tool_template is not None else None
+
     @functools.cached_property
     def _special_tokens(self) -> dict[int, bytes]:
         return {i: token.content.encode() for i, token in self.inner.get_added_tokens_decoder().items()}
@@ -143,17 +148,47 @@ class Tokenizer:
         Raises RequestError when there is no template or it refuses, CapacityError when too many wait for it.
         max_characters: of the messages, before they are rendered, and of the prompt; own: variables that the request brings (`chat_template_kwargs`).
         """
-        if self._template is None:
+        template = self._template if variables.get("tools") is None else self._tool_template
+        if template is None:
             raise RequestError("this model has no chat template: send text_input or input_ids")
         if taken := [name for name in own or () if name in TEMPLATE_VARIABLES]:
             raise RequestError(f"chat_template_kwargs has {taken[0]!r}: {', '.join(TEMPLATE_VARIABLES)} are given by the request itself")
         given = {**self._special, "tools": None, "documents": None, "add_generation_prompt": True, **variables, **(own or {})}
-        return self._template.render(read_history(messages), given, max_characters)
+        found = read_history(messages, bool(_ASKS_FOR_NULL.search(template.source)), bool(_JOINS_ARGUMENTS.search(template.source)))
+        if _WANTS_SHORT_IDS.search(template.source):
+            found = shorten_ids(found)
+        if _DEVELOPER not in template.source:  # a template leaves out what has a role that it does not know, or refuses it
+            found = [{**message, "role": "system"} if message.get("role") == _DEVELOPER else message for message in found]
+        return template.render(found, given, max_characters)
 
     def encode_bad_word(self, word: str) -> list[tuple[int, ...]]:
         """The token sequences that spell `word`, at the start of a word and inside one."""
         found = {tuple(self.encode(w, add_special_tokens=False)) for w in (word, " " + word.lstrip())}
         return [ids for ids in sorted(found) if ids]
+
+
+def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
+    """A folder's chat templates by name; the one for all chats is `default`. Files of their own come first. Raises ModelError."""
+    sources = settings.get("chat_template")
+    if isinstance(sources, list):
+        sources = {t["name"]: t.get("template") for t in sources if isinstance(t, dict) and isinstance(t.get("name"), str)}
+    else:
+        sources = {"default": sources}
+    if (separate := directory / "chat_template.jinja").is_file():
+        sources = {"default": separate, **{path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}}
+    found = {}
+    for name in ("default", "tool_use"):
+        source = sources.get(name)
+        if isinstance(source, Path):
+            try:
+                source = source.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ModelError(f"{source} cannot be read: {error}") from None
+        if source is not None and not isinstance(source, str):
+            raise ModelError(f"{directory}: the chat template must be text, got {source!r:.80}")
+        if source:
+            found[name] = ChatTemplate(source, str(directory))
+    return found
 
 
 class TextStream:

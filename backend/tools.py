@@ -5,6 +5,7 @@ Families are told apart by their templates: Hermes (Qwen, ERNIE 4.5), Llama 3, M
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,12 @@ from backend.schema_numbers import settle_numbers
 from backend.structured_outputs import StructuredOutputs
 
 MAX_TOOLS = 256
+ID_CHARACTERS = 9
+"""Of a call's id, where a template says so."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_ONE_CALL = re.compile(r"\btool_calls\s*\|\s*length\s*(?:==|!=|>)\s*1\b")
 CHOICES = ("none", "auto", "required")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,9 @@ FORMATS = (
     ToolFormat(('"parameters":',), "", '{"name": "', '", "parameters": ', "}", separator="; "),
 )
 """The first whose markers a template has. Another template that takes tools is taken for Hermes'."""
-CALL_TOKENS = frozenset({_BEGIN, _CALL, _SEP, _CALL_END, _END, "[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>"})
+CALL_TOKENS = frozenset(
+    {_BEGIN, _CALL, _SEP, _CALL_END, _END, "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+)
 """Where they are special tokens they are a part of the text all the same, for an answer that may call."""
 
 
@@ -59,6 +66,11 @@ def find_format(template: str | None) -> ToolFormat:
     if template is None or "tools" not in template:
         raise RequestError("tools: this model's chat template takes none")
     return next((f for f in FORMATS if all(marker in template for marker in f.markers)), _HERMES)
+
+
+def takes_one_call(template: str | None) -> bool:
+    """Whether it refuses a history with several calls in one answer, as Llama 3's: an answer that has to call must not have more."""
+    return _ONE_CALL.search(template or "") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +172,23 @@ def _write_answer(answer: StructuredOutputs) -> str:
             f"structured_outputs.{answer.form} cannot stand beside tools, of which an answer may call one or none: json (an object), json_object and "
             "choice can; or tool_choice has to be none"
         )
-    try:
-        schema = settle_numbers(answer.json, answer.is_lenient)
-    except ValueError as error:
-        raise RequestError(f"structured_outputs.json: {error}") from None
+    schema = _settle(answer.json, answer.is_lenient, "structured_outputs.json")
     return "%json " + json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": answer.is_lenient}})
 
 
-def _write_schema(function: Mapping[str, Any]) -> str:
-    """Of the arguments. With `strict` what cannot be enforced is an error."""
+def _settle(schema: Mapping[str, Any], is_lenient: bool, what: str) -> dict[str, Any]:
+    """As the compiler has to be given it. what: said in errors. Raises RequestError."""
     try:
-        schema = settle_numbers(function.get("parameters") or {"type": "object"}, not function.get("strict"))
+        return settle_numbers(schema, is_lenient)
     except ValueError as error:
-        raise RequestError(f"tools: the parameters of {function['name']!r}: {error}") from None
+        raise RequestError(f"{what}: {error}") from None
+
+
+def _write_schema(function: Mapping[str, Any]) -> str:
+    """Of the arguments. With `strict` what cannot be enforced is an error; a function without `parameters` has none, as OpenAI has it."""
+    schema = function.get("parameters")
+    schema = _NO_PARAMETERS if schema is None else schema or {"type": "object"}
+    schema = _settle(schema, not function.get("strict"), f"tools: the parameters of {function['name']!r}")
     return json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": not function.get("strict")}})
 
 
@@ -187,6 +203,10 @@ def _check_tool(number: int, tool: object) -> str:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise RequestError(f"tools[{number}].function.parameters must be a JSON schema, got {parameters!r:.80}")
+    if not isinstance(strict := function.get("strict"), bool | None):
+        raise RequestError(f"tools[{number}].function.strict must be true or false, got {strict!r:.80}")
+    if not isinstance(description := function.get("description"), str | None):
+        raise RequestError(f"tools[{number}].function.description must be a text, got {description!r:.80}")
     return name
 
 
@@ -213,8 +233,11 @@ def _read_allowed(choice: Mapping[str, Any], names: Sequence[str]) -> tuple[str,
     return mode, tuple(dict.fromkeys(str(_read_name(tool)) for tool in tools))
 
 
-def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates want them: a content that is null is "", and the arguments of calls are objects. Raises RequestError."""
+def read_history(messages: Sequence[Mapping[str, Any]], has_nulls: bool = False, has_texts: bool = False) -> list[dict[str, Any]]:
+    """Messages as templates want them: a content that is null is "", and the arguments of calls are objects. Raises RequestError.
+
+    has_nulls: calls that no text comes with have null for a content; has_texts: arguments are JSON's text, as clients send them.
+    """
     found = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -226,12 +249,31 @@ def read_history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         elif not isinstance(calls, list):
             raise RequestError(f"messages[{number}].tool_calls must be a list, got {calls!r:.80}")
         else:
-            own["tool_calls"] = [_read_call(f"messages[{number}].tool_calls[{i}]", call) for i, call in enumerate(calls)]
+            own["tool_calls"] = [_read_call(f"messages[{number}].tool_calls[{i}]", call, has_texts) for i, call in enumerate(calls)]
+            if has_nulls and calls and not own["content"]:
+                own["content"] = None
         found.append(own)
     return found
 
 
-def _read_call(where: str, call: object) -> dict[str, Any]:
+def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A history as Mistral's templates want it: ids of calls have nine letters and digits. Others are exchanged, each for one of its own."""
+    found = [dict(message) for message in messages]
+    for own in found:
+        if "tool_call_id" in own:
+            own["tool_call_id"] = _shorten(own["tool_call_id"])
+        if calls := own.get("tool_calls"):
+            own["tool_calls"] = [{**call, "id": _shorten(call["id"])} if "id" in call else call for call in calls]
+    return found
+
+
+def _shorten(call_id: object) -> object:
+    if not isinstance(call_id, str) or (len(call_id) == ID_CHARACTERS and call_id.isascii() and call_id.isalnum()):
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "replace")).hexdigest()[:ID_CHARACTERS]
+
+
+def _read_call(where: str, call: object, has_texts: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} must have a function with name and arguments, got {call!r:.80}")
@@ -243,4 +285,7 @@ def _read_call(where: str, call: object) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{where}.function.arguments is not valid JSON: {error}") from None
+    if has_texts:
+        sent = function.get("arguments")
+        arguments = sent if isinstance(sent, str) and sent else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -277,8 +277,11 @@ class TestPrediction:
                 "prediction": {"type": "content", "content": content},
             }
             status, _, raw = ask(address, "/v1/completions", body)
-            choice = json.loads(raw)["choices"][0]
-            assert status == 200 and choice["text"] == plain and choice["token_sources"].count("prediction") > 8
+            answer = json.loads(raw)
+            choice = answer["choices"][0]
+            num_predicted = choice["token_sources"].count("prediction")
+            assert status == 200 and choice["text"] == plain and num_predicted > 8
+            assert answer["usage"]["completion_tokens_details"] == {"accepted_prediction_tokens": num_predicted}
 
     @pytest.mark.parametrize("value", [{"type": "other", "content": "x"}, {"type": "content"}, "x", {"type": "content", "content": 5}])
     def test_other_forms_are_refused(self, address, value):
@@ -293,8 +296,26 @@ class TestFieldsThatChangeNothing:
         assert status == 200 and json.loads(raw)["choices"][0]["text"] == complete(api, max_tokens=4).choices[0].text
         chat = {**body, "messages": [{"role": "user", "content": "x"}], "modalities": ["text"], "echo": False, "chat_template_kwargs": {}}
         del chat["prompt"]
-        assert ask(address, "/v1/chat/completions", chat)[0] == 200
-        assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "n": None})[0] == 200
+        assert ask(address, "/v1/chat/completions", {**chat, "add_special_tokens": False})[0] == 200
+        assert ask(address, "/v1/completions", {"prompt": "x", "max_tokens": 1, "n": None, "add_special_tokens": True})[0] == 200
+
+    def test_parts_of_messages(self, address):
+        """By the names of responses, and with hints of caches."""
+        found = []
+        for part in (
+            {"type": "text"},
+            {"type": "input_text", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "prompt_cache_breakpoint": {}},
+        ):
+            messages = [
+                {"role": "user", "content": [{**part, "text": "x"}]},
+                {"role": "assistant", "content": None},
+                {"role": "user", "content": "y"},
+            ]
+            status, _, raw = ask(address, "/v1/chat/completions", {"messages": messages, "max_tokens": 5, "temperature": 0})
+            assert status == 200, raw
+            found.append(json.loads(raw)["choices"][0]["message"])
+        assert found[0] == found[1] == found[2]
 
     @pytest.mark.parametrize(
         ("values", "rule"),
@@ -307,6 +328,7 @@ class TestFieldsThatChangeNothing:
             ({"skip_special_tokens": False}, "'skip_special_tokens': it may be left out, or true"),
             ({"use_beam_search": True}, "'use_beam_search': it may be left out, or false"),
             ({"use_beam_search": 0}, "'use_beam_search': it may be left out, or false"),
+            ({"enable_thinking": False}, "'enable_thinking': chats have it in chat_template_kwargs"),
             ({"nonsense": 1}, "unknown or unsupported parameter 'nonsense'"),
         ],
     )
@@ -385,11 +407,18 @@ class TestOtherRoutes:
         assert chat["count"] == len(chat["tokens"]) == len(chat["token_strs"]) > 5
         rendered = json.loads(ask(address, "/detokenize", {"tokens": chat["tokens"]})[2])["prompt"]
         assert rendered == Tokenizer(BUNDLED_MODEL).render_chat([{"role": "user", "content": "é"}, {"role": "assistant", "content": "b"}])
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        own = {"messages": messages, "tools": tools}
+        _, _, body = ask(address, "/v1/chat/completions", {**own, "max_tokens": 1})
+        asked = json.loads(ask(address, "/tokenize", {**own, "tool_choice": "auto", "continue_final_message": False})[2])
+        assert asked["count"] == json.loads(body)["usage"]["prompt_tokens"] > chat["count"], "as many as a chat with these tools has"
         for bad, message in (
             ({"prompt": "x", "messages": messages}, "one of them only"),
             ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens may be left out, or true"),
             ({"messages": messages, "add_generation_prompt": False}, "add_generation_prompt"),
             ({"messages": []}, "messages: List should have at least 1 item"),
+            ({"prompt": "x", "tools": tools}, "tools needs messages: text has no template"),
+            ({"messages": messages, "tools": [{}]}, "tools[0] must be"),
         ):
             status, _, body = ask(address, "/tokenize", bad)
             assert status == 400 and message in json.loads(body)["error"]["message"]
@@ -486,6 +515,9 @@ BAD_CHATS = [
     ({"messages": [{"role": "user"}]}, "messages[0]: one of role 'user' has no content, and calls no tools", "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content: a part of type 'image_url': models of", "messages"),
     ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0]: Unable to extract tag", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "colour": 1}]}]}, "parameter 'messages[0].content[0].colour'",
+     "messages"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0]: function_call: send tool_calls", "messages"),
     ({"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}, "or []: send them as tools", "functions"),
     ({"messages": [{"role": "user", "content": "x"}], "web_search_options": {}}, "'web_search_options': no tools run here", "web_search_options"),
     ({"text": "x", "timeout_ms": 2**62}, "timeout_ms must be above 0 and below 1000000000000, got 4611686018427387904", "timeout_ms"),

@@ -499,6 +499,19 @@ def test_keywords_that_ask_for_nothing(grammars):
     assert own.inner.try_consume_tokens(tokens) == len(tokens) and own.inner.is_accepting()
     with pytest.raises(RequestError, match="propertyNames"):
         grammars.compile(StructuredOutputs(json={**record, "propertyNames": {"pattern": "^a"}}))
+    for name in ("password", "path"):  # pydantic's SecretStr and Path: any text
+        assert grammars.compile(StructuredOutputs(json={"type": "string", "format": name}))
+    with pytest.raises(RequestError, match="Unknown format: file-path"):  # which has to exist
+        grammars.compile(StructuredOutputs(json={"type": "string", "format": "file-path"}))
+
+
+def test_what_vllms_clients_send_beside():
+    """All fields of its StructuredOutputsParams, at the values that ask for nothing."""
+    beside = {"disable_fallback": False, "disable_additional_properties": False, "structural_tag": None, "_backend": None, "_backend_was_auto": False}
+    assert StructuredOutputs.from_value({"choice": ["a"], "json": None, **beside}) == StructuredOutputs(choice=("a",))
+    for key, value in (("disable_additional_properties", True), ("structural_tag", "{}")):
+        with pytest.raises(ValueError, match=f"unknown key '{key}'"):
+            StructuredOutputs.from_value({"choice": ["a"], key: value})
 
 
 def test_properties_whose_names_come_again(grammars):

@@ -82,6 +82,11 @@ def test_fields_of_no_effect(api):
         service_tier="auto", include=include, reasoning={"effort": "max"}, extra_body={"seed": 3, "top_k": 5, "context_management": []},
     )  # fmt: skip
     assert answer.output_text == api.responses.create(**own).output_text and answer.metadata == {"a": "b"} and not answer.store
+    said: Any = [{"role": "user", "content": [{"type": "input_text", "text": "read a file", "prompt_cache_breakpoint": {}}]}]
+    tools: Any = [{**TOOLS[0], "defer_loading": False, "allowed_callers": ["direct"], "output_schema": {"type": "number"}}]
+    one, other = (api.responses.create(**{**own, "input": given}, tools=known) for given, known in ((said, tools), ("read a file", TOOLS[:1])))
+    assert one.output == other.output or one.output_text == other.output_text
+    assert one.usage.input_tokens == other.usage.input_tokens, "the prompt does not have them"
 
 
 def test_what_load_generators_send(api):
@@ -105,6 +110,11 @@ def test_a_conversation_with_instructions(api):
     messages = [("system", "Be brief."), ("user", "a"), ("assistant", "b"), ("user", "and?"), ("assistant", "no"), ("user", "c")]
     wanted = api.chat.completions.create(model="foretoken", messages=[{"role": r, "content": c} for r, c in messages], max_tokens=8, temperature=0)
     assert found.output_text == wanted.choices[0].message.content and found.usage.input_tokens == wanted.usage.prompt_tokens
+    roles = [
+        api.responses.create(model="foretoken", input=[{"role": role, "content": "Be brief."}, *items], max_output_tokens=8, temperature=0)
+        for role in ("developer", "system")
+    ]
+    assert roles[0].output_text == roles[1].output_text and {r.usage.input_tokens for r in roles} == {found.usage.input_tokens}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,8 @@ def test_a_conversation_with_instructions(api):
         ({"input": "x", "tool_choice": ALLOWED}, "and there are no tools"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema is missing"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format: Input tag 'xml' found using 'type' does not"),
-        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "arguments is not valid JSON"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]}, "input[0].arguments: arguments is not valid JSON"),
+        ({"input": "x", "tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "tools[0].defer_loading: Input should be False"),
         ({"input": [{"type": "computer_call"}]}, "input[0]: Input tag 'computer_call'"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message"),
         ({"input": "x", "metadata": {"a": 10**30}}, "metadata cannot be given back with the answer: Integer exceeds 64-bit range"),

@@ -326,7 +326,75 @@ def test_lines_of_blocks_alone_leave_nothing(tmp_path: Path) -> None:
 
 def test_several_templates_have_a_default(tmp_path: Path) -> None:
     tokenizer = with_template(tmp_path, [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}])
-    assert tokenizer.render_chat(MESSAGES) == "plain"
+    assert tokenizer.render_chat(MESSAGES) == "plain" and tokenizer.chat_template == "plain"
+
+
+def test_chats_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
+    """As transformers chooses: Hermes 2 Pro has two in its configuration, others a file beside."""
+    tool_use = "{{ tools | length }} tools"
+    in_files = tmp_path / "files"
+    (in_files / "additional_chat_templates").mkdir(parents=True)
+    (in_files / "chat_template.jinja").write_text("plain")
+    (in_files / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    for tokenizer in (
+        with_template(tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": tool_use}]),
+        with_template(in_files, "settings"),
+    ):
+        assert tokenizer.render_chat(MESSAGES) == "plain" and tokenizer.chat_template == "plain"
+        assert tokenizer.render_chat(MESSAGES, tools=[{}, {}]) == "2 tools" and tokenizer.tool_template == tool_use
+    assert with_template(tmp_path, "{{ tools }}").tool_template == "{{ tools }}"
+
+
+def history(*calls: dict[str, Any], content: str | None = None) -> list[dict[str, Any]]:
+    called = [{"id": "call_0123456789abcdef0", "type": "function", "function": call} for call in calls]
+    output = {"role": "tool", "content": "5", "tool_call_id": "call_0123456789abcdef0"}
+    return [MESSAGES[1], {"role": "assistant", "content": content, "tool_calls": called}, output]
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_calls_that_a_template_tells_by_their_content(tmp_path: Path, content: str | None) -> None:
+    """As DeepSeek's first templates: calls are what has null for a content, and their arguments are text. Else they are left out without a word."""
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}{% for call in m['tool_calls'] %}"
+    template += (
+        "{{ '<' + call['function']['name'] + call['function']['arguments'] + '>' }}{% endfor %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    tokenizer = with_template(tmp_path, template)
+    messages = history({"name": "f", "arguments": '{"a":  1}'}, {"name": "g", "arguments": {"b": 2}}, {"name": "h"}, content=content)
+    assert tokenizer.render_chat(messages) == 'Why?<f{"a":  1}><g{"b": 2}><h{}>5'
+    messages[1]["content"] = "Let me see."
+    assert tokenizer.render_chat(messages) == "Why?Let me see.5", "what is said beside calls stays"
+    for joined in ("call.function.arguments + '.'", "'.' + call.function.arguments", "call['function'].arguments + '.'"):
+        source = "{% for call in messages[1].tool_calls %}{{ " + joined + " }}{% endfor %}"
+        assert "{" in with_template(tmp_path, source).render_chat(messages), "however it joins them"
+    inner = "{% for call in messages[1].tool_calls %}{% set call = call.function %}{{ '' + call.arguments + '' }}{% endfor %}"
+    assert with_template(tmp_path, inner).render_chat(messages) == '{"a":  1}{"b": 2}{}'
+    both = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments.a }}{% endfor %}{% endfor %}"
+    messages[1]["content"] = content
+    assert with_template(tmp_path, both).render_chat(messages[:2]) == "Why?1", "others are given a text, and objects"
+
+
+@pytest.mark.parametrize("rule", ["!= 9", "< 9"])
+def test_ids_that_a_template_refuses(tmp_path: Path, rule: str) -> None:
+    """Mistral's want nine letters and digits, where ours and OpenAI's are longer, and those of some clients shorter."""
+    check = "{% if ID|length " + rule + " %}{{ raise_exception('nine') }}{% endif %}{{ ID }} "
+    template = "{% for m in messages %}{% for call in m.tool_calls or [] %}" + check.replace("ID", "call.id") + "{% endfor %}"
+    template += "{% if m.role == 'tool' %}" + check.replace("ID", "m.tool_call_id") + "{% endif %}{% endfor %}"
+    tokenizer = with_template(tmp_path, template)
+    for own, kept in (("call_0123456789abcdef0", False), ("1", False), ("aB3456789", True), ("call_1234", False)):
+        messages = history({"name": "f", "arguments": "{}"})
+        messages[1]["tool_calls"][0]["id"] = messages[2]["tool_call_id"] = own
+        call, output = tokenizer.render_chat(messages).split()
+        assert call == output and len(call) == 9 and call.isalnum() and (call == own) == kept
+    plain = "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.id }}{% endfor %}{{ m.tool_call_id }}{% endfor %}"
+    assert with_template(tmp_path, plain).render_chat(history({"name": "f"})) == 2 * "call_0123456789abcdef0", "where it is not asked for, they stay"
+
+
+def test_a_role_that_templates_do_not_know(tmp_path: Path) -> None:
+    """OpenAI's clients say developer for system: most templates would leave the instructions out without a word."""
+    template = "{% for m in messages %}{% if m.role == 'system' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    messages = [{"role": "developer", "content": "Be brief."}, MESSAGES[1]]
+    assert with_template(tmp_path, template).render_chat(messages) == "[Be brief.]"
+    assert with_template(tmp_path, template.replace("system", "developer")).render_chat(messages) == "[Be brief.]", "one that knows it has it"
 
 
 def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:

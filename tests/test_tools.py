@@ -15,10 +15,14 @@ from backend.errors import RequestError
 from backend.grammar import Grammars
 from backend.structured_outputs import StructuredOutputs
 from backend.text import TextStream, Tokenizer
-from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history
+from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history, takes_one_call
 from client import Client, GenerateError
+from client.gateway.forms import ChatForm
+from client.gateway.openai import ChatRequest
 from client.gateway.tool_calls import AnswerParser
+from client.messages import Chunk
 
+ASK = [{"role": "user", "content": "Which colour, and how large?"}]
 ARGUMENTS = '{"city": "a}]\\" <tool_call>", "days": 3}'
 PARAMETERS = {
     "type": "object",
@@ -73,6 +77,15 @@ def test_what_has_to_be_called_is(grammars, format):
     for tools in (required, one, own):
         assert not follows(grammars, tools, format, "It is warm.")
         assert not follows(grammars, tools, format, write(format, ["put.it"], '{"city": "x", "days": 12}'))
+
+
+def test_a_function_without_parameters_has_none(grammars):
+    """As OpenAI has it; a schema that says nothing else is any object."""
+    format = FORMATS[-1]
+    for own, takes_any in (({}, False), ({"parameters": None}, False), ({"parameters": {}}, True), ({"parameters": {"type": "object"}}, True)):
+        tools = Tools.from_values([{"type": "function", "function": {"name": "f", "strict": None, **own}}], "required")
+        assert follows(grammars, tools, format, write(format, ["f"], "{}"))
+        assert follows(grammars, tools, format, write(format, ["f"], '{"a": 1}')) == takes_any
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.markers[-1])
@@ -149,6 +162,8 @@ def test_families_are_told_by_their_templates(template, markers):
         (([{"type": "function"}],), r"tools\[0\] must be"),
         (([function("a b")],), r"tools\[0\].function.name must be 1 to 64 letters"),
         (([{"type": "function", "function": {"name": "f", "parameters": 5}}],), r"tools\[0\].function.parameters must be a JSON schema"),
+        (([function("f", strict="yes")],), r"tools\[0\].function.strict must be true or false, got 'yes'"),
+        (([function("f", description=5)],), r"tools\[0\].function.description must be a text, got 5"),
         (([function("f"), function("f")],), "'f' is there twice"),
         (([function("f")], "always"), "tool_choice must be one of none, auto, required"),
         (([function("f")], named("g")), r"tool_choice must name one of the tools \(f\)"),
@@ -167,6 +182,12 @@ def test_tools_that_are_none_are_refused(values, message):
         Tools.from_values(*values)
     with pytest.raises(RequestError, match="chat template takes none"):
         find_format("{{ messages }}")
+
+
+def test_templates_that_take_one_call():
+    assert takes_one_call("{% if not message.tool_calls|length == 1 %}{{ raise_exception('one') }}{% endif %}")
+    assert takes_one_call("{% if message.tool_calls | length != 1 %}{{ raise_exception('one') }}{% endif %}")
+    assert not takes_one_call("{% for call in message.tool_calls %}{{ call.id|length }}{% endfor %}") and not takes_one_call(None)
 
 
 def test_history_as_templates_want_it():
@@ -254,6 +275,66 @@ def test_a_closing_mark_that_is_cut_is_no_text() -> None:
         assert parse([call + "\n</tool_call>"[:end]]) == ("", "", [("f", '{"a": 1}')])
 
 
+def test_calls_that_have_ids():
+    """Mistral's of version 11, between a function's name and its arguments."""
+    text = '[TOOL_CALLS]f[CALL_ID]abc123DEF[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'
+    for most in (1, 4, 1000):
+        assert parse(in_pieces(text, most, random.Random(5))) == ("", "", [("f", '{"a": 1}'), ("g", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (f'<tool_call>\n{{"arguments": {ARGUMENTS}, "name": "f"}}\n</tool_call>', "f"),
+        (
+            f'ok <tool_call>{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>\n<tool_call>{{"name": "g", "arguments": {ARGUMENTS}}}</tool_call>',
+            "fg",
+        ),
+        (f'{{"type": "function", "name": "f", "parameters": {ARGUMENTS}}}; {{"name": "g", "parameters": {ARGUMENTS}}}', "fg"),
+        (f'{{"type": "function", "function": {{"name": "f", "arguments": {ARGUMENTS}}}}}', "f"),
+        (f'{{"function": "f", "parameters": {ARGUMENTS}}}', "f"),
+        (f'[TOOL_CALLS][{{"name": "f", "arguments": {ARGUMENTS}, "id": "aB, }}345"}}, {{"name": "g", "arguments": {ARGUMENTS}, "id": 5}}]', "fg"),
+        (f'[TOOL_CALLS] [{{"id": "1", "name": "f", "arguments": {ARGUMENTS}}}, {{"id": "2", "name": "g", "arguments": {ARGUMENTS}}}]', "fg"),
+    ],
+)
+def test_keys_of_calls_in_any_order(text, names):
+    """Hermes 2 Pro's calls end with the name, Llama's may begin with a type, and Mistral's have ids."""
+    rng = random.Random(6)
+    for most in (1, 2, 7, 30, 1000):
+        content, _, calls = parse(in_pieces(text, most, rng))
+        assert content == ("ok " if text.startswith("ok") else "") and [name for name, _ in calls] == [*names]
+        assert all(json.loads(arguments) == json.loads(ARGUMENTS) for _, arguments in calls)
+        assert parse(in_pieces(text, most, rng), is_parallel=False)[2] == calls[:1]
+        assert parse(in_pieces(text, most, rng), allowed=["other"])[2] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"type": "box", "size": [1, {"a": 2}]} and more', '{"arguments": {"a": 1}}', '{"id": 5, "name": "a b", "arguments": {}}', '{"type": "x", "cut',
+     '<tool_call>{"arguments": {"a": 1}, "nam', '<tool_call> {"arguments": 1e400000, "name": 5}</x>', '{"id": ' + "[" * 70_000, '{"type": "\ud800"}'],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_objects_that_are_no_calls_are_text(text):
+    """And are not held back where they begin as answers do."""
+    assert AnswerParser("x", has_tools=True).feed('{"id": 1' + ", " * 300).content.startswith('{"id": 1')
+    for most in (3, 50, 100_000):
+        assert parse(in_pieces(text, most, random.Random(7))) == (text, "", [])
+
+
+@pytest.mark.parametrize("end", ["<tool", "<tool_call>\n", '<tool_call>\n{"name": "f", "argu', '<tool_call>\n{"name": "f", "arguments": {"a'])
+@pytest.mark.parametrize("calls", ["", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'], ids=["first", "second"])
+def test_an_answer_of_calls_that_is_cut(calls, end):
+    """By max_tokens, or a stop string: a call's beginning is no text, and arguments that are not whole are no reason to run anything."""
+    request = ChatRequest(messages=ASK, tools=[function("f")], tool_choice="required")
+    for reason in ("length", "stop"):
+        choice = ChatForm(request).write(0, Chunk(text=calls + end, finish_reason=reason), {}, is_streamed=False)
+        is_cut = end.endswith("a")
+        assert not choice["message"]["content"] and len(choice["message"].get("tool_calls", ())) == bool(calls) + is_cut
+        assert choice["finish_reason"] == ("tool_calls" if reason == "stop" and calls and not is_cut else reason)
+    free = ChatForm(ChatRequest(messages=ASK, tools=[function("f")]))
+    assert free.write(0, Chunk(text="see <tool", finish_reason="stop"), {}, is_streamed=False)["message"]["content"] == "see <tool"
+
+
 @pytest.mark.parametrize("text", ['{"x": 1}', '{"name": "f"}', "see [TOOL", "<tool_call>\nnothing</tool_call> x", "a <b>c</b>", "{" * 2000,
     '{"name": "\\ud800", "arguments": {}}', '{"name": "\\q", "arguments": {}}'])  # fmt: skip
 def test_what_is_no_call_is_text(text):
@@ -289,8 +370,6 @@ def test_what_is_thought_where_the_prompt_opens_it(text, content, reasoning):
 
 
 # -- on a real server ---------------------------------------------------------------------------------------------------------
-
-ASK = [{"role": "user", "content": "Which colour, and how large?"}]
 
 
 class Box(pydantic.BaseModel):
@@ -366,6 +445,8 @@ def test_calls(api, choice):
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
     assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
     assert "tool_calls.function.arguments.done" in events
+    parts = [part.choices[0] for part in converse(api, **own, stream=True)]
+    assert all(part.finish_reason or part.delta.model_dump(exclude_unset=True) for part in parts), "none says nothing"
     said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
     after = converse(api, messages=[*ASK, said, {"role": "tool", "tool_call_id": call.id, "content": "20"}], tools=TOOLS, max_tokens=8)
     assert after.usage.completion_tokens > 0
@@ -398,6 +479,11 @@ def test_no_calls(api):
     odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(openai.BadRequestError, match=r"tools: the parameters of 'f': .*uniqueItems"):
         converse(api, tools=[odd])
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    with pytest.raises(openai.BadRequestError, match="tools: the parameters of 'f': no value with an end fulfils it"):
+        converse(api, tools=[{"type": "function", "function": {"name": "f", "parameters": endless}}], tool_choice="required")
+    with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: no value with an end fulfils it"):
+        converse(api, tools=TOOLS, response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": endless}})
     with pytest.raises(openai.BadRequestError, match="guided_regex cannot stand beside tools"):
         converse(api, tools=TOOLS, extra_body={"guided_regex": "a"})
     own = {

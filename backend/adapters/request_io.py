@@ -166,8 +166,12 @@ def _read_tools(values: dict[str, Any]) -> Tools | None:
     choice = values.get("tool_choice", [None])[0]
     if choice is not None and choice.lstrip().startswith("{"):
         choice = _json_object("tool_choice", choice)
-    tools = _json("tools", values["tools"][0], MAX_MESSAGES_CHARACTERS)
-    return Tools.from_values(tools, choice, values.get("parallel_tool_calls", [True])[0])
+    return read_tools(values["tools"][0], choice, values.get("parallel_tool_calls", [True])[0])
+
+
+def read_tools(text: str, choice: object = None, is_parallel: bool = True) -> Tools:
+    """Raises RequestError for what are no tools."""
+    return Tools.from_values(_json("tools", text, MAX_MESSAGES_CHARACTERS), choice, is_parallel)
 
 
 def read_template_variables(text: str) -> dict[str, Any]:

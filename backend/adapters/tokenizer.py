@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages, read_template_variables
+from backend.adapters.request_io import MAX_UTF8_BYTES, read_id, read_messages, read_template_variables, read_tools
 from backend.adapters.stub import (
     check_interpreter,
     end_with_server,
@@ -23,6 +23,7 @@ from backend.errors import ConfigError, ModelError, RequestError
 from backend.intake import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from backend.model_files import read_json
 from backend.text import Tokenizer
+from backend.tools import find_format
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ MAX_CHARACTERS = 8_000_000
 MAX_TOKENS = 1_000_000
 PARAMETERS = ("model",)
 INPUTS = ("text_input", "messages", "input_ids")
+BESIDE_MESSAGES = ("tools", "chat_template_kwargs")
 
 
 def _max_characters(folder: Path) -> int:
@@ -65,15 +67,17 @@ class TritonPythonModel:
         try:
             name = read_id(request)
             values = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
-            variables = values.pop("chat_template_kwargs", None)
-            if len(values) != 1 or (variables is not None and "messages" not in values):
+            beside = {key: values.pop(key) for key in BESIDE_MESSAGES if key in values}
+            if len(values) != 1:
                 raise RequestError(f"give one of {', '.join(INPUTS)}; got {' and '.join(values) or 'none'}")
+            if beside and "messages" not in values:
+                raise RequestError(f"{next(iter(beside))} is for messages; got {next(iter(values))}")
             if "input_ids" in values:
                 return pb_utils.InferenceResponse(self._decode(values["input_ids"]))
             ((name_of_input, texts),) = values.items()
             text = self._read_text(name_of_input, texts)
             if name_of_input == "messages":
-                return pb_utils.InferenceResponse(self._encode_chat(text, variables))
+                return pb_utils.InferenceResponse(self._encode_chat(text, beside))
             return pb_utils.InferenceResponse(self._encode(text))
         except Exception as error:  # whatever it is, it belongs to this request only
             if error_code(error) == "INTERNAL":
@@ -99,10 +103,15 @@ class TritonPythonModel:
     def _encode(self, text: str) -> list[Any]:
         return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(text), dtype=np.int32))]
 
-    def _encode_chat(self, text: str, variables: np.ndarray | None) -> list[Any]:
+    def _encode_chat(self, text: str, beside: dict[str, np.ndarray]) -> list[Any]:
         """As the decode model does it: the template writes the special tokens itself."""
-        own = None if variables is None else read_template_variables(self._read_text("chat_template_kwargs", variables))
-        prompt = self._tokenizer.render_chat(read_messages(text), self._max_characters, own)
+        texts = {name: self._read_text(name, values) for name, values in beside.items()}
+        own = read_template_variables(texts["chat_template_kwargs"]) if "chat_template_kwargs" in texts else None
+        variables: dict[str, Any] = {}
+        if "tools" in texts:
+            find_format(self._tokenizer.tool_template)  # which says whether it takes any
+            variables["tools"] = list(read_tools(texts["tools"]).tools)
+        prompt = self._tokenizer.render_chat(read_messages(text), self._max_characters, own, **variables)
         check_unicode(prompt, "the rendered chat")
         return [pb_utils.Tensor("input_ids", np.array(self._tokenizer.encode(prompt, add_special_tokens=False), dtype=np.int32))]
 

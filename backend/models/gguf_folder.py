@@ -152,7 +152,10 @@ def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], di
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: tokens[number] for name, number in names.items() if number is not None},
         "clean_up_tokenization_spaces": False,
-        "chat_template": file.values.get("tokenizer.chat_template"),
+        "chat_template": [
+            {"name": name, "template": file.values.get("tokenizer.chat_template" + suffix)}
+            for name, suffix in (("default", ""), ("tool_use", ".tool_use"))
+        ],
     }
     ends = [_token(file, own, len(tokens)) for own in ("eos", "eot", "eom")]
     ends += [number for number, (token, own) in enumerate(zip(tokens, kinds)) if own == CONTROL and token in ENDS]

@@ -110,6 +110,8 @@ class Answer(Response):
         """Of each choice, so far."""
         self._is_single = request.n == 1 and len(self._prompts) == 1
         self._num_ended = 0
+        self._num_predicted = 0
+        """Tokens of the answer that the request's prediction had."""
         self._speculation: dict[str, Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,6 +141,7 @@ class Answer(Response):
 
     def _count(self, choice: int, chunk: Chunk) -> None:
         """A choice's first chunk and its last one carry its usage; those between them, tokens."""
+        self._num_predicted += chunk.sources.count("prediction")
         own = self._usages.setdefault(choice, dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens"), 0))
         if chunk.usage is not None:
             own.update(chunk.usage)
@@ -182,9 +185,10 @@ class Answer(Response):
             "total_tokens": usage["prompt_tokens"] + usage["completion_tokens"],
             "prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]},
         }
+        details = {} if self._request.prediction is None else {"accepted_prediction_tokens": self._num_predicted}
         if isinstance(self._form, ChatForm) and self._num_ended == len(self._prompts) * self._request.n:  # only then it is known
-            body["completion_tokens_details"] = {"reasoning_tokens": usage["reasoning_tokens"]}
-        return body
+            details["reasoning_tokens"] = usage["reasoning_tokens"]
+        return {**body, "completion_tokens_details": details} if details else body
 
     def _metrics_body(self) -> dict[str, Any]:
         """vLLM's form of what speculation brought, which aiperf reads; of one completion alone, as there."""
@@ -212,7 +216,10 @@ class Answer(Response):
         return {**self._head, "choices": choices, "usage": self._usage_body(), **self._metrics_body()}
 
     def _part_event(self, part: dict[str, Any]) -> bytes:
+        """Of a part that says nothing, since its text may turn out to be a call, none."""
         options = self._request.stream_options
+        if part.get("delta") == {} and not (part["finish_reason"] or part["logprobs"] or options.continuous_usage_stats or "token_ids" in part):
+            return b""
         usage = {"usage": self._usage_body()} if options.continuous_usage_stats else {"usage": None} if options.include_usage else {}
         return _event({**self._head, "object": self._form.chunk_object, **usage, "choices": [part]})
 
@@ -275,8 +282,9 @@ class Answer(Response):
                         waited = f"first-token;dur={1e3 * (time.perf_counter() - self._started):.2f}"
                         timing = [(b"server-timing", waited.encode())] if part else []
                         await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT, *timing]})
-                    if data := self._part_event(part) if part else _KEEP_ALIVE:
-                        await write(data)
+                    data = self._part_event(part) if part else b""
+                    if data or time.monotonic() - written >= KEEP_ALIVE_SECONDS:
+                        await write(data or _KEEP_ALIVE)
             if data := self._last_events():
                 await write(data)
         except Exception as error:

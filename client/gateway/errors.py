@@ -93,12 +93,22 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
 def _find(body: Any, loc: Sequence[str | int], is_missing: bool) -> tuple[str | int, ...]:
     """The way to a value of the body, of pydantic's, which names the types too that it tried. is_missing: there is none at its end."""
-    path: list[str | int] = []
-    for part in loc[:-1] if is_missing else loc:
-        if part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int):
-            body = body[part]
-            path.append(part)
-    return (*path, *loc[-1:]) if is_missing else tuple(path)
+    found, _ = _walk(body, loc[:-1] if is_missing else loc)
+    return (*found, *loc[-1:]) if is_missing else found
+
+
+def _walk(body: Any, loc: Sequence[str | int]) -> tuple[tuple[str | int, ...], bool]:
+    """(the way, whether it goes to loc's end). A type may be called as a key is: the way to the end is the right one, and else the longest."""
+    if not loc:
+        return (), True
+    part, rest = loc[0], loc[1:]
+    ways = []
+    if part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int):
+        path, is_end = _walk(body[part], rest)
+        ways.append(((part, *path), is_end))
+    if rest and not isinstance(part, int):
+        ways.append(_walk(body, rest))
+    return max(ways, key=lambda way: (way[1], len(way[0])), default=((), False))
 
 
 def _progress(path: Sequence[str | int]) -> tuple[int, list[int]]:

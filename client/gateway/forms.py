@@ -127,6 +127,8 @@ class ChatForm(Form):
                 allowed=self._request.allowed_tools if self._may_call else None,
             )
         part = parser.feed(chunk.text, chunk.finish_reason is not None)
+        if self._request.must_call:  # what is no call is a call's beginning, which max_tokens cut, or white space beside it
+            part.content = ""
         own: dict[str, Any] = {"reasoning_content": part.reasoning} if part.reasoning else {}
         if not is_streamed:
             calls = [{name: value for name, value in call.items() if name != "index"} for call in part.calls]
@@ -139,7 +141,7 @@ class ChatForm(Form):
         return {"delta": {"role": "assistant", "content": None if self._may_call else "", **own} if is_first else own}
 
     def _finish_reason(self, index: int, chunk: Chunk) -> str | None:
-        return "tool_calls" if chunk.finish_reason == "stop" and self._parsers[index].num_calls else chunk.finish_reason
+        return "tool_calls" if chunk.finish_reason == "stop" and self._parsers[index].has_calls else chunk.finish_reason
 
     def _logprobs(self, chunk: Chunk, tokens: TokenBytes, pieces: list[str], written: _Written) -> dict[str, Any]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:

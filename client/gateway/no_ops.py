@@ -88,6 +88,8 @@ REASONS = {
     "cache_salt": "cached beginnings of prompts are shared by all",
     "chat_template": "the template is the model's own",
     "lora_path": "no adapters are served",
+    "enable_thinking": "chats have it in chat_template_kwargs",
+    "thinking": "chats have what their template knows of it in chat_template_kwargs",
 }
 """Why what is known elsewhere is refused whatever its value."""
 

@@ -43,8 +43,12 @@ def effort_variables(effort: Effort | None) -> dict[str, Any]:
 
 
 class TextPart(Strict):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
+    """The last two are those of responses."""
     text: str
+    cache_control: Any = None
+    """With the next: where a beginning ends that is to be kept. Of no effect: all beginnings are."""
+    prompt_cache_breakpoint: Any = None
 
 
 class RefusalPart(Strict):
@@ -133,6 +137,8 @@ class CompletionRequest(GenerateRequest):
     prompt: str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     logprobs: Int32 | None = None
     echo: bool | None = None
+    add_special_tokens: Literal[True] | None = None
+    """Accepted: a prompt of text has them."""
 
     @model_validator(mode="after")
     def _check_prompt(self) -> CompletionRequest:
@@ -158,6 +164,10 @@ class CompletionRequest(GenerateRequest):
         return {**super().server_names(), "text_input": "text" if self.prompt is None else "prompt", "input_ids": "prompt"}
 
 
+_LOST = {"function_call": "send tool_calls, which have ids", "audio": "models of text alone are served"}
+"""Of a message, what no template reads: the model would not know of it."""
+
+
 class Message(BaseModel):
     """Other keys than these two are the chat template's business."""
 
@@ -165,13 +175,13 @@ class Message(BaseModel):
 
     role: Text
     content: str | Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)] | None = None
-    """Null where the message calls tools, or refuses to answer (`refusal`)."""
+    """Null where the message calls tools, or refuses to answer (`refusal`); a server's answer, or a tool's, may also be nothing."""
 
     @field_validator("content", mode="before")
     @classmethod
     def _check_parts(cls, value: Any) -> Any:
         kinds = [part.get("type") for part in value if isinstance(part, dict)] if isinstance(value, list) else []
-        if other := [kind for kind in kinds if isinstance(kind, str) and kind not in ("text", "refusal")]:
+        if other := [kind for kind in kinds if isinstance(kind, str) and kind not in ("text", "input_text", "output_text", "refusal")]:
             raise ValueError(f"a part of type {other[0]!r:.40}: models of text alone are served")
         return value
 
@@ -180,13 +190,17 @@ class Message(BaseModel):
         extra = self.model_extra or {}
         if self.content is None and isinstance(extra.get("refusal"), str):
             self.content = extra["refusal"]
-        if self.content is None and not extra.get("tool_calls"):
+        if known := [name for name in _LOST if extra.get(name) is not None]:
+            raise ValueError(f"{known[0]}: {_LOST[known[0]]}")
+        if self.content is None and not extra.get("tool_calls") and self.role not in ("assistant", "tool"):
             raise ValueError(f"one of role {self.role!r:.40} has no content, and calls no tools")
         return self
 
     def flat(self) -> dict[str, Any]:
-        """With its content as one text."""
+        """With its content as one text; null beside calls stays: some templates tell calls by it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        if self.content is None and (self.model_extra or {}).get("tool_calls"):
+            return {"role": self.role, "content": None, **(self.model_extra or {})}
         return {"role": self.role, "content": content, **(self.model_extra or {})}
 
 
@@ -203,6 +217,8 @@ class ChatRequest(GenerateRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's: more variables for the template, such as enable_thinking."""
     reasoning_effort: Effort | None = None
+    add_special_tokens: Literal[False] | None = None
+    """Accepted: the template writes them."""
     truncation: Literal["auto", "disabled"] | None = None
     """As /v1/responses has it: whether the oldest messages may be dropped."""
 
@@ -231,6 +247,14 @@ class ChatRequest(GenerateRequest):
     @property
     def may_call(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is calls and nothing else, by its grammar. Of a choice that decode has taken."""
+        if not isinstance(self.tool_choice, dict):
+            return self.tool_choice == "required"
+        own = self.tool_choice.get("allowed_tools")
+        return own is None or own["mode"] == "required"
 
     def prompts(self) -> list[dict[str, Any]]:
         return [{"text_input": self.text}] if self.messages is None else [{"messages": [m.flat() for m in self.messages]}]
@@ -264,18 +288,25 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     text: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    add_generation_prompt: Literal[True] = True
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
     add_special_tokens: bool | None = None
     """As decode has it: true for a prompt; a template writes those of messages itself."""
     return_token_strs: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_ops(cls, values: Any) -> Any:
+        return drop_no_ops(values, cls.model_fields) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _check_prompt(self) -> TokenizeRequest:
         if sum(value is not None for value in (self.prompt, self.text, self.messages)) != 1:
             raise ValueError("give prompt, text or messages, and one of them only")
-        if self.chat_template_kwargs and self.messages is None:
-            raise ValueError("chat_template_kwargs needs messages: text has no template")
+        for name in ("tools", "chat_template_kwargs", "reasoning_effort"):
+            if getattr(self, name) and self.messages is None:
+                raise ValueError(f"{name} needs messages: text has no template")
         if self.add_special_tokens not in (None, self.messages is None):
             raise ValueError(f"add_special_tokens may be left out, or {str(self.messages is None).lower()}")
         return self
@@ -283,9 +314,9 @@ class TokenizeRequest(Strict):
     def prompt_value(self) -> dict[str, Any]:
         """The prompt as the tokenizer model's input."""
         if self.messages is not None:
-            own = {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
-            found = {"messages": [m.flat() for m in self.messages], **own}
-            return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items()}
+            variables = {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}
+            found = {"messages": [m.flat() for m in self.messages], "tools": self.tools, "chat_template_kwargs": variables}
+            return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value}
         return {"text_input": self.text if self.prompt is None else self.prompt}
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from client.gateway.no_ops import drop_no_ops
 from client.gateway.openai import ChatRequest, Effort, Int32, Int64, RefusalPart, Strict, Strings, Text
@@ -30,6 +31,9 @@ class Reasoning(Strict):
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Of no effect: what was thought is in the answer whole."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    """Which of the former thoughts a template writes is its own to say."""
+    mode: Literal["standard"] | None = None
 
 
 class ContentPart(Strict):
@@ -37,6 +41,9 @@ class ContentPart(Strict):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+    """Of no effect, as in chats."""
 
 
 Content = str | Annotated[list[Annotated[ContentPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
@@ -66,6 +73,16 @@ class CallItem(Strict):
     arguments: str
     id: str | None = None
     status: str | None = None
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, value: str) -> str:
+        """Here, where it is known which item they are of."""
+        try:
+            json.loads(value or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"arguments is not valid JSON: {error}") from None
+        return value
 
 
 class OutputItem(Strict):
@@ -100,6 +117,11 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    # Of no effect at these values:
+    defer_loading: Literal[False] | None = Field(default=None, exclude=True)
+    allowed_callers: list[Literal["direct"]] | None = Field(default=None, exclude=True)
+    output_schema: Any = Field(default=None, exclude=True)
+    """Of what the client's function gives back."""
 
 
 class NamedFunction(Strict):
@@ -271,5 +293,5 @@ class ResponsesRequest(Strict):
             elif isinstance(item, MessageItem) and item.role == "assistant":
                 answer["content"] = join(item.content)
             elif item is not None:
-                messages.append({"role": "system" if item.role == "developer" else item.role, "content": join(item.content)})
+                messages.append({"role": item.role, "content": join(item.content)})
         return messages

@@ -6,6 +6,7 @@ to be no call is text.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -18,15 +19,24 @@ _WRAPS = ("<response>", "</response>")
 """Around ERNIE's answers."""
 _HEAD = re.compile(
     r'\s*(?:[\[,;]\s*)*(?:\{\s*"name"\s*:\s*"(?P<quoted>[A-Za-z0-9_.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-    r"|(?P<plain>[A-Za-z0-9_.-]{1,64})\[ARGS\]"
+    r"|(?P<plain>[A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][A-Za-z0-9]{1,64})?\[ARGS\]"
     r"|(?:<\uff5ctool\u2581call\u2581begin\uff5c>)?(?:function<\uff5ctool\u2581sep\uff5c>)?(?P<deep>[A-Za-z0-9_.-]{1,64})"
     r"(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n))(?=[{\[\"])"
 )
 """Before a call's arguments, behind its lead or behind the call before it."""
+_OTHER_ORDER = re.compile(r'\s*(?:[\[,;]\s*)*(?=\{\s*(?:"(?:arguments|parameters|function)"\s*:|"type"\s*:\s*"function"|(?P<id>"id"\s*:)))')
+"""Before a call whose object does not begin with its name: Hermes 2 Pro's end with it, and Llama's may begin with a type. Many objects that are no
+calls have ids: behind a lead or a call alone one may be a call."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MORE_KEYS = re.compile(r',\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[^\s",{}\[\]]+)\s*(?=[,}])')
+"""Behind a call's arguments: a key that nobody reads, such as an id."""
+_KEY_BEGINS = re.compile(r',\s*(?:"|$)')
 _TAILS = ("```", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>", "}", "]", "</tool_call>")
 """Behind a call's arguments; nobody reads them."""
 MAX_HEAD = 512
 """Characters that may turn out to begin a call are held back no longer than this."""
+MAX_OBJECT = 65_536
+"""The same for a call that is known when its object is whole."""
 
 
 @dataclass(slots=True)
@@ -83,8 +93,15 @@ class AnswerParser:
         self._held = ""
         self._lead = ""
         self._arguments = _Json()
+        self._num_read = 0
+        """Of what is held of a call that is known when its object is whole."""
         self._skips_breaks = False
         self.num_calls = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are any, and the last one's arguments are whole: a stop string may have cut them."""
+        return self.num_calls > 0 and self._state != "call"
 
     def feed(self, text: str, is_last: bool = False) -> Part:
         """is_last: nothing follows, so nothing is held back."""
@@ -157,14 +174,36 @@ class AnswerParser:
             if self._held.lstrip("[,; \n").startswith(_LEADS):  # two marks in a row
                 self._state = "text"
                 return True
+            if match is None and (before := _OTHER_ORDER.match(self._held)) and (self._lead or self.num_calls or not before["id"]):
+                self._lead += before[0]
+                self._held, self._state, self._arguments, self._num_read = self._held[before.end() :], "object", _Json(), 0
+                return True
             if match is None and not is_last and len(self._held) < MAX_HEAD:
                 return False
-            part.content += self._lead
-            self._lead, self._state = "", "text"
-            return True
+            return self._take_for_text(part)
         self._held, self._state, self._arguments = self._held[match.end() :], "call", _Json()
-        self._add(part, {"id": f"call_{self._prefix}{self.num_calls}", "type": "function", "function": {"name": name, "arguments": ""}})
+        self._begin_call(part, name or "")
+        return True
+
+    def _take_for_text(self, part: Part) -> bool:
+        part.content += self._lead
+        self._lead, self._state = "", "text"
+        return True
+
+    def _begin_call(self, part: Part, name: str, arguments: str = "") -> None:
+        self._add(part, {"id": f"call_{self._prefix}{self.num_calls}", "type": "function", "function": {"name": name, "arguments": arguments}})
         self.num_calls += 1
+
+    def _object(self, part: Part, is_last: bool) -> bool:
+        self._num_read += self._arguments.read(self._held[self._num_read :])
+        if not self._arguments.is_done:
+            is_cut = is_last or self._num_read >= MAX_OBJECT
+            return self._take_for_text(part) if is_cut else False
+        call = _read_call(self._held[: self._num_read])
+        if call is None or (self._allowed is not None and call[0] not in self._allowed):
+            return self._take_for_text(part)
+        self._held, self._state = self._held[self._num_read :], "tail"
+        self._begin_call(part, *call)
         return True
 
     def _call(self, part: Part, is_last: bool) -> bool:
@@ -180,6 +219,11 @@ class AnswerParser:
 
     def _tail(self, part: Part, is_last: bool) -> bool:
         rest = self._held.lstrip()
+        while more := _MORE_KEYS.match(rest):
+            rest = rest[more.end() :]
+        if _KEY_BEGINS.match(rest) and not is_last and len(rest) < MAX_HEAD:
+            self._held = rest
+            return False
         while mark := next((mark for mark in _TAILS if rest.startswith(mark)), None):
             rest = rest[len(mark) :].lstrip()
         if any(mark.startswith(rest) for mark in _TAILS):
@@ -198,6 +242,21 @@ class AnswerParser:
             part.calls.append({"index": self.num_calls, **delta})
         else:
             own["function"]["arguments"] += delta["function"]["arguments"]
+
+
+def _read_call(text: str) -> tuple[str, str] | None:
+    """The name and the arguments of a call that is an object, in whatever order; None: it is none."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(inner := call.get("function"), dict):
+        call = inner
+    name = call.get("name", inner if isinstance(inner, str) else None)
+    arguments = call.get("arguments", call.get("parameters"))
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or arguments is None:
+        return None
+    return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _pending(text: str, marks: tuple[str, ...]) -> int:
