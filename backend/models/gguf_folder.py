@@ -152,14 +152,19 @@ def _read_tokenizer(file: GgufFile, vocab_size: int) -> tuple[dict[str, Any], di
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: tokens[number] for name, number in names.items() if number is not None},
         "clean_up_tokenization_spaces": False,
-        "chat_template": [
-            {"name": name, "template": file.values.get("tokenizer.chat_template" + suffix)}
-            for name, suffix in (("default", ""), ("tool_use", ".tool_use"))
-        ],
+        "chat_template": _read_template(file),
     }
     ends = [_token(file, own, len(tokens)) for own in ("eos", "eot", "eom")]
     ends += [number for number, (token, own) in enumerate(zip(tokens, kinds)) if own == CONTROL and token in ENDS]
     return tokenizer, settings, list(dict.fromkeys(number for number in ends if number is not None))
+
+
+def _read_template(file: GgufFile) -> Any:
+    """As transformers reads it: text, or several by name."""
+    known = {name: file.values.get(f"tokenizer.chat_template{suffix}") for name, suffix in (("default", ""), ("tool_use", ".tool_use"))}
+    if known["tool_use"] is None:
+        return known["default"]
+    return [{"name": name, "template": template} for name, template in known.items() if template is not None]
 
 
 def _list(file: GgufFile, key: str, kind: type, length: int | None = None) -> list[Any] | None:
