@@ -77,7 +77,8 @@ def find_model(model: str | Path, source: Source | None = None) -> Path:
     if path.exists():
         raise ModelError(f"{model} is no model folder: name a folder with config.json, a GGUF file ({GGUF_SUFFIX}), or a name on the hub (ORG/NAME)")
     if is_path or not NAME.fullmatch(str(model)):
-        raise ModelError(f"model folder {model} does not exist, nor is it a name on the hub (ORG/NAME)")
+        quoted = "; a shell replaces no variable between single quotes" if "$" in str(model) else ""
+        raise ModelError(f"model folder {model} does not exist, nor is it a name on the hub (ORG/NAME){quoted}")
     return with_tokenizer(download(str(model), source))
 
 

@@ -21,13 +21,14 @@ from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.model_files import find_pickled, name_others, read_config
 from backend.model_sources import Source, find_model
+from backend.other_servers.translation import Translation
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import SpeculativeConfig
 from deploy.gpu import check_gpu
 from deploy.named_files import check_own_files, check_password, find_corpus
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
-from deploy.other_options import Translation, explain_environment
+from deploy.other_options import explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
 from deploy.server import (
     COMPLETE_OPTION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.other_kinds import (
+from backend.other_servers.kinds import (
     CACHE_SCALES,
     CHUNKS,
     EIGHT_BITS,
@@ -32,8 +32,8 @@ from deploy.other_kinds import (
     Other,
     Refused,
 )
-from deploy.sglang_table import SGLANG, SGLANG_LISTS
-from deploy.vllm_table import VLLM, VLLM_LISTS
+from backend.other_servers.sglang import SGLANG, SGLANG_LISTS
+from backend.other_servers.vllm import VLLM, VLLM_LISTS
 
 OTHERS: dict[str, Other] = {
     # the model
@@ -202,7 +202,7 @@ OTHERS: dict[str, Other] = {
     "master_addr": Refused("say --master HOST:PORT"),
     "master_port": Refused("say --master HOST:PORT"),
     "gpus": Needless("say --device cuda:N, or CUDA_VISIBLE_DEVICES in the environment; --tensor-parallel-size says how many"),
-    "distributed_executor_backend": Needless("one process for each rank; Triton starts the first, and that the others"),
+    "distributed_executor_backend": Needless("one process for each rank; the first starts the others"),
     "worker_cls": Refused("one process for each rank; its program is fixed", ("auto",)),
     "enable_eplb": Refused(SETTLED_EXPERTS, is_switch=True),
     "decode_context_parallel_size": Refused("one request's context is not spread over ranks", (1,)),
@@ -325,6 +325,7 @@ VALUES: dict[str, dict[Any, Any]] = {
     "generation_config": {"vllm": "none", "model": "auto", "openai": "none"},
     "load_format": {"auto": "safetensors", "default": "safetensors", "default_v1": "safetensors"},
     "dtype": {"half": "float16", "float": "float32"},
+    "quantization": {"none": None, "None": None},
     "scheduler_name": {"global": "redis"},
     "role": {"null": "mixed"},
     "speculative_config.quantization": {"unquant": None},
