@@ -19,8 +19,8 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_pickled, name_others, read_config
-from backend.model_sources import Source, find_model
+from backend.model_files import find_pickled, name_others, read_config, settle_path
+from backend.model_sources import MOVED, Source, check_ascii, find_model
 from backend.other_servers.translation import Translation
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
@@ -64,8 +64,7 @@ def check_model(name: str, max_model_len: int | None = None, load_format: str = 
 
     Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
     folder = find_model(name, source)
-    if not str(folder).isascii():
-        raise ModelError(f"model folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
+    check_ascii("model folder", folder, MOVED)
     values = read_config(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'} is missing")
@@ -136,19 +135,19 @@ def is_bundled(model: str | Path) -> bool:
     return Path(model).expanduser().resolve() == BUNDLED_MODEL.resolve()
 
 
-def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors") -> Path | None:
+def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors", download_dir: str | None = None) -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     method = config.model_method
     if not config.has_weights:
         return None
-    asked = str(find_model(config.model, Source(has_weights=load_format != "dummy", convert=convert_apart))) if config.model else None
+    source = Source(download_dir=download_dir, has_weights=load_format != "dummy", convert=convert_apart, is_served=True)
+    asked = str(find_model(config.model, source)) if config.model else None
     found = model_checks.find_drafter_folder(asked, model)
     if found is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train)")
-    folder = (found or BUNDLED_DRAFTER).expanduser().resolve()
+    folder = settle_path(found or BUNDLED_DRAFTER)
     read_config(folder)
-    if not str(folder).isascii():
-        raise ModelError(f"drafter folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
+    check_ascii("drafter folder", folder, MOVED)
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
         raise ModelError(f"{folder} has no *.safetensors")
@@ -166,7 +165,7 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     if engine.parallel_config.node_rank:
         parameters = {"decode": decode}
     config = engine.speculative_config
-    drafter = check_drafter(config, model, engine.load_format)
+    drafter = check_drafter(config, model, engine.load_format, values.get("download_dir"))
     speculative = dict(values.get("speculative_config") or {})
     if drafter is not None:
         speculative["model"] = str(drafter)
@@ -179,6 +178,8 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
         name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()
         speculative["suffix_decoding_cache_path"] = str(state_directory() / f"suffix-{name}.npz")
+    elif config.suffix_decoding_cache_path is not None:
+        check_ascii("speculative_config.suffix_decoding_cache_path", Path(config.suffix_decoding_cache_path), "name another")
     if config.suffix_decoding_corpus:
         speculative["suffix_decoding_corpus"] = find_corpus(config.suffix_decoding_corpus)
     if speculative:
@@ -270,17 +271,17 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         config, engine = split_keys(values)
         check_nodes(engine)
         check_password(engine.disaggregation)
-        origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
+        name = f"repository-{config.port or config.http_port}"
+        target = (Path(config.repository) if config.repository else state_directory() / name).resolve()
+        if not str(target).isascii():
+            raise LaunchError(f"repository {target}: the server's Python stub reads ASCII paths only: name another folder with --repository")
+        origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart, is_served=True)
         model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
         check_gpu(engine.device)
         server = find_server()
-        name = f"repository-{config.port or config.http_port}"
-        target = (Path(config.repository) if config.repository else state_directory() / name).resolve()
-        if not str(target).isascii():
-            raise LaunchError(f"repository {target}: the server's Python stub reads ASCII paths only: name another folder with --repository")
         check_repository(target)
         lock = lock_folder(target)
         put_password(values, target, password)
