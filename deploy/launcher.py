@@ -40,7 +40,7 @@ from deploy.server import (
     find_server,
     free_ports,
     lock_folder,
-    state_directory,
+    server_state,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
@@ -177,7 +177,7 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
             parameters["mtp_drafter"] = {k: v for k, v in own.items() if v is not None} | shared
     if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
         name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()
-        speculative["suffix_decoding_cache_path"] = str(state_directory() / f"suffix-{name}.npz")
+        speculative["suffix_decoding_cache_path"] = str(server_state() / f"suffix-{name}.npz")
     elif config.suffix_decoding_cache_path is not None:
         check_ascii("speculative_config.suffix_decoding_cache_path", Path(config.suffix_decoding_cache_path), "name another")
     if config.suffix_decoding_corpus:
@@ -272,15 +272,16 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         check_nodes(engine)
         check_password(engine.disaggregation)
         name = f"repository-{config.port or config.http_port}"
-        target = (Path(config.repository) if config.repository else state_directory() / name).resolve()
+        state = server_state()
+        target = (Path(config.repository) if config.repository else state / name).resolve()
         if not str(target).isascii():
             raise LaunchError(f"repository {target}: the server's Python stub reads ASCII paths only: name another folder with --repository")
         origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart, is_served=True)
+        check_gpu(engine.device)
         model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
-        check_gpu(engine.device)
         server = find_server()
         check_repository(target)
         lock = lock_folder(target)

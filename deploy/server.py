@@ -68,6 +68,14 @@ def state_directory() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "foretoken"
 
 
+def server_state() -> Path:
+    """That folder, for what the server itself reads. Raises LaunchError."""
+    folder = state_directory()
+    if not str(folder).isascii():
+        raise LaunchError(f"state folder {folder}: the server's Python stub reads ASCII paths only: set XDG_STATE_HOME to another folder")
+    return folder
+
+
 def find_server() -> Server:
     """The tritonserver on PATH (as in NVIDIA's container), else the one of the nvidia-pytriton wheel. Raises LaunchError."""
     check_numpy()
@@ -114,9 +122,12 @@ def _locate_server() -> Server:
 def _lay_out_backend(root: Path, stub: Path) -> Path:
     """The Python backend's folder as the server wants it: the wheel's parts by link, with this interpreter's stub."""
     installation = hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()  # another venv has a folder of its own
-    directory = state_directory() / f"backends-{stub.parent.name}-{installation}"
+    directory = server_state() / f"backends-{stub.parent.name}-{installation}"
     target = directory / "python"
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{target} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder") from None
     for source in (*(p for p in (root / "backends" / "python").iterdir() if p.is_file()), stub):
         link = target / source.name
         if not link.is_symlink() or link.readlink() != source:

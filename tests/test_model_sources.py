@@ -141,6 +141,18 @@ def test_nothing_is_downloaded_that_no_server_reads(
     assert "the server's Python stub reads ASCII paths only" in capsys.readouterr().err
 
 
+def test_the_state_folder_is_one_that_servers_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its links to the backend are in it, and the cache of suffix."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "é"))
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / 'repository'}"]) == 2
+    assert "ASCII paths only: set XDG_STATE_HOME to another folder" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/none")
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / 'repository'}"]) == 2
+    assert "cannot be made: Not a directory: set XDG_STATE_HOME to another folder" in capsys.readouterr().err
+    assert main(["demo"]) == 1
+    assert "[demo] /dev/null/none/foretoken cannot be made" in capsys.readouterr().err
+
+
 def test_nothing_is_converted_that_no_server_reads(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
