@@ -130,7 +130,7 @@ def split_keys(values: dict[str, Any]) -> tuple[ServeConfig, EngineConfig]:
 def read_yaml(path: str) -> dict[str, Any]:
     """A configuration file. Raises ConfigError."""
     try:
-        values = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)  # noqa: S506: a SafeLoader
+        values = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -172,7 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--quantization", "-q", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts"
     )
-    model.add_argument("--kv-cache-dtype", metavar="TYPE", help="of keys and values: auto, model (the model's dtype) or fp8 (e4m3; on CPU so far)")
+    model.add_argument("--kv-cache-dtype", metavar="TYPE", help="of keys and values: auto, model (the model's dtype) or fp8 (e4m3)")
     model.add_argument("--kv-cache-scales", metavar="WHICH", help="with fp8: auto (the checkpoint's, else calibrated at the start), or one")
     model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     model.add_argument(
