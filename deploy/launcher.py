@@ -232,10 +232,15 @@ INNER_PORTS = ("http_port", "grpc_port", "metrics_port", "status_port")
 def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: dict[str, Any]) -> int:
     """The same command again, without its port, and a gateway on it. What is not for clients listens for this machine alone."""
     ports = {key: getattr(config, key) for key in INNER_PORTS if key in values}
+    named = {key: port for key, port in ports.items() if port or key != "status_port"}
     ports |= dict(zip([key for key in INNER_PORTS if key not in ports], free_ports(len(INNER_PORTS)), strict=False))
     host = config.host if "host" in values else "0.0.0.0" if config.api_keys else config.host
     try:
         check_ports({"port": config.port}, host)
+        check_ports(named, ServeConfig.host)
+        for key, port in named.items():
+            if port == config.port:
+                raise LaunchError(f"port and {key} are both {port}")
     except LaunchError as error:
         return refuse(str(error))
     program = [sys.executable, "-m", "deploy.cli"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from backend.speculative_names import READ_HERE
 from deploy.cli import main, make_parser
 from deploy.options import read_command, split_keys
 from deploy.other_options import explain_environment
+from deploy.server import free_ports
 from tests.test_config import parameters_of, read_pbtxt
 
 FASTDEPLOY = "python -m fastdeploy.entrypoints.openai.api_server --model ${path_to_main_model} "
@@ -418,6 +420,24 @@ def test_what_a_file_says_twice_is_no_guess(tmp_path: Path, text: str, message: 
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         serve_values("--config", str(tmp_path / "x.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--http-port={free}"], "port and http_port are both {free}"),
+        (["--grpc-port={busy}"], "grpc_port {busy} cannot be used on 127.0.0.1: Address already in use"),
+        (["--metrics-port=0"], "metrics_port is 0"),
+    ],
+)
+def test_ports_beside_the_gateway_are_looked_at_before_it_starts(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        ports = {"free": free_ports(1)[0], "busy": holder.getsockname()[1]}
+        assert main(["serve", f"--port={ports['free']}", *(word.format(**ports) for word in words)]) == 2
+    told = capsys.readouterr()
+    assert message.format(**ports) in told.err and not told.out
 
 
 def test_an_error_names_its_own_option_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
