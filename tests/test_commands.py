@@ -329,6 +329,29 @@ def test_every_alias_leads_to_an_option() -> None:
             assert key in (known or own), name
 
 
+FASTDEPLOYS = """mm-processor-kwargs max-encoder-cache max-processor-cache enable-mm reasoning-parser chat-template tool-call-parser
+tool-parser-plugin dynamic-load-weight load-strategy rsync-config engine-worker-queue-port graph-optimization-config plas-attention-config
+guided-decoding-backend guided-decoding-disable-any-whitespace enable-logprob enable-keep-sampling-mask max-logprobs logprobs-mode enable-early-stop
+early-stop-config lm-head-fp32 logits-processors enable-entropy model-impl disable-custom-all-reduce enable-flashinfer-allreduce-fusion
+use-internode-ll-two-stage disable-sequence-parallel-moe num-gpu-blocks-override data-parallel-size local-data-parallel-id enable-expert-parallel
+enable-eplb eplb-config routing-replay-config enable-chunked-moe chunked-moe-size shutdown-comm-group-if-worker-idle load-choices kv-cache-ratio
+swap-space prealloc-dec-block-slot-num-threshold cache-queue-port static-decode-blocks kvcache-storage-backend write-policy ips enable-output-caching
+max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold splitwise-role cache-transfer-protocol pd-comm-port rdma-comm-ports
+router scheduler-name scheduler-max-size scheduler-db scheduler-min-load-score scheduler-load-shards-num scheduler-sync-period scheduler-expire-period
+scheduler-release-load-expire-period scheduler-reader-parallel scheduler-writer-batch-size enable-overlap-schedule use-warmup moe-gate-fp32
+workers controller-port max-concurrency max-waiting-time enable-mm-output timeout timeout-graceful-shutdown tokens-only"""
+PADDLES = """src-length max-length min-length top-k top-p temperature repetition-penalty decode-strategy data-file output-file batch-size benchmark
+lora-path prefix-path export-precache use-flash-attention use-fake-parameter inference-model append-attn block-attn total-max-length quant-type
+cachekv-int8-type output-path speculate-method speculate-max-draft-token-num speculate-max-ngram-size draft-model-name-or-path"""
+
+
+@pytest.mark.parametrize("name", [*FASTDEPLOYS.split(), *PADDLES.split()])
+def test_options_of_fastdeploys_server_and_paddlenlps_predictor_are_known(name: str) -> None:
+    parser = make_parser()
+    (commands,) = [action for action in parser._actions if isinstance(action.choices, dict)]
+    assert f"--{name}" in commands.choices["serve"]._option_string_actions
+
+
 def serve_values(*words: str) -> tuple[dict[str, Any], list[str]]:
     found = read_command(make_parser().parse_args(["serve", *words]))
     return found.values, found.notes
