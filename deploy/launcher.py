@@ -36,6 +36,7 @@ from deploy.server import (
     LaunchError,
     Server,
     check_ports,
+    check_server_path,
     check_shared_memory,
     find_server,
     free_ports,
@@ -279,8 +280,9 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         name = f"repository-{config.port or config.http_port}"
         state = server_state()
         target = (Path(config.repository) if config.repository else state / name).resolve()
-        if not str(target).isascii():
-            raise LaunchError(f"repository {target}: the server's Python stub reads ASCII paths only: name another folder with --repository")
+        check_server_path("repository", target, "name another folder with --repository")
+        if config.backend_directory is not None:
+            check_server_path("backend directory", Path(config.backend_directory), "link to it from elsewhere")
         origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart, is_served=True)
         check_gpu(engine.device)
         model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)

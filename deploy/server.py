@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -70,10 +71,16 @@ def state_directory() -> Path:
 
 def server_state() -> Path:
     """That folder, for what the server itself reads. Raises LaunchError."""
-    folder = state_directory()
-    if not str(folder).isascii():
-        raise LaunchError(f"state folder {folder}: the server's Python stub reads ASCII paths only: set XDG_STATE_HOME to another folder")
+    check_server_path("state folder", folder := state_directory(), "set XDG_STATE_HOME to another folder")
     return folder
+
+
+def check_server_path(what: str, path: Path, advice: str) -> None:
+    """Raises LaunchError for a path by which the server cannot start a model's process: it is a word of a shell's command line then, unquoted."""
+    if not str(path).isascii():
+        raise LaunchError(f"{what} {path}: the server's Python stub reads ASCII paths only: {advice}")
+    if shlex.quote(str(path)) != str(path):
+        raise LaunchError(f"{what} {path}: the server hands it to a shell, and it has more than letters, digits and @%+=:,./_-: {advice}")
 
 
 def find_server() -> Server:

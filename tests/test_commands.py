@@ -463,6 +463,18 @@ def test_ports_beside_the_gateway_are_looked_at_before_it_starts(words: list[str
     assert message.format(**ports) in told.err and not told.out
 
 
+@pytest.mark.parametrize("name", ["my repository", "it's", "a;b", "$HOME", "a(b)", "a&b", "a*"])
+def test_folders_that_would_be_commands_of_a_shell_are_refused(state: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server starts its models' processes by one, without quotes: it waited for ever, or ran what the name says. Models may lie anywhere."""
+    (tmp_path / name).mkdir()
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / name}"]) == 2
+    assert "the server hands it to a shell, and it has more than letters" in capsys.readouterr().err
+    assert main(["serve", "--dry-run", f"--backend-directory={tmp_path / name}"]) == 2
+    assert f"backend directory {tmp_path / name}: the server hands it to a shell" in capsys.readouterr().err
+    (tmp_path / name / "model").symlink_to(BUNDLED_MODEL)
+    assert main(["serve", str(tmp_path / name / "model"), "--dry-run"]) == 0
+
+
 def test_an_error_names_its_own_option_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`model` is a word of many others."""
     words = ["--model_name_or_path", str(BUNDLED_MODEL), "--speculate_method", "mtp", "--draft_model_name_or_path", str(BUNDLED_DRAFTER)]
