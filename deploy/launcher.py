@@ -64,6 +64,8 @@ def check_model(name: str, max_model_len: int | None = None, load_format: str = 
     """The model's folder, absolute, which a GGUF file or a name on the hub is brought to first.
 
     Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
+    if not name.strip():  # of a shell's variable that is not set
+        raise ModelError("the model's name is empty: name a folder, a GGUF file, or a name on the hub (ORG/NAME)")
     folder = find_model(name, source)
     check_ascii("model folder", folder, MOVED)
     values = read_config(folder)

@@ -209,6 +209,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "speculative_config.method must be given with other keys (model, num_speculative_tokens)",
     ),
     "names without the interface": ("vllm serve ${MODEL_TAG} --served-model-name dsv3", "served_model_name is an option of OpenAI's interface"),
+    "no model": ("vllm serve ''", "the model's name is empty"),
     "a key on the command line": ("vllm serve ${MODEL_TAG} --port 8000 --api-key abc", "--api-keys FILE"),
     "vocabularies of drafters": (
         SGLANG + "--speculative-algorithm EAGLE --speculative-draft-model-path ${DRAFT_MODEL_TAG} "
@@ -371,6 +372,7 @@ def serve_values(*words: str) -> tuple[dict[str, Any], list[str]]:
         (["--speculative-model", "DIR", "--num-speculative-tokens", "2"], {"speculative_config": {"model": "DIR", "num_speculative_tokens": 2}}),
         (["--max-num-batched-tokens", "2k", "--max-model-len=1.5K"], {"max_num_batched_tokens": 2000, "max_model_len": 1536}),
         (["--max-model-len", "-1"], {"max_model_len": None}),
+        (["--dtype", "bf16", "--device=gpu"], {"dtype": "bfloat16", "device": "cuda"}),
         (["--data-parallel-size", "1", "--pipeline-parallel-size=1", "--no-enable-lora", "--cpu-offload-gb", "0"], {}),
         (["--enable-prefix-caching", "False", "--async-scheduling=true", "--enable_lora", "0", "DIR"],
          {"enable_prefix_caching": False, "async_scheduling": True, "model": "DIR"}),
@@ -473,6 +475,13 @@ def test_folders_that_would_be_commands_of_a_shell_are_refused(state: Path, tmp_
     assert f"backend directory {tmp_path / name}: the server hands it to a shell" in capsys.readouterr().err
     (tmp_path / name / "model").symlink_to(BUNDLED_MODEL)
     assert main(["serve", str(tmp_path / name / "model"), "--dry-run"]) == 0
+
+
+def test_what_is_secret_is_not_said_again(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hf-token", "s3cret", "--admin-api-key=s3cret", "--api-key", "s3cret", "s3cret2", "--ssl-keyfile-password=s3cret", "--port=8000"]
+    assert main(["serve", "--dry-run", *words]) == 2
+    told = capsys.readouterr().err
+    assert "hf_token is not an option here: set HF_TOKEN" in told and "api_key is not an option here" in told and "s3cret" not in told
 
 
 def test_an_error_names_its_own_option_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

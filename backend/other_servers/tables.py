@@ -347,7 +347,8 @@ LISTS = ("lora_modules", "logits_processors", "api_key", "cuda_graph_sizes", *SG
 VALUES: dict[str, dict[Any, Any]] = {
     "generation_config": {"vllm": "none", "model": "auto", "openai": "none"},
     "load_format": {"auto": "safetensors", "default": "safetensors", "default_v1": "safetensors"},
-    "dtype": {"half": "float16", "float": "float32"},
+    "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    "device": {"gpu": "cuda"},
     "quantization": {"none": None, "None": None},
     "scheduler_name": {"global": "redis"},
     "role": {"null": "mixed"},

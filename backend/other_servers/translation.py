@@ -15,6 +15,9 @@ from backend.errors import ConfigError
 from backend.other_servers.kinds import Alias, Needless, Refused
 from backend.other_servers.tables import OTHERS, VALUES
 
+_SECRET = re.compile(r"(api_key|token|password)$")
+"""Options whose values are for no log."""
+
 
 @dataclass
 class Translation:
@@ -74,7 +77,8 @@ def translate(values: Mapping[str, Any], own: Collection[str]) -> Translation:
             found.notes.append(f"{given_as} has no effect, and none is needed: {other.why}")
         elif isinstance(other, Refused):
             if value and value not in other.unless:
-                refused.append(f"{given_as} {value!r:.80} is not an option here: {other.instead}")
+                shown = "" if _SECRET.search(given_as) else f" {value!r:.80}"
+                refused.append(f"{given_as}{shown} is not an option here: {other.instead}")
         else:
             found.put(key, _own_value(key, value), given_as)
     if refused:
