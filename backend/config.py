@@ -40,8 +40,6 @@ GENERATION_CONFIGS = ("auto", "none")
 ACTIVATIONS = ("auto", "model", "fp8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
-DEFAULT_STEP_MS = {"cuda": 50.0}
-"""One H200, an 8B model, 128 requests: a limit of 50 ms halves the 99th percentile of the time per token for a few percent of the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +118,7 @@ class EngineConfig(Section):
     """Known tokens that one step computes: one of each running request, then prompts; drafts come on top. Default: 512 on CPU, 4096 on GPU."""
     max_step_ms: float | None = None
     """Milliseconds that a step with prompts in it may take while other requests decode: prompts are cut accordingly. 0: no limit. Default: 50 on
-    GPU, no limit on CPU."""
+    GPU, 2000 on CPU, where steps are held to two seconds while nobody else decodes, too: who cancels or asks for health waits for their end."""
     page_size: int = 16
     """Tokens a KV page holds."""
     kv_cache_memory: int | str | None = None
@@ -138,7 +136,8 @@ class EngineConfig(Section):
     enable_prefix_caching: bool = True
     """Keep the pages of finished requests, for those that begin alike."""
     num_threads: int | None = None
-    """CPU threads of the engine; default: torch's choice."""
+    """CPU threads of the engine, or of each rank; default: torch's choice, as far as the container's share of the machine's CPUs goes, spread over
+    the ranks of this host."""
     async_scheduling: bool | None = None
     """Launch each decoding step before the one before it is read, on state that stays on the device. Default: on GPU."""
     max_forced_tokens: int = 8
@@ -223,10 +222,6 @@ class EngineConfig(Section):
         """Most drafts a step of a request whose answer has a form; the engine's own method may be none where requests choose one that drafts."""
         asked = MAX_ASKED_MASKED if self.speculative_config.can_draft else 0
         return max(self.speculative_config.num_speculative_tokens or 0, self.max_forced_tokens, asked)
-
-    def max_step_ms_on(self, device_type: str) -> float:
-        """Or its default; 0: no limit."""
-        return self.max_step_ms if self.max_step_ms is not None else DEFAULT_STEP_MS.get(device_type, 0.0)
 
     def as_json(self) -> str:
         """The resolved configuration on one line, for the start-up log."""

@@ -17,6 +17,7 @@ from backend.model_files import read_config
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import FP8
 from kernels import ops
+from kernels._cpus import count_cpus
 from kernels._load import KernelError, check_device, device_stream
 
 logger = logging.getLogger(__name__)
@@ -125,5 +126,5 @@ def cpu_threads(count: int) -> Iterator[None]:
 
 def threads_for(config: EngineConfig) -> Callable[[int], contextlib.AbstractContextManager[None]]:
     """CPU threads for a step of so many tokens: waking the others for a few costs more than it brings."""
-    num_threads = config.num_threads or torch.get_num_threads()
+    num_threads = config.num_threads or max(1, min(torch.get_num_threads(), count_cpus()) // config.parallel_config.host_size)
     return lambda num_tokens: cpu_threads(num_threads if num_tokens >= config.single_thread_tokens else 1)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from backend.booking import Booking
-from backend.chunk_limit import ChunkLimit
+from backend.chunk_limit import limit_chunks
 from backend.config import EngineConfig
 from backend.core import Request
 from backend.devices import on_stream, pick_device
@@ -83,8 +83,7 @@ class Engine:
         self._intake = Intake(config, self.tokenizer, self.worker.max_model_len, model.vocab_size, model.eos_token_ids)
         self.metrics = Metrics()
         self.budget = self.drafters.budget
-        step_ms = config.max_step_ms_on(self._device.type)
-        self._chunks = ChunkLimit(step_ms / 1000) if step_ms else None
+        self._chunks = limit_chunks(config.max_step_ms, self._device.type, model.num_layers, model.hidden_size)
         self.after_deltas: Callable[[], None] = do_nothing
         self._open = OpenRequests(self.tokenizer, self.metrics, self._release)
         self.scheduler.on_run = self._open.note_run

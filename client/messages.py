@@ -20,10 +20,11 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
     ("grpc.max_receive_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", int(INACTIVITY_SECONDS * 1000)),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-"""A server that was started anew is found within a second; gRPC's own pauses grow to two minutes."""
+"""A server that was started anew is found within a second; gRPC's own pauses grow to two minutes. min_reconnect_backoff_ms is no pause: gRPC gives an
+attempt to connect as long, and a server that is far away or busy needs more than the other two say."""
 ANSWER_SECONDS = 600.0
 """The same for an answer that comes whole (`stream` false): nothing tells that it is on its way."""
 CANCEL_SECONDS = 0.5

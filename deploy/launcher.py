@@ -229,7 +229,14 @@ def refuse(message: str) -> int:
     return 2
 
 
+DEFAULT_NAME = "foretoken"
 INNER_PORTS = ("http_port", "grpc_port", "metrics_port", "status_port")
+
+
+def served_names(config: ServeConfig, values: dict[str, Any]) -> list[str]:
+    """What clients call the model: as vLLM's and SGLang's users do, by what the command calls it, unless the command says."""
+    names = config.served_model_name or dict.fromkeys([str(values.get("model") or DEFAULT_NAME), DEFAULT_NAME])
+    return [names] if isinstance(names, str) else [*names]
 
 
 def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: dict[str, Any]) -> int:
@@ -251,10 +258,9 @@ def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: di
     server += [f"--{key.replace('_', '-')}={port}" for key, port in ports.items()]
     if "metrics_port" in values and host in ANY_ADDRESS:
         server.append(f"--metrics-host={host}")
-    names = [config.served_model_name] if isinstance(config.served_model_name, str) else config.served_model_name
     gateway = [*program, "gateway", f"--upstream=127.0.0.1:{ports['grpc_port']}", f"--host={host}", f"--port={config.port}"]
     gateway += [f"--metrics-url=http://127.0.0.1:{ports[key]}/metrics" for key in ("metrics_port", "status_port") if ports[key]]
-    gateway += ["--served-model-name", *names]
+    gateway += ["--served-model-name", *served_names(config, values)]
     gateway += [f"--api-keys={config.api_keys}"] if config.api_keys else []
     gateway += [f"--admin-keys={config.admin_keys}"] if config.admin_keys else []
     gateway += ["--vllm-metrics"] if config.vllm_metrics else []

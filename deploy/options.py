@@ -50,8 +50,9 @@ class ServeConfig(Section):
     port: int = 0
     """Of OpenAI's interface and the page: a gateway is started with the server, and ends with it. The other ports are then this machine's own, and
     free ones where they are not named. 0: none; `foretoken gateway` starts one by itself."""
-    served_model_name: str | tuple[str, ...] = "foretoken"
-    """With port: what clients call the model; of several names the first is shown."""
+    served_model_name: str | tuple[str, ...] | None = None
+    """With port: what clients call the model; of several names the first is shown. Default: what the command calls it (a name on the hub, a path),
+    and foretoken."""
     api_keys: str | None = None
     """With port: let in only who sends one of the keys in this file, one a line."""
     admin_keys: str | None = None
@@ -197,7 +198,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--max-num-batched-tokens", type=read_tokens, metavar="N", help="known tokens one step computes (default 512 on CPU, 4096 on GPU)"
     )
-    load.add_argument("--max-step-ms", type=float, metavar="MS", help="a step with prompts takes no longer while others decode (default 50 on GPU)")
+    load.add_argument(
+        "--max-step-ms", type=float, metavar="MS", help="a step with prompts takes no longer while others decode (default: 50 on GPU, 2000 on CPU)"
+    )
     load.add_argument("--kv-cache-memory", metavar="SIZE", help="bytes, or such as 2GiB")
     load.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="of the GPU's memory (default 0.9)")
     load.add_argument("--page-size", type=int, metavar="N", help="tokens a KV page holds (default 16)")
@@ -226,7 +229,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     gateway = parser.add_argument_group("OpenAI's interface on a port of its own, with a page (docs/api.md)")
     gateway.add_argument("--port", type=int, metavar="PORT", help="start a gateway too, on this port; the others are for this machine alone then")
-    gateway.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what clients call the model (default foretoken)")
+    gateway.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="what clients call the model (default: MODEL, as it is written, and foretoken)"
+    )
     gateway.add_argument("--api-keys", metavar="FILE", help="let in only who sends one of the keys in FILE, one a line")
     gateway.add_argument("--admin-keys", metavar="FILE", help="keys of those who may change the server while it runs (default: nobody may)")
     gateway.add_argument(

@@ -65,7 +65,7 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
         if (target / source.name).exists():
             shutil.rmtree(target / source.name)
     for source in sorted(source_folder.iterdir()):
-        text = (source / "config.pbtxt").read_text()
+        text = (source / "config.pbtxt").read_text("utf-8")
         head, mark, tail = text.partition("parameters [")
         if mark and source.name not in parameters:
             continue
@@ -77,7 +77,7 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
             if source.name != "tokenizer":
                 text = text.replace(ONE_INSTANCE, render_instances(device, num_ranks if source.name in RANKED_MODELS else 1))
             shutil.copy(source / "1" / "model.py", version)
-        (target / source.name / "config.pbtxt").write_text(text)
+        (target / source.name / "config.pbtxt").write_text(text, "utf-8")
 
 
 def write_secret(path: Path, secret: str) -> None:

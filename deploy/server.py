@@ -53,7 +53,8 @@ class Server:
         """What it is run in: this process's environment, with the interpreter and the libraries that it needs in front."""
         environment = dict(os.environ)
         # The stub runs the first python3 on PATH: it must be the one that this project is installed in.
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
+        # os.defpath: the server starts stubs by bash, and waits for ever where there is none (a service without PATH).
+        environment["PATH"] = ":".join([str(Path(sys.executable).parent), *filter(None, [environment.get("PATH")]), os.defpath])
         if self.library_path:
             environment["LD_LIBRARY_PATH"] = ":".join([*self.library_path, *filter(None, [environment.get("LD_LIBRARY_PATH")])])
         return environment
@@ -93,7 +94,9 @@ def find_server() -> Server:
 def read_options(server: Server) -> frozenset[str]:
     """The names of its options, from its own help. Raises LaunchError when it cannot run at all."""
     try:
-        result = subprocess.run([server.executable, "--help"], env=server.environment(), capture_output=True, text=True, timeout=HELP_SECONDS)
+        result = subprocess.run(
+            [server.executable, "--help"], env=server.environment(), capture_output=True, encoding="utf-8", errors="replace", timeout=HELP_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{server.executable} cannot be run: {error}") from None
     options = frozenset(re.findall(r"--([a-z][a-z0-9-]*[a-z0-9])", result.stdout + result.stderr))

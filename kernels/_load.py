@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from kernels._cpus import count_cpus
 from kernels._signature import formats_of
 from kernels.structs import header
 from kernels.toolchain import KernelError, find_nvcc
@@ -43,7 +44,7 @@ Defines = Mapping[str, "int | str"]
 
 @functools.cache
 def _nvcc_version(nvcc: str) -> str:
-    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([nvcc, "--version"], capture_output=True, check=True, encoding="utf-8", errors="replace").stdout
 
 
 def cache_folder() -> Path:
@@ -100,18 +101,20 @@ def compile_source(name: str, architecture: str, defines: Defines | None = None)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / "out"
         (Path(folder) / HEADER).write_text(header())
-        result = subprocess.run([nvcc, *options, f"-I{folder}", "-o", str(made), str(source)], capture_output=True, text=True)
+        result = subprocess.run(
+            [nvcc, *options, f"-I{folder}", "-o", str(made), str(source)], capture_output=True, encoding="utf-8", errors="replace"
+        )
         if result.returncode:
             raise KernelError(f"nvcc could not compile {source.name} for {architecture}:\n{result.stderr.strip()}")
-        (path.with_suffix(".log")).write_text(result.stderr)  # registers, shared memory and spills of each kernel
+        (path.with_suffix(".log")).write_text(result.stderr, "utf-8")  # registers, shared memory and spills of each kernel
         made.replace(path)  # whole or not at all: several processes may compile at once
     return path
 
 
 def compile_all(jobs: Sequence[tuple[str, Defines]], architecture: str) -> None:
-    """Compiles several (source, defines) at once, on all processors that this process may use."""
+    """Compiles several (source, defines) at once, on all CPUs that this process may use."""
     unique = {(name, tuple(sorted(defines.items()))) for name, defines in jobs}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(count_cpus()) as pool:
         futures = [pool.submit(compile_source, name, architecture, dict(defines)) for name, defines in sorted(unique, key=str)]
         for future in futures:
             future.result()

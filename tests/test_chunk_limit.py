@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.chunk_limit import ChunkLimit
+from backend.chunk_limit import LONGEST_SECONDS, ChunkLimit, limit_chunks
 
 
 def per_token(tokens: int) -> float:
@@ -67,3 +67,42 @@ def test_chunks_are_not_cut_where_nobody_waits_or_nothing_is_known():
     roomy.observe(128, per_token(128))
     roomy.observe(256, per_token(256))
     assert roomy.choose(num_decoding=5) is None
+
+
+def test_on_cpu_no_step_is_long():
+    """Whoever decodes or not: who asks whether the server lives waits for a step's end. The first one is cut by the model's size."""
+    small, large = (limit_chunks(None, "cpu", *shape) for shape in ((4, 256), (16, 2048)))
+    assert small is not None and large is not None
+    assert small.choose(num_decoding=0) > 2000 and large.choose(num_decoding=0) == ChunkLimit.LEAST
+    per_token, chosen = 20e-3, 0
+    for num_decoding in (0, 0, 3, 0, 3, 3):
+        chosen = large.choose(num_decoding)
+        assert chosen is not None and 0.1 + per_token * chosen <= 1.1 * LONGEST_SECONDS
+        large.observe(chosen, 0.1 + per_token * chosen)
+    assert chosen >= 40
+
+
+def test_what_steps_are_held_to():
+    shape = (16, 2048)
+    for device in ("cpu", "cuda"):
+        assert limit_chunks(0, device, *shape) is None, "as it was asked for"
+    on_gpu, asked = limit_chunks(None, "cuda", *shape), limit_chunks(5000, "cpu", *shape)
+    assert on_gpu is not None and asked is not None
+    assert on_gpu.choose(1) is None, "nothing is known"
+    for limit, seconds in ((on_gpu, 50e-3), (asked, 5.0)):
+        for count in (256, 512, 768):
+            limit.observe(count, 1e-2 * seconds + seconds * count / 1000)
+        assert 900 <= limit.choose(num_decoding=1) <= 1000
+    assert on_gpu.choose(num_decoding=0) is None and 900 <= asked.choose(num_decoding=0) <= 1000
+
+
+def test_steps_that_take_long_whatever_they_hold_are_cut_to_half_of_that():
+    """Of a large model on CPU, whose weights alone take longer to read than a step should."""
+    limit = limit_chunks(None, "cpu", 16, 4096)
+    assert limit is not None
+    counts = []
+    for _ in range(5):
+        counts.append(limit.choose(num_decoding=0))
+        limit.observe(counts[-1], 1.5 + 10e-3 * counts[-1])
+    assert counts[0] == ChunkLimit.LEAST and 120 <= counts[-1] <= 180
+    assert limit.choose(num_decoding=2) < counts[-1], "others wait for their next token"

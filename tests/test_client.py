@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -73,6 +75,31 @@ def test_no_proxy_for_loopback(no_proxy: None, ready_port: int, host: str) -> No
     code = f"from client import Client\nprint(Client('{host}:{ready_port}', inactivity_timeout=10).is_ready())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "True\n", result.stderr
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while part := source.recv(65536):
+            target.sendall(part)
+
+
+def test_a_server_that_is_long_in_answering_is_reached(ready_port: int) -> None:
+    """On another continent, or busy: gRPC gave attempts to connect no longer than the least pause between them."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as slow,
+        futures.ThreadPoolExecutor(3) as pool,
+        Client(f"127.0.0.1:{slow.getsockname()[1]}") as client,
+    ):
+        answer = pool.submit(client.is_ready)
+        near, _ = slow.accept()
+        time.sleep(1.5)
+        with near, socket.create_connection(("127.0.0.1", ready_port)) as far:
+            pool.submit(_copy, near, far)
+            pool.submit(_copy, far, near)
+            assert answer.result(30)
+            client.close()
+            near.shutdown(socket.SHUT_RDWR)
+            far.shutdown(socket.SHUT_RDWR)
 
 
 def test_no_proxy_for_the_servers_metrics(no_proxy: None) -> None:

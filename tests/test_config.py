@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -28,14 +29,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend import LLM
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig, ParallelConfig, parse_bytes
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORY, EngineConfig, ParallelConfig, parse_bytes
 from backend.errors import ConfigError, ModelError
 from backend.sampling_params import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from backend.speculative_config import METHODS, MODEL_METHODS, SpeculativeConfig, normalize_method
 from backend.structured_outputs import MAX_CHARACTERS as MAX_STRUCTURE
 from backend.structured_outputs import MAX_CHOICES, MAX_PATTERN_CHARACTERS, StructuredOutputs
 from deploy import launcher, options, rendering, server
-from deploy.cli import main
+from deploy.cli import main, make_parser
 from deploy.server import LaunchError
 from deploy.supervision import processes
 from tests.conftest import fake_server
@@ -1504,6 +1505,16 @@ def test_dry_run(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(parameters_of(read_pbtxt(repository / "decode" / "config.pbtxt"))["speculative_config"]) == speculative, "named or not"
 
 
+@pytest.mark.parametrize("environment", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}], ids=["none", "ascii"])
+def test_dry_run_in_a_bare_environment(tmp_path: Path, environment: dict[str, str]) -> None:
+    """A service without PATH, whose server would not find the shell that it starts models by; a system whose text is not UTF-8."""
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--dry-run", f"--repository={tmp_path / 'repository'}"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPOSITORY.parent.parent)
+    assert result.returncode == 0, result.stderr
+    (path,) = (word.removeprefix("PATH=") for word in printed_command(result.stdout) if word.startswith("PATH="))
+    assert shutil.which("bash", path=path)
+
+
 @pytest.mark.parametrize(("role", "name"), [("mixed", "decode"), ("prefill", "prefill"), ("decode", "decode")])
 def test_checked_in_repositories_have_the_launchers_defaults(state: Path, role: str, name: str) -> None:
     """Every key: the folders are the same too. The standalone one asks its own mtp_drafter."""
@@ -1623,3 +1634,13 @@ def test_drafts_of_answers_with_a_form() -> None:
     for request_methods, most in zip(methods, (0, 8)):
         config = EngineConfig.from_dict({"max_forced_tokens": 0, "speculative_config": {"method": "none", "request_methods": request_methods}})
         assert config.max_masked_drafts == most
+
+
+def test_clients_call_the_model_what_the_command_calls_it() -> None:
+    def names(*words: str) -> list[str]:
+        values = options.gather(make_parser().parse_args(["serve", "--port=8080", *words]))
+        return launcher.served_names(options.split_keys(values)[0], values)
+
+    assert names() == ["foretoken"]
+    assert names("Qwen/Qwen3-0.6B") == names("--model=Qwen/Qwen3-0.6B") == ["Qwen/Qwen3-0.6B", "foretoken"], "as after `vllm serve`"
+    assert names("/models/a", "--served-model-name", "a") == ["a"] and names("/models/a", "--served-model-name", "a", "b") == ["a", "b"]

@@ -17,6 +17,7 @@ from backend.config import EngineConfig
 from backend.devices import pick_device, pick_dtype
 from backend.errors import ConfigError
 from backend.parallel.ranks import Ranks
+from kernels._cpus import count_cpus
 from kernels._load import KernelError
 from tests.conftest import ROOT
 
@@ -143,3 +144,46 @@ def test_loading_leaves_no_pool_of_threads_behind() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     ran = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=True)
     assert ran.stdout.splitlines()[-2:] == ["left behind: 0", "of one operation: 1"], ran.stdout
+
+
+V1, V2 = "4:cpu,cpuacct:/a/b\n3:memory:/c\n0::/\n", "0::/a/b\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        (V2, {}, 64),
+        (V2, {"a/b/cpu.max": "max 100000"}, 64),
+        (V2, {"a/b/cpu.max": "250000 100000"}, 3),
+        (V2, {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 2),
+        (V2, {"cpu.max": "20000 100000"}, 1),
+        (V2, {"cpu.max": "nonsense", "a/cpu.max": "", "a/b/cpu.max": "800000 0"}, 64),
+        (V1, {"cpu/a/b/cpu.cfs_quota_us": "-1", "cpu/a/b/cpu.cfs_period_us": "100000"}, 64),
+        (V1, {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        (V1, {"memory/c/cpu.max": "100000 100000"}, 64),
+        ("", {"cpu.max": "100000 100000"}, 64),
+        ("x", {"cpu.max": "100000 100000"}, 64),
+    ],
+)
+def test_a_containers_share_of_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str], expected: int) -> None:
+    """Which group's limit counts: a container may see its own as the root, and one further up may be tighter."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert count_cpus(tmp_path / "groups", tmp_path / "own") == expected
+    assert count_cpus(tmp_path / "groups", tmp_path / "nothing") == 64
+
+
+@pytest.mark.parametrize(("values", "expected"), [({}, 3), ({"num_threads": 5}, 5), ({"parallel_config": {"tensor_parallel_size": 2}}, 1)], ids=str)
+def test_threads_are_those_that_may_run(monkeypatch: pytest.MonkeyPatch, values: dict, expected: int) -> None:
+    monkeypatch.setattr(devices, "count_cpus", lambda: 3)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        with devices.threads_for(config(**values))(10_000):
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)

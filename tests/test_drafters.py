@@ -224,6 +224,24 @@ def test_backlogs_longer_than_a_call_are_taken_in_parts(service, plain, monkeypa
     assert engine.metrics.accepted_tokens["mtp"] > 0
 
 
+def test_a_drafter_that_is_too_slow_for_a_backlog_gets_shorter_ones(service, plain, monkeypatch):
+    """It has a time limit for each call: shown all at once it would fail for ever."""
+    draft, num_failures = service.draft, 0
+
+    def limited(call):
+        nonlocal num_failures
+        if len(call.token_ids) > 50:
+            num_failures += 1
+            raise DraftError("it did not answer in time")
+        return draft(call)
+
+    monkeypatch.setattr(service, "draft", limited)
+    monkeypatch.setattr(remote, "SLOW_SECONDS", 0.0)
+    engine = make_engine(service)
+    assert collect(engine, PROMPTS, greedy(40)) == plain
+    assert 0 < num_failures < 12 and engine.metrics.accepted_tokens["mtp"] > 0
+
+
 def test_bls_needs_a_server():
     with pytest.raises(ConfigError, match="placement bls needs a server"):
         LLM(speculative_config={"method": "mtp", "placement": "bls"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -131,6 +132,27 @@ def test_null_is_what_is_not_there(config: dict[str, Any]) -> None:
                 read({**config, key: None})
         else:
             assert read({**config, key: None}) == spec, key
+
+
+UNLIKE_DEFAULT = {
+    "eos_token_id",  # what is not named ends no answer
+    "head_dim", "num_key_value_heads",  # by the other sizes, as the models' own code has it
+    "q_lora_rank", "n_shared_experts",  # null says that there are none, and null is what is not there
+}  # fmt: skip
+
+
+def test_what_the_file_does_not_say_is_what_transformers_takes(config: dict[str, Any]) -> None:
+    defaults = json.loads(json.dumps(transformers.AutoConfig.for_model(config["model_type"]).to_dict()))
+    unlike = set()
+    for key in config.keys() - {"architectures", "model_type"}:
+        try:
+            spec = read({name: value for name, value in config.items() if name != key})
+        except (ModelError, KeyError):
+            continue  # it has to say this one
+        with contextlib.suppress(ModelError):  # what fits that model's other sizes alone
+            if read({**config, key: defaults.get(key)}) != spec:
+                unlike.add(key)
+    assert unlike <= UNLIKE_DEFAULT
 
 
 @pytest.mark.parametrize(

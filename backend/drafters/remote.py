@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 2048
 """That one call catches up on; longer backlogs take several steps. Its own: the step's budget is for prompts."""
+SLOW_SECONDS, MIN_TOKENS, REGAIN_CALLS = 1.0, 32, 1000
+"""A call that fails after so long may have had too many tokens for its time: calls have a quarter of them from then on, MIN_TOKENS at least, and
+twice as many again after so many that were answered (what fails costs all that the drafter had seen)."""
 RETRY_SECONDS, RETRY_SHARE = 0.5, 10
 """A drafter that failed is asked again after this long, or this many times what the failed call took: one that hangs must not take most
 of the time. Plain decoding goes on meanwhile."""
@@ -38,6 +41,7 @@ class RemoteDrafter:
         self._shares_noise = draft_sampling == "shared_noise"
         self._num_seen: dict[str, int] = {}
         self._retry_at = 0.0
+        self._max_tokens, self._num_calls = MAX_TOKENS, 0
         self._is_open = False
         self._fresh: set[int] = set()
         self._page_size = self._num_pages = self._stride = 0
@@ -74,20 +78,27 @@ class RemoteDrafter:
         asked, call = self._make_call(entries)
         if not asked:
             return draft
-        started = time.monotonic()
+        started = asked_at = time.monotonic()
         try:
             if not self._is_open:
                 self._service.open(self._num_pages, self._page_size)
                 self._is_open = True
+            asked_at = time.monotonic()
             reply = self._service.draft(call)
         except Exception as error:  # whatever it is: drafts are optional
-            self._fail(error, time.monotonic() - started)
+            now, num_tokens = time.monotonic(), len(call.token_ids)
+            if now - asked_at >= SLOW_SECONDS and num_tokens > MIN_TOKENS:
+                self._max_tokens, self._num_calls = max(MIN_TOKENS, num_tokens // 4), 0
+            self._fail(error, now - started)
             faults.failures[self.name] += 1
             faults.undrafted[self.name] += len(asked)
             return draft
         if self._retry_at:
             logger.info("drafter %s is back", self.name)
             self._retry_at = 0.0
+        self._num_calls += 1
+        if self._num_calls % REGAIN_CALLS == 0:
+            self._max_tokens = min(MAX_TOKENS, 2 * self._max_tokens)
         self._fresh.clear()
         for i, b in enumerate(asked):
             self._note(entries[b].request, call.seq_lens[i] - call.query_lens[i], call.seq_lens[i])
@@ -111,7 +122,7 @@ class RemoteDrafter:
     def _make_call(self, entries: Sequence[Scheduled]) -> tuple[list[int], DraftCall]:
         """The call, and which entries it is about."""
         call, asked, before = DraftCall(fresh_pages=sorted(self._fresh)), [], []
-        size, budget = self._page_size, MAX_TOKENS
+        size, budget = self._page_size, self._max_tokens
         for b, entry in enumerate(entries):
             if not entry.max_drafts or budget <= 0:
                 continue

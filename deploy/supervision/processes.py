@@ -19,7 +19,7 @@ REGION = "triton_python_backend_shm_region_"
 REGIONS_FILE = ".regions"
 """In the repository's folder: a supervisor that is killed removes nothing, and the next one on the folder reads here what is left."""
 
-DUMP_SECONDS = 0.2
+DUMP_SECONDS = 0.5
 """For a process to say where its threads stand."""
 STOPPED_SECONDS = 2.5
 """Of a process that other ranks wait for: clients of all of them are to know within 5 s."""

@@ -130,7 +130,7 @@ class ModelWatch(threading.Thread):
             self.state.set("up")
             stubs = self._find_stubs()
             reason = self._watch(stubs)
-            if reason is None:
+            if reason is None or self._is_over.is_set():  # what was seen after the end is the end itself
                 return
             self.state.set("down", reason)
             logger.error("%s is down: %s", model, reason)

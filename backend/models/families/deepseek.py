@@ -30,8 +30,8 @@ COUNT_KEY, SIZE_KEY = "n_routed_experts", "moe_intermediate_size"
 GREEDY, GROUPED = "greedy", "group_limited_greedy"
 
 
-def corrected_experts(values: Values, prefix: str, sizes: Sizes, activation: str) -> MoeSpec:
-    """DeepSeek-V3's, which other families have too."""
+def corrected_experts(values: Values, prefix: str, sizes: Sizes, activation: str, default_scale: float = 1.0) -> MoeSpec:
+    """DeepSeek-V3's, which other families have too. default_scale: of what they give, where the file does not say."""
     values.choice("scoring_func", ("sigmoid",), "sigmoid")
     values.choice("topk_method", ("noaux_tc",), "noaux_tc")
     router = read_groups(values, read_router(values, f"{prefix}.gate", sizes.hidden, COUNT_KEY, default_chosen=8), num_group_scores=2)
@@ -43,7 +43,7 @@ def corrected_experts(values: Values, prefix: str, sizes: Sizes, activation: str
         correction=f"{prefix}.gate.e_score_correction_bias",
         correction_shape=(router.num_experts,),
     )
-    return _experts(values, prefix, sizes, activation, router)
+    return _experts(values, prefix, sizes, activation, router, default_scale=default_scale)
 
 
 def _softmax_experts(values: Values, prefix: str, sizes: Sizes, activation: str) -> MoeSpec:
@@ -57,9 +57,18 @@ def _softmax_experts(values: Values, prefix: str, sizes: Sizes, activation: str)
     return _experts(values, prefix, sizes, activation, router, has_bias=values.flag("mlp_bias"))
 
 
-def _experts(values: Values, prefix: str, sizes: Sizes, activation: str, router: RouterSpec, *, has_bias: bool = False) -> MoeSpec:
+def _experts(
+    values: Values,
+    prefix: str,
+    sizes: Sizes,
+    activation: str,
+    router: RouterSpec,
+    *,
+    default_scale: float = 1.0,
+    has_bias: bool = False,
+) -> MoeSpec:
     """has_bias: of shared experts."""
-    router = dataclasses.replace(router, scale=values.number("routed_scaling_factor", 1e6, default=1.0))
+    router = dataclasses.replace(router, scale=values.number("routed_scaling_factor", 1e6, default=default_scale))
     inner, num_shared = values.integer(SIZE_KEY, 2**20), values.integer("n_shared_experts", 1024, low=0, default=0)
     shared = gated_mlp(f"{prefix}.shared_experts", sizes, activation, has_bias=has_bias, inner=num_shared * inner) if num_shared else None
     return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, SIZE_KEY, activation, shared)
@@ -84,7 +93,8 @@ def _layer(values: Values, prefix: str, *, is_sparse: bool, is_corrected: bool) 
     activation = values.choice("hidden_act", ACTIVATIONS, "silu")
     mlp: MlpSpec | MoeSpec
     if is_sparse:
-        mlp = (corrected_experts if is_corrected else _softmax_experts)(values, f"{prefix}.mlp", sizes, activation)
+        of = f"{prefix}.mlp", sizes, activation
+        mlp = corrected_experts(values, *of, default_scale=2.5) if is_corrected else _softmax_experts(values, *of)
     else:
         mlp = gated_mlp(f"{prefix}.mlp", sizes, activation, has_bias=not is_corrected and values.flag("mlp_bias"))
     return pre_norm_layer(prefix, sizes, read_eps(values), part, mlp)

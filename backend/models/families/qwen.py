@@ -83,7 +83,7 @@ def qwen3(values: Values) -> DecoderSpec:
 def _experts(values: Values, prefix: str, layer: LayerSpec, *, has_shared: bool) -> MoeSpec:
     sizes, activation = read_sizes(values), values.choice("hidden_act", ACTIVATIONS, "silu")
     count_key = "num_local_experts" if values.has("num_local_experts") else "num_experts"  # newer files have the first
-    router = read_router(values, f"{prefix}.gate", layer.hidden_size, count_key, default_chosen=8)
+    router = read_router(values, f"{prefix}.gate", layer.hidden_size, count_key, default_chosen=4 if has_shared else 8)
     experts = MoeSpec(
         dataclasses.replace(router, is_normalized=values.flag("norm_topk_prob")),
         f"{prefix}.experts",
