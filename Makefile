@@ -1,16 +1,17 @@
 # Everything runs from .venv, which the first target makes.
 .PHONY: demo serve test soak lint bench docs clean
 
+# What is started here ends with make, also where that is killed and can tell nobody.
 demo:
 	@deploy/setup.sh serve
-	@.venv/bin/foretoken demo
+	@setpriv --pdeathsig TERM .venv/bin/foretoken demo
 
 # Server and gateway: when either ends, for whatever reason, so does the other, and make says that it failed.
 # MODEL=smollm2: a small chat model, which is installed into .venv first; or a folder, a GGUF file, a name on the hub.
 serve:
 	@deploy/setup.sh serve
 	@model=$$(.venv/bin/python -m deploy.sample_models $(MODEL)) && \
-	exec .venv/bin/foretoken serve $${model:+"$$model" --speculative-config '{"method":"ngram","num_speculative_tokens":5}' --served-model-name $(MODEL) foretoken} --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
+	exec setpriv --pdeathsig TERM .venv/bin/foretoken serve $${model:+"$$model" --speculative-config '{"method":"ngram","num_speculative_tokens":5}' --served-model-name $(MODEL) foretoken} --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
 
 # Servers' tests wait for much (time limits, signs of life): three at a time keep two cores busy.
 # Bytecode is kept, whatever the environment says: tests start hundreds of processes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 from collections.abc import Sequence
@@ -12,18 +13,22 @@ from typing import Any
 
 from tqdm import tqdm
 
-from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.config import BUNDLED_MODEL, EngineConfig, ParallelConfig
 from backend.core import Delta, SpeculationStats, TokenLogprobs
 from backend.engine import Engine
-from backend.errors import RequestError
+from backend.errors import ConfigError, RequestError
 from backend.intake import check_unicode
 from backend.model_checks import settle_quantization
 from backend.model_sources import find_model
 from backend.open_requests import DeltaSink
+from backend.other_servers.translation import translate
 from backend.sampling_defaults import read_sampling_defaults
 from backend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+PARALLEL = tuple(f.name for f in dataclasses.fields(ParallelConfig))
+"""Keys of the section `parallel_config` that are options by themselves, as in `foretoken serve`."""
 
 
 @dataclass(slots=True)
@@ -53,7 +58,8 @@ class Generation:
 class LLM:
     """A model in this process: a folder, a GGUF file, or a name on the hub.
 
-    Keyword arguments beyond these are those of `EngineConfig`; unknown ones are errors.
+    Keyword arguments beyond these are those of `EngineConfig`, by the names that vLLM has for them too; what changes nothing here is said in the log,
+    and unknown ones are errors.
     """
 
     def __init__(
@@ -62,17 +68,30 @@ class LLM:
         *,
         speculative_config: dict[str, Any] | None = None,
         dtype: str = "auto",
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: int | None = None,
         **options: Any,
     ) -> None:
-        values = {"model": str(find_model(model)), "dtype": dtype, "parallel_config": {"tensor_parallel_size": tensor_parallel_size}, **options}
-        if speculative_config is not None:
-            values["speculative_config"] = speculative_config
+        given = {"dtype": dtype, "speculative_config": speculative_config, "tensor_parallel_size": tensor_parallel_size}
+        options |= {key: value for key, value in given.items() if value is not None}
+        command = translate(options, {*(f.name for f in dataclasses.fields(EngineConfig)), *PARALLEL})
+        for note in command.notes:
+            logger.warning(note)
+        values = {**command.values, "model": str(find_model(command.values.get("model", model)))}
+        if inner := {key: values.pop(key) for key in PARALLEL if key in values}:
+            section = values.get("parallel_config") or {}
+            for key in inner.keys() & section.keys():
+                if inner[key] != section[key]:
+                    raise ConfigError(f"{key} is given twice: {section[key]!r:.80}, and {inner[key]!r:.80}")
+            values["parallel_config"] = {**section, **inner}
         if isinstance(values.get("quantization"), str) and Path(values["model"]).is_dir():
             values["quantization"], line = settle_quantization(values["quantization"], values["model"])
             if line:
                 logger.info(line)
-        self.engine = Engine(config := EngineConfig.from_dict(values))
+        try:
+            config = EngineConfig.from_dict(values)
+        except ConfigError as error:
+            raise ConfigError(command.explain(error)) from None
+        self.engine = Engine(config)
         self.sampling_defaults = read_sampling_defaults(config.model) if config.generation_config == "auto" else {}
         """Of prompts that come without SamplingParams."""
         self._ids = itertools.count()

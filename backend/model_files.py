@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,12 @@ PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 """Of files that hold weights that are not read: pickles, which may run what is in them, and parts without their index."""
+
+
+def settle_path(path: Path) -> Path:
+    """Absolute, with links followed; but a link is kept where it leads out of ASCII, for servers' Python stubs read ASCII paths only."""
+    found = path.expanduser().resolve()
+    return found if str(found).isascii() else Path(os.path.abspath(path.expanduser()))
 
 
 def check_regular(path: Path) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from backend import tiktoken_file
 from backend.errors import ConfigError, ModelError
-from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, sample_bytes
+from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, sample_bytes, settle_path
 
 GGUF_SUFFIX = ".gguf"
 SENTENCEPIECE = "tokenizer.model"
@@ -29,6 +29,8 @@ FILES = ("*.json", "*.jinja", SENTENCEPIECE, f"*{tiktoken_file.SUFFIX}", *tiktok
 FORMAT = 1
 """Of converted folders: another number, and files are converted anew."""
 BRANCHES = ("main", "master")
+MOVED = "rename it, or link to it from elsewhere"
+"""What to do with a path that a server cannot read."""
 
 Convert = Callable[[Path, Path], None]
 """Writes the folder of a GGUF file."""
@@ -57,6 +59,8 @@ class Source:
     has_weights: bool = True
     """False where they are made up."""
     convert: Convert = convert_here
+    is_served: bool = False
+    """By a server, whose Python stub reads ASCII paths only: what would end up elsewhere is not brought there to begin with."""
 
 
 def find_model(model: str | Path, source: Source | None = None) -> Path:
@@ -70,40 +74,52 @@ def find_model(model: str | Path, source: Source | None = None) -> Path:
     if is_path and source.revision not in (None, *BRANCHES):
         raise ConfigError(f"revision {source.revision!r:.80} is of a name on the hub; {model} is a path")
     if path.is_dir():
-        return with_tokenizer(path.resolve())
+        return with_tokenizer(settle_path(path))
     if path.suffix == GGUF_SUFFIX and (is_path or not NAME.fullmatch(str(model))):
         check_regular(path)
-        return find_converted(path.resolve(), source.convert)
+        if source.is_served:
+            check_ascii("the cache of converted models", cache_directory(), "set XDG_CACHE_HOME")
+        return find_converted(settle_path(path), source.convert)
     if path.exists():
         raise ModelError(f"{model} is no model folder: name a folder with config.json, a GGUF file ({GGUF_SUFFIX}), or a name on the hub (ORG/NAME)")
     if is_path or not NAME.fullmatch(str(model)):
-        raise ModelError(f"model folder {model} does not exist, nor is it a name on the hub (ORG/NAME)")
+        quoted = "; a shell replaces no variable between single quotes" if "$" in str(model) else ""
+        raise ModelError(f"model folder {model} does not exist, nor is it a name on the hub (ORG/NAME){quoted}")
     return with_tokenizer(download(str(model), source))
 
 
 def download(name: str, source: Source) -> Path:
     """A repository's files, those that are not in the hub's cache yet. Raises ModelError, and ConfigError without `huggingface_hub`."""
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, snapshot_download
     except ImportError:
         raise ConfigError(
             f"{name} is no folder here; to download it by its name on the hub: pip install 'foretoken-triton[hub]'; or download it into a folder"
         ) from None
+
+    if source.is_served:
+        check_ascii("the hub's cache", Path(source.download_dir or constants.HF_HUB_CACHE), "name another with --download-dir, or set HF_HOME")
 
     def fetch(*patterns: str) -> Path:
         return Path(snapshot_download(name, revision=source.revision, cache_dir=source.download_dir, allow_patterns=[*FILES, *patterns]))
 
     try:
         if not source.has_weights:
-            return fetch().resolve()
+            return settle_path(fetch())
         folder = fetch("*.safetensors")
-        return (folder if any(folder.glob("*.safetensors")) else fetch(*PICKLED_FILES)).resolve()
+        return settle_path(folder if any(folder.glob("*.safetensors")) else fetch(*PICKLED_FILES))
     except Exception as error:  # of the package, of its HTTP library, of the disk: many kinds
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         where = f" at revision {source.revision}" if source.revision else ""
         raise ModelError(
             f"{name} is no folder here, and could not be downloaded{where}: {lines[0]:.300}; without a network, name a folder that has it"
         ) from None
+
+
+def check_ascii(what: str, path: Path, advice: str) -> None:
+    """Raises ModelError for a path that a server cannot read."""
+    if not str(settle_path(path)).isascii():
+        raise ModelError(f"{what} {path}: the server's Python stub reads ASCII paths only; {advice}")
 
 
 def with_tokenizer(folder: Path) -> Path:
@@ -149,6 +165,7 @@ def find_converted(path: Path, convert: Convert = convert_here) -> Path:
 def _make_once(name: str, make: Callable[[Path], None]) -> Path:
     """A folder of the cache, made now if it is not there. Raises ConfigError, and what `make` raises."""
     models = cache_directory() / "models"
+    name = name.encode("ascii", "replace").decode().replace("?", "_")  # which the file may be called, and a server's folder not
     folder = models / name
     try:
         models.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,8 @@ def normalize_scheme(key: str, value: object) -> str:
     name = value.lower() if isinstance(value, str) else ""
     name = ALIASES.get(name, name)
     if name not in SCHEMES:
-        raise ConfigError(f"{key} must be one of {', '.join(SCHEMES)}, got {value!r:.80}{closest(name, (*SCHEMES, *ALIASES))}")
+        hint = closest(name, (*SCHEMES, *ALIASES)) or ": of a checkpoint that is quantized already it is left out"
+        raise ConfigError(f"{key} must be one of {', '.join(SCHEMES)}, got {value!r:.80}{hint}")
     return name
 
 

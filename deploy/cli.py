@@ -24,8 +24,8 @@ PAGES = {
     "serve": (
         "start a server",
         "Checks what the server needs, renders a model repository for a model and starts tritonserver on it. Without options: the bundled model, "
-        "with its drafter. Each option is also a key of --config's file. Options of vLLM's and FastDeploy's serve commands are understood, or it is "
-        "said what differs.",
+        "with its drafter. Each option is also a key of --config's file. Options of vLLM's, SGLang's and FastDeploy's serve commands are "
+        "understood, or it is said what differs.",
         """\
 examples:
   foretoken serve
@@ -52,7 +52,8 @@ examples:
     ),
     "gateway": (
         "OpenAI's interface and a page, in front of a running server",
-        "Serves /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health and /metrics, and at / a page to try it.",
+        "Serves /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health and /metrics, and at / a page to "
+        "try it.",
         """\
 examples:
   foretoken gateway

@@ -24,7 +24,7 @@ INTRODUCTION = """\
 *Written by `make docs` from the dataclasses in `backend/config.py`, `backend/disaggregation_config.py`,
 `backend/quantization_config.py` and `deploy/options.py`; change it there.*
 
-`foretoken serve --config FILE.yaml` takes the keys below; those with a flag can be given on the command line too, and flags win. In a model
+`.venv/bin/foretoken serve --config FILE.yaml` takes the keys below; those with a flag can be given on the command line too, and flags win. In a model
 repository that is written by hand they are `parameters` of `decode`'s `config.pbtxt` (objects as JSON). Unknown keys, wrong types and values out of
 range are errors that name the key, the value and what is allowed; so are keys that would have no effect, such as those of a method that is
 not loaded.

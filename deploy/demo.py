@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -156,12 +157,17 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(number, _end_by_signal)
     ports = free_ports(3)
     log = state_directory() / "demo.log"
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"[demo] {log.parent} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder", file=sys.stderr)
+        return 1
     print(f"[demo] starting tritonserver with the bundled model on 127.0.0.1 (HTTP {ports[0]}, gRPC {ports[1]}, metrics {ports[2]}) ...", flush=True)
     started = time.monotonic()
     # In a thread of its own: a signal that comes while this one is within gRPC may leave a channel that cannot be closed any more.
-    with ThreadPoolExecutor(1) as client_thread:
+    with tempfile.TemporaryDirectory(prefix="demo-", dir=log.parent) as folder, ThreadPoolExecutor(1) as client_thread:
         try:
-            with running_server(ports[0], ports[1], ports[2], log, is_tied=True) as process:
+            with running_server(ports[0], ports[1], ports[2], log, f"--repository={folder}", is_tied=True) as process:
                 print(f"[demo] ready after {time.monotonic() - started:.1f} s (process {process.pid}, log {log})", flush=True)
                 shown = client_thread.submit(_show, ports[1], args.max_tokens)
                 while not shown.done():

@@ -19,15 +19,16 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_pickled, name_others, read_config
-from backend.model_sources import Source, find_model
+from backend.model_files import find_pickled, name_others, read_config, settle_path
+from backend.model_sources import MOVED, Source, check_ascii, find_model
+from backend.other_servers.translation import Translation
 from backend.quantization_config import QuantizationConfig
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import SpeculativeConfig
 from deploy.gpu import check_gpu
 from deploy.named_files import check_own_files, check_password, find_corpus
 from deploy.options import ANY_ADDRESS, SERVE_KEYS, ServeConfig, read_command, split_keys
-from deploy.other_options import Translation, explain_environment
+from deploy.other_options import explain_environment
 from deploy.rendering import check_repository, put_password, render_repository, write_key
 from deploy.server import (
     COMPLETE_OPTION,
@@ -35,11 +36,12 @@ from deploy.server import (
     LaunchError,
     Server,
     check_ports,
+    check_server_path,
     check_shared_memory,
     find_server,
     free_ports,
     lock_folder,
-    state_directory,
+    server_state,
 )
 from deploy.supervision.probe import KEY_HEADER, ServerApi
 from deploy.supervision.processes import STOPPED_SECONDS, remove_regions
@@ -62,9 +64,10 @@ def check_model(name: str, max_model_len: int | None = None, load_format: str = 
     """The model's folder, absolute, which a GGUF file or a name on the hub is brought to first.
 
     Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
+    if not name.strip():  # of a shell's variable that is not set
+        raise ModelError("the model's name is empty: name a folder, a GGUF file, or a name on the hub (ORG/NAME)")
     folder = find_model(name, source)
-    if not str(folder).isascii():
-        raise ModelError(f"model folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
+    check_ascii("model folder", folder, MOVED)
     values = read_config(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'} is missing")
@@ -135,19 +138,19 @@ def is_bundled(model: str | Path) -> bool:
     return Path(model).expanduser().resolve() == BUNDLED_MODEL.resolve()
 
 
-def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors") -> Path | None:
+def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "safetensors", download_dir: str | None = None) -> Path | None:
     """The drafter's folder, absolute, when a method needs one. Raises ConfigError, ModelError."""
     method = config.model_method
     if not config.has_weights:
         return None
-    asked = str(find_model(config.model, Source(has_weights=load_format != "dummy", convert=convert_apart))) if config.model else None
+    source = Source(download_dir=download_dir, has_weights=load_format != "dummy", convert=convert_apart, is_served=True)
+    asked = str(find_model(config.model, source)) if config.model else None
     found = model_checks.find_drafter_folder(asked, model)
     if found is None and not is_bundled(model):
         raise ConfigError(f"speculative_config.model: method {method} needs a drafter trained for {model}: name its folder (see foretoken train)")
-    folder = (found or BUNDLED_DRAFTER).expanduser().resolve()
+    folder = settle_path(found or BUNDLED_DRAFTER)
     read_config(folder)
-    if not str(folder).isascii():
-        raise ModelError(f"drafter folder {folder}: the server's Python stub reads ASCII paths only; rename it, or link to it from elsewhere")
+    check_ascii("drafter folder", folder, MOVED)
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")) and find_pickled(folder) is None:
         raise ModelError(f"{folder} has no *.safetensors")
@@ -165,7 +168,7 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
     if engine.parallel_config.node_rank:
         parameters = {"decode": decode}
     config = engine.speculative_config
-    drafter = check_drafter(config, model, engine.load_format)
+    drafter = check_drafter(config, model, engine.load_format, values.get("download_dir"))
     speculative = dict(values.get("speculative_config") or {})
     if drafter is not None:
         speculative["model"] = str(drafter)
@@ -177,7 +180,9 @@ def model_parameters(values: dict[str, Any], engine: EngineConfig, model: Path) 
             parameters["mtp_drafter"] = {k: v for k, v in own.items() if v is not None} | shared
     if "suffix" in config.loaded_methods and config.suffix_decoding_cache_path is None:
         name = hashlib.blake2b(str(model).encode(), digest_size=6).hexdigest()
-        speculative["suffix_decoding_cache_path"] = str(state_directory() / f"suffix-{name}.npz")
+        speculative["suffix_decoding_cache_path"] = str(server_state() / f"suffix-{name}.npz")
+    elif config.suffix_decoding_cache_path is not None:
+        check_ascii("speculative_config.suffix_decoding_cache_path", Path(config.suffix_decoding_cache_path), "name another")
     if config.suffix_decoding_corpus:
         speculative["suffix_decoding_corpus"] = find_corpus(config.suffix_decoding_corpus)
     if speculative:
@@ -237,10 +242,15 @@ def served_names(config: ServeConfig, values: dict[str, Any]) -> list[str]:
 def serve_with_gateway(args: argparse.Namespace, config: ServeConfig, values: dict[str, Any]) -> int:
     """The same command again, without its port, and a gateway on it. What is not for clients listens for this machine alone."""
     ports = {key: getattr(config, key) for key in INNER_PORTS if key in values}
+    named = {key: port for key, port in ports.items() if port or key != "status_port"}
     ports |= dict(zip([key for key in INNER_PORTS if key not in ports], free_ports(len(INNER_PORTS)), strict=False))
     host = config.host if "host" in values else "0.0.0.0" if config.api_keys else config.host
     try:
         check_ports({"port": config.port}, host)
+        check_ports(named, ServeConfig.host)
+        for key, port in named.items():
+            if port == config.port:
+                raise LaunchError(f"port and {key} are both {port}")
     except LaunchError as error:
         return refuse(str(error))
     program = [sys.executable, "-m", "deploy.cli"]
@@ -275,17 +285,19 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         config, engine = split_keys(values)
         check_nodes(engine)
         check_password(engine.disaggregation)
-        origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart)
+        name = f"repository-{config.port or config.http_port}"
+        state = server_state()
+        target = (Path(config.repository) if config.repository else state / name).resolve()
+        check_server_path("repository", target, "name another folder with --repository")
+        if config.backend_directory is not None:
+            check_server_path("backend directory", Path(config.backend_directory), "link to it from elsewhere")
+        origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart, is_served=True)
+        check_gpu(engine.device)
         model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
-        check_gpu(engine.device)
         server = find_server()
-        name = f"repository-{config.port or config.http_port}"
-        target = (Path(config.repository) if config.repository else state_directory() / name).resolve()
-        if not str(target).isascii():
-            raise LaunchError(f"repository {target}: the server's Python stub reads ASCII paths only: name another folder with --repository")
         check_repository(target)
         lock = lock_folder(target)
         put_password(values, target, password)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError, ModelError
-from backend.model_files import check_regular
+from backend.model_files import check_regular, settle_path
+from backend.model_sources import MOVED, check_ascii
 from deploy.options import ServeConfig
 
 
@@ -25,16 +26,19 @@ def check_own_files(config: ServeConfig) -> None:
 
 
 def check_password(config: DisaggregationConfig) -> None:
-    """Of the Redis server. Raises ConfigError."""
+    """Of the Redis server. Raises ConfigError, ModelError."""
+    if config.is_on and config.scheduler_password_file:
+        check_ascii("scheduler_password_file", Path(config.scheduler_password_file), MOVED)
     if config.is_on and not (config.scheduler_password_file and Path(config.scheduler_password_file).is_fifo()):
         read_password(config)
 
 
 def find_corpus(paths: tuple[str, ...]) -> list[str]:
     """The files of `suffix_decoding_corpus`, by absolute paths. Raises ModelError."""
-    found = [Path(path).expanduser().resolve() for path in paths]
+    found = [settle_path(Path(path)) for path in paths]
     for path in found:
         try:
+            check_ascii("file", path, MOVED)
             check_regular(path)
         except ModelError as error:
             raise ModelError(f"speculative_config.suffix_decoding_corpus: {error}") from None

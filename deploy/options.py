@@ -14,9 +14,10 @@ import yaml
 
 from backend.config import EngineConfig, parse_bytes
 from backend.errors import ConfigError
+from backend.other_servers.translation import Translation, translate
 from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, nearest
-from deploy.other_options import Translation, add_other_arguments, translate
+from deploy.other_options import add_other_arguments, check_spaces
 
 MODEL_CONTROL_MODES = ("none", "explicit")
 DISAGGREGATION_FLAGS = (
@@ -130,7 +131,7 @@ def split_keys(values: dict[str, Any]) -> tuple[ServeConfig, EngineConfig]:
 def read_yaml(path: str) -> dict[str, Any]:
     """A configuration file. Raises ConfigError."""
     try:
-        values = yaml.safe_load(Path(path).read_text("utf-8"))
+        values = yaml.load(Path(path).read_text("utf-8"), _StrictLoader)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -140,6 +141,18 @@ def read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path} must hold keys and values, got {type(values).__name__}")
     return {str(k).replace("-", "_"): v for k, v in values.items()}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which no key is given twice, by either spelling: the first would be lost without a word."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+            if key.tag != "tag:yaml.org,2002:merge" and lines.setdefault(name, line) != line:
+                raise yaml.constructor.ConstructorError(problem=f"{name} is given twice, in lines {lines[name]} and {line}")
+        return super().construct_mapping(node, deep)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--quantization", "-q", metavar="TYPE", help="round weights as they are loaded: wint8, wint4, fp8, block_wise_fp8, or JSON of parts"
     )
-    model.add_argument("--kv-cache-dtype", metavar="TYPE", help="of keys and values: auto, model (the model's dtype) or fp8 (e4m3; on CPU so far)")
+    model.add_argument("--kv-cache-dtype", metavar="TYPE", help="of keys and values: auto, model (the model's dtype) or fp8 (e4m3)")
     model.add_argument("--kv-cache-scales", metavar="WHICH", help="with fp8: auto (the checkpoint's, else calibrated at the start), or one")
     model.add_argument("--device", help="auto, cpu, cuda or cuda:N")
     model.add_argument(
@@ -262,11 +275,12 @@ def gather(args: argparse.Namespace) -> dict[str, Any]:
 def read_command(args: argparse.Namespace) -> Translation:
     """What a command asks for, in this version's keys. Raises ConfigError."""
     given = {key: value for key, value in vars(args).items() if value is not None and key not in COMMAND_ONLY}
+    own = {*SERVE_KEYS, *(f.name for f in dataclasses.fields(EngineConfig)), *DISAGGREGATION_FLAGS, *PARALLEL_FLAGS, "scheduler_password"}
+    check_spaces(given, own)
     if (tag := getattr(args, "model_tag", None)) is not None:
         if given.get("model", tag) != tag:
             raise ConfigError(f"the model is named twice: {tag!r:.80}, and {given['model']!r:.80} by --model")
         given["model"] = tag
-    own = {*SERVE_KEYS, *(f.name for f in dataclasses.fields(EngineConfig)), *DISAGGREGATION_FLAGS, *PARALLEL_FLAGS, "scheduler_password"}
     file = read_yaml(args.config) if args.config else {}
     for values in (file, given):
         if isinstance(values.get("speculative_config"), str):
@@ -295,9 +309,20 @@ def read_tokens(text: str) -> int | str:
     return int(size) if size == int(size) else text
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's keys and values. Raises ConfigError for a key that is given twice: one would be lost without a word."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ConfigError(f"{next(key for key in keys if keys.count(key) > 1)!r:.80} is given twice in one object")
+    return values
+
+
 def parse_json(key: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{key} is not valid JSON: {error}") from None
 

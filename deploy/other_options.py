@@ -1,23 +1,22 @@
-"""Options of other servers' serve commands (vLLM, FastDeploy, PaddleNLP, SGLang), so that a pasted command starts, or says what differs.
-
-None is lost without a word: it is another name of an option here, or nothing is needed and one line says why, or it is refused with the name of what
-does it here. An option that this version has itself is not looked for in these tables.
-"""
+"""Flags and environment of other servers' serve commands (vLLM, FastDeploy, PaddleNLP, SGLang), so that a pasted command starts, or says what
+differs (backend/other_servers/)."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from backend.errors import ConfigError
+from backend.other_servers.kinds import Alias
+from backend.other_servers.tables import LISTS, OTHERS, SHORT_FLAGS
 from backend.section import closest
-from deploy.other_kinds import Alias, Needless, Refused
-from deploy.other_tables import LISTS, OTHERS, SHORT_FLAGS, VALUES
 
 _SPECULATE = {
     "SPECULATE_METHOD": "method",
@@ -27,10 +26,14 @@ _SPECULATE = {
 }
 _STRATEGIES = {"SPECULATE_VERIFY_USE_TOPK": "greedy", "SPECULATE_VERIFY_USE_TARGET_SAMPLING": "target_match"}
 _BESIDE = {
-    "MODEL_PATH": "--model", "MP_NUM": "--tensor-parallel-size", "BATCH_SIZE": "--max-batch-size",
-    "SERVICE_HTTP_PORT": "--port", "BLOCK_RATIO": None, "BLOCK_BS": None,
+    "MODEL_PATH": "--model {}", "MP_NUM": "--tensor-parallel-size {}", "MP_NNODE": "--nnodes {}", "POD_0_IP": "--master {}:29500",
+    "BATCH_SIZE": "--max-batch-size {}", "SERVICE_HTTP_PORT": "--port {}",
 }  # fmt: skip
-"""Names so common that they are looked at beside those above alone. None: nothing is needed."""
+"""Names so common that they are looked at beside those above alone."""
+_SWITCHES = {"true": True, "1": True, "false": False, "0": False}
+"""Values of switches."""
+_GLUED = re.compile(r"(?<=[\w.])--[a-z][\w-]*$")
+"""A flag at a word's end: of a line that goes on by a backslash with no space before it."""
 _PREFIXES = {"FD_": "FastDeploy", "VLLM_": "vLLM", "SGLANG_": "SGLang", "SGL_": "SGLang"}
 
 
@@ -41,8 +44,7 @@ def explain_environment(environment: Mapping[str, str]) -> list[str]:
     if given := [name for name in _SPECULATE if name in found]:
         told: dict[str, Any] = {_SPECULATE[n]: int(found[n]) if found[n].isdigit() else found[n] for n in given}
         lines.append(f"{', '.join(given)} in the environment is not read: say --speculative-config '{json.dumps(told)}'")
-        beside = {n: flag for n, flag in _BESIDE.items() if n in found}
-        if named := [f"{n} as {flag} {found[n]}" for n, flag in beside.items() if flag]:
+        if named := [f"{n} as {flag.format(found[n])}" for n, flag in _BESIDE.items() if n in found]:
             lines.append(f"nor are others: say {', '.join(named)}")
     lines += [
         f'{name} in the environment is not read: say "verify_strategy": "{strategy}" in --speculative-config'
@@ -55,66 +57,12 @@ def explain_environment(environment: Mapping[str, str]) -> list[str]:
     return lines
 
 
-@dataclass
-class Translation:
-    """A configuration in own keys."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """A line for each option that has no effect, which says why."""
-    sources: dict[str, str] = field(default_factory=dict)
-    """What own keys were given as, where that is another name."""
-
-    def explain(self, error: Exception) -> str:
-        """An error's message, with the names that its keys were given as."""
-        message = str(error)
-        named = [f"{own} was given as {theirs}" for own, theirs in self.sources.items() if own in message and theirs not in message]
-        return f"{message} ({'; '.join(named)})" if named else message
-
-    def put(self, key: str, value: Any, given_as: str) -> None:
-        section, _, name = key.rpartition(".")
-        place = self.values
-        if section:
-            place = self.values.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"{section} must be an object of keys and values, got {place!r:.80}")
-        if name in place and place[name] != value:
-            raise ConfigError(f"{key} is given twice: {place[name]!r:.80}, and {value!r:.80} as {given_as}")
-        place[name] = value
-        if given_as != key:
-            self.sources[name] = given_as
-
-
-def translate(values: Mapping[str, Any], own: Collection[str]) -> Translation:
-    """Keys of any server in those of this one; unknown ones stay as they are. Raises ConfigError for what is done otherwise here, or not at all."""
-    found = Translation({key: _own_value(key, value) for key, value in values.items() if key in own})
-    if isinstance(nested := found.values.get("speculative_config"), dict):
-        found.values["speculative_config"] = dict(nested)
-    refused = []
-    for given_as, value in values.items():
-        if given_as in own:
-            continue
-        key, other = given_as, OTHERS.get(given_as)
-        while isinstance(other, Alias):
-            if value in other.unless:
-                other = Needless(other.why)
-                break
-            key, value = other.own, not value if other.is_inverted else value
-            other = None if key.split(".")[0] in own else OTHERS.get(key)
-        if isinstance(other, Needless):
-            found.notes.append(f"{given_as} has no effect, and none is needed: {other.why}")
-        elif isinstance(other, Refused):
-            if value and value not in other.unless:
-                refused.append(f"{given_as} {value!r:.80} is not an option here: {other.instead}")
-        else:
-            found.put(key, _own_value(key, value), given_as)
-    if refused:
-        raise ConfigError("; ".join(refused))
-    return found
-
-
-def _own_value(key: str, value: Any) -> Any:
-    return VALUES.get(key, {}).get(value, value) if isinstance(value, str | int) else value
+def check_spaces(values: Mapping[str, Any], own: Collection[str]) -> None:
+    """Raises ConfigError for an option that hangs on the word before it."""
+    for key, value in values.items():
+        glued = _GLUED.search(value) if isinstance(value, str) else None
+        if glued and (name := glued[0][2:].replace("-", "_")) and (name in own or name in OTHERS) and not Path(value).exists():
+            raise ConfigError(f"{key} {value!r:.80}: a space is missing before {glued[0]}")
 
 
 def read_scalar(text: str) -> Any:
@@ -136,13 +84,16 @@ def add_other_arguments(parser: argparse.ArgumentParser) -> None:
         if other.is_switch:
             parser.add_argument(*flags, dest=key, action=argparse.BooleanOptionalAction, default=None, help=argparse.SUPPRESS)
         else:
-            nargs = "*" if key in LISTS else None
+            # What has no effect, or is refused, may stand alone, as Hugging Face's parser takes switches.
+            nargs = "*" if key in LISTS else None if isinstance(other, Alias) else "?"
             is_text = isinstance(other, Alias) and other.own.endswith("model")
-            parser.add_argument(*flags, dest=key, nargs=nargs, type=str if is_text else read_scalar, default=None, help=argparse.SUPPRESS)
+            kind = str if is_text else read_scalar
+            parser.add_argument(*flags, dest=key, nargs=nargs, const=True if nargs == "?" else None, type=kind, default=None, help=argparse.SUPPRESS)
 
 
 class ServeParser(argparse.ArgumentParser):
-    """Reads flags as others write them: `--max_num_seqs` for `--max-num-seqs`, and `--speculative-config.method ngram` for a key of an object.
+    """Reads flags as others write them: `--max_num_seqs` for `--max-num-seqs`, `--speculative-config.method ngram` for a key of an object, and a
+    switch's value after it (`--enable-chunked-prefill false`, `--trust-remote-code=1`).
 
     A flag is written in full: an abbreviation that is clear today may be another's name tomorrow.
     """
@@ -168,8 +119,9 @@ class ServeParser(argparse.ArgumentParser):
     def _rewrite(self, words: list[str]) -> list[str]:
         written: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
-        left = iter(words)
-        for word in left:
+        left = deque(words)
+        while left:
+            word = left.popleft()
             flag, has_value, value = word.partition("=")
             is_short_object = flag.partition(".")[0] in self._option_string_actions and "." in flag  # -cc.mode=3
             if flag == "--" or not (flag.startswith("--") or is_short_object):
@@ -178,7 +130,15 @@ class ServeParser(argparse.ArgumentParser):
             flag = flag.replace("_", "-")
             name, dot, key = flag.partition(".")
             if dot and name in self._option_string_actions:
-                objects.setdefault(name, {})[key.replace("-", "_")] = read_scalar(value if has_value else next(left, ""))
-            else:
-                written.append(flag + has_value + value)
+                objects.setdefault(name, {})[key.replace("-", "_")] = read_scalar(value if has_value else left.popleft() if left else "")
+                continue
+            if isinstance(self._option_string_actions.get(flag), argparse.BooleanOptionalAction) and not flag.startswith("--no-"):
+                if has_value and value.lower() in _SWITCHES:
+                    written.append(flag if _SWITCHES[value.lower()] else f"--no-{flag[2:]}")
+                    continue
+                # A folder may be called 1, as those of Triton's versions are.
+                if not has_value and left and left[0].lower() in _SWITCHES and not Path(left[0]).exists():
+                    written.append(flag if _SWITCHES[left.popleft().lower()] else f"--no-{flag[2:]}")
+                    continue
+            written.append(flag + has_value + value)
         return [*written, *(f"{name}={json.dumps(values)}" for name, values in objects.items())]

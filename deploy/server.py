@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -69,6 +70,20 @@ def state_directory() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "foretoken"
 
 
+def server_state() -> Path:
+    """That folder, for what the server itself reads. Raises LaunchError."""
+    check_server_path("state folder", folder := state_directory(), "set XDG_STATE_HOME to another folder")
+    return folder
+
+
+def check_server_path(what: str, path: Path, advice: str) -> None:
+    """Raises LaunchError for a path by which the server cannot start a model's process: it is a word of a shell's command line then, unquoted."""
+    if not str(path).isascii():
+        raise LaunchError(f"{what} {path}: the server's Python stub reads ASCII paths only: {advice}")
+    if shlex.quote(str(path)) != str(path):
+        raise LaunchError(f"{what} {path}: the server hands it to a shell, and it has more than letters, digits and @%+=:,./_-: {advice}")
+
+
 def find_server() -> Server:
     """The tritonserver on PATH (as in NVIDIA's container), else the one of the nvidia-pytriton wheel. Raises LaunchError."""
     check_numpy()
@@ -117,9 +132,12 @@ def _locate_server() -> Server:
 def _lay_out_backend(root: Path, stub: Path) -> Path:
     """The Python backend's folder as the server wants it: the wheel's parts by link, with this interpreter's stub."""
     installation = hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()  # another venv has a folder of its own
-    directory = state_directory() / f"backends-{stub.parent.name}-{installation}"
+    directory = server_state() / f"backends-{stub.parent.name}-{installation}"
     target = directory / "python"
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{target} cannot be made: {error.strerror}: set XDG_STATE_HOME to another folder") from None
     for source in (*(p for p in (root / "backends" / "python").iterdir() if p.is_file()), stub):
         link = target / source.name
         if not link.is_symlink() or link.readlink() != source:

@@ -12,7 +12,7 @@ say() { printf '[setup] %s\n' "$*"; }
 
 # The server's Python stub reads ASCII paths only: better said before anything is fetched.
 if printf '%s' "$PWD" | LC_ALL=C grep -q '[^ -~]'; then
-  say "this folder's path has characters beyond ASCII, which the server cannot read: $PWD: move it, or link to it from elsewhere" >&2
+  say "this folder's path has characters beyond ASCII, which the server cannot read: $PWD: move it" >&2
   exit 1
 fi
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ import yaml
 from backend import LLM
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.errors import ConfigError
+from backend.other_servers.kinds import Alias, Needless, Refused
+from backend.other_servers.tables import OTHERS
 from backend.speculative_config import SpeculativeConfig
 from backend.speculative_names import READ_HERE
 from deploy.cli import main, make_parser
 from deploy.options import read_command, split_keys
-from deploy.other_kinds import Alias, Needless, Refused
 from deploy.other_options import explain_environment
-from deploy.other_tables import OTHERS
+from deploy.server import free_ports
 from tests.test_config import parameters_of, read_pbtxt
 
 FASTDEPLOY = "python -m fastdeploy.entrypoints.openai.api_server --model ${path_to_main_model} "
@@ -126,8 +128,8 @@ STARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a quantized target": (FASTDEPLOY + "--quantization wint4", {"quantization": "wint4"}),
     "PaddleNLP's lookup": (
         "python predictor.py --model_name_or_path ${MODEL_TAG} --inference_model --dtype float16 --speculate_method inference_with_reference "
-        "--speculate_max_draft_token_num 5 --speculate_max_ngram_size 2".replace("--inference_model ", ""),
-        {"speculative_config.num_speculative_tokens": 5, "speculative_config.max_ngram_size": 2},
+        "--speculate_max_draft_token_num 5 --speculate_max_ngram_size 2",
+        {"dtype": "float16", "speculative_config.num_speculative_tokens": 5, "speculative_config.max_ngram_size": 2},
     ),
     "vLLM before 0.9, ngram": (
         "python -m vllm.entrypoints.openai.api_server --model ${MODEL_TAG} --speculative_model [ngram] --num_speculative_tokens 5 "
@@ -180,6 +182,18 @@ REFUSALS: dict[str, tuple[str, str]] = {
         PREDICTOR.format(launch='--ips "192.168.0.1,192.168.0.2" --gpus 0', quant=""),
         "ips '192.168.0.1,192.168.0.2' is not an option here",
     ),
+    "two hosts, as the documentation has them": (
+        PREDICTOR.format(launch='--ips "192.168.0.1,192.168.0.2"\\\n--gpus ${CUDA_VISIBLE_DEVICES}', quant=""),
+        "ips '192.168.0.1,192.168.0.2--gpus': a space is missing before --gpus",
+    ),
+    "a variable of the shell that it does not replace": (
+        FASTDEPLOY + """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1, "model": "${nowhere}"}'""",
+        "model folder ${nowhere} does not exist, nor is it a name on the hub (ORG/NAME); a shell replaces no variable between single quotes",
+    ),
+    "another chip's weights": (
+        "vllm serve ${MODEL_TAG} --quantization ascend",
+        "quantization must be one of wint8, wint4, fp8, block_wise_fp8, got 'ascend': of a checkpoint that is quantized already it is left out",
+    ),
     "exporting": (
         "python -m paddle.distributed.launch --gpus 0 export_model.py --model_name_or_path ${MODEL_TAG} --output_path /path/to/exported_model "
         "--inference_model 1 --block_attn 1 --speculate_method inference_with_reference --return_full_hidden_states 1",
@@ -195,6 +209,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
         "speculative_config.method must be given with other keys (model, num_speculative_tokens)",
     ),
     "names without the interface": ("vllm serve ${MODEL_TAG} --served-model-name dsv3", "served_model_name is an option of OpenAI's interface"),
+    "no model": ("vllm serve ''", "the model's name is empty"),
     "a key on the command line": ("vllm serve ${MODEL_TAG} --port 8000 --api-key abc", "--api-keys FILE"),
     "vocabularies of drafters": (
         SGLANG + "--speculative-algorithm EAGLE --speculative-draft-model-path ${DRAFT_MODEL_TAG} "
@@ -221,7 +236,7 @@ def words_of(command: str, folder: Path) -> list[str]:
         command = command.replace(f"${{{name}}}", str(BUNDLED_DRAFTER))
     command = re.sub(r"\$\{(DRAFT_MODEL_)?QUANT_MODE\}", "weight_only_int8", command).replace("${CUDA_VISIBLE_DEVICES}", "0,1,2,3")
     command = command.replace("/deepseek-ai/DeepSeek-V3.2-Exp-W8A8", str(BUNDLED_MODEL)).removesuffix("&")
-    words = shlex.split(command.replace("\\\n", " "))
+    words = shlex.split(command.replace("\\\n", ""))  # as a shell joins lines
     if words[:2] in (["vllm", "serve"], ["sglang", "serve"]):
         return words[2:]
     program = max(
@@ -272,13 +287,32 @@ def test_what_cannot_start_says_what_differs(state: Path, tmp_path: Path, name: 
     "config",
     [
         {"model": str(BUNDLED_MODEL), "speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}},
-        {"model": str(BUNDLED_MODEL), "tensor_parallel_size": 1, "speculative_config": {"method": "suffix", "num_speculative_tokens": 15}},
+        {"model": str(BUNDLED_MODEL), "tensor_parallel_size": 1, "enforce_eager": True,
+         "speculative_config": {"method": "suffix", "num_speculative_tokens": 15}},
+        {"model": str(BUNDLED_MODEL), "tensor_parallel_size": 1, "distributed_executor_backend": "mp", "enforce_eager": True, "max_num_seqs": 4,
+         "async_scheduling": True, "speculative_config": {"method": "mtp", "draft_tensor_parallel_size": 1, "num_speculative_tokens": 2}},
     ],
-)
-def test_engines_in_a_program(config: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_engines_in_a_program(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM(**config)
     assert len(llm.generate("x = ", use_tqdm=False)) == 1
+    assert llm.engine.config.max_batch_size == config.get("max_num_seqs", 256)
     llm.close()
+    assert ("enforce_eager has no effect" in caplog.text) == ("enforce_eager" in config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size 2 is not an option here"),
+        ({"max_num_seqs": 512}, r"max_batch_size must be from 1 to 256, got 512 \(max_batch_size was given as max_num_seqs\)"),
+        ({"max_num_sequences": 5}, "unknown key 'max_num_sequences'"),
+        ({"parallel_config": {"tensor_parallel_size": 2}, "tensor_parallel_size": 3}, "tensor_parallel_size is given twice: 2, and 3"),
+    ],
+)
+def test_engines_that_a_program_cannot_have(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**options)
 
 
 # -- the tables -----------------------------------------------------------------------------------------------------------------
@@ -294,6 +328,29 @@ def test_every_alias_leads_to_an_option() -> None:
             known = {*sections[section].__dataclass_fields__, *SpeculativeConfig.aliases, *READ_HERE} if section else set()
             own = {*EngineConfig.__dataclass_fields__, *SERVE_KEYS, *PARALLEL_FLAGS, "role", *OTHERS}
             assert key in (known or own), name
+
+
+FASTDEPLOYS = """mm-processor-kwargs max-encoder-cache max-processor-cache enable-mm reasoning-parser chat-template tool-call-parser
+tool-parser-plugin dynamic-load-weight load-strategy rsync-config engine-worker-queue-port graph-optimization-config plas-attention-config
+guided-decoding-backend guided-decoding-disable-any-whitespace enable-logprob enable-keep-sampling-mask max-logprobs logprobs-mode enable-early-stop
+early-stop-config lm-head-fp32 logits-processors enable-entropy model-impl disable-custom-all-reduce enable-flashinfer-allreduce-fusion
+use-internode-ll-two-stage disable-sequence-parallel-moe num-gpu-blocks-override data-parallel-size local-data-parallel-id enable-expert-parallel
+enable-eplb eplb-config routing-replay-config enable-chunked-moe chunked-moe-size shutdown-comm-group-if-worker-idle load-choices kv-cache-ratio
+swap-space prealloc-dec-block-slot-num-threshold cache-queue-port static-decode-blocks kvcache-storage-backend write-policy ips enable-output-caching
+max-num-partial-prefills max-long-partial-prefills long-prefill-token-threshold splitwise-role cache-transfer-protocol pd-comm-port rdma-comm-ports
+router scheduler-name scheduler-max-size scheduler-db scheduler-min-load-score scheduler-load-shards-num scheduler-sync-period scheduler-expire-period
+scheduler-release-load-expire-period scheduler-reader-parallel scheduler-writer-batch-size enable-overlap-schedule use-warmup moe-gate-fp32
+workers controller-port max-concurrency max-waiting-time enable-mm-output timeout timeout-graceful-shutdown tokens-only"""
+PADDLES = """src-length max-length min-length top-k top-p temperature repetition-penalty decode-strategy data-file output-file batch-size benchmark
+lora-path prefix-path export-precache use-flash-attention use-fake-parameter inference-model append-attn block-attn total-max-length quant-type
+cachekv-int8-type output-path speculate-method speculate-max-draft-token-num speculate-max-ngram-size draft-model-name-or-path"""
+
+
+@pytest.mark.parametrize("name", [*FASTDEPLOYS.split(), *PADDLES.split()])
+def test_options_of_fastdeploys_server_and_paddlenlps_predictor_are_known(name: str) -> None:
+    parser = make_parser()
+    (commands,) = [action for action in parser._actions if isinstance(action.choices, dict)]
+    assert f"--{name}" in commands.choices["serve"]._option_string_actions
 
 
 def serve_values(*words: str) -> tuple[dict[str, Any], list[str]]:
@@ -315,7 +372,11 @@ def serve_values(*words: str) -> tuple[dict[str, Any], list[str]]:
         (["--speculative-model", "DIR", "--num-speculative-tokens", "2"], {"speculative_config": {"model": "DIR", "num_speculative_tokens": 2}}),
         (["--max-num-batched-tokens", "2k", "--max-model-len=1.5K"], {"max_num_batched_tokens": 2000, "max_model_len": 1536}),
         (["--max-model-len", "-1"], {"max_model_len": None}),
+        (["--dtype", "bf16", "--device=gpu"], {"dtype": "bfloat16", "device": "cuda"}),
         (["--data-parallel-size", "1", "--pipeline-parallel-size=1", "--no-enable-lora", "--cpu-offload-gb", "0"], {}),
+        (["--enable-prefix-caching", "False", "--async-scheduling=true", "--enable_lora", "0", "DIR"],
+         {"enable_prefix_caching": False, "async_scheduling": True, "model": "DIR"}),
+        (["--quantization", "None", "--enable-expert-parallel=1"], {"quantization": None, "parallel_config": {"expert_parallel": True}}),
     ],
 )  # fmt: skip
 def test_flags_as_others_write_them(words: list[str], expected: dict[str, Any]) -> None:
@@ -328,6 +389,8 @@ def test_the_file_may_use_other_names_too(tmp_path: Path) -> None:
     values, notes = serve_values("--config", str(path))
     assert values == {"max_batch_size": 8, "disaggregation": {"role": "decode"}, "scheduler_password": "x"} and len(notes) == 1
     assert serve_values("--config", str(path), "--max-batch-size", "4")[0]["max_batch_size"] == 4, "flags win, whatever the names"
+    path.write_text("base: &base\n  method: mtp\nspeculative_config:\n  <<: *base\n  method: ngram\n")
+    assert serve_values("--config", str(path))[0]["speculative_config"] == {"method": "ngram"}, "what is merged in may be written over"
     path.write_text("max_model_len: -1")
     assert serve_values("--config", str(path))[0] == {"max_model_len": None}, "as the flag is taken"
 
@@ -361,6 +424,71 @@ def test_what_nobody_knows_is_named(words: list[str], message: str, capsys: pyte
         make_parser().parse_args(["serve", *words])
     told = capsys.readouterr().err
     assert caught.value.code == 2 and message in told and told.count("\n") == 2, "not behind a list of all options"
+
+
+def test_a_folder_may_be_called_like_a_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Triton's versions are."""
+    (tmp_path / "1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert serve_values("--enable-prefix-caching", "1")[0] == {"enable_prefix_caching": True, "model": "1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seqs: 3\nmax-num-seqs: 4\n", "max_num_seqs is given twice, in lines 1 and 2"),
+        ("port: 1\nspeculative_config:\n  method: mtp\n  method: ngram\n", "method is given twice, in lines 3 and 4"),
+        ("""speculative_config: '{"method": "mtp", "method": "ngram"}'""", "speculative_config: 'method' is given twice in one object"),
+    ],
+)
+def test_what_a_file_says_twice_is_no_guess(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        serve_values("--config", str(tmp_path / "x.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--http-port={free}"], "port and http_port are both {free}"),
+        (["--grpc-port={busy}"], "grpc_port {busy} cannot be used on 127.0.0.1: Address already in use"),
+        (["--metrics-port=0"], "metrics_port is 0"),
+    ],
+)
+def test_ports_beside_the_gateway_are_looked_at_before_it_starts(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        ports = {"free": free_ports(1)[0], "busy": holder.getsockname()[1]}
+        assert main(["serve", f"--port={ports['free']}", *(word.format(**ports) for word in words)]) == 2
+    told = capsys.readouterr()
+    assert message.format(**ports) in told.err and not told.out
+
+
+@pytest.mark.parametrize("name", ["my repository", "it's", "a;b", "$HOME", "a(b)", "a&b", "a*"])
+def test_folders_that_would_be_commands_of_a_shell_are_refused(state: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The server starts its models' processes by one, without quotes: it waited for ever, or ran what the name says. Models may lie anywhere."""
+    (tmp_path / name).mkdir()
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / name}"]) == 2
+    assert "the server hands it to a shell, and it has more than letters" in capsys.readouterr().err
+    assert main(["serve", "--dry-run", f"--backend-directory={tmp_path / name}"]) == 2
+    assert f"backend directory {tmp_path / name}: the server hands it to a shell" in capsys.readouterr().err
+    (tmp_path / name / "model").symlink_to(BUNDLED_MODEL)
+    assert main(["serve", str(tmp_path / name / "model"), "--dry-run"]) == 0
+
+
+def test_what_is_secret_is_not_said_again(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hf-token", "s3cret", "--admin-api-key=s3cret", "--api-key", "s3cret", "s3cret2", "--ssl-keyfile-password=s3cret", "--port=8000"]
+    assert main(["serve", "--dry-run", *words]) == 2
+    told = capsys.readouterr().err
+    assert "hf_token is not an option here: set HF_TOKEN" in told and "api_key is not an option here" in told and "s3cret" not in told
+
+
+def test_an_error_names_its_own_option_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`model` is a word of many others."""
+    words = ["--model_name_or_path", str(BUNDLED_MODEL), "--speculate_method", "mtp", "--draft_model_name_or_path", str(BUNDLED_DRAFTER)]
+    assert main(["serve", *words, "--total_max_length", "8192", "--dry-run"]) == 2
+    assert "limit 2048 (max_model_len was given as total_max_length)" in capsys.readouterr().err
 
 
 NAMED_FILES = {
@@ -458,6 +586,8 @@ def test_the_environment_of_others_is_explained() -> None:
     assert config == {"method": "mtp", "model": "/models-mtp", "num_speculative_tokens": 1, "quantization": "a8w8_fp8"}
     assert SpeculativeConfig.from_dict(config).quantization == "fp8"
     assert second == "nor are others: say MP_NUM as --tensor-parallel-size 8, BATCH_SIZE as --max-batch-size 128"
+    hosts = explain_environment({"SPECULATE_METHOD": "mtp", "MP_NUM": "16", "MP_NNODE": "2", "POD_0_IP": "192.168.0.1", "POD_IPS": "a,b"})[1]
+    assert hosts.endswith("MP_NUM as --tensor-parallel-size 16, MP_NNODE as --nnodes 2, POD_0_IP as --master 192.168.0.1:29500")
     assert third.startswith("FD_LOG_DIR in the environment: of FastDeploy")
     assert explain_environment({"MP_NUM": "8", "SPECULATE_VERIFY_USE_TOPK": "0"}) == []
     assert "greedy" in explain_environment({"SPECULATE_VERIFY_USE_TOPK": "1"})[0]

@@ -137,6 +137,8 @@ def test_the_tree_names_every_part():
 
 def test_commands_run_from_the_venv():
     assert [(p.name, line) for p in DOCUMENTS for line in re.findall(r"^    (?:foretoken|locust|python|pip) .*", p.read_text(), re.M)] == []
+    # Within a text too, unless a command's name alone stands for it.
+    assert [(p.name, line) for p in DOCUMENTS for line in re.findall(r"`foretoken \w+ [^`]+`", p.read_text())] == []
 
 
 def test_every_alert_has_advice():

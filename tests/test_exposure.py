@@ -109,11 +109,13 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_proxy_does_not_stand_between_what_is_on_one_machine(dead_proxy: None) -> None:
+def test_a_proxy_does_not_stand_between_what_is_on_one_machine(dead_proxy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher with its supervisor, and the clients."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     result = subprocess.run([sys.executable, "-m", "deploy.cli", "demo", "--max-tokens=8"], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "[demo] stopped." in result.stdout
+    assert not list(tmp_path.glob("foretoken/demo-*")), "its repository is gone"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)

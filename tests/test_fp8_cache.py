@@ -26,10 +26,10 @@ from backend.errors import ConfigError, KvStoreError, ModelError
 from backend.kv_store import CacheSpec, KvStore
 from backend.models.cache_scales import CALIBRATION_TOKENS, HEADROOM
 from backend.models.layers import ATTENTION
+from backend.other_servers.translation import translate
 from backend.quantization.dense import PackedLinear, TransposedLinear
 from backend.step.worker import Worker
 from deploy.options import split_keys
-from deploy.other_options import translate
 from kernels import code_check, ops, reference
 from kernels.toolchain import KernelError
 from tests.conftest import EVERY_METHOD, code_prompts, greedy

@@ -158,6 +158,7 @@ def test_deploy_imports_configuration_at_most() -> None:
         "backend.speculative_config",
         "backend.disaggregation_config",
         "backend.quantization_config",
+        "backend.other_servers",
         "backend.section",
         "backend.errors",
         "backend.model_files",
@@ -232,7 +233,7 @@ def test_the_planner_handles_integers() -> None:
 LEVELS = (
     ("errors", "core", "sampling_params", "schema_numbers", "structured_outputs", "version"),
     ("tools",),
-    ("section", "speculative_names"),
+    ("section", "speculative_names", "other_servers"),
     (
         "config",
         "speculative_config",

@@ -126,6 +126,22 @@ def test_make_serve_is_a_command_of_this_version(root: Path) -> None:
     assert (args.port, args.http_port, args.grpc_port, args.metrics_port, args.status_port) == (8080, 8000, 8001, 8002, 8003)
 
 
+@pytest.mark.parametrize("target", ["serve", "demo"])
+def test_what_make_started_ends_with_it(root: Path, tmp_path: Path, target: str, log) -> None:
+    """Though it was killed, and could tell nobody; with programs in the place of ours that stay."""
+    for name, text in (("deploy/setup.sh", ""), (".venv/bin/python", ""), (".venv/bin/foretoken", STAY.format(name="server"))):
+        (path := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    with (tmp_path / "log").open("w") as out:
+        process = subprocess.Popen(["make", "-f", root / "Makefile", target], cwd=tmp_path, stdout=out, stderr=out, start_new_session=True)
+    assert wait_until(lambda: "server runs as" in log())
+    process.kill()
+    process.wait()
+    found = re.search(r"server runs as (\d+)", log())
+    assert found is not None and wait_until(lambda: not is_running(int(found[1]))) and "server ended" in log()
+
+
 def test_one_port_for_everything(tmp_path: Path) -> None:
     """What is not for clients is on free ports of this machine alone."""
     (port,) = free_ports(1)

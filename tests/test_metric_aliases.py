@@ -31,7 +31,7 @@ nv_inference_count{model="decode"} 1
 def test_names_and_labels() -> None:
     text = alias(TEXT, ['a"b'])
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    name = r'model_name="a\"b"'
+    name = r'engine="0",model_name="a\"b"'
     assert sorted(lines) == sorted(
         [
             f"vllm:num_requests_running{{{name}}} 3.0",

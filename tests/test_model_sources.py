@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -97,6 +98,68 @@ def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError, match=r"^no$"):
         find_model(path, Source(convert=convert))
     assert len([own for own in found[0].parent.iterdir() if own.is_dir()]) == 2
+
+
+def test_a_link_is_a_way_out_of_paths_that_servers_cannot_read(state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the message says; else links are followed."""
+    shutil.copytree(BUNDLED_MODEL, tmp_path / "é", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (tmp_path / "é" / "corpus.py").write_text("x = 1")
+    (tmp_path / "link").symlink_to(tmp_path / "é")
+    (tmp_path / "even").symlink_to(BUNDLED_MODEL)
+    assert find_model(tmp_path / "even") == BUNDLED_MODEL.resolve()
+    for folder, status in ((tmp_path / "é", 2), (tmp_path / "link", 0)):
+        corpus = json.dumps({"method": "suffix", "suffix_decoding_corpus": [str(folder / "corpus.py")]})
+        assert main(["serve", str(folder), "--dry-run"]) == status
+        assert main(["serve", "--dry-run", f"--speculative-config={corpus}"]) == status
+        cache = json.dumps({"method": "suffix", "suffix_decoding_cache_path": str(folder / "cache.npz")})
+        assert main(["serve", "--dry-run", f"--speculative-config={cache}"]) == status
+        assert capsys.readouterr().err.count("the server's Python stub reads ASCII paths only") == (3 if status else 0)
+
+
+def test_a_converted_folder_is_one_that_servers_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the file is called."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("modèle.gguf", "modále.gguf"):
+        (tmp_path / name).write_bytes(b"one")
+    found = [find_model(tmp_path / name, Source(convert=lambda _, out: out.mkdir())) for name in ("modèle.gguf", "modále.gguf")]
+    assert all(path.name.startswith("mod_le-") for path in found) and found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ORG/NAME", "--download-dir={odd}"],
+        ["ORG/NAME", "--repository={odd}"],
+        ["--download-dir={odd}", "--speculative-config=" + json.dumps({"method": "eagle", "model": "ORG/DRAFTER"})],
+    ],
+)
+def test_nothing_is_downloaded_that_no_server_reads(
+    words: list[str], state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
+    assert main(["serve", "--dry-run", *(word.replace("{odd}", str(tmp_path / "é")) for word in words)]) == 2
+    assert "the server's Python stub reads ASCII paths only" in capsys.readouterr().err
+
+
+def test_the_state_folder_is_one_that_servers_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its links to the backend are in it, and the cache of suffix."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "é"))
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / 'repository'}"]) == 2
+    assert "ASCII paths only: set XDG_STATE_HOME to another folder" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null/none")
+    assert main(["serve", "--dry-run", f"--repository={tmp_path / 'repository'}"]) == 2
+    assert "cannot be made: Not a directory: set XDG_STATE_HOME to another folder" in capsys.readouterr().err
+    assert main(["demo"]) == 1
+    assert "[demo] /dev/null/none/foretoken cannot be made" in capsys.readouterr().err
+
+
+def test_nothing_is_converted_that_no_server_reads(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "é"))
+    (path := tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert main(["serve", str(path), "--dry-run"]) == 2
+    assert "ASCII paths only; set XDG_CACHE_HOME" in capsys.readouterr().err and not (tmp_path / "é").exists()
 
 
 def test_a_conversion_that_fails_ends_the_launch(

@@ -169,7 +169,7 @@ def check(args: argparse.Namespace) -> None:
     if is_gpu and args.processes > 1 and (args.device != "cuda" or args.processes > torch.cuda.device_count()):
         raise ValueError(f"--processes {args.processes} take --device cuda and as many GPUs; got {args.device}, {torch.cuda.device_count()} GPUs")
     if is_gpu and args.report_prompts and kind.rows_before_drafts is not None:
-        raise ValueError(f"--report-prompts must be 0 where {args.kind} is trained on a GPU: such drafters are served with --device cpu alone so far")
+        raise ValueError(f"--report-prompts must be 0 where {args.kind} is trained on a GPU: the report of such drafters has been run on CPUs alone")
     args.dtype = args.dtype or ("bfloat16" if is_gpu else "float32")
     holds = [name for name in ("checkpoint.pt", "config.json", "model.safetensors") if (args.out / name).exists()]
     if args.resume and "checkpoint.pt" not in holds:

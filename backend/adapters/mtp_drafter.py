@@ -24,6 +24,7 @@ from backend.drafters.recurrent import RecurrentDrafter
 from backend.drafters.remote_service import RemoteDrafterService
 from backend.drafters.sessions import DEFAULT_MEMORY, DraftSessions
 from backend.errors import ConfigError
+from backend.model_files import settle_path
 from backend.models import load_model
 from backend.models.mtp import Mtp
 from backend.parallel.ranks import Ranks
@@ -47,7 +48,7 @@ class TritonPythonModel:
             raise ConfigError(f"{args['model_name']}: unknown parameters {sorted(unknown)}; known: model, {', '.join((*OWN_KEYS, *ENGINE_KEYS))}")
         if args["model_instance_kind"] == "GPU" and "device" not in values:
             values["device"] = f"cuda:{args['model_instance_device_id']}"
-        target = str((model_folder(args) / values.get("target", ".")).resolve())
+        target = str(settle_path(model_folder(args) / values.get("target", ".")))
         options = {"model": target, "quantization": values.get("target_quantization"), **{k: values[k] for k in ENGINE_KEYS if k in values}}
         engine = EngineConfig.from_dict(options, f"{args['model_name']}: ")
         steps = values.get("num_model_steps", 1)

@@ -21,6 +21,7 @@ import triton_python_backend_utils as pb_utils
 from backend.config import EngineConfig
 from backend.errors import CapacityError, ConfigError, EngineError
 from backend.heap import Heap
+from backend.model_files import settle_path
 
 DRAIN_FILE = "drain-{pid}"
 """In the version folder; pid: of the server, this process's parent, so that another server's end is not taken for its own. Whoever stops the
@@ -108,7 +109,7 @@ def read_parameters(arguments: dict[str, str]) -> dict[str, Any]:
 
 def resolve_model(values: dict[str, Any], arguments: dict[str, str]) -> str:
     """The weights' folder: the `model` parameter, relative to the version folder; default: the version folder itself."""
-    return str((model_folder(arguments) / values.get("model", ".")).resolve())
+    return str(settle_path(model_folder(arguments) / values.get("model", ".")))
 
 
 DRAFTER_FOLDER = "../../mtp_drafter/1"
@@ -125,7 +126,7 @@ def read_engine_config(arguments: dict[str, str]) -> EngineConfig:
     speculative = config.speculative_config
     if not speculative.has_weights:
         return config
-    drafter = str((model_folder(arguments) / (speculative.model or DRAFTER_FOLDER)).resolve())
+    drafter = str(settle_path(model_folder(arguments) / (speculative.model or DRAFTER_FOLDER)))
     return dataclasses.replace(config, speculative_config=dataclasses.replace(speculative, model=drafter))
 
 

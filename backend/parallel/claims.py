@@ -22,7 +22,7 @@ PREFIX = "foretoken-ranks"
 
 def meeting_folder(server: int, model: Path) -> Path:
     """Of the instances of one model of one server (its process id), made if need be. Raises ConfigError where somebody else has it."""
-    name = f"{PREFIX}-{os.getuid()}-{server}-{zlib.crc32(str(model.resolve()).encode()):08x}"
+    name = f"{PREFIX}-{os.getuid()}-{server}-{zlib.crc32(os.fsencode(model.resolve())):08x}"
     folder = Path(tempfile.gettempdir()) / name
     _remove_left_over(folder.parent)
     with contextlib.suppress(FileExistsError):

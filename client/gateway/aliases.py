@@ -35,6 +35,7 @@ def alias(text: str, model_names: Iterable[str]) -> str:
     With their types: what reads gauges takes a series without a type for none.
     """
     model = next(iter(model_names)).replace("\\", "\\\\").replace('"', '\\"')
+    own = f'engine="0",model_name="{model}"'  # dashboards choose by both
     sums: dict[tuple[str, str], float] = {}
     pages: dict[str, float] = {}
     queries = 0.0
@@ -46,12 +47,11 @@ def alias(text: str, model_names: Iterable[str]) -> str:
             continue
         kept = [label for label in re.findall(r'(\w+="(?:[^"\\]|\\.)*")', labels) if not label.startswith(("model=", "method="))]
         kept = [label.replace("finish_reason=", "finished_reason=") for label in kept]
-        key = theirs, ",".join([f'model_name="{model}"', *kept])
+        key = theirs, ",".join([own, *kept])
         sums[key] = sums.get(key, 0.0) + float(value)
         queries += float(value) if whole == "prompt_tokens_total" else 0.0
     if not sums:
         return ""
-    own = f'model_name="{model}"'
     sums["prefix_cache_queries_total", own] = queries
     if pages.get("kv_pages"):
         sums["kv_cache_usage_perc", own] = pages.get("kv_pages_held", 0.0) / pages["kv_pages"]

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 REGION = "triton_python_backend_shm_region_"
 """How the names of the regions begin; nothing else is removed."""
@@ -46,7 +48,7 @@ def parse_stub(command: bytes, pid: int) -> Stub | None:
 
 
 def read_state(pid: int) -> tuple[str, int]:
-    """State letter and parent of a process; ("X", 0): there is none."""
+    """State letter and parent of a process; ("X", 0): there is none. In a third of the time that psutil takes, for what is looked at all the time."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
@@ -79,13 +81,19 @@ class StoppedProcesses:
 def find_stubs(server_pid: int) -> list[Stub]:
     """The running model processes of a server."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                stub = parse_stub((entry / "cmdline").read_bytes(), int(entry.name))
-                if stub is not None and read_state(stub.pid)[1] == server_pid and is_running(stub.pid):
-                    found.append(stub)
+    for child in _find_children(server_pid):
+        with contextlib.suppress(psutil.Error):
+            stub = parse_stub(os.fsencode("\0".join(child.cmdline())), child.pid)
+            if stub is not None and is_running(stub.pid):
+                found.append(stub)
     return found
+
+
+def _find_children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children()
+    except psutil.Error:  # it has ended
+        return []
 
 
 def dump_threads(stubs: Iterable[Stub]) -> None:
@@ -106,7 +114,7 @@ def find_regions(server_pid: int) -> set[str]:
 
 
 def has_children(pid: int) -> bool:
-    return any(entry.name.isdigit() and read_state(int(entry.name))[1] == pid for entry in Path("/proc").iterdir())
+    return bool(_find_children(pid))
 
 
 def read_memory(pid: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.other_kinds import (
+from backend.other_servers.kinds import (
     GRAPHS,
     HOST_MEMORY,
     KERNELS,
@@ -68,7 +68,7 @@ VLLM: dict[str, Other] = {
     **needless(KERNELS, "enable_flashinfer_autotune", "kernel_config ir_op_priority mamba_backend linear_backend"),
     **needless(NO_STATES, "enable_mamba_cache_stochastic_rounding", "mamba_cache_mode"),
     # ranks
-    **needless("one process for each rank; Triton starts the first, and that the others", "worker_use_ray engine_use_ray"),
+    **needless("one process for each rank; the first starts the others", "worker_use_ray engine_use_ray"),
     **needless(OVERLAP, "enable_dbo", "dbo_decode_token_threshold dbo_prefill_token_threshold ubatch_size"),
     **needless("attention is split by heads over all ranks", others="cp_kv_cache_interleave_size dcp_kv_cache_interleave_size dcp_comm_backend"),
     **needless(ONE_HOST, "disable_nccl_for_dp_synchronization", "data_parallel_supervisor_port dp_supervisor_probe_interval_s "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.other_kinds import (
+from backend.other_servers.kinds import (
     CHUNKS,
     GRAPHS,
     HOST_MEMORY,
@@ -216,7 +216,7 @@ SGLANG: dict[str, Other] = {
     **needless(PORTS, others="nccl_port gated_launch_port"),
     "base_gpu_id": Refused("say --device cuda:N, the first rank's GPU"),
     "gpu_id_step": Refused("ranks take GPUs in a row from --device on; choose them by CUDA_VISIBLE_DEVICES in the environment", (1,)),
-    "use_ray": Needless("one process for each rank; Triton starts the first, and that the others", is_switch=True),
+    "use_ray": Needless("one process for each rank; the first starts the others", is_switch=True),
     "numa_node": Needless("say --num-threads, and start the server under numactl"),
     # prefill and decode apart (docs/disaggregation.md)
     "disaggregation_mode": Alias("role"),

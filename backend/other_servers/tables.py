@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.other_kinds import (
+from backend.other_servers.kinds import (
     CACHE_SCALES,
     CHUNKS,
     EIGHT_BITS,
@@ -20,6 +20,7 @@ from deploy.other_kinds import (
     ONE_HOST,
     OVERLAP,
     PORTS,
+    SAMPLED,
     SCHEDULER,
     SETTLED_EXPERTS,
     SUMS,
@@ -32,8 +33,8 @@ from deploy.other_kinds import (
     Other,
     Refused,
 )
-from deploy.sglang_table import SGLANG, SGLANG_LISTS
-from deploy.vllm_table import VLLM, VLLM_LISTS
+from backend.other_servers.sglang import SGLANG, SGLANG_LISTS
+from backend.other_servers.vllm import VLLM, VLLM_LISTS
 
 OTHERS: dict[str, Other] = {
     # the model
@@ -41,6 +42,7 @@ OTHERS: dict[str, Other] = {
     "model_path": Alias("model"),
     "max_length": Needless("each request says its own max_tokens"),
     "total_max_length": Alias("max_model_len"),
+    "src_length": Needless("a prompt may be as long as the context leaves room for"),
     "session_len": Alias("max_model_len"),
     "tokenizer": Refused("the tokenizer is the one in the model's folder (tokenizer.json): put it there"),
     "tokenizer_mode": Refused("the tokenizer is read from tokenizer.json", ("auto", "hf", "fast")),
@@ -64,6 +66,7 @@ OTHERS: dict[str, Other] = {
     "config_format": Refused("--model is a folder in Hugging Face's layout", ("auto", "hf")),
     "load_choices": Alias("load_format"),
     "load_choice": Alias("load_format"),
+    "rsync_config": Refused("weights are read once, at the start"),
     "dynamic_load_weight": Refused("weights are read once, at the start", is_switch=True),
     "load_strategy": Needless("weights are read from safetensors, file by file", is_switch=False),
     "lm_head_fp32": Refused("the head's products are in the model's type; --dtype float32 computes all in it", is_switch=True),
@@ -95,6 +98,10 @@ OTHERS: dict[str, Other] = {
     "moe_gate_fp32": Needless("routers compute in float32", is_switch=True),
     "lora_dtype": Needless(LORA),
     "max_cpu_loras": Needless(LORA),
+    "lora_path": Refused(LORA),
+    "prefix_path": Refused("prefixes that were tuned are not served"),
+    "export_precache": Refused("prefixes that were tuned are not served"),
+    "use_fake_parameter": Refused("say --load-format dummy"),
     "fully_sharded_loras": Needless(LORA, is_switch=True),
     "allowed_local_media_path": Needless(TEXT_ONLY),
     "media_io_kwargs": Needless(TEXT_ONLY),
@@ -108,6 +115,8 @@ OTHERS: dict[str, Other] = {
     "max_encoder_cache": Needless(TEXT_ONLY),
     "io_processor_plugin": Refused(TEXT_ONLY),
     "deploy_modality": Refused(TEXT_ONLY, ("text",)),
+    "max_processor_cache": Needless(TEXT_ONLY),
+    "enable_mm_output": Refused(TEXT_ONLY, is_switch=True),
     "mamba_cache_dtype": Needless(NO_STATES),
     "mamba_ssm_cache_dtype": Needless(NO_STATES),
     "mamba_block_size": Needless(NO_STATES),
@@ -154,6 +163,9 @@ OTHERS: dict[str, Other] = {
     "block_attn": Needless(KERNELS),
     "mla_use_matrix_absorption": Needless(KERNELS),
     "moe_backend": Needless(KERNELS),
+    "enable_chunked_moe": Needless(KERNELS, is_switch=True),
+    "chunked_moe_size": Needless(KERNELS),
+    "use_flash_attention": Needless(KERNELS),
     "disable_custom_all_reduce": Needless(SUMS, is_switch=True),
     "enable_flashinfer_allreduce_fusion": Needless(SUMS, is_switch=True),
     "inference_model": Needless("every model is served by the engine"),
@@ -202,7 +214,7 @@ OTHERS: dict[str, Other] = {
     "master_addr": Refused("say --master HOST:PORT"),
     "master_port": Refused("say --master HOST:PORT"),
     "gpus": Needless("say --device cuda:N, or CUDA_VISIBLE_DEVICES in the environment; --tensor-parallel-size says how many"),
-    "distributed_executor_backend": Needless("one process for each rank; Triton starts the first, and that the others"),
+    "distributed_executor_backend": Needless("one process for each rank; the first starts the others"),
     "worker_cls": Refused("one process for each rank; its program is fixed", ("auto",)),
     "enable_eplb": Refused(SETTLED_EXPERTS, is_switch=True),
     "decode_context_parallel_size": Refused("one request's context is not spread over ranks", (1,)),
@@ -222,6 +234,8 @@ OTHERS: dict[str, Other] = {
     "eplb_config": Refused(SETTLED_EXPERTS),
     "expert_placement_strategy": Refused("experts are laid out in their order", ("linear",)),
     "num_redundant_experts": Refused(SETTLED_EXPERTS),
+    "routing_replay_config": Refused("which experts a token went to is not kept"),
+    "shutdown_comm_group_if_worker_idle": Needless("ranks that have nothing to do wait without a collective", is_switch=True),
     "ray_workers_use_nsight": Refused("start the server under nsys", is_switch=True),
     "worker_extension_cls": Refused("one process for each rank; its program is fixed"),
     # prefill and decode apart (docs/disaggregation.md)
@@ -262,6 +276,15 @@ OTHERS: dict[str, Other] = {
     "guided_decoding_disable_any_whitespace": Refused(WHITESPACE, is_switch=True),
     "disable_any_whitespace": Refused(WHITESPACE, is_switch=True),
     "tool_parser_plugin": Refused("calls are read by the model's family (docs/api.md, Tools)"),
+    "temperature": Refused(SAMPLED, (1.0,)),
+    "top_p": Refused(SAMPLED, (1.0,)),
+    "top_k": Refused(SAMPLED),
+    "repetition_penalty": Refused(SAMPLED, (1.0,)),
+    "min_length": Refused("requests may say min_tokens"),
+    "decode_strategy": Refused(SAMPLED, ("sampling",)),
+    "data_file": Refused("prompts come as requests; `foretoken bench --dataset-path FILE` asks those of a file"),
+    "output_file": Refused("answers go to who asked; `foretoken bench --save-result` keeps what it measured"),
+    "benchmark": Refused("a running server is measured by `foretoken bench`"),
     "tool_server": Refused("clients run the tools that a model calls"),
     "exclude_tools_when_tool_choice_none": Refused("a request that is to have no tools leaves them out", is_switch=True),
     "chat_template_content_format": Refused("templates are given texts", ("auto", "string")),
@@ -324,7 +347,9 @@ LISTS = ("lora_modules", "logits_processors", "api_key", "cuda_graph_sizes", *SG
 VALUES: dict[str, dict[Any, Any]] = {
     "generation_config": {"vllm": "none", "model": "auto", "openai": "none"},
     "load_format": {"auto": "safetensors", "default": "safetensors", "default_v1": "safetensors"},
-    "dtype": {"half": "float16", "float": "float32"},
+    "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
+    "device": {"gpu": "cuda"},
+    "quantization": {"none": None, "None": None},
     "scheduler_name": {"global": "redis"},
     "role": {"null": "mixed"},
     "speculative_config.quantization": {"unquant": None},
