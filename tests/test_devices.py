@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import backend
 from backend import devices
 from backend.config import EngineConfig
 from backend.devices import pick_device, pick_dtype
@@ -187,3 +188,16 @@ def test_threads_are_those_that_may_run(monkeypatch: pytest.MonkeyPatch, values:
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, backend.SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None), ({"LATE": "1"}, None)],
+    ids=str,
+)
+def test_idle_threads_sleep_soon(given: dict[str, str], expected: str | None) -> None:
+    """Unless the user has said otherwise; it is too late where torch is loaded."""
+    code = f"import os; {'import torch; ' if 'LATE' in given else ''}import backend; print(os.environ.get('GOMP_SPINCOUNT'))"
+    own = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    result = subprocess.run([sys.executable, "-c", code], env={**own, **given}, capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout == f"{expected}\n", result.stderr
