@@ -14,8 +14,9 @@ serve:
 	exec setpriv --pdeathsig TERM .venv/bin/foretoken serve $${model:+"$$model" --speculative-config '{"method":"ngram","num_speculative_tokens":5}' --served-model-name $(MODEL) foretoken} --port 8080 --http-port 8000 --grpc-port 8001 --metrics-port 8002 --status-port 8003
 
 # Servers' tests wait for much (time limits, signs of life): three at a time keep two cores busy.
-# Bytecode is kept, whatever the environment says: tests start hundreds of processes.
+# Bytecode is kept, whatever the environment says: tests start hundreds of processes. Idle OpenMP threads sleep at once: there are always others.
 test: export PYTHONDONTWRITEBYTECODE =
+test: export GOMP_SPINCOUNT = 2000
 test:
 	@deploy/setup.sh test
 	@.venv/bin/python -m pytest tests/gpu; status=$$?; \

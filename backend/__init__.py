@@ -6,10 +6,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-SPINS = "2000"
-"""Looks of an idle OpenMP thread, some 50 us, before it sleeps. By its own default it goes on looking for milliseconds: on a machine that has
-anything else to do it takes the very core that the thread it waits for needs (two cores and two busy processes: 8 requests with drafts took 4.1 s
-instead of 1.8, and 2.7 s of processor time instead of 0.9; alone on the machine there is no difference)."""
+SPINS = "8000"
+"""Looks of an idle OpenMP thread, some 0.2 ms, before it sleeps. By its own default it goes on looking for milliseconds: on a machine that has
+anything else to do it takes the very core that the thread it waits for needs (`benchmarks.idle_threads`: 1.9 times as fast beside two busy processes
+on two cores, at half the processor time; alone on the machine 0.99)."""
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:  # it is read when torch is loaded
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
