@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -241,18 +242,24 @@ class Three:
             return list(pool.map(one, prompts))
 
     def hold_open(self, server: RunningServer, count: int = 1, max_tokens: int = 200) -> list[socket.socket]:
-        """Streams that this server has begun to answer."""
-        before, mine, others = server.metric("foretoken_requests_running"), [], []
+        """Streams that this server has begun to answer. What another one takes is closed at once: it would slow down those that are tried next."""
+        alive = [own for own in self.servers if own.process.poll() is None]
+        admitted = lambda: [own.metric("foretoken_prompt_tokens_total") for own in alive]  # noqa: E731
+        mine: list[socket.socket] = []
+        numbers = itertools.count()
         while len(mine) < count:
-            stream = send_request(self.address, {**LONG, "prompt": f"{len(mine) + len(others)} = ", "stream": True, "max_tokens": max_tokens})
+            before = admitted()
+            stream = send_request(self.address, {**LONG, "prompt": f"{next(numbers)} = ", "stream": True, "max_tokens": max_tokens})
             data = b""
             while b"data: " not in data:
                 data += (more := stream.recv(4096))
                 assert more
-            is_mine = wait_until(lambda: server.metric("foretoken_requests_running") > before + len(mine), 0.5)
-            (mine if is_mine else others).append(stream)
-        for stream in others:
-            stream.close()
+            assert wait_until(lambda: admitted() != before, 30)  # noqa: B023
+            (taker,) = (own for own, tokens, known in zip(alive, admitted(), before) if tokens > known)
+            if taker is server:
+                mine.append(stream)
+            else:
+                stream.close()
         return mine
 
 
