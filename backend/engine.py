@@ -146,6 +146,11 @@ class Engine:
     def is_healthy(self) -> bool:
         return self._failure is None and not self._is_stopping
 
+    @property
+    def room(self) -> int:
+        """Requests that would be taken beside those that are open."""
+        return self.scheduler.max_batch_size + self.scheduler.max_waiting - self._open.count
+
     def submit(
         self,
         prompt: Prompt,

@@ -23,8 +23,9 @@ from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
-from backend.disaggregation.node import Node, RedisState
+from backend.disaggregation.node import Node, RedisState, time_of
 from backend.disaggregation.node_info import NodeInfo
+from backend.disaggregation.prefill import GROUP, count_waiting
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
 from backend.disaggregation.service import Disaggregation
 from backend.disaggregation.transfer import PageTransfer
@@ -32,6 +33,7 @@ from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
 from backend.speculative_config import SpeculativeConfig
+from backend.step.scores import score_width
 from backend.structured_outputs import StructuredOutputs
 from backend.tools import FORMATS, Tools
 from deploy.demo import free_ports
@@ -240,6 +242,39 @@ def test_damaged_records_are_errors_of_their_own(fields: dict[bytes, bytes]) -> 
 REQUEST = Request("r", [5, 1, 7], greedy(4), Speculation("mtp", 3))
 
 
+@pytest.mark.parametrize("value", [None, 5, [], {}, "\ud800", True], ids=repr)
+@pytest.mark.parametrize("name", ["job_id", "sender", "fingerprint", "kind", "reason"])
+def test_names_that_are_none(name: str, value: object) -> None:
+    """They are keys, here and in Redis, and go out with what is written for others."""
+    made: list[tuple[Any, dict[str, bytes]]] = [
+        (read_job, write_job(Job("j", "s", REQUEST, 0, "f"))),
+        (read_message, write_message(Message("stop", "j", "s"))),
+    ]
+    for read, fields in made:
+        head = json.loads(fields["head"])
+        if name in head:
+            with pytest.raises(RecordError):
+                read({b"head": json.dumps({**head, name: value}).encode(), b"prompt": b""})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({name: value} for name in ("expires", "time") for value in (None, "x", [], float("nan"), float("inf"), 10**400, True)),
+        *({name: value} for name in ("first_page", "load") for value in (None, "x", 1.5, -1, True)),
+        *({name: value} for name in ("page_ids", "probs_pages", "probs_shape") for value in (None, "xy", {}, 5, [1.5, 1], [-1, 1], [None, 1])),
+        {"probs_shape": [1]},
+    ],
+    ids=repr,
+)
+def test_messages_that_cannot_be(change: dict[str, Any]) -> None:
+    """Deadlines and places that cannot be compared would end the look at all prompts that are on their way."""
+    head = json.loads(write_message(Message("done", "j", "s"))["head"])
+    assert read_message({b"head": json.dumps(head).encode()}) == Message("done", "j", "s")
+    with pytest.raises(RecordError):
+        read_message({b"head": json.dumps(head | change).encode()})
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -248,6 +283,7 @@ REQUEST = Request("r", [5, 1, 7], greedy(4), Speculation("mtp", 3))
         ({"prompt_token_ids": [-1]}, "prompt has token -1"),
         ({"params": greedy(4, logit_bias={100: 1.0})}, "logit_bias has token 100"),
         ({"stop_ids": frozenset({"x"})}, "stop_ids has token 'x'"),
+        ({"stop_ids": frozenset({None})}, "stop_ids has token None"),
         ({"bad_word_ids": ((1, 200),)}, "bad_word_ids has token 200"),
         ({"seed": "7"}, "seed is '7'"),
         ({"priority": 1.5}, "priority is 1.5"),
@@ -294,6 +330,20 @@ def test_hand_offs_that_cannot_be(outcome: dict[str, Any], more: dict[str, Any],
     changed = dataclasses.replace(hand_off, outcome=dataclasses.replace(hand_off.outcome, **outcome))
     with pytest.raises(RecordError, match=re.escape(text)):
         check_done(Message("done", "j", "s", hand_off=changed, **more), REQUEST, 100)
+
+
+def test_log_probabilities_that_cannot_be() -> None:
+    request, width = dataclasses.replace(REQUEST, token_ids=[], params=greedy(4, logprobs=3)), score_width(100)
+
+    def check(scores: np.ndarray) -> None:
+        check_done(Message("done", "j", "s", hand_off=HandOff(Outcome([8], scores=scores, num_drafter_tokens=4))), request, 100)
+
+    check(np.zeros((1, width), np.int32))
+    for shape in ((), (1,), (width,), (1, width - 1), (2, width), (1, 1, width)):
+        with pytest.raises(RecordError, match="log-probabilities came as"):
+            check(np.zeros(shape, np.int32))
+    with pytest.raises(RecordError, match="scores has token 100; the vocabulary has ids 0 to 99"):
+        check(np.full((1, width), 100, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -446,6 +496,19 @@ def test_pages_are_read_from_another_agent() -> None:
     wait_for(is_read, "a read after the peer was forgotten")
     one.close()
     other.close()
+
+
+def test_jobs_that_wait_are_counted(redis: RedisServer) -> None:
+    """Also while one is under way that is older than one that is done, of which the server's own count knows nothing."""
+    client, stream = redis.client, "waiting"
+    client.xgroup_create(stream, GROUP, id="0", mkstream=True)
+    assert count_waiting(client, stream) == (0, 0.0)
+    ids = [client.xadd(stream, {"job": number}) for number in range(5)]
+    assert count_waiting(client, stream) == (5, time_of(ids[0]))
+    client.xreadgroup(GROUP, "node", {stream: ">"}, count=2)
+    client.xack(stream, GROUP, ids[1])
+    client.xdel(stream, ids[1])
+    assert count_waiting(client, stream) == (3, time_of(ids[2]))
 
 
 # -- nodes that do as they should ----------------------------------------------------------------------------------------
@@ -766,6 +829,32 @@ def test_a_job_that_takes_too_long(cluster: Cluster, llm_all: LLM) -> None:
     del there.nodes.prefill._has_room  # type: ignore[union-attr]
     wait_for(lambda: there.prefill.results["stopped"] == 3, "late jobs are not computed")
     there.check_idle()
+
+
+def test_a_prefill_node_with_little_room(cluster: Cluster, llm_all: LLM) -> None:
+    """It takes as many jobs as its engine does, and not none. One that cannot be taken takes no other along."""
+    there, here = cluster.make("prefill", engine={"max_batch_size": 2, "max_waiting": 1}), cluster.make("decode")
+    cluster.see(here, there)
+    there.take_no_jobs()
+    prompts = prompts_of(llm_all, 6, seed=78)
+    answers = [here.submit(prompt, greedy(4)) for prompt in prompts]
+    stream = here.nodes.node.key("jobs", there.nodes.node.node_id)
+    wait_for(lambda: cluster.redis.client.xlen(stream) == 6, "the jobs")
+    take, failed = there.prefill._take, []
+
+    def fail_once(entry_id: bytes, fields: Any) -> Any:
+        if not failed:
+            failed.append(read_job(fields))
+            here.nodes.fetcher.on_message(Message("failed", failed[0].job_id, there.nodes.node.node_id, reason="failed"))  # type: ignore[union-attr]
+            raise RuntimeError("a fault of this test's")
+        return take(entry_id, fields)
+
+    there.prefill._take = fail_once
+    del there.prefill._has_room
+    assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(4))
+    assert here.num_fetched == 5 and here.fallbacks == {"failed": 1}
+    for one in (here, there):
+        one.check_idle()
 
 
 def test_a_job_that_waited_too_long_is_told(cluster: Cluster, llm_all: LLM) -> None:

@@ -143,7 +143,7 @@ class MetricsPublisher:
                 self._count("pd_jobs_total", "Prompts computed for other nodes, by result", nodes.prefill.results[result], result=result)
             self._gauge("pd_jobs", "Prompts of other nodes whose pages are held", nodes.prefill.num_open)
             self._gauge("pd_prefill_tokens", "Prompt tokens that are to be computed", nodes.prefill.num_tokens)
-            self._gauge("pd_queue_seconds", "Age of the job taken last, when it was taken", nodes.prefill.queue_seconds)
+            self._gauge("pd_queue_seconds", "Greatest age of jobs that wait, or were taken lately", nodes.prefill.queue_seconds)
             self._gauge("pd_queue_jobs", "Jobs in this node's queue that nobody has taken", nodes.prefill.queue_length)
             self._count("pd_expired_leases_total", "Prompts whose pages nobody came for", nodes.prefill.num_expired_leases)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from backend.step.scores import score_width
 from backend.trees import MAX_DEPTH
 
 MAX_WORDS = 4096
@@ -56,8 +59,7 @@ def check_done(message: Message, request: Request, vocab_size: int) -> None:
     _check_ids("next_drafts", outcome.next_drafts, vocab_size)
     _check_parents(outcome.next_parents, len(outcome.next_drafts) if request.speculation.num_nodes else 0)
     _check_integer("num_drafter_tokens", outcome.num_drafter_tokens, 0, len(request.prompt_token_ids) + 1)
-    if (outcome.scores is None) != (request.params.logprobs is None) or (outcome.scores is not None and outcome.scores.shape[0] != 1):
-        raise RecordError(f"log-probabilities came as {None if outcome.scores is None else list(outcome.scores.shape)}")
+    _check_scores(outcome.scores, request.params.logprobs is not None, vocab_size)
     count, width = message.probs_shape
     if not 0 <= count <= len(outcome.next_drafts) or width != (vocab_size if count else 0) or bool(count) != bool(message.probs_pages):
         raise RecordError(
@@ -65,13 +67,21 @@ def check_done(message: Message, request: Request, vocab_size: int) -> None:
         )
 
 
+def _check_scores(scores: np.ndarray | None, are_wanted: bool, vocab_size: int) -> None:
+    width = score_width(vocab_size)
+    if (scores is not None) != are_wanted or (scores is not None and scores.shape != (1, width)):
+        raise RecordError(f"log-probabilities came as {None if scores is None else list(scores.shape)}")
+    if scores is not None:
+        _check_ids("scores", scores[0, 1 : 1 + width // 2].tolist(), vocab_size)
+
+
 def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     values = token_ids if isinstance(token_ids, list) else list(token_ids)
     if not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocab_size):
         return  # so far in a fraction of the time that a look at each takes
-    bad = next((t for t in values if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab_size), None)
-    if bad is not None:
-        raise RecordError(f"{name} has token {bad!r:.50}; the vocabulary has ids 0 to {vocab_size - 1}")
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
+            raise RecordError(f"{name} has token {value!r:.50}; the vocabulary has ids 0 to {vocab_size - 1}")
 
 
 def _check_parents(parents: Sequence[int], num_drafts: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +64,11 @@ def read_info(node_id: str, value: bytes) -> NodeInfo | None:
         if (version := values["version"]) != VERSION:
             return NodeInfo(node_id, str(values["role"]), int(version), "", {}, [], 0, [], is_leaving=bool(values.get("is_leaving")))
         wrong = [name for name, kind in TYPES.items() if not isinstance(values[name], kind)]
+        if not wrong and not math.isfinite(values["time"]):  # what comes later would never be newer
+            wrong = ["time"]
         if wrong:
             raise ValueError(f"{', '.join(wrong)}")
         return NodeInfo(**{**values, "node_id": node_id})
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         logger.debug("node %s says what this version does not understand: %s: %s", node_id, type(error).__name__, error)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -69,7 +70,9 @@ class PrefillService:
         self.queue_length = 0
         """Jobs that wait for room here."""
         self.queue_seconds = 0.0
-        """Age of the job that was taken last, when it was taken."""
+        """Of jobs that wait, or were taken since the heartbeat before the last one: the greatest age."""
+        self._taken_seconds = 0.0
+        """The greatest age of those that were taken since the last heartbeat, when they were."""
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in ((self._take_jobs, "jobs"), (self._serve, "pages"))]
         self._has_offers = threading.Event()
         engine.hand_overs.sink = self
@@ -124,8 +127,8 @@ class PrefillService:
                     self._make_group(own)
                     is_ready = True
                 stream = self._node.key("jobs", own)
-                found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=MAX_TAKEN, block=BLOCK_MS)
-                taken = [self._take(*entry) for _, entries in as_pairs(found) for entry in entries]
+                found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=max(1, min(MAX_TAKEN, self._engine.room)), block=BLOCK_MS)
+                taken = [self._take_alone(*entry) for _, entries in as_pairs(found) for entry in entries]
                 if any(taken):
                     self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
                 for job in filter(None, taken):
@@ -141,8 +144,7 @@ class PrefillService:
                 self._node.wait(RETRY_SECONDS)
 
     def _has_room(self) -> bool:
-        config = self._engine.config
-        return self._engine.scheduler.num_open + MAX_TAKEN <= config.max_batch_size + config.max_waiting
+        return self._engine.room > 0
 
     def _make_group(self, node_id: str) -> None:
         import redis
@@ -178,6 +180,15 @@ class PrefillService:
         elif not client.xlen(stream):
             self._node.bury(dead)
 
+    def _take_alone(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
+        """Whatever is wrong with a job, those that came with it are taken."""
+        try:
+            return self._take(entry_id, fields)
+        except Exception:
+            logger.exception("job %s could not be taken", entry_id)
+            self._acknowledge(entry_id)
+            return None
+
     def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
         """One job to the engine; what is too late, or wrong, is answered here: None."""
         try:
@@ -187,7 +198,7 @@ class PrefillService:
             self._acknowledge(entry_id)
             return None
         age, limit = self._node.server_time() - time_of(entry_id), self._node.config.job_seconds
-        self.queue_seconds = max(0.0, age)
+        self._taken_seconds = max(self._taken_seconds, age)
         if job.job_id in self._stopped:
             self.results["stopped"] += 1
             self._acknowledge(entry_id)
@@ -336,11 +347,12 @@ class PrefillService:
         """Ends leases whose time is over, and looks at the queue."""
         import redis
 
-        try:
-            groups = self._node.redis.xinfo_groups(self._node.key("jobs", self._node.node_id)) if self._node.state.is_connected else []
-            self.queue_length = sum(int(group.get("lag") or 0) for group in groups)
-        except redis.RedisError:  # no stream yet, or the connection that the heartbeat will miss too
-            self.queue_length = 0
+        self.queue_length, oldest = 0, 0.0
+        with contextlib.suppress(redis.RedisError):  # no stream yet, or the connection that the heartbeat will miss too
+            if self._node.state.is_connected:
+                self.queue_length, begun = count_waiting(self._node.redis, self._node.key("jobs", self._node.node_id))
+                oldest = self._node.server_time() - begun if self.queue_length else 0.0
+        self.queue_seconds, self._taken_seconds = max(0.0, oldest, self._taken_seconds), 0.0
         now = time.monotonic()
         late = [job_id for job_id, own in list(self._open.items()) if own.end and now >= own.end]
         for job_id in late:
@@ -356,3 +368,16 @@ class PrefillService:
             self._engine.call(action)
         except EngineError as error:
             logger.debug("%s", error)
+
+
+def count_waiting(client: Any, stream: str) -> tuple[int, float]:
+    """Jobs of a stream that nobody has taken, and when the oldest of them was written, in the server's seconds. Raises redis.RedisError.
+
+    The server's own count (`lag`) is unknown while an older job than one that is done is under way.
+    """
+    group = next((group for group in client.xinfo_groups(stream) if group["name"] == GROUP.encode()), None)
+    if group is None:
+        return 0, 0.0
+    waiting = max(0, client.xlen(stream) - group["pending"])  # those that were taken are there until they are done
+    first = client.xrange(stream, min=b"(" + group["last-delivered-id"], count=1) if waiting else []
+    return (waiting, time_of(first[0][0])) if first else (0, 0.0)

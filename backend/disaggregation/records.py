@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class Message:
 
 
 _REQUEST_FIELDS = ("seed", "index", "priority")
+_JOB_NAMES = ("job_id", "sender", "fingerprint")
+_LISTS, _NUMBERS, _INTEGERS = ("page_ids", "probs_pages", "probs_shape"), ("expires", "time"), ("first_page", "load")
 
 
 def write_job(job: Job) -> Fields:
@@ -103,6 +106,8 @@ def read_job(fields: Mapping[bytes, bytes]) -> Job:
     """The reverse. Raises RecordError."""
     head = _read_head(fields)
     try:
+        for name in _JOB_NAMES:
+            _check_name(name, head[name])
         params = dict(head["params"])
         params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"]}
         if params["structured_outputs"] is not None:
@@ -118,7 +123,7 @@ def read_job(fields: Mapping[bytes, bytes]) -> Job:
             **{name: head[name] for name in _REQUEST_FIELDS},
         )
         return Job(head["job_id"], head["sender"], request, head["num_cached_pages"], head["fingerprint"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"a job cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -152,10 +157,35 @@ def read_message(fields: Mapping[bytes, bytes]) -> Message:
                 outcome.scores = np.frombuffer(fields[b"scores"], dtype=np.int32).reshape(head["scores_shape"])
             hand_off = HandOff(outcome, head["sources"])
         values = {f.name: head[f.name] for f in dataclasses.fields(Message) if f.name != "hand_off"}
-        values["probs_shape"] = tuple(values["probs_shape"])
+        _check_values(values)
+        num_probs, width = values["probs_shape"]
+        values["probs_shape"] = num_probs, width
         return Message(**values, hand_off=hand_off)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"a message cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _check_values(values: dict[str, Any]) -> None:
+    """Of a message: each is of the type that is used without another look. Raises ValueError."""
+    for name, value in values.items():
+        if name in _LISTS:
+            good = isinstance(value, (list, tuple)) and all(type(number) is int and number >= 0 for number in value)
+        elif name in _NUMBERS:
+            good = type(value) in (int, float) and math.isfinite(value)
+        elif name in _INTEGERS:
+            good = type(value) is int and value >= 0
+        else:
+            _check_name(name, value)
+            continue
+        if not good:
+            raise ValueError(f"{name} is {value!r:.50}")
+
+
+def _check_name(name: str, value: object) -> None:
+    """Keys in Redis are made of it, and messages for others go with those to it. Raises ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r:.50}; a text is needed")
+    value.encode()
 
 
 def _read_head(fields: Mapping[bytes, bytes]) -> dict[str, Any]:
