@@ -33,7 +33,7 @@ class DisaggregationConfig(Section):
     scheduler_db: int = 0
     """Number of the Redis database."""
     scheduler_password_file: str | None = None
-    """File whose first line is the password of the Redis server."""
+    """File whose first line is the password of the Redis server; spaces around it are no part of it."""
     scheduler_password_variable: str | None = None
     """Environment variable that holds it, in place of a file."""
     scheduler_topic: str = "foretoken"
@@ -64,7 +64,8 @@ class DisaggregationConfig(Section):
         require(1 <= self.scheduler_port <= 65535, "scheduler_port", self.scheduler_port, "from 1 to 65535")
         require(self.scheduler_db >= 0, "scheduler_db", self.scheduler_db, ">= 0")
         for key in ("scheduler_host", "scheduler_topic", "node_id", "scheduler_password_file", "scheduler_password_variable"):
-            require(getattr(self, key) != "", key, "", "a name")
+            value = getattr(self, key)
+            require(value is None or (value != "" and is_text(value)), key, value, "a name")
         good = self.scheduler_password_file is None or self.scheduler_password_variable is None
         require(good, "scheduler_password_variable", self.scheduler_password_variable, "left out where scheduler_password_file is given")
         for key, least in (("heartbeat_seconds", 0.05), ("job_seconds", 0.1), ("lease_seconds", 2.0)):
@@ -80,6 +81,11 @@ class DisaggregationConfig(Section):
         return self.scheduler_name == "redis"
 
 
+def is_text(value: str) -> bool:
+    """Whether Redis can have it: bytes of a command line that are no UTF-8 come as halves of surrogate pairs."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def read_password(config: DisaggregationConfig) -> str | None:
     """Of the Redis server; None: it wants none. Raises ConfigError."""
     if config.scheduler_password_variable is not None:
@@ -90,9 +96,9 @@ def read_password(config: DisaggregationConfig) -> str | None:
     if config.scheduler_password_file is None:
         return None
     try:
-        lines = Path(config.scheduler_password_file).expanduser().read_text("utf-8").splitlines()
+        line = Path(config.scheduler_password_file).expanduser().read_text("utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} cannot be read: {error}") from None
-    if not lines or not lines[0].strip():
+    if not line:
         raise ConfigError(f"disaggregation.scheduler_password_file {config.scheduler_password_file} is empty")
-    return lines[0].strip()
+    return line

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import REPOSITORIES, REPOSITORY
+from backend.disaggregation_config import is_text
 from backend.errors import ConfigError
 from deploy.server import LOCK_FILE, LaunchError
 from deploy.supervision.processes import REGIONS_FILE
@@ -83,7 +84,7 @@ def render_repository(target: Path, parameters: dict[str, dict[str, Any]], devic
 def write_secret(path: Path, secret: str) -> None:
     """For this user alone to read."""
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(f"{secret}\n")
 
 
@@ -101,7 +102,15 @@ def put_password(values: dict[str, Any], repository: Path, password: str | None)
         return
     print("foretoken serve: warning: other users of this machine can read --scheduler-password; use --scheduler-password-file", file=sys.stderr)
     section = values["disaggregation"] = dict(values.get("disaggregation") or {})
-    if section.get("scheduler_password_file"):
-        raise ConfigError("scheduler_password is given twice: as itself, and as scheduler_password_file")
+    for key in ("scheduler_password_file", "scheduler_password_variable"):
+        if section.get(key):
+            raise ConfigError(f"scheduler_password is given twice: as itself, and as {key}")
+    if not password:
+        raise ConfigError("scheduler_password is empty: leave it out where the Redis server wants none")
+    if password != password.strip() or "\n" in password or not is_text(password):  # a file's first line cannot say it
+        raise ConfigError(
+            "scheduler_password has a line break, a space at an end, or bytes that are no UTF-8: "
+            "put it into an environment variable, and name that as scheduler_password_variable"
+        )
     write_secret(repository / PASSWORD_FILE, password)
     section["scheduler_password_file"] = str(repository / PASSWORD_FILE)

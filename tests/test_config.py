@@ -1319,6 +1319,9 @@ def test_the_scheduler_password_is_in_a_file_alone(tmp_path: Path, capsys: pytes
     assert all("open sesame" not in p.read_text() for p in (tmp_path / "r").rglob("*.pbtxt"))
     with pytest.raises(ConfigError, match="given twice"):
         rendering.put_password({"disaggregation": {"scheduler_password_file": "x"}}, tmp_path / "r", "open sesame")
+    for password in ("", " a", "a\n", "a\nb", "\udcff"):
+        with pytest.raises(ConfigError, match=r"name that as scheduler_password_variable|scheduler_password is empty"):
+            rendering.put_password({}, tmp_path / "r", password)
     rendering.put_password({}, tmp_path / "r", None)
     assert not path.exists(), "a later start without one does not find it"
 

@@ -23,7 +23,7 @@ from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
-from backend.disaggregation.node import Node, RedisState, time_of
+from backend.disaggregation.node import Node, RedisState, connect, time_of
 from backend.disaggregation.node_info import NodeInfo
 from backend.disaggregation.prefill import GROUP, count_waiting
 from backend.disaggregation.records import VERSION, Job, Message, RecordError, read_job, read_message, write_job, write_message
@@ -433,6 +433,7 @@ def test_entries_of_nodes_that_cannot_be_read(cluster: Cluster, llm_all: LLM) ->
         ({"lease_seconds": 1}, "lease_seconds must be from 2.0 to 86400, got 1"),
         ({"scheduler_port": 0}, "scheduler_port must be from 1 to 65535, got 0"),
         ({"node_id": ""}, "node_id must be a name, got ''"),
+        ({"scheduler_topic": "a\udcff"}, "scheduler_topic must be a name, got 'a\\udcff'"),
         ({"role": "decode", "scheduler_name": "local"}, "scheduler_name must be redis for role decode, got 'local'"),
     ],
 )
@@ -448,6 +449,8 @@ def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASSWORD", "other")
     assert read_password(DisaggregationConfig(scheduler_password_variable="MY_PASSWORD")) == "other"
     assert read_password(DisaggregationConfig()) is None
+    file.write_text(" a\x0cb\u2028c\u00e9\r\nmore", encoding="utf-8")
+    assert read_password(DisaggregationConfig(scheduler_password_file=str(file))) == "a\x0cb\u2028cé", "its line ends at its end"
     file.write_text("")
     for key, value, text in (
         ("scheduler_password_file", str(file), "is empty"),
@@ -710,6 +713,14 @@ def test_a_method_that_the_prefill_node_lacks(cluster: Cluster, llm_all: LLM) ->
     assert here.fallbacks == {"method": 1} and here.num_fetched == 0
     here.generate([{"prompt_token_ids": prompt["prompt_token_ids"][::-1]}], greedy(4), {"method": "mtp"})
     assert here.num_fetched == 1
+
+
+def test_a_password_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's stub reads an environment as ASCII: what is more comes as halves of surrogate pairs."""
+    monkeypatch.setenv("MY_PASSWORD", 'p "w#é'.encode().decode("ascii", "surrogateescape"))
+    with redis_server(free_ports(1)[0], tmp_path, "--requirepass", 'p "w#é') as server:
+        client = connect(DisaggregationConfig(role="decode", scheduler_port=server.port, scheduler_password_variable="MY_PASSWORD"))
+        assert client.ping()
 
 
 def test_a_wrong_password(tmp_path: Path, cluster: Cluster, llm_all: LLM) -> None:

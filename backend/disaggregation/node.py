@@ -51,11 +51,13 @@ def connect(config: DisaggregationConfig) -> Any:
             from redis.retry import Retry
     except ImportError as error:
         raise ConfigError(f"disaggregation.scheduler_name redis: its client library cannot be loaded ({error}): pip install redis") from error
+    password = read_password(config)
     return redis.Redis(
         host=config.scheduler_host,
         port=config.scheduler_port,
         db=config.scheduler_db,
-        password=read_password(config),
+        # Its bytes: of the environment the server's stub reads no more than ASCII as text.
+        password=None if password is None else password.encode("utf-8", "surrogateescape"),
         socket_connect_timeout=CONNECT_SECONDS,
         socket_timeout=ANSWER_SECONDS + BLOCK_MS / 1000,
         retry=Retry(NoBackoff(), 0),
