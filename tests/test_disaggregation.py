@@ -793,6 +793,15 @@ def test_a_prefill_node_that_leaves_ends_its_jobs(cluster: Cluster, llm_all: LLM
     there.check_idle()
 
 
+def test_jobs_that_came_before_others_knew_of_the_leave(cluster: Cluster, llm_all: LLM) -> None:
+    """They are done: else they would wait for as long as the node has other work."""
+    there, here = cluster.make("prefill", heartbeat_seconds=3600), cluster.make("decode")  # it tells nobody
+    cluster.see(here, there)
+    there.nodes.leave()
+    prompts = prompts_of(llm_all, 1, seed=79)
+    assert here.generate(prompts, greedy(4)) == expect(llm_all, prompts, greedy(4)) and here.num_fetched == 1
+
+
 def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> None:
     """Taken over in Redis: the node had them in its stream, and never came to them."""
     first = cluster.make("prefill")

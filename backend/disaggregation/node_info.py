@@ -45,7 +45,7 @@ class NodeInfo:
     time: float = 0.0
     """When that was so, in the Redis server's seconds."""
     is_leaving: bool = False
-    """It takes no more jobs, and ends those that it has."""
+    """It is to get no more jobs, and ends those that it has."""
 
     def differences(self, other: NodeInfo) -> str:
         """Both values of what keeps two nodes from exchanging pages; empty: nothing does."""

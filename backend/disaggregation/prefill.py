@@ -119,7 +119,7 @@ class PrefillService:
 
         own, is_ready = self._node.node_id, False
         while not self._node.is_stopping:
-            if self._node.is_leaving or not self._has_room():
+            if not self._has_room():
                 self._node.wait(BUSY_SECONDS)
                 continue
             try:
@@ -133,7 +133,7 @@ class PrefillService:
                     self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
                 for job in filter(None, taken):
                     self._tell(job, "taken", is_urgent=False)
-                for dead in self._node.state.dead:
+                for dead in self._node.state.dead if not self._node.is_leaving else ():
                     self._inherit(dead)
             except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
                 is_ready = False

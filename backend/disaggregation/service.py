@@ -69,7 +69,7 @@ class Disaggregation:
                 part.start()
 
     def leave(self) -> None:
-        """Takes no more jobs, and ends those that there are."""
+        """Others give it no more jobs once they know. Those that came before are done: nobody else would take them until this node is gone."""
         self.node.is_leaving = True
 
     @property
