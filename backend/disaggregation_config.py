@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import ipaddress
 import math
 import os
 from dataclasses import dataclass
@@ -66,6 +68,9 @@ class DisaggregationConfig(Section):
         for key in ("scheduler_host", "scheduler_topic", "node_id", "scheduler_password_file", "scheduler_password_variable"):
             value = getattr(self, key)
             require(value is None or (value != "" and is_text(value)), key, value, "a name")
+        require(
+            is_host(self.scheduler_host), "scheduler_host", self.scheduler_host, "a host's name or address alone; scheduler_port is a key of its own"
+        )
         good = self.scheduler_password_file is None or self.scheduler_password_variable is None
         require(good, "scheduler_password_variable", self.scheduler_password_variable, "left out where scheduler_password_file is given")
         for key, least in (("heartbeat_seconds", 0.05), ("job_seconds", 0.1), ("lease_seconds", 2.0)):
@@ -79,6 +84,13 @@ class DisaggregationConfig(Section):
     @property
     def is_on(self) -> bool:
         return self.scheduler_name == "redis"
+
+
+def is_host(value: str) -> bool:
+    """Not an URL, a socket's path, or a host with its port: none would ever be found."""
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(value))
+    return not set(value) & set(":/[]@, \t\n")
 
 
 def is_text(value: str) -> bool:

@@ -206,6 +206,15 @@ def why_no_clients(values: dict[str, Any]) -> str:
     return ""
 
 
+def why_no_nodes(values: dict[str, Any]) -> str:
+    """What of these keys is for nodes that a server of them does not know; empty: nothing."""
+    section = values.get("disaggregation") or {}
+    given = [key for key in section if key.startswith("scheduler_")]
+    if not given or section.get("role", "mixed") != "mixed" or section.get("scheduler_name") is not None:
+        return ""
+    return f"{given[0]} has no effect: a server of role mixed works for others with --scheduler-name redis alone"
+
+
 def serve(args: argparse.Namespace) -> int:
     """Checks, renders, and runs tritonserver under supervision, or becomes it; with a port, a gateway beside it. Returns the exit status."""
     command = Translation()
@@ -219,6 +228,8 @@ def serve(args: argparse.Namespace) -> int:
         command.notes.append(f"port {config.port} has no effect: {why}")
     elif config.port and not args.dry_run and not args.without_gateway:
         return serve_with_gateway(args, config, command.values)
+    if why := why_no_nodes(command.values):
+        command.notes.append(why)
     for note in [*command.notes, *explain_environment(os.environ)]:
         print(f"foretoken serve: note: {note}", file=sys.stderr)
     return serve_alone(args, command)

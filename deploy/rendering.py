@@ -95,7 +95,7 @@ def write_key(repository: Path) -> str:
     return key
 
 
-def put_password(values: dict[str, Any], repository: Path, password: str | None) -> None:
+def put_password(values: dict[str, Any], repository: Path, password: object) -> None:
     """A password of the command line goes to a file: tritonserver's configuration names that. Raises ConfigError."""
     if password is None:
         (repository / PASSWORD_FILE).unlink(missing_ok=True)
@@ -105,6 +105,8 @@ def put_password(values: dict[str, Any], repository: Path, password: str | None)
     for key in ("scheduler_password_file", "scheduler_password_variable"):
         if section.get(key):
             raise ConfigError(f"scheduler_password is given twice: as itself, and as {key}")
+    if not isinstance(password, str):  # a number of a YAML file may have lost its leading zeros
+        raise ConfigError(f"scheduler_password must be a text, got one of type {type(password).__name__}: put it in quotes")
     if not password:
         raise ConfigError("scheduler_password is empty: leave it out where the Redis server wants none")
     if password != password.strip() or "\n" in password or not is_text(password):  # a file's first line cannot say it

@@ -1307,6 +1307,12 @@ def test_a_server_that_cannot_run(tmp_path: Path) -> None:
         server.read_options(server.Server(tmp_path / "empty"))
 
 
+def test_options_of_nodes_without_any() -> None:
+    assert launcher.why_no_nodes({}) == launcher.why_no_nodes({"disaggregation": {"role": "decode", "scheduler_host": "x"}}) == ""
+    assert launcher.why_no_nodes({"disaggregation": {"scheduler_host": "x", "scheduler_name": "redis"}}) == ""
+    assert "scheduler_host has no effect" in launcher.why_no_nodes({"disaggregation": {"scheduler_host": "x"}})
+
+
 def test_the_scheduler_password_is_in_a_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Not in what is rendered for the server, nor on its command line: both name the file at most."""
     status = launcher.serve(parse("--role=prefill", "--scheduler-password=open sesame", f"--repository={tmp_path / 'r'}", "--dry-run"))
@@ -1322,6 +1328,8 @@ def test_the_scheduler_password_is_in_a_file_alone(tmp_path: Path, capsys: pytes
     for password in ("", " a", "a\n", "a\nb", "\udcff"):
         with pytest.raises(ConfigError, match=r"name that as scheduler_password_variable|scheduler_password is empty"):
             rendering.put_password({}, tmp_path / "r", password)
+    with pytest.raises(ConfigError, match="must be a text, got one of type int"):
+        rendering.put_password({}, tmp_path / "r", 83)
     rendering.put_password({}, tmp_path / "r", None)
     assert not path.exists(), "a later start without one does not find it"
 

@@ -433,6 +433,10 @@ def test_entries_of_nodes_that_cannot_be_read(cluster: Cluster, llm_all: LLM) ->
         ({"lease_seconds": 1}, "lease_seconds must be from 2.0 to 86400, got 1"),
         ({"scheduler_port": 0}, "scheduler_port must be from 1 to 65535, got 0"),
         ({"node_id": ""}, "node_id must be a name, got ''"),
+        *(
+            ({"scheduler_host": host}, f"scheduler_host must be a host's name or address alone; scheduler_port is a key of its own, got '{host}'")
+            for host in ("redis:6379", "redis://redis", "[::1]", "/run/redis.sock", "::1:x", "me@redis", "a,b")
+        ),
         ({"scheduler_topic": "a\udcff"}, "scheduler_topic must be a name, got 'a\\udcff'"),
         ({"role": "decode", "scheduler_name": "local"}, "scheduler_name must be redis for role decode, got 'local'"),
     ],
@@ -440,6 +444,11 @@ def test_entries_of_nodes_that_cannot_be_read(cluster: Cluster, llm_all: LLM) ->
 def test_options_that_cannot_be(values: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         DisaggregationConfig(**values)
+
+
+@pytest.mark.parametrize("host", ["::1", "fe80::1%eth0", "127.0.0.1", "redis", "redis.svc.cluster.local.", "under_score"])
+def test_hosts(host: str) -> None:
+    assert DisaggregationConfig(scheduler_host=host).scheduler_host == host
 
 
 def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
