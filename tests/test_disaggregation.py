@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from redis import RedisError
 
 from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
@@ -836,6 +837,26 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     wait_for(lambda: not here.nodes.node.state.dead, "the dead node is forgotten")
 
 
+def test_nodes_that_come_and_go_leave_nothing(cluster: Cluster, llm_all: LLM) -> None:
+    """Connections of nodes that are gone end, and what is read from others goes on."""
+    stays, here = cluster.make("prefill"), cluster.make("decode")
+    cluster.see(here, stays)
+    prompts = prompts_of(llm_all, 2, seed=80)
+    here.generate(prompts[:1], greedy(2))
+    goes = cluster.make("prefill")
+    cluster.see(here, goes)
+    stays.take_no_jobs()
+    here.nodes.fetcher._choice._loads[stays.nodes.node.node_id] = time.time() + 3600, 10**6  # type: ignore[union-attr]
+    here.generate(prompts[1:], greedy(2))
+    peers = here.nodes.transfer._own._peers
+    assert here.num_fetched == 2 and len(peers) == 2
+    cluster.end(goes)
+    wait_for(lambda: len(peers) == 1, "the end of its connection")
+    del stays.prefill._has_room
+    again = [{"prompt_token_ids": p["prompt_token_ids"][::-1]} for p in prompts]
+    assert here.generate(again, greedy(4)) == expect(llm_all, again, greedy(4)) and here.num_fetched == 4 and len(peers) == 1
+
+
 def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM) -> None:
     """Memory that the other node has not offered: the transfer fails, and the next one, of memory that it has, does not."""
     there, here = cluster.make("prefill"), cluster.make("decode")
@@ -1071,6 +1092,21 @@ def test_too_few_pages(cluster: Cluster, llm_all: LLM) -> None:
     assert here.num_fetched > 0
     for one in (here, there):
         one.check_idle()
+
+
+def test_a_redis_that_is_too_old(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lacks commands that are needed now and then: that is said, and not found out by the first node that dies."""
+    config = DisaggregationConfig(role="decode", scheduler_port=redis.port, scheduler_topic="old")
+    node = Node(config, lambda node_id: NodeInfo(node_id, "decode", VERSION, "", {}, [], 0, []), lambda message: None)
+    for told in ("6.0.16", "5.0.7"):
+        monkeypatch.setattr(node.redis, "info", lambda section, told=told: {"redis_version": told})
+        with pytest.raises(RedisError, match=f"version {told} is too old; 6.2 or newer is needed"):
+            node._exchange()
+    assert not redis.client.exists("old:nodes")
+    for told in ("6.2.0", "7.4", "10.0.1", "unknown"):
+        monkeypatch.setattr(node.redis, "info", lambda section, told=told: {"redis_version": told})
+        node._exchange()
+    assert node.state.is_connected
 
 
 def test_what_is_written_together_fails_apart(redis: RedisServer) -> None:

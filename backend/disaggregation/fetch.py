@@ -322,6 +322,7 @@ class PageFetcher:
         alive = {info.node_id for info in infos}
         self._choice.note_alive(infos)
         self._heard = {node_id: heard for node_id, heard in self._heard.items() if node_id in alive}
+        self.reads.forget_dead(alive, {read.node_id for fetch in self._fetches.values() for read in fetch.reads})
         for fetch in list(self._fetches.values()):
             if fetch.node_id not in alive and not fetch.is_over and not self._choice.fitting(self._node.state, fetch.request):
                 self._give_up(fetch, "node_lost")

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 2.0
 BLOCK_MS = 500
+LEAST_VERSION = (6, 2)
+"""Of Redis: older ones cannot have a dead node's jobs claimed, nor streams cut by number."""
 MAX_STREAM_ENTRIES = {"jobs": 4096, "inbox": 65536}
 """Beyond these the oldest go: of a node that reads nothing any more."""
 HEARTBEATS = 3
@@ -51,13 +53,14 @@ def connect(config: DisaggregationConfig) -> Any:
             from redis.retry import Retry
     except ImportError as error:
         raise ConfigError(f"disaggregation.scheduler_name redis: its client library cannot be loaded ({error}): pip install redis") from error
-    password = read_password(config)
+    password: Any = read_password(config)
+    if password is not None:  # its bytes: of the environment the server's stub reads no more than ASCII as text
+        password = password.encode("utf-8", "surrogateescape")
     return redis.Redis(
         host=config.scheduler_host,
         port=config.scheduler_port,
         db=config.scheduler_db,
-        # Its bytes: of the environment the server's stub reads no more than ASCII as text.
-        password=None if password is None else password.encode("utf-8", "surrogateescape"),
+        password=password,
         socket_connect_timeout=CONNECT_SECONDS,
         socket_timeout=ANSWER_SECONDS + BLOCK_MS / 1000,
         retry=Retry(NoBackoff(), 0),
@@ -291,7 +294,21 @@ class Node:
                 logger.exception("heartbeat")
             self._is_stopping.wait(self.config.heartbeat_seconds)
 
+    def _check_version(self) -> None:
+        """Raises redis.RedisError where the server is too old. One that does not tell is believed to be new enough."""
+        import redis
+
+        try:
+            told = str(self.redis.info("server").get("redis_version", ""))
+        except redis.ResponseError:
+            return
+        found = tuple(int(part) for part in told.split(".")[:2] if part.isdecimal())
+        if len(found) == 2 and found < LEAST_VERSION:
+            raise redis.RedisError(f"version {told} is too old; {'.'.join(map(str, LEAST_VERSION))} or newer is needed")
+
     def _exchange(self) -> None:
+        if self._was_connected is not True:
+            self._check_version()
         own = self.describe()
         pipe = self.redis.pipeline(transaction=False)
         pipe.set(self.key("node", self.node_id), json.dumps({f: getattr(own, f) for f in own.__slots__}), px=self._life_ms)

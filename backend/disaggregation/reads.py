@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from backend.core import HandOff, Request
@@ -72,6 +73,8 @@ class PageReads:
         self._transfer, self._page_bytes, self._limit = transfer, page_bytes, limit
         self._probs_of: Fetch | None = None
         """Whose distributions are being read to the scratch memory."""
+        self._addresses: dict[str, NodeAddress] = {}
+        """Of nodes that were read from."""
         self.num_bytes = 0
         self.seconds = 0.0
 
@@ -84,6 +87,7 @@ class PageReads:
         except TransferError:
             self._transfer.forget(fetch.address)  # a later one begins anew
             raise
+        self._addresses[fetch.node_id] = fetch.address
         fetch.reads.append(Read(handle, fetch.address, fetch.node_id, len(local), begun, to_scratch))
 
     def begin_probs(self, fetch: Fetch, pages: list[int], now: float) -> None:
@@ -124,6 +128,11 @@ class PageReads:
         count = len(fetch.done.probs_pages)
         probs = probs_from_pages(self._transfer.scratch[:count].clone(), fetch.done.probs_shape)
         fetch.hand_off = dataclasses.replace(fetch.hand_off, draft_probs=probs)
+
+    def forget_dead(self, alive: Set[str], read: Set[str]) -> None:
+        """Nodes that are gone, and that nothing is read from any more: their connections would stay for as long as this node lives."""
+        for node_id in self._addresses.keys() - alive - read:
+            self._transfer.forget(self._addresses.pop(node_id))
 
     def hangs(self, read: Read, now: float) -> bool:
         return now - read.begun >= self._limit
