@@ -333,6 +333,13 @@ def test_hand_offs_that_cannot_be(outcome: dict[str, Any], more: dict[str, Any],
         check_done(Message("done", "j", "s", hand_off=changed, **more), REQUEST, 100)
 
 
+@pytest.mark.parametrize("source", [None, 5, [], {}])
+def test_drafts_of_nobody(source: Any) -> None:
+    hand_off = HandOff(Outcome([8], next_drafts=[1, 2], num_drafter_tokens=4), ["mtp", source])
+    with pytest.raises(RecordError, match="sources has .*; names are needed"):
+        check_done(Message("done", "j", "s", hand_off=hand_off), REQUEST, 100)
+
+
 def test_log_probabilities_that_cannot_be() -> None:
     request, width = dataclasses.replace(REQUEST, token_ids=[], params=greedy(4, logprobs=3)), score_width(100)
 

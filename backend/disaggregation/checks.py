@@ -52,6 +52,8 @@ def check_done(message: Message, request: Request, vocab_size: int) -> None:
     for name, value in lists.items():
         if not isinstance(value, list):
             raise RecordError(f"{name} is {value!r:.50}; a list is needed")
+    if bad := [source for source in sources if not isinstance(source, str)]:
+        raise RecordError(f"sources has {bad[0]!r:.50}; names are needed")
     most = max(MAX_SPECULATIVE_TOKENS, request.speculation.num_nodes)
     if len(outcome.token_ids) != 1 or len(outcome.next_drafts) > most or len(sources) != len(outcome.next_drafts):
         raise RecordError(f"{len(outcome.token_ids)} tokens came, {len(outcome.next_drafts)} drafts and the sources of {len(sources)}")
