@@ -56,8 +56,8 @@ RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,
 """Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
 the memory of the models' processes."""
 SHARED_BYTES = 8 * 2**20
-"""Of shared memory that each model's process begins with, and grows by. Release 24.10 begins with 1 MiB, and a process that reads a request while
-the server makes the region larger can write beyond its own view of it and die: it should seldom grow."""
+"""Of shared memory that each model's process begins with, and grows by: both processes map it anew each time. Release 24.10 begins with 1 MiB, which
+a dozen long prompts fill."""
 
 
 def check_model(name: str, max_model_len: int | None = None, load_format: str = "safetensors", source: Source | None = None) -> Path:
