@@ -35,7 +35,8 @@ class SignOfLife:
     """Of one process, in its shared memory."""
 
     def __init__(self, stub: Stub) -> None:
-        """Raises OSError when there is no such memory (any more), ValueError when it is not as this server's is known to be."""
+        """Raises FileNotFoundError when there is no such memory any more, OSError when this user may not write to it, ValueError when it is not as
+        servers' are known to be."""
         self._offset = stub.control + OWNERSHIP_BYTES
         with (SHARED_MEMORY_FOLDER / stub.region).open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), self._offset + NUM_FLAGS)
@@ -57,9 +58,8 @@ class Voucher(threading.Thread):
         super().__init__(name="voucher", daemon=True)
         self._server_pid = server_pid
         self._limit = hang_seconds + STOPPED_SLACK_SECONDS
-        self._signs: dict[Stub, SignOfLife | None] = {}
+        self._signs: dict[Stub, tuple[SignOfLife, StoppedProcesses] | None] = {}
         """None: one that cannot be vouched for."""
-        self._stopped: dict[Stub, StoppedProcesses] = {}
         self._given_up: set[Stub] = set()
         self._is_over = threading.Event()
 
@@ -82,21 +82,21 @@ class Voucher(threading.Thread):
 
     def _follow(self, stubs: list[Stub]) -> None:
         for stub in set(self._signs) - set(stubs):
-            if (sign := self._signs.pop(stub)) is not None:
-                sign.close()
-        for stub in stubs:
-            if stub in self._signs:
-                continue
-            self._stopped[stub] = StoppedProcesses(self._limit)
+            if (known := self._signs.pop(stub)) is not None:
+                known[0].close()
+        for stub in set(stubs) - set(self._signs):
             try:
-                self._signs[stub] = SignOfLife(stub)
-            except OSError:
-                pass  # it ends
-            except ValueError as error:
+                self._signs[stub] = SignOfLife(stub), StoppedProcesses(self._limit)
+            except FileNotFoundError:
+                continue  # it ends
+            except (OSError, ValueError) as error:
                 self._signs[stub] = None
-                logger.warning("%s: the server may give its process up when that does not run for a second", error)
+                logger.warning("%s: the server may give up process %d of %s when that does not run for a second", error, stub.pid, stub.model)
 
     def _vouch(self, now: float) -> None:
-        for stub, sign in self._signs.items():
-            if sign is not None and stub not in self._given_up and is_running(stub.pid) and self._stopped[stub].find([stub.pid], now) is None:
+        for stub, known in self._signs.items():
+            if known is None or stub in self._given_up or not is_running(stub.pid):
+                continue
+            sign, stopped = known
+            if stopped.find([stub.pid], now) is None:
                 sign.give()
