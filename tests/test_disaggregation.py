@@ -266,6 +266,11 @@ def test_jobs_that_cannot_be(change: dict[str, Any], text: str) -> None:
         check_job(Job("j", "s", dataclasses.replace(REQUEST, token_ids=[], **change), 0, "layout"), config, 100, 16)
 
 
+def test_a_job_that_is_nowhere_before_its_form() -> None:
+    with pytest.raises(RecordError, match="state is 1; an integer from -3 to 0 is needed"):
+        check_job(Job("j", "s", REQUEST, 0, "layout", 1), SpeculativeConfig(method="mtp"), 100, 16)
+
+
 def test_a_job_with_more_pages_than_its_prompt() -> None:
     with pytest.raises(RecordError, match="num_cached_pages is 1"):
         check_job(Job("j", "s", REQUEST, 1, "layout"), SpeculativeConfig(method="mtp"), 100, 16)

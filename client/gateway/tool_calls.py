@@ -96,6 +96,8 @@ class AnswerParser:
         self._num_read = 0
         """Of what is held of a call that is known when its object is whole."""
         self._skips_breaks = False
+        self._is_thought = False
+        """What was thought is over."""
         self.num_calls = 0
 
     @property
@@ -121,12 +123,14 @@ class AnswerParser:
 
     def _begin(self, part: Part, is_last: bool) -> bool:
         bare = self._held.lstrip()
-        if bare.startswith(_THINK):  # where the prompt has the mark too, some models write it again
+        if self._is_thought:
+            pass
+        elif bare.startswith(_THINK):  # where the prompt has the mark too, some models write it again
             self._held, self._state, self._skips_breaks = bare[len(_THINK) :], "thinking", True
             return True
-        if not is_last and len(bare) < len(_THINK) and _THINK.startswith(bare):
+        elif not is_last and len(bare) < len(_THINK) and _THINK.startswith(bare):
             return False
-        if self._begins_thinking:
+        if self._begins_thinking and not self._is_thought:
             self._state, self._skips_breaks = "thinking", True
         elif self._has_tools and bare.startswith("{"):  # Llama's calls are bare
             self._state = "head"
@@ -141,7 +145,7 @@ class AnswerParser:
         place = self._held.find(_THOUGHT)
         if place >= 0:
             part.reasoning += self._held[:place]
-            self._held, self._state, self._skips_breaks = self._held[place + len(_THOUGHT) :], "text", True
+            self._held, self._state, self._skips_breaks, self._is_thought = self._held[place + len(_THOUGHT) :], "begin", True, True
             return True
         keep = 0 if is_last else _pending(self._held, (_THOUGHT,))
         part.reasoning += self._held[: len(self._held) - keep]
