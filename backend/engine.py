@@ -321,6 +321,7 @@ class Engine:
         self.metrics.add_times(draft_seconds, times.forward, times.decide)
         if self._chunks is not None:
             self._chunks.observe(step.plan.prompt_rows, times.total)
+        self._booking.now = time.monotonic()
         for number, (entry, outcome) in enumerate(zip(step.entries, results.outcomes, strict=True)):
             own = self._open.get(entry.request)
             if own is None:
