@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from backend import SamplingParams
+from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.grammar import Grammars, Matcher, fill_masks, fit_drafts
 from backend.grammar.thinking import FORM, MAY_THINK, THINKING
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
+from tests.conftest import EVERY_METHOD
 from tests.test_hand_overs import check_idle, pair  # noqa: F401 -- a fixture
 from tests.test_methods import METHODS, PLAIN, Asked, ids_of, run
 
@@ -65,10 +66,10 @@ def test_masks_and_drafts_across_the_border(plain_tokenizer, marked_tokenizer, i
         "",
     ]
     drafts = [*map(encode, texts), [*encode("a"), END, *encode("b")]]
-    asked = [(grammars.compile(StructuredOutputs(regex=CALL), state=state), own) for own in drafts]
-    masks, starts = fill_masks(asked)
+    rows = [(grammars.compile(StructuredOutputs(regex=CALL), state=state), own) for own in drafts]
+    masks, starts = fill_masks(rows)
     num_formed = 0
-    for (matcher, own), start in zip(asked, starts, strict=True):
+    for (matcher, own), start in zip(rows, starts, strict=True):
         fitted, sources, _ = fit_drafts(matcher, own, ["ngram"] * len(own), 0, len(own) + 8)
         place = matcher
         for number in range(1 + len(own)):
@@ -110,16 +111,50 @@ def test_a_model_that_may_think_does_so_or_begins_with_the_form(marked_tokenizer
     assert opened is not None and opened.look_ahead([], 4) == (0, encode("<think>")), "nothing else may follow"
 
 
+def asked(temperature: float, seed: int = 0, max_tokens: int = 72) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, structured_outputs={"regex": CALL})
+
+
+def check_form(output) -> None:
+    """Thoughts are free, and what is said after them has its form, unless `max_tokens` cut it."""
+    _, mark, said = output.text.partition("</think>")
+    assert output.finish_reason == ("stop" if re.fullmatch(CALL, said) else "length") and (mark or output.finish_reason == "length")
+
+
+def test_few_pages_and_small_chunks_change_nothing(llm_plain):
+    """Of requests that are set back in their thoughts and in their forms."""
+    prompt, params = llm_plain.engine.tokenizer.encode(PROMPT)[-40:], [asked(0.4 * (seed % 4), seed) for seed in range(12)]
+    expected = run(llm_plain, [Asked(prompt, own, PLAIN) for own in params])
+    llm = LLM(
+        kv_cache_memory=34 * llm_plain.engine.worker.store.page_bytes,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=24,
+        max_batch_size=16,
+        speculative_config=EVERY_METHOD,
+        async_scheduling=True,
+    )
+    assert ids_of(run(llm, [Asked(prompt, own, {"method": "mtp"}) for own in params])) == ids_of(expected)
+    assert llm.engine.metrics.preemptions > 0
+    llm.close()
+
+
+@pytest.mark.parametrize("strategy", ["rejection", "topp"])
+def test_strategies_keep_the_form(llm_all, llm_ahead, strategy):
+    for llm in (llm_all, llm_ahead):
+        prompt = llm.engine.tokenizer.encode(PROMPT)
+        methods = ["mtp", "ngram", "mtp with suffix"]
+        outputs = run(llm, [Asked(prompt, asked(0.6, seed), {**METHODS[own], "verify_strategy": strategy}) for seed, own in enumerate(methods * 2)])
+        assert sum(output.stats.accepted for output in outputs) > 20 and any(output.finish_reason == "stop" for output in outputs)
+        for output in outputs:
+            check_form(output)
+
+
 @pytest.mark.parametrize("fixture", ["llm_all", "llm_ahead"])
 def test_drafts_change_nothing(request, llm_plain, fixture):
-    """Tokens of plain decoding by every method; what is said after the thoughts has its form, and they are free."""
+    """Tokens of plain decoding by every method."""
     llm = request.getfixturevalue(fixture)
     prompt = llm.engine.tokenizer.encode(PROMPT)
-    params = [
-        SamplingParams(max_tokens=72, temperature=temperature, seed=seed, structured_outputs={"regex": CALL}, n=1)
-        for seed, temperature in enumerate([0.0, 0.0, 0.3, 0.5, 0.7, 0.9])
-    ]
-    params[1] = SamplingParams(max_tokens=4, temperature=0.0, structured_outputs={"regex": CALL})
+    params = [asked(0.0), asked(0.0, max_tokens=4), *(asked(0.2 * seed, seed) for seed in range(1, 5))]
     choices = list(METHODS.values())
     expected = run(llm_plain, [Asked(prompt, own, PLAIN) for own in params])
     for shift in (0, 3):
@@ -128,8 +163,7 @@ def test_drafts_change_nothing(request, llm_plain, fixture):
     assert expected[0].text.startswith(THOUGHT) and expected[0].finish_reason == "stop"
     assert expected[1].finish_reason == "length" and "</think>" not in expected[1].text
     for output in expected:
-        _, mark, said = output.text.partition("</think>")
-        assert output.finish_reason == ("stop" if re.fullmatch(CALL, said) else "length") and (mark or output.finish_reason == "length")
+        check_form(output)
 
 
 def test_prompts_of_another_node(llm_plain, pair):  # noqa: F811

@@ -30,9 +30,11 @@ class Thoughts:
         vocabulary = tokenizer.inner.get_vocab()
         self.begin_id: int | None = vocabulary.get(THINK)
         """Models that begin to think by themselves have a token for that."""
-        self._break_ids = {i for token, i in vocabulary.items() if token in ("\n", "\n\n", "\u010a", "\u010a\u010a")}
-        """Which GLM writes before it; as they are, and as byte-level tokenizers write them."""
-        last = chr(_END[-1])
+        self._break_ids = {i for token, i in vocabulary.items() if token in ("\n", "\n\n", "\u010a", "\u010a\u010a", "<0x0A>")}
+        """Which GLM writes before it; as they are, and as byte-level tokenizers and those with bytes for what they lack write them."""
+        first, last = chr(_END[0]), chr(_END[-1])
+        self._may_begin = {i for token, i in vocabulary.items() if first in token}
+        """Tokens that may have the mark's beginning in them."""
         closing = [(i, self._bytes(i)) for token, i in vocabulary.items() if last in token]
         self._masks = np.full((len(_END), num_words), -1, dtype=np.int32)
         for num_held, mask in enumerate(self._masks):
@@ -51,6 +53,8 @@ class Thoughts:
             return OPENS if state == MAY_THINK and token_id in self._break_ids else None
         if token_id in self._end_ids:
             return None
+        if state == THINKING and token_id not in self._may_begin:  # as most tokens are
+            return THINKING
         after, rest = _read(_END[:state] + self._bytes(token_id))
         return None if rest else after
 
