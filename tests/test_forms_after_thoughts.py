@@ -107,6 +107,8 @@ def test_a_model_that_may_think_does_so_or_begins_with_the_form(marked_tokenizer
         whole = encode(text)
         count, _ = matcher.look_ahead(whole, 99)  # type: ignore[union-attr]
         assert (count == len(whole) and text.endswith(("yes", "no"))) == is_good, text
+    without = Grammars(marked_tokenizer, encode("<think>")[0], [END])
+    assert without.compile(StructuredOutputs(choice=("yes", "no")), state=MAY_THINK).state == FORM, "the model does not know the token"
     opened = grammars.compile(StructuredOutputs(choice=("yes", "no")), state=MAY_THINK).after(encode("\n"))
     assert opened is not None and opened.look_ahead([], 4) == (0, encode("<think>")), "nothing else may follow"
 

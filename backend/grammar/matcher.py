@@ -25,7 +25,7 @@ class Vocabulary:
         """Of a mask as the step takes it."""
         self.num_own_words = -(-tokenizer.vocab_size // 32)
         """Of a mask as it is computed: the tokenizer may know tokens that the model does not."""
-        self.thoughts = Thoughts(own, self.num_own_words, self.end_ids)
+        self.thoughts = Thoughts(own, self.num_own_words, vocab_size, self.end_ids)
 
 
 class Matcher:

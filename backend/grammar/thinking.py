@@ -24,11 +24,13 @@ _END = THOUGHT.encode()
 class Thoughts:
     """Of a vocabulary: what may come in what is thought, and where that takes a request."""
 
-    def __init__(self, tokenizer: Tokenizer, num_words: int, end_ids: Collection[int]) -> None:
-        """num_words: of a mask. The end of text is not among what may be thought: it comes where the text is whole."""
+    def __init__(self, tokenizer: Tokenizer, num_words: int, vocab_size: int, end_ids: Collection[int]) -> None:
+        """num_words: of a mask; vocab_size: tokens that the model knows.
+
+        The end of text is not among what may be thought: it comes where the text is whole."""
         self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
         vocabulary = tokenizer.inner.get_vocab()
-        self.begin_id: int | None = vocabulary.get(THINK)
+        self.begin_id: int | None = None if vocabulary.get(THINK, vocab_size) >= vocab_size else vocabulary[THINK]
         """Models that begin to think by themselves have a token for that."""
         self._break_ids = {i for token, i in vocabulary.items() if token in ("\n", "\n\n", "\u010a", "\u010a\u010a", "<0x0A>")}
         """Which GLM writes before it; as they are, and as byte-level tokenizers and those with bytes for what they lack write them."""
