@@ -151,6 +151,29 @@ def test_a_parameter_that_no_schema_has():
         assert (name, json.loads(own)) == ("other", expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<tool_call>look\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\nwell </tool_call> then", "well </tool_call> then"),
+        ("<tool_call>look\n<arg_key>days</arg_key><arg_value>3</arg_value>\n<arg_key>" + "x" * 600, "<arg_key>" + "x" * 600),
+        ("<tool_call>\n<function=look>\n<parameter=days>3</parameter>\n</tool_call>\nthen", "then"),
+    ],
+    ids=["text", "a key without end", "no closing mark"],
+)
+def test_a_call_that_breaks_off(text, content):
+    """What stands where no mark is is text again: an answer does not vanish in a call."""
+    for most in (1, 4, 1000):
+        found, _, ((name, arguments),) = parse(in_pieces(text, most, random.Random(2)), tools=TOOLS)
+        assert (found.lstrip(), name, json.loads(arguments)) == (content, "look", {"days": 3})
+
+
+def test_llamas_objects_behind_a_functions_mark():
+    text = '<function=look>{"city": "</function>", "days": 3}</function> <function=put>{}</function>'
+    for most in (1, 4, 1000):
+        expected = ("", "", [("look", '{"city": "</function>", "days": 3}'), ("put", "{}")])
+        assert parse(in_pieces(text, most, random.Random(2)), tools=TOOLS) == expected
+
+
 def test_qwen_leaves_its_first_mark_out():
     own = "<function=look>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>3</parameter>\n</function>\n</tool_call>"
     for most in (1, 4, 1000):
@@ -159,7 +182,15 @@ def test_qwen_leaves_its_first_mark_out():
 
 
 @pytest.mark.parametrize(
-    "text", ["a <function=f> b", "<function=", "<tool_call>look around</tool_call>", "<tool_call>nothing\n</tool_call>!", "x <function=other>1"]
+    "text",
+    [
+        "a <function=f> b",
+        "<function=",
+        "<tool_call>look around</tool_call>",
+        "<tool_call>nothing\n</tool_call>!",
+        "x <function=other>1",
+        "see <function=look> for it",
+    ],
 )
 def test_what_is_no_call_is_text(text):
     for most in (1, 3, 1000):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_REFERENCES = 16
+MAX_KEY = 512
+"""Characters that a key may have, with its marks."""
 MAX_LITERAL = 4096
 """Characters of a value that may be Python's, and not JSON's."""
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
@@ -24,14 +26,30 @@ class Notation:
     """Behind a value."""
     end: re.Pattern[str]
     """Behind the last one."""
+    marks: tuple[str, ...]
+    """What either begins with."""
     has_breaks: bool
     """A line break on either side of a value belongs to the marks."""
     unknown: frozenset[str] | None
     """What a value is of which the schema says nothing; None: whatever it can be read as."""
 
 
-GLM = Notation(re.compile(r"\s*<arg_key>\s*([^<>]*?)\s*</arg_key>\s*<arg_value>"), "</arg_value>", re.compile(r"\s*</tool_call>"), False, None)
-QWEN = Notation(re.compile(r"\s*<parameter=\s*([^<>]*?)\s*>"), "</parameter>", re.compile(r"\s*</function>"), True, frozenset({"string"}))
+GLM = Notation(
+    re.compile(r"\s*<arg_key>\s*([^<>]*?)\s*</arg_key>\s*<arg_value>"),
+    "</arg_value>",
+    re.compile(r"\s*</tool_call>"),
+    ("<arg_key>", "</tool_call>"),
+    False,
+    None,
+)
+QWEN = Notation(
+    re.compile(r"\s*<parameter=\s*([^<>]*?)\s*>"),
+    "</parameter>",
+    re.compile(r"\s*(?:</function>|(?=</tool_call>))"),
+    ("<parameter=", "</function>", "</tool_call>"),
+    True,
+    frozenset({"string"}),
+)
 
 
 class KeyedArguments:
@@ -63,9 +81,16 @@ class KeyedArguments:
             elif match := self._notation.end.match(held):
                 found += "}" if self._count else "{}"
                 held, self.is_done = held[match.end() :], True
-            else:
+            elif self._goes_on(held.lstrip()):
                 break
+            else:  # what it is nobody knows: the call ends before it
+                found += "}" if self._count else "{}"
+                self.is_done = True
         return found, "" if is_last and not self.is_done else held
+
+    def _goes_on(self, rest: str) -> bool:
+        """Whether what is held may become a mark."""
+        return len(rest) < MAX_KEY and any(mark.startswith(rest) or rest.startswith(mark) for mark in self._notation.marks)
 
     def _read_value(self, held: str) -> tuple[str, str, bool]:
         """JSON of what is held of a value, what is left, and whether the value is whole."""

@@ -30,9 +30,9 @@ _HEAD = re.compile(
 )
 """Before a call's arguments, behind its lead or behind the call before it."""
 _KEYED_HEAD = re.compile(
-    rf"\s*(?:{_FUNCTION}(?P<qwen>[A-Za-z0-9_.-]{{1,64}})>|(?P<glm>[A-Za-z0-9_.-]{{1,64}})\s*(?=(?P<key><arg_key>)|</tool_call>))"
+    rf"\s*(?:{_FUNCTION}(?P<qwen>[A-Za-z0-9_.-]{{1,64}})>\s*(?=(?P<json>\{{)|<parameter=|</function>)|(?P<glm>[A-Za-z0-9_.-]{{1,64}})\s*(?=(?P<key><arg_key>)|</tool_call>))"
 )
-"""Before arguments that come key by key, or a call that has none."""
+"""Before arguments that come key by key, or a call that has none; Llama writes an object behind the second mark, if asked to."""
 _OTHER_ORDER = re.compile(r'\s*(?:[\[,;]\s*)*(?=\{\s*(?:"(?:arguments|parameters|function)"\s*:|"type"\s*:\s*"function"|(?P<id>"id"\s*:)))')
 """Before a call whose object does not begin with its name: Hermes 2 Pro's end with it, and Llama's may begin with a type. Many objects that are no
 calls have ids: behind a lead or a call alone one may be a call."""
@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MORE_KEYS = re.compile(r',\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[^\s",{}\[\]]+)\s*(?=[,}])')
 """Behind a call's arguments: a key that nobody reads, such as an id."""
 _KEY_BEGINS = re.compile(r',\s*(?:"|$)')
-_TAILS = ("```", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>", "}", "]", "</tool_call>")
+_TAILS = ("```", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>", "}", "]", "</function>", "</tool_call>")
 """Behind a call's arguments; nobody reads them."""
 MAX_HEAD = 512
 """Characters that may turn out to begin a call are held back no longer than this."""
@@ -219,8 +219,8 @@ class AnswerParser:
             return False
         if name not in self._schemas and not match["key"] and not (match["qwen"] and self._lead != _FUNCTION):
             return False
-        self._keyed = KeyedArguments(QWEN if match["qwen"] else GLM, self._schemas.get(name))
-        self._held, self._state = self._held[match.end() :], "keyed_arguments"
+        self._keyed, self._arguments = KeyedArguments(QWEN if match["qwen"] else GLM, self._schemas.get(name)), _Json()
+        self._held, self._state = self._held[match.end() :], "call" if match["json"] else "keyed_arguments"
         self._begin_call(part, name)
         return True
 
