@@ -881,7 +881,7 @@ def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job
 
 def test_drafts_whose_distribution_has_no_room(cluster: Cluster, llm_all: LLM) -> None:
     """Another request's read of one hangs: the drafts are left out, and the prompt goes on."""
-    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=0.5)
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=2)
     cluster.see(here, there)
     transfer, hung = here.nodes.transfer, []
     read, is_done = transfer.read, transfer.is_done
