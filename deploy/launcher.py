@@ -293,11 +293,11 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
             check_server_path("backend directory", Path(config.backend_directory), "link to it from elsewhere")
         origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart, is_served=True)
         check_gpu(engine.device)
+        server = find_server()  # before a model is fetched
         model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
-        server = find_server()
         check_repository(target)
         lock = lock_folder(target)
         put_password(values, target, password)

@@ -145,6 +145,12 @@ def test_beginnings_are_cut_into_pieces() -> None:
     assert cut({"input_ids": [1] * 64})[0] == cut({"input_ids": [1] * 32 + [2] * 32})[0]
     said = [{"role": "system", "content": "x" * 300}]
     assert cut({"messages": [*said, {"role": "user", "content": "y" * 200}]})[:2] == cut({"messages": said})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    offered, others = (cut({"messages": said, "tools": own}) for own in (tools, tools * 2))
+    assert len(offered) == 3 and len(cut({"messages": [], "tools": tools})) == 1 and not {*offered} & {*others, *cut({"messages": said})}
+    assert cut({"messages": [{"role": "user", "content": "x"}], "tools": tools}) == offered[:1], "other conversations with the same tools"
+    called = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": own * 200}}]} for own in "ab"]
+    assert cut({"messages": called[:1]}) != cut({"messages": called[1:]})
     assert len(cut({"text_input": "x" * 10**6})) == len(cut({"input_ids": [1] * 10**5})) == 64
 
 
