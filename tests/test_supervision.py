@@ -9,9 +9,11 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -136,12 +138,17 @@ def test_a_models_process_is_known_by_its_command_line() -> None:
     assert parse_stub(b"/usr/bin/vim\0triton_python_backend_stub\0", 5) is None and parse_stub(b"", 5) is None
 
 
+def control_block(flags: bytes, *queues: int) -> bytes:
+    """A region of shared memory with one, as release 24.10 lays it out on this kind of machine."""
+    return bytes(SIGN) + flags + b"\x7f" * (patience.QUEUES_PLACES[platform.machine()] - len(flags)) + struct.pack("<2q", *queues) + bytes(16384)
+
+
 @pytest.fixture
 def stub() -> Iterator[Stub]:
     """This process, as if it were a model's: its shared memory has the flags of one that the server has just asked for a sign of life."""
     name = f"{REGION}{os.getpid()}-signs"
     memory = SHARED_MEMORY_FOLDER / name
-    memory.write_bytes(bytes(SIGN + 3) + b"\1" + b"\x7f" * 64)
+    memory.write_bytes(control_block(b"\0\0\0\1", 496, 8688))
     yield Stub(os.getpid(), "decode", name, SIGN - patience.OWNERSHIP_BYTES)
     memory.unlink()
 
@@ -176,15 +183,29 @@ def test_a_sign_of_life_is_given_for_a_process_that_lives(stub: Stub, monkeypatc
     assert not is_vouched("S", 13.0), "it is about to be ended"
 
 
-def test_memory_that_is_not_as_known_is_left_alone(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("flags", "queues", "message"),
+    [
+        (b"\0\7\0\1", (496, 8688), "the flags at 336 of decode's shared memory have the values [7]; they must be 0 or 1"),
+        (
+            b"\0\1\0\1",
+            (496, 1 << 40),
+            "the control block at 336 of decode's shared memory has queues at (496, 1099511627776); they must lie behind it",
+        ),
+        (b"\0\0\0\0", (0, 0), "has queues at (0, 0)"),
+    ],
+)
+def test_memory_that_is_not_as_known_is_left_alone(
+    flags: bytes, queues: tuple[int, int], message: str, stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
     memory, voucher = SHARED_MEMORY_FOLDER / stub.region, patience.Voucher(os.getpid(), hang_seconds=3.0)
-    other = bytes(SIGN) + b"\0\7\0\1" + bytes(64)
+    other = control_block(flags, *queues)
     memory.write_bytes(other)
     for _ in range(2):
         voucher._follow([stub])
         voucher._vouch(0.0)
     (record,) = caplog.records
-    assert "the flags at 336 of decode's shared memory have the values [7]; they must be 0 or 1" in record.getMessage()
+    assert message in record.getMessage()
     assert memory.read_bytes() == other
     gone = dataclasses.replace(stub, region=f"{REGION}none")
     voucher._follow([gone])

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
+import platform
+import struct
 import threading
 import time
 
@@ -29,6 +32,10 @@ OWNERSHIP_BYTES = 16
 """Before each object in the shared memory (AllocatedShmOwnership)."""
 NUM_FLAGS = 4
 """Of the control block's beginning (IPCControlShm): stub_health, parent_health, uses_env, decoupled."""
+QUEUES = struct.Struct("<2q")
+"""Further on in it: where the two processes' queues of messages lie."""
+QUEUES_PLACES = {"x86_64": 88, "aarch64": 104}
+"""Behind two mutexes, whose size is the C library's, by the kind of machine."""
 
 
 class SignOfLife:
@@ -38,11 +45,20 @@ class SignOfLife:
         """Raises FileNotFoundError when there is no such memory any more, OSError when this user may not write to it, ValueError when it is not as
         servers' are known to be."""
         self._offset = stub.control + OWNERSHIP_BYTES
+        place = QUEUES_PLACES.get(platform.machine(), 0)
         with (SHARED_MEMORY_FOLDER / stub.region).open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), self._offset + NUM_FLAGS)
-        if others := set(self._memory[self._offset :]) - {0, 1}:
+            size = os.fstat(file.fileno()).st_size
+            self._memory = mmap.mmap(file.fileno(), self._offset + place + QUEUES.size)
+        where = f"{self._offset} of {stub.model}'s shared memory"
+        try:
+            if others := set(self._memory[self._offset : self._offset + NUM_FLAGS]) - {0, 1}:
+                raise ValueError(f"the flags at {where} have the values {sorted(others)}; they must be 0 or 1")
+            queues = QUEUES.unpack_from(self._memory, self._offset + place)
+            if place and not self._offset < queues[0] < queues[1] < size:
+                raise ValueError(f"the control block at {where} has queues at {queues}; they must lie behind it, up to {size}")
+        except ValueError:
             self.close()
-            raise ValueError(f"the flags at {self._offset} of {stub.model}'s shared memory have the values {sorted(others)}; they must be 0 or 1")
+            raise
 
     def give(self) -> None:
         self._memory[self._offset] = 1
