@@ -27,6 +27,8 @@ class Booking:
 
     report: Report
     """Called with what came of prompts that are computed for other nodes."""
+    now = 0.0
+    """When the step that is booked was read."""
 
     def __init__(self, scheduler: Scheduler, planner: Planner, open_requests: OpenRequests, metrics: Metrics, dtype: torch.dtype) -> None:
         """dtype: of the model."""
@@ -61,6 +63,9 @@ class Booking:
         if outcome.scores is not None and request.params.logprobs is not None:
             logprobs = read_scores(outcome.scores, token_ids, request.params.logprobs)
         self._scheduler.commit(entry, token_ids)
+        if own.last_tokens:
+            self._metrics.inter_token.observe(self.now - own.last_tokens)
+        own.last_tokens = self.now
         depth = request.speculation.depth_of(outcome.num_drafts) if outcome.num_drafts else 0
         request.stats.add(outcome.num_drafts, num_accepted, len(token_ids), depth)
         self._metrics.add_verdict(request.speculation.method, outcome.num_drafts, num_accepted, len(token_ids), depth)

@@ -21,6 +21,7 @@ from backend.drafters.calls import DraftService
 from backend.engine_parts import load_parts
 from backend.errors import ConfigError, EngineError, ModelError, RequestError
 from backend.grammar import Matcher
+from backend.grammar.thinking import FORM
 from backend.group import Greeting, Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
@@ -191,9 +192,11 @@ class Engine:
             self._inbox.append(lambda: self._admit(requests, on_delta, now))
             self._wake.notify()
 
-    def compile_grammar(self, params: SamplingParams) -> Matcher | None:
-        """Of what an answer's text has to be, at its beginning. Takes milliseconds: not for the engine's thread. Raises RequestError."""
-        return self._intake.compile(params.structured_outputs, params)
+    def compile_grammar(self, params: SamplingParams, state: int = FORM) -> Matcher | None:
+        """Of what an answer's text has to be, at its beginning; state: of `grammar.thinking`, before that.
+
+        Takes milliseconds: not for the engine's thread. Raises RequestError."""
+        return self._intake.compile(params.structured_outputs, params, state=state)
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request with finish_reason `cancelled` before the next step. False when no such request is open."""
@@ -323,6 +326,7 @@ class Engine:
         self.metrics.add_times(draft_seconds, times.forward, times.decide)
         if self._chunks is not None:
             self._chunks.observe(step.plan.prompt_rows, times.total)
+        self._booking.now = time.monotonic()
         for number, (entry, outcome) in enumerate(zip(step.entries, results.outcomes, strict=True)):
             own = self._open.get(entry.request)
             if own is None:

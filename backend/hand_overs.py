@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
@@ -114,6 +115,7 @@ class HandOvers:
             entry = self._scheduler.end_fetch(request)
             self.num_fetched += 1
             self._book(own, entry, hand_off.outcome, [])
+            own.last_tokens = time.monotonic()
         except Exception as error:  # it belongs to this request only
             self._open.fail_internally(own, error)
 

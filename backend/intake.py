@@ -15,10 +15,11 @@ from backend.core import Request
 from backend.errors import RequestError
 from backend.grammar import Grammars, Matcher
 from backend.grammar.endless import is_endless
+from backend.grammar.thinking import FORM, MAY_THINK, THINKING
 from backend.sampling_params import SamplingParams
 from backend.structured_outputs import StructuredOutputs
 from backend.text import Tokenizer
-from backend.thought import THINK
+from backend.thought import THINK, THOUGHT
 from backend.tools import Tools, find_format, takes_one_call
 from backend.truncation import Truncation, fit_messages
 
@@ -29,6 +30,8 @@ MAX_CHARACTERS_PER_TOKEN = 64
 
 MAX_TIMEOUT = 10**9
 """Seconds: thirty years, which clocks can be asked to wait for."""
+MAX_MARK_TOKENS = 16
+"""Of a prompt that comes as tokens, whether a mark of thoughts is at its end is seen by so many of them."""
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or messages for the model's chat template."""
@@ -94,9 +97,8 @@ class Intake:
         if max_num_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max(1, max_num_tokens - len(token_ids)))
         asked = self._form_of(params, tools)
-        # What has a form has it from its first token on: nothing is thought before it.
-        is_free = params.structured_outputs is None and (tools is None or tools.choice in ("auto", "none"))
-        grammars = [self.compile(asked, params, tools) for _ in range(params.n)]
+        state = self._find_state(token_ids, text, bool(text) and not isinstance(prompt, str), tools, template_variables)
+        grammars = [self.compile(asked, params, tools, state) for _ in range(params.n)]
         if asked is not None or prediction_ids:  # whose drafts are made from one text: a chain
             speculation = dataclasses.replace(speculation, num_nodes=0)
         if asked is not None and speculative is None and not speculation.num_speculative_tokens:
@@ -124,14 +126,29 @@ class Intake:
                 bad_word_ids=bad_words,
                 grammar=grammars[i],
                 may_call=tools is not None and tools.choice != "none",
-                begins_thinking=is_free and text.rstrip().endswith(THINK),
+                begins_thinking=state >= THINKING,
                 prediction_ids=prediction_ids,
             )
             for i in range(params.n)
         ]
 
-    def compile(self, asked: StructuredOutputs | None, params: SamplingParams, tools: Tools | None = None) -> Matcher | None:
-        """asked: the request's own, or with what its tools ask; tools: these, to be named in errors. Raises RequestError."""
+    def _find_state(
+        self, token_ids: Sequence[int], text: str, is_chat: bool, tools: Tools | None, template_variables: Mapping[str, Any] | None
+    ) -> int:
+        """Whether the answer to a prompt begins with thoughts, by `grammar.thinking`: it does, it may, or it does not."""
+        bare = (text or self._tokenizer.decode(token_ids[-MAX_MARK_TOKENS:], skip_special_tokens=False)).rstrip()
+        if bare.endswith(THINK):
+            return THINKING
+        template = (self._tokenizer.chat_template if tools is None else self._tokenizer.tool_template) or ""
+        is_off = any((template_variables or {}).get(name) is False for name in ("enable_thinking", "thinking"))
+        # A template that says nothing of thoughts is of a model that has none; one that closes them at the prompt's end has switched them off.
+        return MAY_THINK if is_chat and THOUGHT in template and not (is_off or bare.endswith(THOUGHT)) else FORM
+
+    def compile(self, asked: StructuredOutputs | None, params: SamplingParams, tools: Tools | None = None, state: int = FORM) -> Matcher | None:
+        """asked: the request's own, or with what its tools ask; tools: these, to be named in errors; state: of `grammar.thinking`, before the form.
+
+        Raises RequestError.
+        """
         if asked is None:
             return None
         if asked is not params.structured_outputs:  # what requires itself is a grammar too: it would only never come to an end
@@ -141,7 +158,7 @@ class Intake:
                 if is_endless(tool["function"].get("parameters")):
                     self._check_parameters(tool["function"])
         try:
-            return self._grammars.compile(asked, params.ignore_eos)
+            return self._grammars.compile(asked, params.ignore_eos, state)
         except RequestError as error:
             if asked is params.structured_outputs:
                 raise

@@ -50,6 +50,8 @@ class Metrics:
     verify_seconds: float = 0.0
     time_to_first_token: Histogram = field(default_factory=Histogram)
     time_per_output_token: Histogram = field(default_factory=Histogram)
+    inter_token: Histogram = field(default_factory=Histogram)
+    """From one step that emitted for a completion to the next, whatever they emitted; time_per_output_token is a completion's mean."""
     request_time: Histogram = field(default_factory=Histogram)
     queue_time: Histogram = field(default_factory=Histogram)
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))

@@ -31,6 +31,8 @@ class OpenRequest:
     begun: float = 0.0
     """When it came among the running."""
     first_token: float = 0.0
+    last_tokens: float = 0.0
+    """When the last step that emitted for it was read."""
     is_echoed: bool = False
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 

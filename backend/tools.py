@@ -1,6 +1,7 @@
 """Tools: what a request offers, how the model's family writes calls, and the grammar of answers that have to call.
 
-Families are told apart by their templates: Hermes (Qwen, ERNIE 4.5), Llama 3, Mistral (with a list, and since v11 one by one), DeepSeek (V3, V3.1).
+Families are told apart by their templates: Hermes (Qwen, ERNIE 4.5), Llama 3, Mistral (with a list, and since v11 one by one), DeepSeek (V3, V3.1),
+and those that write arguments key by key: GLM-4.5 and Qwen3-Coder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.errors import RequestError
+from backend.keyed_calls import KeyMarks, write_arguments
 from backend.schema_numbers import settle_numbers
 from backend.structured_outputs import StructuredOutputs
 
@@ -39,6 +41,8 @@ class ToolFormat:
     begin: str = ""
     separator: str = ""
     end: str = ""
+    marks: KeyMarks | None = None
+    """Of arguments that are no object, but come key by key."""
 
 
 _BEGIN, _CALL, _SEP, _CALL_END, _END = (
@@ -46,17 +50,26 @@ _BEGIN, _CALL, _SEP, _CALL_END, _END = (
 )
 """DeepSeek's."""
 _HERMES = ToolFormat(("<tool_call>",), "<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
+_GLM = KeyMarks("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</arg_value>")
+_GLM_TIGHT = KeyMarks("<arg_key>", "</arg_key><arg_value>", "</arg_value>", "</arg_value>")
+_QWEN = KeyMarks("<parameter=", ">\n", "\n</parameter>\n", "</parameter>")
 FORMATS = (
     ToolFormat((_BEGIN, "```json"), _BEGIN, f"{_CALL}function{_SEP}", "\n```json\n", f"\n```{_CALL_END}", _BEGIN, "\n", _END),
     ToolFormat((_BEGIN,), _BEGIN, _CALL, _SEP, _CALL_END, _BEGIN, "", _END),
     ToolFormat(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", ""),
     ToolFormat(("[TOOL_CALLS]",), "[TOOL_CALLS]", '{"name": "', '", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
+    ToolFormat(("</arg_key><arg_value>",), "<tool_call>", "<tool_call>", "", "</tool_call>", marks=_GLM_TIGHT),
+    ToolFormat(("<arg_key>",), "<tool_call>", "<tool_call>", "\n", "</tool_call>", separator="\n", marks=_GLM),
+    ToolFormat(
+        ("<function=", "<parameter="), "<tool_call>", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", separator="\n", marks=_QWEN
+    ),
     _HERMES,
     ToolFormat(('"parameters":',), "", '{"name": "', '", "parameters": ', "}", separator="; "),
 )
 """The first whose markers a template has. Another template that takes tools is taken for Hermes'."""
 CALL_TOKENS = frozenset(
     {_BEGIN, _CALL, _SEP, _CALL_END, _END, "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+    | {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"}
 )
 """Where they are special tokens they are a part of the text all the same, for an answer that may call."""
 
@@ -158,8 +171,15 @@ class _Writer:
 
 def _write_calls(name: str, format: ToolFormat, before: str, functions: Sequence[Mapping[str, Any]], write: _Writer) -> str:
     """A rule: a call of any of the functions."""
-    calls = [f"{write(before + f['name'] + format.between)} %json {_write_schema(f)} {write(format.after)}" for f in functions]
-    return f"{name}: {' | '.join(f'{name}_{i}' for i in range(len(calls)))}\n" + "\n".join(f"{name}_{i}: {c}" for i, c in enumerate(calls))
+    rules = [f"{name}: {' | '.join(f'{name}_{i}' for i in range(len(functions)))}"]
+    for i, function in enumerate(functions):
+        own = f"{name}_{i}"
+        arguments = f"%json {_write_schema(function)}" if format.marks is None else f"{own}_arguments"
+        rules.append(f"{own}: {write(before + function['name'] + format.between)} {arguments} {write(format.after)}")
+        if format.marks is not None:
+            settled = {**function, "parameters": _settle_parameters(function)}
+            rules.append(write_arguments(f"{own}_arguments", format.marks, settled, write))
+    return "\n".join(rules)
 
 
 def _write_answer(answer: StructuredOutputs) -> str:
@@ -186,10 +206,13 @@ def _settle(schema: Mapping[str, Any], is_lenient: bool, what: str) -> dict[str,
 
 def _write_schema(function: Mapping[str, Any]) -> str:
     """Of the arguments. With `strict` what cannot be enforced is an error; a function without `parameters` has none, as OpenAI has it."""
+    return json.dumps({**_settle_parameters(function), "x-guidance": {"coerce_one_of": True, "lenient": not function.get("strict")}})
+
+
+def _settle_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     schema = function.get("parameters")
     schema = _NO_PARAMETERS if schema is None else schema or {"type": "object"}
-    schema = _settle(schema, not function.get("strict"), f"tools: the parameters of {function['name']!r}")
-    return json.dumps({**schema, "x-guidance": {"coerce_one_of": True, "lenient": not function.get("strict")}})
+    return _settle(schema, not function.get("strict"), f"tools: the parameters of {function['name']!r}")
 
 
 def _check_tool(number: int, tool: object) -> str:

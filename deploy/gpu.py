@@ -14,9 +14,9 @@ from kernels.toolchain import KernelError, find_nvcc
 DRIVER_FILE = Path("/dev/nvidiactl")
 
 
-def has_gpu() -> bool:
-    """Whether NVIDIA's driver runs, and its GPUs are not taken from this process by CUDA's own variable."""
-    return DRIVER_FILE.exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() not in ("", "-1")
+def is_hidden() -> bool:
+    """Whether the machine's GPUs are taken from this process, by CUDA's own variable."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
 
 
 def check_gpu(device: str) -> None:
@@ -24,10 +24,13 @@ def check_gpu(device: str) -> None:
 
     auto is the GPU of a machine that has one. One that cannot be used is an error then too: answers from the CPU are many times slower.
     """
-    if device == "cpu" or (device == "auto" and not has_gpu()):
+    if device == "cpu" or (device == "auto" and (is_hidden() or not DRIVER_FILE.exists())):
         return
     if not DRIVER_FILE.exists():
         raise LaunchError(f"device {device}: this machine has no NVIDIA GPU (no {DRIVER_FILE}); use --device cpu")
+    if is_hidden():
+        hidden = os.environ["CUDA_VISIBLE_DEVICES"]
+        raise LaunchError(f"device {device}: CUDA_VISIBLE_DEVICES is {hidden!r}, which hides this machine's GPUs; unset it, or use --device cpu")
     if missing := list_missing():
         raise LaunchError(f"device {device}: this machine has a GPU, and lacks {'; '.join(missing)}. Or use --device cpu")
 

@@ -56,8 +56,8 @@ RESTRICTED_APIS = "shared-memory,model-config,model-repository,statistics,trace,
 """Of Triton's, over HTTP and gRPC: they want a key. Shared memory above all: who may register a region reads and writes other requests', and
 the memory of the models' processes."""
 SHARED_BYTES = 8 * 2**20
-"""Of shared memory that each model's process begins with, and grows by. Release 24.10 begins with 1 MiB, and a process that reads a request while
-the server makes the region larger can write beyond its own view of it and die: it should seldom grow."""
+"""Of shared memory that each model's process begins with, and grows by: both processes map it anew each time. Release 24.10 begins with 1 MiB, which
+a dozen long prompts fill."""
 
 
 def check_model(name: str, max_model_len: int | None = None, load_format: str = "safetensors", source: Source | None = None) -> Path:
@@ -304,11 +304,11 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
             check_server_path("backend directory", Path(config.backend_directory), "link to it from elsewhere")
         origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart, is_served=True)
         check_gpu(engine.device)
+        server = find_server()  # before a model is fetched
         model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written
-        server = find_server()
         check_repository(target)
         lock = lock_folder(target)
         put_password(values, target, password)

@@ -77,12 +77,14 @@ class RunningServer:
         with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as response:
             return response.read().decode()
 
-    def settle(self) -> None:
-        """Returns once what was asked before is counted: a server tells its counts some time after their events, and an idle one's stand still."""
+    def settle(self, names: str = "foretoken_") -> None:
+        """Returns once what was asked before is counted: a server tells its counts some time after their events, and an idle one's stand still.
+
+        names: how the counts begin that are looked at. One behind a gateway is never idle: it is asked how it is."""
         deadline, seen, same = time.monotonic() + 60, "", 0
         while same < 4:
             assert time.monotonic() < deadline, "the server is not idle"
-            text = "\n".join(line for line in self.metrics_text().splitlines() if line.startswith("foretoken_"))
+            text = "\n".join(line for line in self.metrics_text().splitlines() if line.startswith(names))
             seen, same = text, same + 1 if text == seen else 0
             time.sleep(0.15)
 

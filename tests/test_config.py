@@ -1465,11 +1465,14 @@ def test_a_gpu_that_is_not_there(state: Path, capsys: pytest.CaptureFixture[str]
     assert main(["serve", "--dry-run", "--device", "auto"]) == 0
 
 
-def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setitem(sys.modules, "pytriton", None)  # as if it were not installed
     with pytest.raises(LaunchError, match=r"no tritonserver.*pip install --no-deps nvidia-pytriton"):
         server.find_server()
+    monkeypatch.setattr(launcher, "find_model", lambda *_: pytest.fail("a model would be fetched for no server"))
+    assert main(["serve", "org/model", "--dry-run"]) == 2 and "no tritonserver" in capsys.readouterr().err
 
 
 def test_the_wheels_server_is_laid_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -303,6 +303,11 @@ def test_jobs_that_cannot_be(change: dict[str, Any], text: str) -> None:
         check_job(Job("j", "s", dataclasses.replace(REQUEST, token_ids=[], **change), 0, "layout"), config, 100, 16)
 
 
+def test_a_job_that_is_nowhere_before_its_form() -> None:
+    with pytest.raises(RecordError, match="state is 1; an integer from -3 to 0 is needed"):
+        check_job(Job("j", "s", REQUEST, 0, "layout", 1), SpeculativeConfig(method="mtp"), 100, 16)
+
+
 def test_a_job_with_more_pages_than_its_prompt() -> None:
     with pytest.raises(RecordError, match="num_cached_pages is 1"):
         check_job(Job("j", "s", REQUEST, 1, "layout"), SpeculativeConfig(method="mtp"), 100, 16)
@@ -336,7 +341,7 @@ def test_hand_offs_that_cannot_be(outcome: dict[str, Any], more: dict[str, Any],
 @pytest.mark.parametrize("source", [None, 5, [], {}])
 def test_drafts_of_nobody(source: Any) -> None:
     hand_off = HandOff(Outcome([8], next_drafts=[1, 2], num_drafter_tokens=4), ["mtp", source])
-    with pytest.raises(RecordError, match="sources has .*; names are needed"):
+    with pytest.raises(RecordError, match=r"sources has .*; names are needed"):
         check_done(Message("done", "j", "s", hand_off=hand_off), REQUEST, 100)
 
 
@@ -1022,7 +1027,7 @@ def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job
 
 def test_drafts_whose_distribution_has_no_room(cluster: Cluster, llm_all: LLM) -> None:
     """Another request's read of one hangs: the drafts are left out, and the prompt goes on."""
-    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=0.5)
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=2)
     cluster.see(here, there)
     transfer, hung = here.nodes.transfer, []
     read, is_done = transfer.read, transfer.is_done

@@ -117,8 +117,10 @@ def test_a_drafter_that_was_not_worth_its_time_at_the_prompt_catches_up(llm_plai
 
 def test_ngram_accepts_drafts_and_counts_them(llm_ngram):
     code = "".join(f"    def get_{n}(self):\n        return self._{n}\n\n" for n in ("width", "height", "depth", "colour"))
+    before = llm_ngram.engine.metrics.inter_token.count
     result = llm_ngram.generate(f"class Box:\n{code}    def get_weight(self):", greedy(40), use_tqdm=False)[0].outputs[0]
     stats = result.stats
+    assert llm_ngram.engine.metrics.inter_token.count - before == stats.steps - 1, "from step to step, as vLLM's latency between tokens"
     assert stats.accepted > 0 and stats.emitted == 40 == len(result.token_ids)
     assert stats.emitted == stats.steps + stats.accepted
     assert sum(stats.accepted_per_position) == stats.accepted == result.sources.count("ngram")

@@ -145,6 +145,12 @@ def test_beginnings_are_cut_into_pieces() -> None:
     assert cut({"input_ids": [1] * 64})[0] == cut({"input_ids": [1] * 32 + [2] * 32})[0]
     said = [{"role": "system", "content": "x" * 300}]
     assert cut({"messages": [*said, {"role": "user", "content": "y" * 200}]})[:2] == cut({"messages": said})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    offered, others = (cut({"messages": said, "tools": own}) for own in (tools, tools * 2))
+    assert len(offered) == 3 and len(cut({"messages": [], "tools": tools})) == 1 and not {*offered} & {*others, *cut({"messages": said})}
+    assert cut({"messages": [{"role": "user", "content": "x"}], "tools": tools}) == offered[:1], "other conversations with the same tools"
+    called = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": own * 200}}]} for own in "ab"]
+    assert cut({"messages": called[:1]}) != cut({"messages": called[1:]})
     assert len(cut({"text_input": "x" * 10**6})) == len(cut({"input_ids": [1] * 10**5})) == 64
 
 
@@ -282,9 +288,10 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
         yield found
 
 
-def stop(server: RunningServer, number: signal.Signals) -> None:
+def engine_of(server: RunningServer) -> int:
+    """The process that computes."""
     (stub,) = (s for s in find_stubs(server.pid) if s.model == "decode")
-    os.kill(stub.pid, number)
+    return stub.pid
 
 
 def test_all_share_the_work(three: Three) -> None:
@@ -309,14 +316,17 @@ def test_all_share_the_work(three: Three) -> None:
 
 def test_one_that_is_held_is_left_out_and_comes_back(three: Three) -> None:
     held = three.servers[0]
-    stop(held, signal.SIGSTOP)
+    pid = engine_of(held)
+    os.kill(pid, signal.SIGSTOP)
     try:
         assert three.ask_all([f"y{i} = " for i in range(9)]) == [200] * 9, "what went to it is asked again elsewhere"
         assert wait_until(lambda: not three.is_up(held))
         three.share([f"z{i} = " for i in range(4)], slice(1, 3))
     finally:
-        stop(held, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
     assert wait_until(lambda: three.is_up(held), 30)
+    assert engine_of(held) == pid, "it went on where it stood"
+    held.settle("foretoken_prompt_tokens")  # it finds in its queue what was asked elsewhere meanwhile
 
 
 def test_one_that_is_killed_ends_its_streams_alone(three: Three) -> None:

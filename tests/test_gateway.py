@@ -107,17 +107,17 @@ def read_metric(address: str, name: str, **labels: str) -> float:
     return sum(float(value) for series, _, value in found if all(f'{k}="{v}"' in series for k, v in labels.items()))
 
 
-def send_request(address: str, body: dict, path: str = "/v1/completions", receive_buffer: int = 0) -> socket.socket:
+def send_request(address: str, body: dict, path: str = "/v1/completions", receive_buffer: int = 0, connection: str = "close") -> socket.socket:
     """Sends a request and reads nothing of the answer."""
     host, _, port = address.removeprefix("http://").partition(":")
-    connection = socket.socket()
+    own = socket.socket()
     if receive_buffer:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.settimeout(60)
-    connection.connect((host, int(port)))
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    own.settimeout(60)
+    own.connect((host, int(port)))
     data = json.dumps(body).encode()
-    connection.sendall(HEAD.format(path=path, length=len(data)).encode() + data)
-    return connection
+    own.sendall(HEAD.format(path=path, length=len(data)).replace("connection: close", f"connection: {connection}").encode() + data)
+    return own
 
 
 def read_events(raw: bytes) -> list[str]:
@@ -859,13 +859,53 @@ def test_a_lost_connection_ends_all_that_was_asked_on_it(server, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_client_that_closes_its_side_has_hung_up(server):
-    """Nothing is sent to it before its answer's end, so that it cannot be told from one that is gone."""
-    with gateway_in_this_process(server.grpc) as address, send_request(address, {**LONG, "prompt": PROMPT, "n": 8}) as connection:
-        assert wait_until(lambda: server.metric("foretoken_requests_running") == 8)
-        connection.shutdown(socket.SHUT_WR)
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_closes_its_side_gets_its_answer(server, is_streamed):
+    """As `nc -N` does, all that it asked on the connection; one that is gone altogether is told from it, and has hung up."""
+    body = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0, "stream": is_streamed}
+    with gateway_in_this_process(server.grpc) as address:
+        for is_last in (True, False):
+            with send_request(address, body, connection="close" if is_last else "keep-alive") as connection:
+                if not is_last:
+                    connection.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+                connection.shutdown(socket.SHUT_WR)
+                raw = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert raw.count(b"HTTP/1.1 200 OK") == 2 - is_last and b'"finish_reason":"length"' in raw and (b'"version"' in raw) != is_last
+        with send_request(address, {**LONG, "prompt": PROMPT, "n": 8, "stream": is_streamed}) as connection:
+            assert wait_until(lambda: server.metric("foretoken_requests_running") == 8)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(4096)
+            assert server.metric("foretoken_requests_running") == 8
         assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
-        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "begin", [b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{", b"GET /he", b""], ids=["body", "head", "none"]
+)
+def test_a_client_that_closes_its_side_too_early_is_not_waited_for(server, begin):
+    with gateway_in_this_process(server.grpc) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(begin)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+
+
+def test_clients_of_old_that_close_their_side(server):
+    """HTTP/1.0 knows nothing that could be sent before an answer: what comes at once is answered, and a generation ends."""
+    with gateway_in_this_process(server.grpc) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            assert b" 200 OK" in b"".join(iter(lambda: connection.recv(4096), b""))
+        data = json.dumps({**LONG, "prompt": PROMPT}).encode()
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(HEAD.format(path="/v1/completions", length=len(data)).replace("1.1", "1.0").encode() + data)
+            assert wait_until(lambda: server.metric("foretoken_requests_running") == 1)
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0)
 
 
 def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):

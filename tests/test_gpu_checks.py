@@ -45,6 +45,8 @@ def test_the_cpu_is_used_where_it_is_asked_for_or_all_there_is(machine: Path, mo
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         gpu.check_gpu("auto")
+        with pytest.raises(LaunchError, match=f"device cuda:0: CUDA_VISIBLE_DEVICES is '{hidden}', which hides"):
+            gpu.check_gpu("cuda:0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(gpu, "DRIVER_FILE", machine / "none")
     gpu.check_gpu("auto")

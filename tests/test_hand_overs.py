@@ -41,7 +41,7 @@ class Direct:
         fields = write_job(Job(f"job {request.request_id}", "here", request, num_cached_pages, self.here.worker.store.fingerprint))
         job = read_job({key.encode(): value for key, value in fields.items()})
         self.jobs[job.job_id] = request, num_cached_pages
-        job.request.grammar = self.there.compile_grammar(job.request.params)
+        job.request.grammar = self.there.compile_grammar(job.request.params, job.state)
         self.there.submit_requests([job.request], self.note_end)
 
     def note_end(self, delta: Delta) -> None:

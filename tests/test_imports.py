@@ -231,7 +231,7 @@ def test_the_planner_handles_integers() -> None:
 
 
 LEVELS = (
-    ("errors", "core", "sampling_params", "schema_numbers", "structured_outputs", "version"),
+    ("errors", "core", "keyed_calls", "sampling_params", "schema_numbers", "structured_outputs", "version"),
     ("tools",),
     ("section", "speculative_names", "other_servers"),
     (

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from client import Client, GenerateError
+from client import Client, GenerateError, HttpClient
 from deploy.demo import FORETOKEN, free_ports, stop_server
 from deploy.supervision.processes import REGIONS_FILE, SHARED_MEMORY_FOLDER, find_stubs, is_running
 from tests.supervised import MODELS, SHORT, Gateway, Stream, Supervised, assert_serves, assert_told, open_streams, start, wait_for
@@ -29,6 +29,8 @@ END_SECONDS = 30.0
 HOLD_SECONDS = 0.3
 """Shorter than anything is taken for hung after: tritonserver looks at its models' signs of life about once a second."""
 HANG_SECONDS = 4.0
+PATIENCE_SECONDS = 2.2
+"""The server waits for a process for two seconds at most that gives no sign of life."""
 
 
 @dataclass
@@ -113,6 +115,24 @@ def test_nothing_is_lost_while_a_process_is_held_for_a_moment(service: Service) 
         time.sleep(HOLD_SECONDS)
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.2)
+    assert_answered(streams)
+    service.assert_well()
+    assert service.server.counts() == before
+
+
+def test_nothing_is_lost_while_models_with_requests_in_hand_do_not_run(service: Service) -> None:
+    """For longer than the server itself has patience: what it gives up they would read all the same, and die of it."""
+    before, server = service.server.counts(), service.server.server
+    streams = service.open_streams(max_tokens=400)
+    pids = [service.pid_of(model) for model in MODELS]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        streams += [Stream(client, streams[0].values) for client in (Client(server.grpc), HttpClient(server.http, model="generate"))]
+        time.sleep(PATIENCE_SECONDS)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
     assert_answered(streams)
     service.assert_well()
     assert service.server.counts() == before

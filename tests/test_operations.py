@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -269,6 +270,12 @@ class TestLocust:
         assert result.returncode == 1, result.stderr
         found = statistics_of(result)
         assert found and all(count == failures for count, failures in found.values())
+
+    def test_a_server_that_answers_nothing(self):
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            port = silent.getsockname()[1]
+            result = locust("GrpcUser", f"--grpc-url=127.0.0.1:{port}", "--run-time=1s", "--stop-timeout=0")
+        assert result.returncode == 1 and "no request was answered" in result.stderr and not statistics_of(result)
 
 
 NODES_METRICS = "foretoken_pd_"

@@ -36,6 +36,19 @@ def test_whole_and_streamed(api):
     assert [e.sequence_number for e in events] == list(range(len(events))) and final.usage == whole.usage
 
 
+def test_tokens_of_an_input_are_counted(api):
+    """As many as the answer's usage says; nothing is generated."""
+    items: Any = [{"role": "user", "content": "é🙂"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "why?"}]
+    for own in ({"input": "read a file"}, {"input": items, "instructions": "Be brief."}, {"input": items, "reasoning": {"effort": "low"}}):
+        counted = api.responses.input_tokens.count(model="foretoken", **own)
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == api.responses.create(model="foretoken", max_output_tokens=1, **own).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        api.responses.input_tokens.count(model="foretoken", input="x", previous_response_id="resp_1")
+    with pytest.raises(openai.NotFoundError, match="the model 'x' does not exist"):
+        api.responses.input_tokens.count(model="x", input="x")
+
+
 def test_logprobs(api):
     """As a chat has them."""
     expected = api.chat.completions.create(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import json
 import math
 import os
+import platform
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -26,7 +29,7 @@ from backend.errors import EngineError
 from client import AsyncClient, Client, GenerateError, HttpClient
 from deploy.demo import free_ports, running_gateway
 from deploy.launcher import RESTRICTED_APIS
-from deploy.supervision import probe, watch
+from deploy.supervision import patience, probe, processes, watch
 from deploy.supervision.probe import Probe, ServerApi, progress_pattern
 from deploy.supervision.processes import (
     REGION,
@@ -130,9 +133,84 @@ def test_a_models_process_is_known_by_its_command_line() -> None:
         ]
         return "\0".join(words).encode()
 
-    assert parse_stub(line("mtp_drafter_0_0"), 5) == Stub(5, "mtp_drafter", "triton_python_backend_shm_region_1")
+    assert parse_stub(line("mtp_drafter_0_0"), 5) == Stub(5, "mtp_drafter", "triton_python_backend_shm_region_1", 336)
     assert parse_stub(line("mtp_drafter"), 5) is None, "the one that completes a configuration ends by itself"
     assert parse_stub(b"/usr/bin/vim\0triton_python_backend_stub\0", 5) is None and parse_stub(b"", 5) is None
+
+
+def control_block(flags: bytes, *queues: int) -> bytes:
+    """A region of shared memory with one, as release 24.10 lays it out on this kind of machine."""
+    return bytes(SIGN) + flags + b"\x7f" * (patience.QUEUES_PLACES[platform.machine()] - len(flags)) + struct.pack("<2q", *queues) + bytes(16384)
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    """This process, as if it were a model's: its shared memory has the flags of one that the server has just asked for a sign of life."""
+    name = f"{REGION}{os.getpid()}-signs"
+    memory = SHARED_MEMORY_FOLDER / name
+    memory.write_bytes(control_block(b"\0\0\0\1", 496, 8688))
+    yield Stub(os.getpid(), "decode", name, SIGN - patience.OWNERSHIP_BYTES)
+    memory.unlink()
+
+
+SIGN = 336
+
+
+def test_a_sign_of_life_is_given_for_a_process_that_lives(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for one that is stopped, until its time is over; nothing else of the memory is touched."""
+    memory, voucher = SHARED_MEMORY_FOLDER / stub.region, patience.Voucher(os.getpid(), hang_seconds=3.0)
+    cleared, states = memory.read_bytes(), {stub.pid: "S"}
+    monkeypatch.setattr(patience, "is_running", lambda pid: states[pid] not in "XZ")
+    monkeypatch.setattr(processes, "read_state", lambda pid: (states[pid], 1))
+    voucher._follow([stub])
+
+    def is_vouched(state: str, now: float) -> bool:
+        states[stub.pid] = state
+        memory.write_bytes(cleared)
+        voucher._vouch(now)
+        after = memory.read_bytes()
+        assert after[:SIGN] + b"\0" + after[SIGN + 1 :] == cleared
+        return after[SIGN] == 1
+
+    assert is_vouched("S", 0.0) and is_vouched("T", 1.0)
+    assert all(is_vouched("T", 1.0 + 0.5 * i) for i in range(16)) and not is_vouched("T", 9.0)
+    assert is_vouched("R", 9.5) and not is_vouched("Z", 10.0)
+    voucher._follow([])
+    assert not is_vouched("S", 11.0), "it is not this server's any more"
+    voucher._follow([stub])
+    assert is_vouched("S", 12.0)
+    voucher.give_up(stub)
+    assert not is_vouched("S", 13.0), "it is about to be ended"
+
+
+@pytest.mark.parametrize(
+    ("flags", "queues", "message"),
+    [
+        (b"\0\7\0\1", (496, 8688), "the flags at 336 of decode's shared memory have the values [7]; they must be 0 or 1"),
+        (
+            b"\0\1\0\1",
+            (496, 1 << 40),
+            "the control block at 336 of decode's shared memory has queues at (496, 1099511627776); they must lie behind it",
+        ),
+        (b"\0\0\0\0", (0, 0), "has queues at (0, 0)"),
+    ],
+)
+def test_memory_that_is_not_as_known_is_left_alone(
+    flags: bytes, queues: tuple[int, int], message: str, stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, voucher = SHARED_MEMORY_FOLDER / stub.region, patience.Voucher(os.getpid(), hang_seconds=3.0)
+    other = control_block(flags, *queues)
+    memory.write_bytes(other)
+    for _ in range(2):
+        voucher._follow([stub])
+        voucher._vouch(0.0)
+    (record,) = caplog.records
+    assert message in record.getMessage()
+    assert memory.read_bytes() == other
+    gone = dataclasses.replace(stub, region=f"{REGION}none")
+    voucher._follow([gone])
+    voucher._vouch(0.0)
+    assert len(caplog.records) == 1, "a process that ends is nobody's business"
 
 
 def test_processes_are_read() -> None:

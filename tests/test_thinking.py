@@ -63,8 +63,24 @@ def test_chats(api):
     assert read(api, max_tokens=3)[0][1] == "", "cut while it thinks"
     ((reasoning, content),) = read(api, **PLAIN)
     assert not reasoning and content, "the template closes it itself"
-    # What is asked for as a form is the answer, with no thoughts before it.
-    assert read(api, extra_body={"guided_choice": ["yes", "no"]})[0][1] in ("yes", "no")
+
+
+def test_forms_come_after_what_is_thought(api):
+    """As vLLM has it; with thinking switched off from the first token on."""
+    own: Any = {"extra_body": {"guided_choice": ["yes", "no"]}}
+    assert read(api, **own)[0][0] == "x = 1\ny = 2\n" and {said for _, said in read(api, **own, n=2, seed=1)} <= {"yes", "no"}
+    assert read(api, **own, max_tokens=3) == read(api, max_tokens=3), "cut while it thinks"
+    off: Any = {"extra_body": own["extra_body"] | PLAIN["extra_body"]}
+    assert not read(api, **off)[0][0] and read(api, **off)[0][1] in ("yes", "no")
+    called = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "additionalProperties": False}}}
+    for is_streamed in (False, True):
+        found = api.chat.completions.create(**{**ASK, "stop": [], "tools": [called], "tool_choice": "required"}, stream=is_streamed)
+        parts = [event.choices[0].delta for event in found] if is_streamed else [found.choices[0].message]
+        assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == "x = 1\ny = 2\n"
+        assert [call.function.name for part in parts for call in part.tool_calls or () if call.function.name][:1] == ["f"]
+    text: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer", "maximum": 9}, "strict": True}}
+    response = api.responses.create(model="default", input=PART * 8, max_output_tokens=48, temperature=0, text=text)
+    assert [item.type for item in response.output] == ["reasoning", "message"] and int(response.output_text) <= 9
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ class MetricsPublisher:
         self._count("prompt_tokens_cached_total", "Prompt tokens that the prefix cache gave", scheduler.num_cached_tokens)
         self._histogram("time_to_first_token_seconds", "Time to first token", metrics.time_to_first_token)
         self._histogram("time_per_output_token_seconds", "Time per output token after the first", metrics.time_per_output_token)
+        self._histogram("inter_token_seconds", "From one step with tokens of a completion to the next", metrics.inter_token)
         self._histogram("request_seconds", "From a request to its completion's end", metrics.request_time)
         self._histogram("request_queue_seconds", "From a request to the step that computes the first of it", metrics.queue_time)
         self._histogram("request_prompt_tokens", "Prompt tokens of completions that came to an end", metrics.prompt_tokens)

@@ -9,6 +9,7 @@ import numpy as np
 from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
+from backend.grammar.thinking import OPENS, THINKING
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.step.scores import score_width
 from backend.trees import MAX_DEPTH
@@ -30,6 +31,7 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
     for ids in request.bad_word_ids:
         _check_ids("bad_word_ids", ids, vocab_size)
     _check_integer("num_cached_pages", job.num_cached_pages, 0, len(request.prompt_token_ids) // page_size)
+    _check_integer("state", job.state, OPENS, THINKING)
     _check_integer("seed", request.seed, -MAX_INTEGER, 2 * MAX_INTEGER)
     for key in ("index", "priority"):
         _check_integer(key, getattr(request, key), -MAX_INTEGER, MAX_INTEGER)

@@ -219,7 +219,7 @@ class PrefillService:
             return None
         try:
             check_job(job, self._engine.config.speculative_config, self._engine.worker.model.vocab_size, self._engine.config.page_size)
-            job.request.grammar = self._engine.compile_grammar(job.request.params)
+            job.request.grammar = self._engine.compile_grammar(job.request.params, job.state)
         except (RecordError, RequestError) as error:
             self._refuse(job, entry_id, "refused", str(error))
             return None

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from backend.core import HandOff, Outcome, Request, Speculation
+from backend.grammar.thinking import FORM
 from backend.sampling_params import SamplingParams
 
-VERSION = 6
+VERSION = 7
 """Of these records. Nodes of different versions do not work for each other."""
 
 Fields = dict[str, bytes]
@@ -39,6 +40,8 @@ class Job:
     """Leading pages that the decode node has."""
     fingerprint: str
     """Of the decode node's pages."""
+    state: int = FORM
+    """Of `grammar.thinking`: whether the answer begins with thoughts, before what has a form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ def write_job(job: Job) -> Fields:
         "fingerprint": job.fingerprint,
         "num_cached_pages": job.num_cached_pages,
         "params": params,
+        "state": FORM if request.grammar is None else request.grammar.state,
         "speculation": _values_of(request.speculation),
         "stop_ids": sorted(request.stop_ids),
         "bad_word_ids": [list(ids) for ids in request.bad_word_ids],
@@ -122,7 +126,7 @@ def read_job(fields: Mapping[bytes, bytes]) -> Job:
             is_prefill_only=True,
             **{name: head[name] for name in _REQUEST_FIELDS},
         )
-        return Job(head["job_id"], head["sender"], request, head["num_cached_pages"], head["fingerprint"])
+        return Job(head["job_id"], head["sender"], request, head["num_cached_pages"], head["fingerprint"], head["state"])
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"a job cannot be read: {type(error).__name__}: {error}") from None
 

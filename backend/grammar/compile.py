@@ -16,6 +16,7 @@ from backend.grammar.endless import is_endless
 from backend.grammar.matcher import Matcher, Vocabulary
 from backend.grammar.proving import Prover, build, load_vocabulary, shorten
 from backend.grammar.schema_places import find_place
+from backend.grammar.thinking import FORM
 from backend.limited_process import Lost
 from backend.schema_numbers import settle_numbers
 from backend.structured_outputs import StructuredOutputs
@@ -48,8 +49,10 @@ class Grammars:
         self._lock = threading.Lock()
         self._loading = threading.Lock()
 
-    def compile(self, asked: StructuredOutputs, ignores_end: bool = False) -> Matcher:
-        """A matcher of the request's own. Raises RequestError for what is no grammar, cannot be enforced, or allows no text; it says where."""
+    def compile(self, asked: StructuredOutputs, ignores_end: bool = False, state: int = FORM) -> Matcher:
+        """A matcher of the request's own. state: of `thinking`, before the form.
+
+        Raises RequestError for what is no grammar, cannot be enforced, or allows no text; it says where."""
         key = (asked.form, asked.text, asked.disable_any_whitespace, asked.whitespace_pattern, asked.is_lenient)
         with self._lock:
             found = self._compiled.get(key)
@@ -65,7 +68,7 @@ class Grammars:
                 self._num_characters -= len(text)
         if isinstance(made, str):
             raise RequestError(made)
-        return made.copy(ignores_end)
+        return made.copy(ignores_end, state)
 
     def _compile(self, asked: StructuredOutputs) -> Matcher | str:
         vocabulary, prover = self._load()
@@ -123,7 +126,7 @@ class Grammars:
                     tokenizer = load_vocabulary(text, size, self._end_ids)
                 except Exception as error:  # the library raises what its parts do
                     raise RequestError(f"structured_outputs: this model's tokenizer cannot be read for grammars: {shorten(error)}") from None
-                self._loaded = Vocabulary(tokenizer, llguidance.LLExecutor(), self._vocab_size, self._end_ids), prover
+                self._loaded = Vocabulary(tokenizer, llguidance.LLExecutor(), self._tokenizer, self._vocab_size, self._end_ids), prover
             return self._loaded
 
 

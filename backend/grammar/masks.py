@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from backend.grammar.matcher import Matcher
+from backend.grammar.thinking import FORM, MAY_THINK
 
 SOURCE = "grammar"
 """As in `token_sources`."""
@@ -38,16 +39,22 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]], rooms: Sequence[i
     """
     vocabulary = asked[0][0].vocabulary
     starts, single, several, begin = [], [], [], 0
+    thought: list[tuple[int, int]] = []
     rooms = rooms or [1 + len(drafts) for _, drafts in asked]
     for (matcher, drafts), room in zip(asked, rooms, strict=True):
         known = next((drafts[:place] for place, token_id in enumerate(drafts) if token_id in vocabulary.end_ids), drafts)
         starts.append(begin)
         if matcher.is_complete or matcher.inner.is_error():  # its request ends with what is emitted here, or has ended
             pass
-        elif known:
-            several.append((matcher.inner, begin, list(known)))
         else:
-            single.append((matcher.inner, begin))
+            states, first = ([], 0) if matcher.state == FORM else matcher.trace(known)
+            thought += [(begin + place, state) for place, state in enumerate(states)]
+            if matcher.state == MAY_THINK and first != 0:
+                single.append((matcher.inner, begin))
+            if first is not None and len(known) > first:
+                several.append((matcher.inner, begin + first, list(known[first:])))
+            elif first is not None:
+                single.append((matcher.inner, begin + first))
         begin += room
     masks = np.full((begin, vocabulary.num_own_words), -1, dtype=np.int32)
     place = (masks.ctypes.data, 4 * vocabulary.num_own_words, begin)
@@ -55,6 +62,9 @@ def fill_masks(asked: Sequence[tuple[Matcher, Sequence[int]]], rooms: Sequence[i
         vocabulary.executor.unsafe_compute_mask_ptr(single, *place)
     if several:
         vocabulary.executor.unsafe_compute_mask_ptr_with_draft_token(several, *place)
+    for row, state in thought:
+        own = vocabulary.thoughts.mask(state)
+        masks[row] = masks[row] | own if state == MAY_THINK else own
     for (matcher, drafts), start in zip(asked, starts):
         if matcher.ignores_end:
             _forbid(masks[start : start + 1 + len(drafts)], sorted(vocabulary.end_ids))

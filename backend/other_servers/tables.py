@@ -272,7 +272,9 @@ OTHERS: dict[str, Other] = {
     "tool_call_parser": Needless("the model's template says how it calls tools"),
     "enable_auto_tool_choice": Needless("requests may say tools and tool_choice", is_switch=True),
     "early_stop_config": Refused("requests end at end-of-text, stop strings, max_tokens and timeout_ms"),
-    "structured_outputs_config": Needless("requests may say the form of their answer, which llguidance holds them to"),
+    "structured_outputs_config": Needless(
+        "requests may say the form of their answer, which llguidance holds them to, after what is thought, whatever enable_in_reasoning says"
+    ),
     "guided_decoding_disable_any_whitespace": Refused(WHITESPACE, is_switch=True),
     "disable_any_whitespace": Refused(WHITESPACE, is_switch=True),
     "tool_parser_plugin": Refused("calls are read by the model's family (docs/api.md, Tools)"),

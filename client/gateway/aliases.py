@@ -19,6 +19,7 @@ FAMILIES = {
     "requests_finished_total": "request_success_total",
     "time_to_first_token_seconds": "time_to_first_token_seconds",
     "time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "inter_token_seconds": "inter_token_latency_seconds",
     "request_seconds": "e2e_request_latency_seconds",
     "request_queue_seconds": "request_queue_time_seconds",
     "request_prompt_tokens": "request_prompt_tokens",

@@ -134,6 +134,15 @@ def create_app(settings: Settings) -> FastAPI:
     async def respond(request: Request, body: ResponsesRequest) -> Response:
         return ResponsesAnswer(upstream, metrics, check_model(body.model), request.state.request_id, body)
 
+    @app.post("/v1/responses/input_tokens")
+    async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
+        check_model(body.model)
+        try:
+            tokens = await upstream.tokenize(body.as_chat().prompt_value())
+        except GenerateError as error:
+            raise from_server(error, body.server_names()) from None
+        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         more = await describe()
@@ -234,7 +243,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             return respond(request, from_unreadable(error.__cause__))
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
         there = f"; there is {', '.join(sorted(PATHS - {'/'}))}" if error.status_code == 404 else ""
-        if request.url.path.startswith("/v1/responses/"):
+        if request.url.path.startswith("/v1/responses/") and request.url.path not in PATHS:
             there = "; no answer is stored, so none can be asked for, cancelled or deleted by its id"
         response = respond(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}{there}", code))
         response.headers.update(error.headers or {})  # of a 405, what is allowed

@@ -18,22 +18,31 @@ MAX_SERVERS = 4
 
 
 def cut(parameters: dict[str, Any]) -> list[bytes]:
-    """A hash for each whole piece of a request's prompt, of all up to its end; chats are cut as they are written, before their template."""
+    """A hash for each whole piece of a request's prompt, of all up to its end; chats are cut as they are written, before their template.
+
+    Tools are one piece, before all others: templates write them at the prompt's beginning.
+    """
     pieces: list[bytes]
+    tools = parameters.get("tools")
     if (ids := parameters.get("input_ids")) is not None:
         ends = range(PIECE_TOKENS, min(len(ids), PIECE_TOKENS * MAX_PIECES) + 1, PIECE_TOKENS)
         pieces = [json.dumps(ids[end - PIECE_TOKENS : end]).encode() for end in ends]
     else:
         text = parameters.get("text_input")
         if text is None:
-            text = "\0".join(f"{m.get('role')}\0{m.get('content')}" for m in parameters.get("messages", ()))
+            text = "\0".join(_write(message) for message in parameters.get("messages", ()))
         ends = range(PIECE_CHARACTERS, min(len(text), PIECE_CHARACTERS * MAX_PIECES) + 1, PIECE_CHARACTERS)
         pieces = [text[end - PIECE_CHARACTERS : end].encode("utf-8", "replace") for end in ends]
     found, last = [], b""
-    for piece in pieces:
+    for piece in [json.dumps(tools).encode(), *pieces] if tools else pieces:
         last = hashlib.blake2b(last + piece, digest_size=16).digest()
         found.append(last)
     return found
+
+
+def _write(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    return f"{message.get('role')}\0{message.get('content')}" + (f"\0{json.dumps(calls)}" if calls else "")
 
 
 class Beginnings:

@@ -25,7 +25,7 @@ BODY_SECONDS = 30.0
 PATHS = frozenset(
     (
         "/", "/health", "/metrics", "/version", "/tokenize", "/detokenize", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses",
-        "/v1/suffix_corpus",
+        "/v1/responses/input_tokens", "/v1/suffix_corpus",
     )
 )  # fmt: skip
 """By their names in metrics; all others are `other`."""
@@ -61,7 +61,7 @@ class OtherPaths:
     Slashes too many are left out: many clients do not follow a redirection with what they posted."""
 
     _BASES = ("/v1/chat/completions", "/v1/completions", "/v1", "")
-    _ROUTES = ("/chat/completions", "/completions", "/responses", "/models")
+    _ROUTES = ("/chat/completions", "/completions", "/responses", "/responses/input_tokens", "/models")
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -125,6 +125,7 @@ class ChatForm(Form):
                 is_parallel=self._request.parallel_tool_calls is not False,
                 begins_thinking=begins_thinking,
                 allowed=self._request.allowed_tools if self._may_call else None,
+                tools=self._request.tools or () if self._may_call else (),
             )
         part = parser.feed(chunk.text, chunk.finish_reason is not None)
         if self._request.must_call:  # what is no call is a call's beginning, which max_tokens cut, or white space beside it

@@ -204,6 +204,12 @@ class Message(BaseModel):
         return {"role": self.role, "content": content, **(self.model_extra or {})}
 
 
+def write_chat(messages: list[Message], tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> dict[str, Any]:
+    """A chat as the tokenizer model's input."""
+    found = {"messages": [m.flat() for m in messages], "tools": tools, "chat_template_kwargs": variables}
+    return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value}
+
+
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
 
@@ -258,6 +264,10 @@ class ChatRequest(GenerateRequest):
 
     def prompts(self) -> list[dict[str, Any]]:
         return [{"text_input": self.text}] if self.messages is None else [{"messages": [m.flat() for m in self.messages]}]
+
+    def prompt_value(self) -> dict[str, Any]:
+        """Of messages: the prompt as the tokenizer model's input."""
+        return write_chat(self.messages or [], self.tools, {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})})
 
     def parameters(self) -> dict[str, Any]:
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -315,8 +325,7 @@ class TokenizeRequest(Strict):
         """The prompt as the tokenizer model's input."""
         if self.messages is not None:
             variables = {**effort_variables(self.reasoning_effort), **(self.chat_template_kwargs or {})}
-            found = {"messages": [m.flat() for m in self.messages], "tools": self.tools, "chat_template_kwargs": variables}
-            return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items() if value}
+            return write_chat(self.messages, self.tools, variables)
         return {"text_input": self.text if self.prompt is None else self.prompt}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -10,17 +11,28 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 MAX_HEAD_BYTES = 65536
 HEAD_SECONDS = 30.0
 """From a connection's beginning, or a head's, until the head must be whole."""
+LOOK_SECONDS, PROBE_SECONDS = 0.1, 2.0
+"""How often it is looked whether a client that sends no more still reads, and how often it is sent something, by which its system tells."""
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""What may come before an answer any number of times, and means nothing to a client that waits for one."""
+_CLOSED = 7
+"""TCP's state of a connection that the other side has reset."""
 
 
 class LimitedHeadProtocol(HttpToolsProtocol):
     """Answers 400 to a head that goes on for longer, and hangs up; tells all requests of a connection when it is lost, where uvicorn tells the
     newest alone, which may wait behind the one that is answered; and sends a stream to a client of HTTP/1.0 without the marks of chunks that it
-    would take for text."""
+    would take for text.
+
+    A client that closes its own side of a connection gets its answers: what is written to one that has closed both is answered by a reset.
+    """
 
     _is_in_head = False
     _num_head_bytes = 0
     _timer: asyncio.TimerHandle | None = None
     _cycles: tuple[RequestResponseCycle, ...] = ()
+    _looking: asyncio.TimerHandle | None = None
+    _next_probe = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -28,11 +40,37 @@ class LimitedHeadProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._looking is not None:
+            self._looking.cancel()
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays: until all that was asked is answered."""
+        waiting = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if not waiting or self._is_in_head or waiting[-1].more_body or not all(map(_can_wait, waiting)):
+            return False
+        waiting[-1].keep_alive = False
+        self._looking = self._looking or self.loop.call_later(LOOK_SECONDS, self._look)
+        return True
+
+    def _look(self) -> None:
+        """Ends the connection of a client that is gone."""
+        self._looking = None
+        first = next((cycle for cycle in self._cycles if not cycle.response_complete), None)
+        if first is None or self.transport.is_closing():
+            return
+        own = self.transport.get_extra_info("socket")
+        if own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSED:
+            self.transport.abort()
+            return
+        if not first.response_started and first.scope["http_version"] != "1.0" and self.loop.time() >= self._next_probe:
+            self._next_probe = self.loop.time() + PROBE_SECONDS
+            self.transport.write(_PROBE)
+        self._looking = self.loop.call_later(LOOK_SECONDS, self._look)
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
@@ -68,6 +106,11 @@ class LimitedHeadProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _can_wait(cycle: RequestResponseCycle) -> bool:
+    """Clients of HTTP/1.0 would take a probe for the answer: what they ask that takes long ends with their side of the connection."""
+    return cycle.scope["http_version"] != "1.0" or cycle.scope["method"] in ("GET", "HEAD")
 
 
 def _send_as_it_is(cycle: RequestResponseCycle) -> None:

@@ -1,19 +1,24 @@
 """The text of an answer, told apart as it comes: what is said, what was thought before, and calls of tools in any family's notation.
 
-Hermes (Qwen, ERNIE), Llama 3, Mistral and DeepSeek begin calls with marks of their own, so nobody has to say which family it is. What turns out
-to be no call is text.
+Hermes (Qwen, ERNIE), Llama 3, Mistral, DeepSeek, GLM-4.5 and Qwen3-Coder begin calls with marks of their own, so nobody has to say which family
+it is. What turns out to be no call is text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from client.gateway.keyed_calls import GLM, QWEN, KeyedArguments
+
 _DEEPSEEK = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>")
-_LEADS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", *_DEEPSEEK)
+_FUNCTION = "<function="
+"""Of Qwen3-Coder's, which leaves out the mark before it now and then."""
+_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", *_DEEPSEEK)
+_LEADS = (*_MARKS, _FUNCTION)
 _THINK, _THOUGHT = "<think>", "</think>"
 _WRAPS = ("<response>", "</response>")
 """Around ERNIE's answers."""
@@ -24,6 +29,10 @@ _HEAD = re.compile(
     r"(?:<\uff5ctool\u2581sep\uff5c>|\n```json\n))(?=[{\[\"])"
 )
 """Before a call's arguments, behind its lead or behind the call before it."""
+_KEYED_HEAD = re.compile(
+    rf"\s*(?:{_FUNCTION}(?P<qwen>[A-Za-z0-9_.-]{{1,64}})>\s*(?=(?P<json>\{{)|<parameter=|</function>)|(?P<glm>[A-Za-z0-9_.-]{{1,64}})\s*(?=(?P<key><arg_key>)|</tool_call>))"
+)
+"""Before arguments that come key by key, or a call that has none; Llama writes an object behind the second mark, if asked to."""
 _OTHER_ORDER = re.compile(r'\s*(?:[\[,;]\s*)*(?=\{\s*(?:"(?:arguments|parameters|function)"\s*:|"type"\s*:\s*"function"|(?P<id>"id"\s*:)))')
 """Before a call whose object does not begin with its name: Hermes 2 Pro's end with it, and Llama's may begin with a type. Many objects that are no
 calls have ids: behind a lead or a call alone one may be a call."""
@@ -31,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MORE_KEYS = re.compile(r',\s*"[^"\\]*"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[^\s",{}\[\]]+)\s*(?=[,}])')
 """Behind a call's arguments: a key that nobody reads, such as an id."""
 _KEY_BEGINS = re.compile(r',\s*(?:"|$)')
-_TAILS = ("```", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>", "}", "]", "</tool_call>")
+_TAILS = ("```", "<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>", "}", "]", "</function>", "</tool_call>")
 """Behind a call's arguments; nobody reads them."""
 MAX_HEAD = 512
 """Characters that may turn out to begin a call are held back no longer than this."""
@@ -81,11 +90,19 @@ class AnswerParser:
     """One choice's text. Feed it, then end it."""
 
     def __init__(
-        self, prefix: str, *, has_tools: bool, is_parallel: bool = True, begins_thinking: bool = False, allowed: Collection[str] | None = None
+        self,
+        prefix: str,
+        *,
+        has_tools: bool,
+        is_parallel: bool = True,
+        begins_thinking: bool = False,
+        allowed: Collection[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """prefix: of the ids of calls; has_tools: else all is text, but for what was thought; begins_thinking: the prompt ends with `<think>`.
 
         allowed: names that may be called; None: any. What would be a call of another, in the notation of a family that is not the model's, is text.
+        tools: as the client sent them; their schemas say what arguments are that come key by key.
         """
         self._prefix, self._has_tools, self._is_parallel, self._begins_thinking = prefix, has_tools, is_parallel, begins_thinking
         self._allowed = allowed
@@ -93,15 +110,19 @@ class AnswerParser:
         self._held = ""
         self._lead = ""
         self._arguments = _Json()
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        self._keyed = KeyedArguments(GLM, None)
         self._num_read = 0
         """Of what is held of a call that is known when its object is whole."""
         self._skips_breaks = False
+        self._is_thought = False
+        """What was thought is over."""
         self.num_calls = 0
 
     @property
     def has_calls(self) -> bool:
         """Whether there are any, and the last one's arguments are whole: a stop string may have cut them."""
-        return self.num_calls > 0 and self._state != "call"
+        return self.num_calls > 0 and self._state not in ("call", "keyed_arguments")
 
     def feed(self, text: str, is_last: bool = False) -> Part:
         """is_last: nothing follows, so nothing is held back."""
@@ -121,12 +142,14 @@ class AnswerParser:
 
     def _begin(self, part: Part, is_last: bool) -> bool:
         bare = self._held.lstrip()
-        if bare.startswith(_THINK):  # where the prompt has the mark too, some models write it again
+        if self._is_thought:
+            pass
+        elif bare.startswith(_THINK):  # where the prompt has the mark too, some models write it again
             self._held, self._state, self._skips_breaks = bare[len(_THINK) :], "thinking", True
             return True
-        if not is_last and len(bare) < len(_THINK) and _THINK.startswith(bare):
+        elif not is_last and len(bare) < len(_THINK) and _THINK.startswith(bare):
             return False
-        if self._begins_thinking:
+        if self._begins_thinking and not self._is_thought:
             self._state, self._skips_breaks = "thinking", True
         elif self._has_tools and bare.startswith("{"):  # Llama's calls are bare
             self._state = "head"
@@ -141,7 +164,7 @@ class AnswerParser:
         place = self._held.find(_THOUGHT)
         if place >= 0:
             part.reasoning += self._held[:place]
-            self._held, self._state, self._skips_breaks = self._held[place + len(_THOUGHT) :], "text", True
+            self._held, self._state, self._skips_breaks, self._is_thought = self._held[place + len(_THOUGHT) :], "begin", True, True
             return True
         keep = 0 if is_last else _pending(self._held, (_THOUGHT,))
         part.reasoning += self._held[: len(self._held) - keep]
@@ -160,6 +183,7 @@ class AnswerParser:
             part.content += self._held[:place]
             self._held = self._held[place + len(mark) :]
             if mark in _LEADS:
+                self._held = (mark if mark == _FUNCTION else "") + self._held
                 self._lead, self._state = mark, "head"
             return True
         keep = 0 if is_last else _pending(self._held, (*_LEADS, *_WRAPS))
@@ -170,8 +194,10 @@ class AnswerParser:
     def _head(self, part: Part, is_last: bool) -> bool:
         match = _HEAD.match(self._held)
         name = match and (match["quoted"] or match["plain"] or match["deep"])
+        if match is None and self._lead and self._read_keyed_head(part):
+            return True
         if match is None or (self._allowed is not None and name not in self._allowed):
-            if self._held.lstrip("[,; \n").startswith(_LEADS):  # two marks in a row
+            if self._held.lstrip("[,; \n").startswith(_MARKS):  # two marks in a row
                 self._state = "text"
                 return True
             if match is None and (before := _OTHER_ORDER.match(self._held)) and (self._lead or self.num_calls or not before["id"]):
@@ -185,7 +211,22 @@ class AnswerParser:
         self._begin_call(part, name or "")
         return True
 
+    def _read_keyed_head(self, part: Part) -> bool:
+        """Whether a call whose arguments come key by key begins here. A word between marks is one only where it names a tool."""
+        match = _KEYED_HEAD.match(self._held)
+        name = match and (match["qwen"] or match["glm"])
+        if match is None or name is None or (self._allowed is not None and name not in self._allowed):
+            return False
+        if name not in self._schemas and not match["key"] and not (match["qwen"] and self._lead != _FUNCTION):
+            return False
+        self._keyed, self._arguments = KeyedArguments(QWEN if match["qwen"] else GLM, self._schemas.get(name)), _Json()
+        self._held, self._state = self._held[match.end() :], "call" if match["json"] else "keyed_arguments"
+        self._begin_call(part, name)
+        return True
+
     def _take_for_text(self, part: Part) -> bool:
+        if self._lead == _FUNCTION:  # which is held as well
+            self._held = self._held.removeprefix(_FUNCTION)
         part.content += self._lead
         self._lead, self._state = "", "text"
         return True
@@ -216,6 +257,16 @@ class AnswerParser:
         if self._arguments.is_done:
             self._state = "tail"
         return self._arguments.is_done
+
+    def _keyed_arguments(self, part: Part, is_last: bool) -> bool:
+        more, self._held = self._keyed.read(self._held, is_last)
+        if more:
+            self.num_calls -= 1
+            self._add(part, {"function": {"arguments": more}})
+            self.num_calls += 1
+        if self._keyed.is_done:
+            self._state = "tail"
+        return self._keyed.is_done
 
     def _tail(self, part: Part, is_last: bool) -> bool:
         rest = self._held.lstrip()

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ import requests
 from locust import LoadTestShape, User, constant, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
+from locust.runners import WorkerRunner
 
 from client import Client, GenerateError
 from client.bench.dataset import Prompt, read_prompts
@@ -82,6 +84,17 @@ def keep_answers(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
     if options is not None and options.answers and not Path(options.answers).is_file():
         Task.answers.write(Path(options.answers))
+
+
+@events.quitting.add_listener
+def fail_unanswered(environment: Environment, **_: Any) -> None:
+    """A run in which nothing was answered has shown nothing: Locust's own status is that of failures, and what hangs does not fail."""
+    if isinstance(environment.runner, WorkerRunner):
+        return  # whose master knows what all were answered
+    answered = sum(own.num_requests - own.num_failures for (name, _), own in environment.stats.entries.items() if name == "request")
+    if not answered:
+        print("no request was answered", file=sys.stderr)
+        environment.process_exit_code = 1
 
 
 class Ramp(LoadTestShape):

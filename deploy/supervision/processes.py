@@ -33,6 +33,8 @@ class Stub:
     model: str
     region: str
     """Of shared memory."""
+    control: int
+    """Where in it the block lies by which the server and the process know each other's state."""
 
 
 def parse_stub(command: bytes, pid: int) -> Stub | None:
@@ -44,7 +46,7 @@ def parse_stub(command: bytes, pid: int) -> Stub | None:
     if len(words) < 9 or not words[0].endswith("triton_python_backend_stub"):
         return None
     instance = re.fullmatch(r"(.+)_\d+_\d+", words[8])
-    return Stub(pid, instance[1], words[2]) if instance else None
+    return Stub(pid, instance[1], words[2], int(words[7])) if instance and words[7].isdecimal() else None
 
 
 def read_state(pid: int) -> tuple[str, int]:

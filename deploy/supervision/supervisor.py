@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.supervision.patience import Voucher
 from deploy.supervision.probe import ENGINES, LOOK_SECONDS, ServerApi
 from deploy.supervision.processes import (
     StoppedProcesses,
@@ -95,6 +96,7 @@ class Supervisor:
         self._budget = RestartBudget(max_restarts)
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._watches: list[ModelWatch] = []
+        self._voucher: Voucher | None = None
         self._num_signals = 0
         self._regions: set[str] = set()
         """Of shared memory, those that were noted."""
@@ -184,10 +186,11 @@ class Supervisor:
         self._failures = queue.SimpleQueue()
         # Of its own session: Ctrl-C in a terminal is for this process to pass on.
         self._process = subprocess.Popen(self._command, env=self._environment, start_new_session=True, preexec_fn=_die_with_parent)
+        self._voucher = Voucher(self._process.pid, self._hang_seconds)
+        self._voucher.start()
         limits = self._hang_seconds, self._stopped_seconds
-        self._watches = [
-            ModelWatch(s, self._api, self._repository, self._process.pid, *limits, self._max_restarts, self._failures.put) for s in self.states
-        ]
+        tell = self._failures.put, self._voucher.give_up
+        self._watches = [ModelWatch(s, self._api, self._repository, self._process.pid, *limits, self._max_restarts, *tell) for s in self.states]
         for watch in self._watches:
             watch.start()
 
@@ -292,6 +295,8 @@ class Supervisor:
             time.sleep(LOOK_SECONDS)
         remove_regions(self._repository, regions)
         self._regions = set()
+        if self._voucher is not None:
+            self._voucher.stop()
         for watch in self._watches:  # their calls end with the server
             watch.join(JOIN_SECONDS)
         self._process = None

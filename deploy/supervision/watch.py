@@ -108,7 +108,9 @@ class ModelWatch(threading.Thread):
         stopped_seconds: float,
         max_restarts: int,
         on_failure: Callable[[str], None],
+        give_up: Callable[[Stub], None],
     ) -> None:
+        """on_failure: told why the server must be started again; give_up: told of each process that is to be ended."""
         super().__init__(name=f"watch {state.name}", daemon=True)
         self.state = state
         self.regions: set[str] = set()
@@ -117,7 +119,7 @@ class ModelWatch(threading.Thread):
         self._server_pid = server_pid
         self._hang_seconds, self._stopped_seconds = hang_seconds, stopped_seconds
         self._backoff = Backoff(max_restarts)
-        self._on_failure = on_failure
+        self._on_failure, self._give_up = on_failure, give_up
         self._is_over = threading.Event()
 
     def stop(self) -> None:
@@ -186,6 +188,7 @@ class ModelWatch(threading.Thread):
     def _reload(self, stubs: list[Stub]) -> bool:
         """False when it could not be loaded, often enough to stop trying."""
         for stub in set(stubs) & set(find_stubs(self._server_pid)):  # one that hangs would keep its memory
+            self._give_up(stub)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stub.pid, signal.SIGKILL)
         while (delay := self._backoff.next(self.state.up_seconds)) is not None and not self._is_over.wait(delay):
