@@ -156,6 +156,8 @@ class TestCompose:
         config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
         targets = [t for job in config["scrape_configs"] for static in job["static_configs"] for t in static["targets"]]
         assert {t.partition(":")[0] for t in targets} == {"server", "gateway"} <= set(services)
+        found = [(name, own["port"]) for job in config["scrape_configs"] for own in job.get("dns_sd_configs", []) for name in own["names"]]
+        assert found == [("prefill", 8002), ("prefill", 8003)] and "prefill" in services
 
     def test_grafana_finds_dashboard_and_data(self, services):
         mounts = dict(volume.split(":")[1::-1] for volume in services["grafana"]["volumes"])

@@ -89,6 +89,7 @@ def prometheus(server, gateway, status_port, tmp_path_factory):
     addresses = {"foretoken": server.metrics, "foretoken-supervisor": f"127.0.0.1:{status_port}", "foretoken-gateway": gateway or "127.0.0.1:1"}
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": [addresses[job["job_name"]]]}]
+        job.pop("dns_sd_configs", None)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_ports(1)[0]}"
     command = [
