@@ -103,7 +103,7 @@ class KeyedArguments:
                 return "", held, False
             held, place = held[1:], place - 1
         if place < 0:
-            keep = _pending(held, ("\n" if own.has_breaks else "") + own.close, own.close)
+            keep = pending(held, (("\n" if own.has_breaks else "") + own.close, own.close))
             text, held = held[: len(held) - keep], held[len(held) - keep :]
         else:
             text, held = held[:place], held[place + len(own.close) :]
@@ -175,6 +175,6 @@ def _find(target: str, schema: Mapping[str, Any]) -> Any:
     return place
 
 
-def _pending(text: str, *marks: str) -> int:
+def pending(text: str, marks: tuple[str, ...]) -> int:
     """Length of the longest end of the text that begins a mark."""
     return max((n for mark in marks for n in range(1, min(len(mark), len(text)) + 1) if text.endswith(mark[:n])), default=0)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from client.gateway.keyed_calls import GLM, QWEN, KeyedArguments
+from client.gateway.keyed_calls import GLM, QWEN, KeyedArguments, pending
 
 _DEEPSEEK = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>")
 _FUNCTION = "<function="
@@ -166,7 +166,7 @@ class AnswerParser:
             part.reasoning += self._held[:place]
             self._held, self._state, self._skips_breaks, self._is_thought = self._held[place + len(_THOUGHT) :], "begin", True, True
             return True
-        keep = 0 if is_last else _pending(self._held, (_THOUGHT,))
+        keep = 0 if is_last else pending(self._held, (_THOUGHT,))
         part.reasoning += self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return False
@@ -186,7 +186,7 @@ class AnswerParser:
                 self._held = (mark if mark == _FUNCTION else "") + self._held
                 self._lead, self._state = mark, "head"
             return True
-        keep = 0 if is_last else _pending(self._held, (*_LEADS, *_WRAPS))
+        keep = 0 if is_last else pending(self._held, (*_LEADS, *_WRAPS))
         part.content += self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return False
@@ -308,8 +308,3 @@ def _read_call(text: str) -> tuple[str, str] | None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or arguments is None:
         return None
     return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _pending(text: str, marks: tuple[str, ...]) -> int:
-    """Length of the longest end of the text that begins a mark."""
-    return max((n for mark in marks for n in range(1, min(len(mark), len(text)) + 1) if text.endswith(mark[:n])), default=0)
