@@ -1,83 +1,150 @@
-// Sum over the ranks' parts through memory that all of them can read, by one kernel: no rank's copy engine or host takes part. RANKS: how many
-// there are. Each block gives its part of the values to the block of the same index on every other rank, and to no other, so that
-// only those wait for each other. Parts are added in the ranks' order: every rank gets the same bits.
+// Exchanges through memory that all ranks can write, by one kernel each: no rank's copy engine or host takes part. RANKS: how many there are.
+// A rank writes what it has into the other ranks' memory, and waits for theirs in its own: one way through the link, with no signal beside
+// the values ("LL" of NCCL, FlashInfer's and TensorRT-LLM's Lamport kernels: a word that is not there yet is one that no value is). Each block
+// exchanges with the block of the same index on every other rank and with no other, so that only those wait for each other.
 #include "dense.cuh"
 
 using Element = ELEMENT;
 using V = Vector<Element>;
 
-constexpr int THREADS = 256, VECTORS = 4, REGION = THREADS * VECTORS * 16;
+constexpr int THREADS = 256, VECTORS = 4;
+constexpr uint32_t NOTHING = 0x80000000u;  // float32's -0, or a pair of +0 and -0: these are sent as +0
 
-__device__ __forceinline__ void signal(uint32_t* place, uint32_t turn) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(place), "r"(turn) : "memory");
+__device__ __forceinline__ uint4 sendable(uint4 v) {
+    return {v.x == NOTHING ? 0u : v.x, v.y == NOTHING ? 0u : v.y, v.z == NOTHING ? 0u : v.z, v.w == NOTHING ? 0u : v.w};
 }
 
-__device__ __forceinline__ uint32_t look(const uint32_t* place) {
-    uint32_t turn;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(turn) : "l"(place) : "memory");
-    return turn;
+__device__ __forceinline__ bool has_come(uint4 v) { return v.x != NOTHING && v.y != NOTHING && v.z != NOTHING && v.w != NOTHING; }
+
+__device__ __forceinline__ void put(uint4* place, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// What another GPU wrote is read past every cache of this one.
-__device__ __forceinline__ V load_remote(const unsigned char* source) {
-    V v;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.bits.x), "=r"(v.bits.y), "=r"(v.bits.z), "=r"(v.bits.w)
-                 : "l"(source)
-                 : "memory");
+__device__ __forceinline__ uint4 look(const uint4* place) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(place) : "memory");
     return v;
 }
 
-// out = the sum, added to residual where that is not null; num_vectors: 16 bytes each. memories [RANKS]: each rank's, of two regions of REGION
-// bytes for every block, and then RANKS signals of 4 bytes for every block. turns: how often each block of this rank has exchanged.
-// A region is written again two exchanges later: by then every other rank has begun the exchange between, so it has read this one.
+// This block's slots for what the others write. Each rank's memory has two sets of them, used in turn; a set has num_regions regions of
+// `region` bytes from every rank, all NOTHING until they are written. Whoever has read a slot empties it: it is written again two exchanges
+// later, by a rank that has by then what this one sent in the exchange between, which began when the emptying had ended (kernels wait for
+// each other, and every exchange is one kernel).
+struct Slots {
+    unsigned char *memories[RANKS], *mine;
+    size_t stride, region, own;
+    int rank;
+
+    __device__ __forceinline__ Slots(unsigned char* const* addresses, int num_regions, int region_bytes, int own_rank)
+        : mine(addresses[own_rank]),
+          stride(static_cast<size_t>(num_regions) * region_bytes),
+          region(static_cast<size_t>(blockIdx.x) * region_bytes),
+          own(0),
+          rank(own_rank) {
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) memories[r] = addresses[r];
+    }
+
+    // turns: how many exchanges each block has made.
+    __device__ __forceinline__ uint32_t begin(const uint32_t* turns) {
+        const uint32_t turn = __ldcg(turns + blockIdx.x);
+        own = turn % 2 * RANKS * stride + region + threadIdx.x * 16;
+        return turn;
+    }
+
+    __device__ __forceinline__ void end(uint32_t* turns, uint32_t turn) {
+        __syncthreads();  // every thread has read it
+        if (threadIdx.x == 0) turns[blockIdx.x] = turn + 1;
+    }
+
+    // Of this thread's values that `source` sends, number i, in a rank's memory.
+    __device__ __forceinline__ uint4* at(unsigned char* memory, int source, int i) const {
+        return reinterpret_cast<uint4*>(memory + own + source * stride + static_cast<size_t>(i) * THREADS * 16);
+    }
+
+    __device__ __forceinline__ void send(int i, uint4 v) const {
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r)
+            if (r != rank) put(at(memories[r], rank, i), v);
+    }
+
+    __device__ __forceinline__ uint4 receive(int source, int i) const {
+        uint4* place = at(mine, source, i);
+        uint4 v = look(place);
+        while (!has_come(v)) v = look(place);
+        put(place, {NOTHING, NOTHING, NOTHING, NOTHING});
+        return v;
+    }
+};
+
+// out = the sum of the ranks' parts, added to residual where that is not null; num_vectors: of 16 bytes each, per_thread of them, at most VECTORS,
+// by each thread. Parts are added in the ranks' order: every rank gets the same bits.
 extern "C" __global__ void __launch_bounds__(THREADS)
     all_reduce(Element* out, const Element* part, const Element* residual, unsigned char* const* memories, uint32_t* turns, int num_vectors, int per_thread,
-               int num_regions, int rank) {
-    const int block = blockIdx.x, chunk = THREADS * per_thread;
-    const size_t signals = static_cast<size_t>(num_regions) * 2 * REGION + static_cast<size_t>(block) * RANKS * 4;
+               int num_regions, int region, int rank) {
+    const int begin = blockIdx.x * THREADS * per_thread + threadIdx.x;
     launch_dependents();
+    Slots slots(memories, num_regions, region, rank);
     wait_for_earlier();
-    uint32_t turn = __ldcg(turns + block);
-    for (int begin = block * chunk; begin < num_vectors; begin += gridDim.x * chunk) {
-        ++turn;
-        const size_t region = (static_cast<size_t>(block) * 2 + turn % 2) * REGION;
-        V own[VECTORS], old[VECTORS];
+    const uint32_t turn = slots.begin(turns);
+    V own[VECTORS], old[VECTORS];
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            const int place = begin + i * THREADS + threadIdx.x;
-            if (i >= per_thread || place >= num_vectors) continue;
-            own[i] = load_fresh(part + static_cast<size_t>(place) * V::SIZE);
-            store(reinterpret_cast<Element*>(memories[rank] + region + (i * THREADS + threadIdx.x) * 16), own[i]);
-            if (residual) old[i] = load_fresh(residual + static_cast<size_t>(place) * V::SIZE);
-        }
-        __threadfence_system();
-        __syncthreads();
-        if (threadIdx.x < RANKS && threadIdx.x != rank) {
-            signal(reinterpret_cast<uint32_t*>(memories[threadIdx.x] + signals) + rank, turn);
-            const uint32_t* seen = reinterpret_cast<const uint32_t*>(memories[rank] + signals) + threadIdx.x;
-            while (static_cast<int32_t>(look(seen) - turn) < 0) {}
-        }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-            const int place = begin + i * THREADS + threadIdx.x;
-            if (i >= per_thread || place >= num_vectors) continue;
-            V others[RANKS];
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r)
-                others[r] = r == rank ? own[i] : load_remote(memories[r] + region + (i * THREADS + threadIdx.x) * 16);
-            V sum;
-#pragma unroll
-            for (int e = 0; e < V::SIZE; ++e) {
-                float value = to_float(others[0].values[e]);
-#pragma unroll
-                for (int r = 1; r < RANKS; ++r) value += to_float(others[r].values[e]);
-                sum.values[e] = from_float<Element>(value);
-                if (residual) sum.values[e] = from_float<Element>(to_float(old[i].values[e]) + to_float(sum.values[e]));
-            }
-            store(out + static_cast<size_t>(place) * V::SIZE, sum);
-        }
+    for (int i = 0; i < VECTORS; ++i) {
+        const int place = begin + i * THREADS;
+        if (i >= per_thread || place >= num_vectors) continue;
+        own[i].bits = sendable(load_fresh(part + static_cast<size_t>(place) * V::SIZE).bits);
+        slots.send(i, own[i].bits);
+        if (residual) old[i] = load_fresh(residual + static_cast<size_t>(place) * V::SIZE);
     }
-    if (threadIdx.x == 0) turns[block] = turn;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int place = begin + i * THREADS;
+        if (i >= per_thread || place >= num_vectors) continue;
+        V others[RANKS];
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) others[r].bits = r == rank ? own[i].bits : slots.receive(r, i);
+        V sum;
+#pragma unroll
+        for (int e = 0; e < V::SIZE; ++e) {
+            float value = to_float(others[0].values[e]);
+#pragma unroll
+            for (int r = 1; r < RANKS; ++r) value += to_float(others[r].values[e]);
+            sum.values[e] = from_float<Element>(value);
+            if (residual) sum.values[e] = from_float<Element>(to_float(old[i].values[e]) + to_float(sum.values[e]));
+        }
+        store(out + static_cast<size_t>(place) * V::SIZE, sum);
+    }
+    slots.end(turns, turn);
+}
+
+// part [rows, row_vectors] of each rank -> out [rows, RANKS * row_vectors], in vectors of 16 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    all_gather(Element* out, const Element* part, unsigned char* const* memories, uint32_t* turns, int num_vectors, int row_vectors, int per_thread,
+               int num_regions, int region, int rank) {
+    const int begin = blockIdx.x * THREADS * per_thread + threadIdx.x;
+    launch_dependents();
+    Slots slots(memories, num_regions, region, rank);
+    wait_for_earlier();
+    const uint32_t turn = slots.begin(turns);
+    const auto target = [&](int place, int source) {
+        const int row = place / row_vectors;
+        return out + (static_cast<size_t>(row * RANKS + source) * row_vectors + place - row * row_vectors) * V::SIZE;
+    };
+#pragma unroll 4
+    for (int i = 0; i < per_thread; ++i) {
+        const int place = begin + i * THREADS;
+        if (place >= num_vectors) break;
+        const V own(sendable(load_fresh(part + static_cast<size_t>(place) * V::SIZE).bits));
+        slots.send(i, own.bits);
+        store(target(place, rank), own);
+    }
+#pragma unroll 4
+    for (int i = 0; i < per_thread; ++i) {
+        const int place = begin + i * THREADS;
+        if (place >= num_vectors) break;
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r)
+            if (r != rank) store(target(place, r), V(slots.receive(r, i)));
+    }
+    slots.end(turns, turn);
 }

@@ -1,4 +1,8 @@
-"""Sums over ranks on GPUs that can read each other's memory: one kernel, which may be captured (vLLM and TensorRT-LLM: one-shot all-reduce)."""
+"""Exchanges between ranks on GPUs that can write each other's memory: a kernel each, which may be captured.
+
+What a rank sends is written into the others' memory, and its arrival is seen by the values themselves (NCCL's LL protocol; the one-shot
+kernels of TensorRT-LLM and FlashInfer).
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,20 @@ from typing import Any
 
 import torch
 
-from kernels._load import ELEMENTS, device_of, load
+from kernels._load import ELEMENTS, Kernel, device_of, load
 
 logger = logging.getLogger(__name__)
 
 THREADS, VECTORS, NUM_REGIONS = 256, 4, 128
 """Blocks that wait for other GPUs must all run at once: any GPU that is served has room for so many."""
-REGION = THREADS * VECTORS * 16
-MAX_READ_BYTES = 2 * 2**20
+PASS = THREADS * 16
+"""Bytes of a block's threads, a vector each."""
+MAX_SUMMED_BYTES = 2 * 2**20
 """From the other ranks together: above it NCCL, which sends each value once, is as fast."""
+MAX_GATHERED_BYTES = 4 * 2**20
+"""From the other ranks together, where nothing is sent twice: the scores of 32 tokens, of half a vocabulary of 128k."""
+NOTHING = 0x80000000
+"""What an empty place holds; kernels/all_reduce.cu."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class PeerMemory:
         return len(self.addresses)
 
     def close(self) -> None:
-        """When no kernel that reads them is left, on this rank and the others."""
+        """When no kernel that reads or writes them is left, on this rank and the others."""
         own, *mappings = self._held
         for mapping in mappings:
             if mapping is not None:
@@ -45,14 +54,20 @@ class PeerMemory:
         own.free()
 
 
+def _region_bytes(size: int) -> int:
+    """What one block gets from one rank at most."""
+    return -(-(MAX_GATHERED_BYTES // (size - 1)) // (NUM_REGIONS * PASS)) * PASS
+
+
 def meet_peers(device: torch.device, rank: int, size: int, exchange: Callable[[str, bytes], list[bytes]]) -> PeerMemory | None:
-    """Memory that every rank of this host can read, when there is a way between their GPUs; None on all ranks otherwise.
+    """Memory that every rank of this host can write, when there is a way between their GPUs; None on all ranks otherwise.
 
     exchange: gives every rank what each said under that name, in the ranks' order. Called within kernels.device_stream(device).
     """
     driver = device_of(device).driver
-    own = driver.mem_alloc(NUM_REGIONS * (2 * REGION + 4 * size))
-    driver.memset_d8(own, 0, NUM_REGIONS * (2 * REGION + 4 * size))
+    num_bytes = 2 * size * NUM_REGIONS * _region_bytes(size)
+    own = driver.mem_alloc(num_bytes)
+    driver.memset_d32(own, NOTHING, num_bytes // 4)
     torch.cuda.synchronize(device)
     handles = exchange("memory", bytes(driver.mem_get_ipc_handle(own)))
     mappings: list[Any] = []
@@ -67,30 +82,61 @@ def meet_peers(device: torch.device, rank: int, size: int, exchange: Callable[[s
     return PeerMemory(rank, torch.tensor(addresses, dtype=torch.int64, device=device), turns, (own, *mappings))
 
 
+def _can_exchange(part: torch.Tensor, size: int, max_bytes: int) -> bool:
+    num_bytes = part.numel() * part.element_size()
+    return part.is_contiguous() and part.dtype in ELEMENTS and num_bytes > 0 and num_bytes % 16 == 0 and num_bytes * (size - 1) <= max_bytes
+
+
 def can_all_reduce(part: torch.Tensor, size: int) -> bool:
     """Whether the kernel takes it and is the faster way; the same on every rank, for it looks at shape and type alone."""
-    num_bytes = part.numel() * part.element_size()
-    return part.is_contiguous() and part.dtype in ELEMENTS and num_bytes > 0 and num_bytes % 16 == 0 and num_bytes * (size - 1) <= MAX_READ_BYTES
+    return _can_exchange(part, size, MAX_SUMMED_BYTES)
+
+
+def can_all_gather(part: torch.Tensor, size: int) -> bool:
+    """As `can_all_reduce`, of parts [R, N] that are put beside each other."""
+    return part.dim() == 2 and part.shape[1] * part.element_size() % 16 == 0 and _can_exchange(part, size, MAX_GATHERED_BYTES)
+
+
+def _kernel(part: torch.Tensor, memory: PeerMemory, name: str) -> Kernel:
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[part.dtype], "RANKS": memory.size}
+    return load(part.device, "all_reduce", name, defines, programmatic=True)
+
+
+def _grid(num_vectors: int) -> tuple[int, int]:
+    """Blocks, and vectors of each thread."""
+    per_thread = -(-num_vectors // (THREADS * NUM_REGIONS))
+    return -(-num_vectors // (THREADS * per_thread)), per_thread
 
 
 def all_reduce(part: torch.Tensor, memory: PeerMemory, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Sum of the ranks' parts, in place of part -> part; or added to residual, in place -> residual. Both contiguous and of the same shape.
 
-    The sum is rounded before it is added, as apart. Every rank calls it in the same order with the same shape and type; it waits for all.
-    Raises ValueError for what `can_all_reduce` refuses.
+    The sum is rounded before it is added, as apart. Zeros may lose their sign. Every rank calls it in the same order with the same shape and
+    type; it waits for all. Raises ValueError for what `can_all_reduce` refuses.
     """
     if not can_all_reduce(part, memory.size):
         raise ValueError(
-            f"all_reduce: part {tuple(part.shape)} of {part.dtype} must be contiguous, of 16 to {MAX_READ_BYTES // (memory.size - 1)} bytes"
+            f"all_reduce: part {tuple(part.shape)} of {part.dtype} must be contiguous, of 16 to {MAX_SUMMED_BYTES // (memory.size - 1)} bytes"
         )
     if residual is not None and (residual.shape != part.shape or residual.dtype != part.dtype or not residual.is_contiguous()):
         raise ValueError(f"all_reduce: residual {tuple(residual.shape)} of {residual.dtype} must be contiguous and as part, {tuple(part.shape)}")
     num_vectors = part.numel() * part.element_size() // 16
-    per_thread = min(VECTORS, -(-num_vectors // (THREADS * NUM_REGIONS)))
-    blocks = min(NUM_REGIONS, -(-num_vectors // (THREADS * per_thread)))
+    blocks, per_thread = _grid(num_vectors)
     out = part if residual is None else residual
-    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[part.dtype], "RANKS": memory.size}
-    kernel = load(part.device, "all_reduce", "all_reduce", defines, programmatic=True)
-    arguments = (memory.addresses, memory.turns, num_vectors, per_thread, NUM_REGIONS, memory.rank)
-    kernel((blocks, 1), (THREADS, 1, 1), out, part, 0 if residual is None else residual, *arguments)
+    arguments = (memory.addresses, memory.turns, num_vectors, per_thread, NUM_REGIONS, _region_bytes(memory.size), memory.rank)
+    _kernel(part, memory, "all_reduce")((blocks, 1), (THREADS, 1, 1), out, part, 0 if residual is None else residual, *arguments)
+    return out
+
+
+def all_gather(part: torch.Tensor, memory: PeerMemory) -> torch.Tensor:
+    """[R, N] of each rank -> [R, size * N], in the ranks' order. Zeros may lose their sign. Called, and refused, as `all_reduce` is."""
+    if not can_all_gather(part, memory.size):
+        limit = MAX_GATHERED_BYTES // (memory.size - 1)
+        raise ValueError(f"all_gather: part {tuple(part.shape)} of {part.dtype} must be contiguous, of rows of 16 bytes each and {limit} in all")
+    rows, width = part.shape
+    out = part.new_empty(rows, memory.size * width)
+    num_vectors = part.numel() * part.element_size() // 16
+    blocks, per_thread = _grid(num_vectors)
+    arguments = (num_vectors, num_vectors // rows, per_thread, NUM_REGIONS, _region_bytes(memory.size), memory.rank)
+    _kernel(part, memory, "all_gather")((blocks, 1), (THREADS, 1, 1), out, part, memory.addresses, memory.turns, *arguments)
     return out

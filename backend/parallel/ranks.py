@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from backend.errors import ConfigError
-from kernels.all_reduce import PeerMemory, all_reduce, can_all_reduce, meet_peers
+from kernels.all_reduce import PeerMemory, all_gather, all_reduce, can_all_gather, can_all_reduce, meet_peers
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Ranks:
     group: Any = None
     """torch.distributed's process group, of the backend's own class; None when the rank is alone."""
     peers: PeerMemory | None = None
-    """Through which small sums go, where the GPUs can read each other's memory."""
+    """Through which small exchanges go, where the GPUs can write each other's memory."""
     sockets: frozenset[str] = frozenset()
     """On CPU the connections of the group, as /proc names them."""
 
@@ -82,6 +82,8 @@ class Ranks:
         """[R, tokens of this rank] -> [R, count]: what each rank has of its `vocabulary`."""
         if self.size == 1:
             return x
+        if self.peers is not None and x.shape[-1] * self.size == count and can_all_gather(x, self.size):
+            return all_gather(x, self.peers)
         parts, end, own = self.gather(x), 0, []
         for rank, part in enumerate(parts):
             tokens = self._tokens_of(rank, count)
@@ -138,7 +140,7 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
 
         peers = None if address else meet_peers(device, rank, size, exchange)  # memory is one host's
         if peers is None and rank == 0:
-            logger.warning("tensor_parallel_size %d: the GPUs cannot read each other's memory; all sums go through NCCL", size)
+            logger.warning("tensor_parallel_size %d: the GPUs cannot write each other's memory; all sums go through NCCL", size)
         return Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
     before = set(_open_sockets().values())
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from backend import LLM, SamplingParams
-from backend.parallel.ranks import make_ranks
+from backend.parallel.ranks import Ranks, make_ranks
 from kernels._load import device_stream
-from kernels.all_reduce import MAX_READ_BYTES, can_all_reduce
+from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_SUMMED_BYTES, can_all_gather, can_all_reduce
 from tests.conftest import code_prompts, greedy
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 SHAPES = [(1, 8), (1, 4096), (3, 4096), (128, 4096), (7, 1032), (64, 8192), (250, 2048), (192, 5120), (2, 16), (33, 576)]
+GATHERED = [(1, 64128), (8, 64128), (32, 64128), (33, 64128), (5, 8), (3, 1032), (192, 512)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ODD = [0.0, -0.0, -0.0, -0.0, 0.0, 0.0, -0.0, 0.0, float("inf"), -float("inf"), float("nan"), 1.0]
+"""A pair of +0 and -0, or a float32 of -0, has the bits of an empty place."""
 
 
 def check_sums(rank: int, size: int, port: int) -> None:
@@ -38,7 +42,7 @@ def check_sums(rank: int, size: int, port: int) -> None:
                     residual = torch.randn(shape, generator=generator).to(device, dtype)
                     total = sum((part.float() for part in parts[1:]), parts[0].float()).to(dtype)
                     num_bytes = parts[rank].numel() * parts[rank].element_size()
-                    assert can_all_reduce(parts[rank], size) == (num_bytes * (size - 1) <= MAX_READ_BYTES)
+                    assert can_all_reduce(parts[rank], size) == (num_bytes * (size - 1) <= MAX_SUMMED_BYTES)
                     x, summed = residual.clone(), parts[rank].clone()
                     ranks.add_sum(x, parts[rank].clone())
                     ranks.all_reduce(summed)
@@ -46,7 +50,14 @@ def check_sums(rank: int, size: int, port: int) -> None:
                         assert torch.equal(x, residual + total) and torch.equal(summed, total)
                     else:
                         torch.testing.assert_close(summed, total)
-        large = torch.full((2 * MAX_READ_BYTES // 4,), float(rank + 1), device=device)
+                for i, (rows, width) in enumerate(GATHERED):
+                    generator = torch.Generator().manual_seed(5000 * turn + i)
+                    parts = [torch.randn(rows, width, generator=generator).to(device, dtype) for _ in range(size)]
+                    num_bytes = rows * width * parts[rank].element_size()
+                    assert can_all_gather(parts[rank], size) == (num_bytes * (size - 1) <= MAX_GATHERED_BYTES)
+                    assert torch.equal(ranks.gather_vocabulary(parts[rank], size * width), torch.cat(parts, dim=1))
+                check_odd_values(ranks, device, dtype)
+        large = torch.full((2 * MAX_SUMMED_BYTES // 4,), float(rank + 1), device=device)
         assert not can_all_reduce(large, size) and float(ranks.all_reduce(large)[-1]) == size * (size + 1) / 2
         # Captured, with many exchanges one after the other: each reads what the one before left.
         x, part = torch.ones(16, 4096, device=device, dtype=torch.bfloat16), torch.ones(16, 4096, device=device, dtype=torch.bfloat16)
@@ -56,13 +67,26 @@ def check_sums(rank: int, size: int, port: int) -> None:
             for _ in range(50):
                 part.mul_(0).add_(1)
                 ranks.add_sum(x, part)
+                gathered = ranks.gather_vocabulary(x, size * 4096)
         for _ in range(3):
             x.zero_()
             graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(x, torch.full_like(x, 50 * size))
+        assert torch.equal(x, torch.full_like(x, 50 * size)) and torch.equal(gathered, torch.cat([x] * size, dim=1))
         ranks.least(0, device)
         ranks.close()
+
+
+def check_odd_values(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> None:
+    """Each place of a vector holds each of these once, against each of them of the next rank."""
+    table = torch.tensor(ODD, device=device, dtype=dtype)
+    places = torch.arange(16 * len(ODD) ** 2, device=device)
+    parts = [table[(places // (16 * len(ODD) ** r) + places * (r + 1)) % len(ODD)].view(16, -1) for r in range(ranks.size)]
+    part, size = parts[ranks.rank], ranks.size
+    total = sum((own.float() for own in parts[1:]), parts[0].float()).to(dtype)
+    exactly = partial(torch.testing.assert_close, rtol=0.0, atol=0.0, equal_nan=True)
+    exactly(ranks.gather_vocabulary(part, size * part.shape[1]), torch.cat(parts, dim=1))
+    exactly(ranks.all_reduce(part.clone()), total)
 
 
 def free_port() -> int:
