@@ -8,6 +8,7 @@ using Element = ELEMENT;
 using V = Vector<Element>;
 
 constexpr int THREADS = 256, VECTORS = 4;
+constexpr int TOGETHER = RANKS == 2 ? 4 : RANKS <= 4 ? 2 : 1;  // vectors from each rank that a thread looks for at once
 constexpr uint32_t NOTHING = 0x80000000u;  // float32's -0, or a pair of +0 and -0: these are sent as +0
 
 __device__ __forceinline__ uint4 sendable(uint4 v) {
@@ -68,12 +69,22 @@ struct Slots {
             if (r != rank) put(at(memories[r], rank, i), v);
     }
 
-    __device__ __forceinline__ uint4 receive(int source, int i) const {
-        uint4* place = at(mine, source, i);
-        uint4 v = look(place);
-        while (!has_come(v)) v = look(place);
-        put(place, {NOTHING, NOTHING, NOTHING, NOTHING});
-        return v;
+    // What the others sent as number i, in `values` at their places; this rank's own is not touched.
+    __device__ __forceinline__ void look_for(int i, uint4 (&values)[RANKS]) const {
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r)
+            if (r != rank) values[r] = look(at(mine, r, i));
+    }
+
+    // The same, waited for where it had not come yet; its places are empty again.
+    __device__ __forceinline__ void take(int i, uint4 (&values)[RANKS]) const {
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            if (r == rank) continue;
+            uint4* place = at(mine, r, i);
+            while (!has_come(values[r])) values[r] = look(place);
+            put(place, {NOTHING, NOTHING, NOTHING, NOTHING});
+        }
     }
 };
 
@@ -88,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wait_for_earlier();
     const uint32_t turn = slots.begin(turns);
     V own[VECTORS], old[VECTORS];
+    uint4 others[TOGETHER][RANKS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int place = begin + i * THREADS;
@@ -98,17 +110,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
+        if (i % TOGETHER == 0)
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j)
+                if (i + j < per_thread && begin + (i + j) * THREADS < num_vectors) slots.look_for(i + j, others[j]);
         const int place = begin + i * THREADS;
         if (i >= per_thread || place >= num_vectors) continue;
-        V others[RANKS];
-#pragma unroll
-        for (int r = 0; r < RANKS; ++r) others[r].bits = r == rank ? own[i].bits : slots.receive(r, i);
+        uint4(&values)[RANKS] = others[i % TOGETHER];
+        slots.take(i, values);
         V sum;
 #pragma unroll
         for (int e = 0; e < V::SIZE; ++e) {
-            float value = to_float(others[0].values[e]);
+            float value = 0;
 #pragma unroll
-            for (int r = 1; r < RANKS; ++r) value += to_float(others[r].values[e]);
+            for (int r = 0; r < RANKS; ++r) {
+                const float one = to_float((r == rank ? own[i] : V(values[r])).values[e]);
+                value = r ? value + one : one;
+            }
             sum.values[e] = from_float<Element>(value);
             if (residual) sum.values[e] = from_float<Element>(to_float(old[i].values[e]) + to_float(sum.values[e]));
         }
@@ -130,21 +148,35 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int row = place / row_vectors;
         return out + (static_cast<size_t>(row * RANKS + source) * row_vectors + place - row * row_vectors) * V::SIZE;
     };
-#pragma unroll 4
-    for (int i = 0; i < per_thread; ++i) {
-        const int place = begin + i * THREADS;
-        if (place >= num_vectors) break;
-        const V own(sendable(load_fresh(part + static_cast<size_t>(place) * V::SIZE).bits));
-        slots.send(i, own.bits);
-        store(target(place, rank), own);
-    }
-#pragma unroll 4
-    for (int i = 0; i < per_thread; ++i) {
-        const int place = begin + i * THREADS;
-        if (place >= num_vectors) break;
+    for (int first = 0; first < per_thread; first += VECTORS) {
+        V own[VECTORS];
 #pragma unroll
-        for (int r = 0; r < RANKS; ++r)
-            if (r != rank) store(target(place, r), V(slots.receive(r, i)));
+        for (int i = 0; i < VECTORS; ++i) {
+            const int place = begin + (first + i) * THREADS;
+            if (first + i < per_thread && place < num_vectors) own[i].bits = sendable(load_fresh(part + static_cast<size_t>(place) * V::SIZE).bits);
+        }
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int place = begin + (first + i) * THREADS;
+            if (first + i >= per_thread || place >= num_vectors) continue;
+            slots.send(first + i, own[i].bits);
+            store(target(place, rank), own[i]);
+        }
+    }
+    for (int first = 0; first < per_thread; first += TOGETHER) {
+        uint4 others[TOGETHER][RANKS];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i)
+            if (first + i < per_thread && begin + (first + i) * THREADS < num_vectors) slots.look_for(first + i, others[i]);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            const int place = begin + (first + i) * THREADS;
+            if (first + i >= per_thread || place >= num_vectors) continue;
+            slots.take(first + i, others[i]);
+#pragma unroll
+            for (int r = 0; r < RANKS; ++r)
+                if (r != rank) store(target(place, r), V(others[i][r]));
+        }
     }
     slots.end(turns, turn);
 }

@@ -23,8 +23,8 @@ PASS = THREADS * 16
 """Bytes of a block's threads, a vector each."""
 MAX_SUMMED_BYTES = 2 * 2**20
 """From the other ranks together: above it NCCL, which sends each value once, is as fast."""
-MAX_GATHERED_BYTES = 4 * 2**20
-"""From the other ranks together, where nothing is sent twice: the scores of 32 tokens, of half a vocabulary of 128k."""
+MAX_GATHERED_BYTES = 16 * 2**20
+"""From the other ranks together, where nothing is sent twice: the scores of 128 tokens, of half a vocabulary of 128k."""
 NOTHING = 0x80000000
 """What an empty place holds; kernels/all_reduce.cu."""
 
