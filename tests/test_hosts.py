@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +81,9 @@ def ancestors(pid: int) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    folder = tmp_path_factory.mktemp("hosts")
+@contextlib.contextmanager
+def running_hosts(folder: Path, own_options: Callable[[int], Sequence[str]] = lambda rank: ()) -> Iterator[Hosts]:
+    """own_options: of each host's server."""
     with other_host() as other, ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as first, contextlib.ExitStack() as second:
         port, *status = free_ports(3)
         common = (
@@ -97,11 +97,17 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         starts = [
             threads.submit(own.enter_context, serve(folder / str(rank) / "log", *options, *common, program=(*prefix, *FORETOKEN), host=host))
             for rank, own, prefix, host in ((0, first, (), "127.0.0.1"), (1, second, other.prefix, other.address))
-            for options in [(f"--node-rank={rank}", f"--status-port={status[rank]}")]
+            for options in [(f"--node-rank={rank}", f"--status-port={status[rank]}", *own_options(rank))]
         ]
         wait(starts)
         own = Hosts(Supervised(starts[0].result(), status[0]), starts[1].result(), f"{other.address}:{status[1]}", other)
         own.await_ready()
+        yield own
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with running_hosts(tmp_path_factory.mktemp("hosts")) as own:
         yield own
 
 

@@ -14,11 +14,12 @@ import torch.multiprocessing as mp
 from backend import LLM, SamplingParams
 from backend.parallel.ranks import Ranks, make_ranks
 from kernels._load import device_stream
-from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_SUMMED_BYTES, can_all_gather, can_all_reduce
+from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_SUMMED_BYTES, can_all_gather, can_all_reduce, meet_peers
 from tests.conftest import code_prompts, greedy
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
+MEET = timedelta(seconds=60)
 SHAPES = [(1, 8), (1, 4096), (3, 4096), (128, 4096), (7, 1032), (64, 8192), (250, 2048), (192, 5120), (2, 16), (33, 576)]
 GATHERED = [(1, 64128), (8, 64128), (32, 64128), (128, 64128), (129, 64128), (5, 8), (3, 1032), (192, 512)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -30,10 +31,10 @@ def check_sums(rank: int, size: int, port: int) -> None:
     """One rank's side: every rank makes all ranks' parts from the same seeds. Raises AssertionError."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=MEET)
     with device_stream(device):
-        ranks = make_ranks(rank, size, store, device, timedelta(seconds=60))
-        assert ranks.peers is not None, "these GPUs cannot read each other's memory"
+        ranks = make_ranks(rank, size, store, device, MEET)
+        assert ranks.peers is not None, "these GPUs cannot write each other's memory"
         for turn in range(6):
             for dtype in DTYPES:
                 for i, shape in enumerate(SHAPES):
@@ -77,6 +78,36 @@ def check_sums(rank: int, size: int, port: int) -> None:
         ranks.close()
 
 
+def check_shared_gpus(rank: int, size: int, port: int) -> None:
+    """As `check_sums`, of more ranks than there are GPUs: NCCL takes one on each, so that our kernels alone are called."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=MEET)
+
+    def exchange(name: str, words: bytes) -> list[bytes]:
+        store.set(f"{name} {rank}", words)
+        return [store.get(f"{name} {r}") for r in range(size)]
+
+    with device_stream(device):
+        peers = meet_peers(device, rank, size, exchange)
+        assert peers is not None, "these GPUs cannot write each other's memory"
+        ranks = Ranks(rank, size, peers=peers)
+        for dtype in DTYPES:
+            for i, shape in enumerate([*SHAPES, (1, 16032), (8, 16032)]):
+                parts = [torch.randn(shape, generator=torch.Generator().manual_seed(100 * i + r)).to(device, dtype) for r in range(size)]
+                if can_all_reduce(parts[rank], size):
+                    total = sum((part.float() for part in parts[1:]), parts[0].float()).to(dtype)
+                    x = torch.ones_like(total)
+                    ranks.add_sum(x, parts[rank].clone())
+                    assert torch.equal(x, torch.ones_like(total) + total)
+                if can_all_gather(parts[rank], size):
+                    assert torch.equal(ranks.gather_vocabulary(parts[rank], size * shape[1]), torch.cat(parts, dim=1))
+            check_odd_values(ranks, device, dtype)
+        torch.cuda.synchronize()
+        exchange("through", b"")
+        peers.close()
+
+
 def check_odd_values(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> None:
     """Each place of a vector holds each of these once, against each of them of the next rank."""
     table = torch.tensor(ODD, device=device, dtype=dtype)
@@ -97,6 +128,11 @@ def free_port() -> int:
 
 def test_sums_are_exact_and_the_same_on_every_rank() -> None:
     mp.spawn(check_sums, (torch.cuda.device_count(), free_port()), nprocs=torch.cuda.device_count())
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_sums_of_more_ranks(size: int) -> None:
+    mp.spawn(check_shared_gpus, (size, free_port()), nprocs=size)
 
 
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3, "adaptive": False}
