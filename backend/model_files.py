@@ -34,7 +34,8 @@ def check_regular(path: Path) -> int:
     try:
         status = path.stat()
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
+        of = f": the link to {os.readlink(path)} leads nowhere" if path.is_symlink() else ""
+        raise ModelError(f"{path} is missing{of}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not stat.S_ISREG(status.st_mode):
@@ -58,16 +59,30 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """config.json, with generation_config.json's end-of-text ids over it when there is one."""
+    """config.json, of the text model where there are other parts, with generation_config.json's end-of-text ids over it when there is one."""
     directory = Path(directory)
     if directory.is_file():
         raise ModelError(f"{directory} is a file, and a model is a folder; of a GGUF file `foretoken convert` makes one")
     if not directory.is_dir():
         raise ModelError(f"model folder {directory} does not exist")
-    config = read_json(directory / "config.json")
+    config = _merge_text(read_json(directory / "config.json"))
     if (path := find_end_tokens(directory)).name == GENERATION_FILE:
         config["eos_token_id"] = read_json(path)["eos_token_id"]
     return config
+
+
+def _merge_text(config: dict[str, Any]) -> dict[str, Any]:
+    """What models that read images too have of their text model in an object of its own, beside the rest."""
+    own = config.get("text_config")
+    if not isinstance(own, dict):
+        return config
+    outer = {key: value for key, value in config.items() if key != "text_config" and value is not None}
+    found = outer | {key: value for key, value in own.items() if value is not None or key not in outer}
+    # Of these the outer ones count: transformers ends answers by them, and ties what no file holds twice.
+    found |= {key: outer[key] for key in ("architectures", "bos_token_id", "eos_token_id") if key in outer}
+    if True in (own.get("tie_word_embeddings"), outer.get("tie_word_embeddings")):
+        found["tie_word_embeddings"] = True
+    return found
 
 
 def find_end_tokens(directory: Path) -> Path:
@@ -160,7 +175,7 @@ def name_others(directory: Path) -> str:
 def find_weights(directory: Path) -> dict[str, Path]:
     """The file of every weight, by name, as the folder's index has it, or its only file's. Raises ModelError."""
     index = directory / INDEX_FILE
-    if index.is_file():
+    if os.path.lexists(index):  # a link that leads nowhere is said to be one
         files = read_json(index).get("weight_map")
         if not isinstance(files, dict):
             raise ModelError(f"{index} has no weight_map")
@@ -169,9 +184,9 @@ def find_weights(directory: Path) -> dict[str, Path]:
                 raise ModelError(f"{index}: weight {name} is in {file!r:.80}, which is no file of this folder")
         return {name: directory / file for name, file in files.items()}
     single = directory / WEIGHTS_FILE
-    if not single.exists() and len(named := list(directory.glob("*.safetensors"))) == 1:
+    if not os.path.lexists(single) and len(named := list(directory.glob("*.safetensors"))) == 1:
         single = named[0]  # as AutoGPTQ called it: by bits and groups
-    if not single.exists():
+    if not os.path.lexists(single):
         raise ModelError(f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{name_others(directory)}")
     with open_weights(single, "np") as file:
         return dict.fromkeys(file.keys(), single)

@@ -176,6 +176,8 @@ def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, Chat
         sources = {"default": sources}
     if (separate := directory / "chat_template.jinja").is_file():
         sources = {"default": separate, **{path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}}
+    elif not sources.get("default") and (processor := directory / "chat_template.json").is_file():  # of models that read images too
+        sources["default"] = read_json(processor).get("chat_template")
     found = {}
     for name in ("default", "tool_use"):
         source = sources.get(name)

@@ -68,7 +68,7 @@ def check_model(name: str, max_model_len: int | None = None, load_format: str = 
         raise ModelError("the model's name is empty: name a folder, a GGUF file, or a name on the hub (ORG/NAME)")
     folder = find_model(name, source)
     check_ascii("model folder", folder, MOVED)
-    values = read_config(folder)
+    values = model_checks.read_model_config(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'} is missing")
     has_weights = load_format != "dummy"

@@ -116,6 +116,13 @@ def test_a_template_that_is_no_text(tmp_path: Path, template: object) -> None:
         with_template(tmp_path, template)
 
 
+def test_a_template_of_models_that_read_images(tmp_path: Path) -> None:
+    """It may be in the settings of what prepares images alone."""
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    assert with_template(tmp_path, None).chat_template == "of the processor"
+    assert with_template(tmp_path, "its own").chat_template == "its own"
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"chat_template\.jinja cannot be read"):
