@@ -131,6 +131,9 @@ def test_a_group_is_as_good_as_its_best_scores() -> None:
         ("mixtral", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported; known: silu, swish"),
         ("olmoe", {"clip_qkv": 0}, "clip_qkv is 0; it must be a number above 0"),
         ("ernie4_5_moe", {"moe_gate": "hash"}, "moe_gate 'hash' is not supported; known: topk"),
+        ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act 'sigmoid' is not supported; known: softmax"),
+        ("ernie4_5_moe", {"moe_num_shared_experts": ...}, "mlp.shared_experts.down_proj.weight"),  # none, as in the 300B's file
+        ("ernie4_5_moe", {"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types is ['sparse', 'sparse']; it must be what a model of ['Ernie4_5_Moe"),
         ("ernie4_5_moe", {"moe_norm_min": -1.0}, "moe_norm_min is -1.0"),
         ("glm4_moe", {"scoring_func": "tanh"}, "scoring_func 'tanh' is not supported; known: sigmoid"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; known: noaux_tc"),

@@ -48,6 +48,7 @@ def ernie4_5(values: Values) -> DecoderSpec:
 def ernie4_5_moe(values: Values) -> DecoderSpec:
     sizes, count = read_sizes(values), read_num_layers(values)
     values.choice("moe_gate", ("topk", "top2"), "topk")
+    values.choice("moe_gate_act", ("softmax",), "softmax")
     first, step = values.integer("moe_layer_start_index", 2**16, low=0, default=1), values.integer("moe_layer_interval", 2**16, default=1)
     last = values.integer("moe_layer_end_index", 2**16, low=-1, default=-1)
     sparse = range(first, count if last == -1 else last + 1)
@@ -61,7 +62,7 @@ def ernie4_5_moe(values: Values) -> DecoderSpec:
 
 def _experts(values: Values, sizes: Sizes, prefix: str) -> MoeSpec:
     size_key, activation = "moe_intermediate_size", _read_activation(values)
-    inner, num_shared = values.integer(size_key, 2**20), values.integer("moe_num_shared_experts", 1024, low=0, default=2)
+    inner, num_shared = values.integer(size_key, 2**20), values.integer("moe_num_shared_experts", 1024, low=0, default=0)  # 300B's does not name them
     router = read_router(values, f"{prefix}.gate", sizes.hidden, "moe_num_experts", "moe_k", default_chosen=6)
     router = dataclasses.replace(
         router,
