@@ -16,6 +16,9 @@ MAX_JSON_BYTES = 64 * 2**20
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 GENERATION_FILE = "generation_config.json"
+MODULES = "num_nextn_predict_layers"
+MODULE_NAMES = ("mtp_num_hidden_layers", "num_mtp_layers")
+"""What some files call the number of modules that predict tokens further ahead."""
 PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """Where drafters that were published before safetensors keep their weights: a torch archive of tensors."""
 
@@ -66,6 +69,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise ModelError(f"model folder {directory} does not exist")
     config = _merge_text(read_json(directory / "config.json"))
+    if config.get(MODULES) is None and (count := next((config[name] for name in MODULE_NAMES if config.get(name) is not None), None)) is not None:
+        config[MODULES] = count
     if (path := find_end_tokens(directory)).name == GENERATION_FILE:
         config["eos_token_id"] = read_json(path)["eos_token_id"]
     return config

@@ -13,7 +13,7 @@ from backend.models.families.llama import llama, llama_mtp
 from backend.models.families.mistral import ministral, ministral3, mistral, mixtral
 from backend.models.families.olmoe import olmoe
 from backend.models.families.phi import phi3
-from backend.models.families.qwen import mimo_mtp, qwen2, qwen2_moe, qwen3, qwen3_moe
+from backend.models.families.qwen import mimo_mtp, qwen2, qwen2_moe, qwen2_mtp, qwen3, qwen3_moe, qwen3_moe_mtp, qwen3_mtp
 from backend.models.mtp_spec import MtpSpec
 from backend.models.spec import DecoderSpec
 from backend.models.values import Values
@@ -59,5 +59,8 @@ DRAFTERS: dict[str, Callable[[Values], MtpSpec]] = {
     "Glm4MoeForCausalLM": glm4_moe_mtp,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_mtp,
     "MiMoForCausalLM": mimo_mtp,
+    "Qwen2ForCausalLM": qwen2_mtp,
+    "Qwen3ForCausalLM": qwen3_mtp,
+    "Qwen3MoeForCausalLM": qwen3_moe_mtp,
 }
 """Likewise; those that are models too have a drafter's modules in their own checkpoints, where num_nextn_predict_layers says so."""
