@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_end_tokens, find_weights, has_same_weights, open_weights, read_config, read_json
+from backend.model_files import find_end_tokens, find_weights, has_same_weights, is_named, open_weights, read_config, read_json
 from backend.models.families import ARCHITECTURES, DRAFTERS, TEXT_MODELS, WITH_IMAGES
 from backend.models.moe_spec import MoeSpec
 from backend.models.mtp_spec import MtpSpec
@@ -117,7 +117,7 @@ def check_tokenizer(directory: Path) -> None:
     if not isinstance(read_json(path).get("model"), dict):
         raise ModelError(f"{path} has no object 'model': it is no tokenizer of the tokenizers library")
     settings = directory / "tokenizer_config.json"
-    if settings.exists():
+    if is_named(settings):
         read_json(settings)
 
 

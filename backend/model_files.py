@@ -32,6 +32,11 @@ def settle_path(path: Path) -> Path:
     return found if str(found).isascii() else Path(os.path.abspath(path.expanduser()))
 
 
+def is_named(path: Path) -> bool:
+    """Whether a folder has the name, be it of a link that leads nowhere: reading that is an error, where no file at all may be right."""
+    return os.path.lexists(path)
+
+
 def check_regular(path: Path) -> int:
     """The size of a file. Raises ModelError for what is not one: reading a pipe or a device may never end."""
     try:
@@ -93,7 +98,7 @@ def _merge_text(config: dict[str, Any]) -> dict[str, Any]:
 def find_end_tokens(directory: Path) -> Path:
     """The file that names the end-of-text ids. Raises ModelError."""
     path = directory / GENERATION_FILE
-    return path if path.is_file() and read_json(path).get("eos_token_id") is not None else directory / "config.json"
+    return path if is_named(path) and read_json(path).get("eos_token_id") is not None else directory / "config.json"
 
 
 SAMPLES, SAMPLE_BYTES = 32, 4096
@@ -180,7 +185,7 @@ def name_others(directory: Path) -> str:
 def find_weights(directory: Path) -> dict[str, Path]:
     """The file of every weight, by name, as the folder's index has it, or its only file's. Raises ModelError."""
     index = directory / INDEX_FILE
-    if os.path.lexists(index):  # a link that leads nowhere is said to be one
+    if is_named(index):
         files = read_json(index).get("weight_map")
         if not isinstance(files, dict):
             raise ModelError(f"{index} has no weight_map")
@@ -189,9 +194,9 @@ def find_weights(directory: Path) -> dict[str, Path]:
                 raise ModelError(f"{index}: weight {name} is in {file!r:.80}, which is no file of this folder")
         return {name: directory / file for name, file in files.items()}
     single = directory / WEIGHTS_FILE
-    if not os.path.lexists(single) and len(named := list(directory.glob("*.safetensors"))) == 1:
+    if not is_named(single) and len(named := list(directory.glob("*.safetensors"))) == 1:
         single = named[0]  # as AutoGPTQ called it: by bits and groups
-    if not os.path.lexists(single):
+    if not is_named(single):
         raise ModelError(f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{name_others(directory)}")
     with open_weights(single, "np") as file:
         return dict.fromkeys(file.keys(), single)

@@ -142,6 +142,9 @@ WEIGHTS: list[tuple[Damage, str]] = [
 ]
 FILES: list[tuple[Damage, str]] = [
     (linked("model.safetensors"), "model.safetensors is missing: the link to ../blobs/gone leads nowhere"),
+    (linked("generation_config.json"), "generation_config.json is missing: the link to ../blobs/gone leads nowhere"),
+    (linked("tokenizer_config.json"), "tokenizer_config.json is missing: the link to ../blobs/gone leads nowhere"),
+    (linked("hf_quant_config.json"), "hf_quant_config.json is missing: the link to ../blobs/gone leads nowhere"),
     (linked("model.safetensors.index.json"), "model.safetensors.index.json is missing: the link to ../blobs/gone leads nowhere"),
     (replaced("tokenizer.json", None), "tokenizer.json is missing"),
     (replaced("tokenizer.json", b"{}"), "tokenizer.json has no object 'model'"),
