@@ -15,7 +15,7 @@ from typing import Any
 from backend.errors import ConfigError, ModelError
 from backend.model_files import find_end_tokens, find_weights, has_same_weights, is_named, open_weights, read_config, read_json
 from backend.models.families import ARCHITECTURES, DRAFTERS, TEXT_MODELS, WITH_IMAGES
-from backend.models.moe_spec import MoeSpec
+from backend.models.moe_spec import MoeSpec, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
@@ -183,7 +183,8 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     spec = ARCHITECTURES[name](values)
     _check_stated(values, spec)
     if has_weights:
-        spec = place_weights(spec, find_weights(Path(directory)))
+        names = find_weights(Path(directory))
+        spec = settle_shared(place_weights(spec, names), names)
         weights = WeightList()
         spec.list_weights(weights)
         if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there

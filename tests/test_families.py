@@ -200,6 +200,7 @@ def test_made_up_weights(family: str, folders: Callable[[str], Path], tmp_path: 
         ),
         ("phi3", rope("longrope", short_factor=SHORT), "has no 'long_factor'"),
         ("llama", rope("yarn", factor=4.0, beta_fast=-1.0), "beta_fast is -1.0"),
+        ("llama", rope("yarn", factor=4.0, attn_factor=0.8), "attn_factor is 0.8; it must be 1"),
         ("llama", rope("yarn", factor=4.0, rope_theta=1), "rope_theta is 1; yarn"),
         ("llama", rope("dynamic"), "has no 'factor'"),
         ("llama", {"rope_parameters": NESTED}, "rope_parameters"),

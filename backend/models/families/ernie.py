@@ -62,7 +62,7 @@ def ernie4_5_moe(values: Values) -> DecoderSpec:
 
 def _experts(values: Values, sizes: Sizes, prefix: str) -> MoeSpec:
     size_key, activation = "moe_intermediate_size", _read_activation(values)
-    inner, num_shared = values.integer(size_key, 2**20), values.integer("moe_num_shared_experts", 1024, low=0, default=0)  # 300B's does not name them
+    inner, num_shared = values.integer(size_key, 2**20), values.integer("moe_num_shared_experts", 1024, low=0, default=2)
     router = read_router(values, f"{prefix}.gate", sizes.hidden, "moe_num_experts", "moe_k", default_chosen=6)
     router = dataclasses.replace(
         router,
@@ -74,7 +74,8 @@ def _experts(values: Values, sizes: Sizes, prefix: str) -> MoeSpec:
     shared = None
     if num_shared:
         shared = gated_mlp(f"{prefix}.shared_experts", sizes, activation, has_bias=values.flag("use_bias"), inner=num_shared * inner)
-    return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, size_key, activation, shared)
+    is_assumed = not values.has("moe_num_shared_experts")  # of which the 300B's file does not speak, and has none
+    return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, size_key, activation, shared, is_shared_assumed=is_assumed)
 
 
 def ernie4_5_moe_mtp(values: Values) -> MtpSpec:
