@@ -132,7 +132,7 @@ def _locate_server() -> Server:
 
 
 def _find_backends(executable: Path) -> Path | None:
-    """The backends that were unpacked with a server elsewhere than in NVIDIA's folder, the only one that it looks in by itself. Raises LaunchError."""
+    """Backends that were unpacked with a server elsewhere than in the one folder that it looks in by itself. Raises LaunchError."""
     beside = executable.resolve().parent.parent / "backends"
     if (OWN_BACKENDS / "python").is_dir() or not (beside / "python").is_dir():
         return None
