@@ -25,6 +25,9 @@ PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 """Of files that hold weights that are not read: pickles, which may run what is in them, and parts without their index."""
 
+OTHER_TOKENIZERS = ("tekken.json", "vocab.json", "vocab.txt", "spiece.model")
+"""Vocabularies in forms that are not read."""
+
 
 def settle_path(path: Path) -> Path:
     """Absolute, with links followed; but a link is kept where it leads out of ASCII, for servers' Python stubs read ASCII paths only."""
@@ -180,6 +183,12 @@ def name_others(directory: Path) -> str:
     if found[0].endswith(".safetensors"):
         return f"; of {len(found)} files such as {found[0]} the index is missing"
     return f"; {found[0]} is a pickle, which is not read as a model: save it anew as safetensors, with transformers' save_pretrained"
+
+
+def name_tokenizers(directory: Path) -> str:
+    """The end of a message that a folder has no tokenizer.json: what it has instead."""
+    found = next((name for name in OTHER_TOKENIZERS if is_named(directory / name)), None)
+    return f"; {found} is not read: take the tokenizer.json of a model of the same vocabulary" if found else ""
 
 
 def find_weights(directory: Path) -> dict[str, Path]:

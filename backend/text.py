@@ -22,7 +22,7 @@ from backend.detokenizer import (
     read_byte_level,
 )
 from backend.errors import ModelError, RequestError
-from backend.model_files import is_named, read_json
+from backend.model_files import is_named, name_tokenizers, read_json
 from backend.tools import CALL_TOKENS, ID_CHARACTERS, read_history, shorten_ids
 
 _DEVELOPER = "developer"
@@ -43,7 +43,7 @@ class Tokenizer:
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(f"{path} is missing")
+            raise ModelError(f"{path} is missing{name_tokenizers(path.parent)}")
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception

@@ -59,6 +59,10 @@ def replaced(name: str, content: bytes | None) -> Damage:
     return change
 
 
+def renamed(name: str, other: str) -> Damage:
+    return lambda folder: (folder / name).rename(folder / other)
+
+
 def linked(name: str) -> Damage:
     """A file of the hub's cache whose contents are gone."""
 
@@ -147,6 +151,7 @@ FILES: list[tuple[Damage, str]] = [
     (linked("hf_quant_config.json"), "hf_quant_config.json is missing: the link to ../blobs/gone leads nowhere"),
     (linked("model.safetensors.index.json"), "model.safetensors.index.json is missing: the link to ../blobs/gone leads nowhere"),
     (replaced("tokenizer.json", None), "tokenizer.json is missing"),
+    (renamed("tokenizer.json", "tekken.json"), "tokenizer.json is missing; tekken.json is not read: take the tokenizer.json of a model of the same"),
     (replaced("tokenizer.json", b"{}"), "tokenizer.json has no object 'model'"),
     (replaced("tokenizer.json", b"\xff"), "tokenizer.json cannot be read"),
     (replaced("tokenizer_config.json", None), "tokenizer_config.json cannot be read: it is not a regular file"),
