@@ -24,10 +24,10 @@ def encode(text: str) -> list[int]:
 
 def test_what_is_read(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("ab\nc")
-    lines = ['"de"', "[1, 2]", '{"text": "f"}', "", '{"token_ids": [3], "text": "no"}', "[]", '{"text": "\u00ff"}']
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    lines = ['"d\u2028e"', "[1, 2]", '{"text": "f"}', "", '{"token_ids": [3], "text": "no"}', "[]", '{"text": "\u00ff"}']
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines), "utf-8-sig")  # with a mark of the byte order
     found = read_corpus([str(tmp_path / "plain.txt"), str(tmp_path / "lines.jsonl")], encode, vocab_size=200)
-    assert [list(token_ids) for token_ids in found] == [[97, 98, 10, 99], [100, 101], [1, 2], [102], [3]], "ÿ is beyond the vocabulary"
+    assert [list(token_ids) for token_ids in found] == [[97, 98, 10, 99], [100, 101], [1, 2], [102], [3]], "ÿ and U+2028 are beyond the vocabulary"
 
 
 @pytest.mark.parametrize(

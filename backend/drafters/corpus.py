@@ -46,13 +46,13 @@ def _read(path: Path) -> list[tuple[str, object]]:
     try:
         if (size := check_regular(path)) > MAX_BYTES:
             raise ConfigError(f"{KEY}: {path} has {size} bytes; the limit is {MAX_BYTES}")
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # some editors begin with a mark of the byte order, which is no part of the text
     except (ModelError, OSError, ValueError) as error:
         raise ConfigError(f"{KEY}: {path} cannot be read: {error}") from None
     if path.suffix != ".jsonl":
         return [(str(path), text)]
     values: list[tuple[str, object]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028 too, which texts in JSON may have as it is
         if line.strip():
             try:
                 values.append((f"{path}:{number}", json.loads(line)))
