@@ -111,7 +111,7 @@ def read_other_names(values: object, where: str = "") -> Any:
         if key in found and (value := found.pop(key)) not in (None, False, "False", "auto"):
             raise ConfigError(f"{where}{key} {value!r:.80} is no key here: {instead}")
     if "speculate_method" in found:
-        if found.get("method", found["speculate_method"]) != found["speculate_method"]:
+        if "method" in found and found["method"] != found["speculate_method"]:
             raise ConfigError(f"{where}method is given twice: {found['method']!r:.80}, and {found['speculate_method']!r:.80} as speculate_method")
         found["method"] = found.pop("speculate_method")
     if found.get("model") in LOOKUPS and found.get("method", "ngram") == "ngram":

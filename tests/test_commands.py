@@ -589,6 +589,7 @@ def test_names_of_speculation(values: dict[str, Any], expected: dict[str, Any]) 
         ({"method": "mtp", "use_heterogeneous_vocab": 1}, "use_heterogeneous_vocab must be bool, got 1"),
         ({"method": "mtp", "kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' is no key here: drafters keep keys and values in their own type"),
         ({"method": "mtp", "synthetic_acceptance_rates": [0.5]}, "say accept_policy simulated and simulated_acceptance_rate"),
+        ({"speculate_method": float("nan")}, "method must be str or null, got nan"),
         ({"method": "mtp", "speculate_method": "ngram"}, "method is given twice: 'mtp', and 'ngram' as speculate_method"),
     ],
 )
