@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ModelError
+from backend.model_checks import check_model
 from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve
 from tests.families import Case, edited, make_model
 
@@ -358,6 +359,14 @@ def test_ids_of_special_tokens_and_layers_that_are_the_targets(folder: Path, tar
     """What drafters' authors leave in config.json from other models says nothing about the drafter, and vicuna-33b's EAGLE has no length."""
     kept = {"bos_token_id": VOCABULARY + 9, "eos_token_id": [-1], "layer_types": ["sliding_attention"] * NUM_LAYERS, "max_position_embeddings": ...}
     check_drafter_folder("eagle3", edited(folder, tmp_path / "drafter", **kept), target[1])
+
+
+def test_a_drafter_for_the_model(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """As `vllm serve` takes it."""
+    save_drafter(KINDS[2], make_weights(KINDS[2]), tmp_path / "drafter")
+    message = r"drafter is a drafter \(speculators_model_type 'eagle3'\), not a model: serve the model that it was made for, and name this folder"
+    with pytest.raises(ModelError, match=message):
+        check_model(tmp_path / "drafter")
 
 
 def test_a_state_for_mask_tokens_and_no_such_token(target: tuple[Any, Path], tmp_path: Path) -> None:
