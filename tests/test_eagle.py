@@ -65,7 +65,7 @@ class Kind:
         return self.name
 
 
-PARALLEL = {"draft_vocab_size": DRAFT_VOCABULARY, "mask_token_id": 300, "norm_before_residual": False}
+PARALLEL = {"draft_vocab_size": DRAFT_VOCABULARY, "mask_token_id": 300}
 EAGLE3 = Kind("SpecForge", config={"draft_vocab_size": DRAFT_VOCABULARY})
 IDS = "eagle_aux_hidden_state_layer_ids"
 KINDS = [
@@ -334,6 +334,7 @@ REFUSED = [
     ({"fc_norm": True, "norm_before_fc": True}, r"fc_norm is True; it must be false where norm_before_fc is true"),
     ({IDS: [1, 2, 9]}, rf"{IDS} is \[1, 2, 9\]; it must be a list of layers of the target, which has 8"),
     ({"target_layer_ids": [1, 2, 8]}, r"target_layer_ids is \[1, 2, 8\]; it must be a list of layers of the target, which has 8"),
+    ({"aux_hidden_states_layer_ids": [8]}, r"aux_hidden_states_layer_ids is \[8\]; it must be a list of layers of the target, which has 8"),
     ({"layer_types": ["sliding_attention"]}, r"layer_types\[0\] is 'sliding_attention'; it must be 'full_attention' with this method"),
     ({IDS: [1, 2, 3], "num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; it must be 3"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; it must be true"),

@@ -14,8 +14,8 @@ from backend.models.values import Values
 
 LAYER_KEY, TYPE_KEY = "transformer_layer_config", "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-OUTPUTS = "target_layer_ids"
-"""DeepSeek's key: layers whose output is taken."""
+OUTPUTS = ("target_layer_ids", "aux_hidden_states_layer_ids")
+"""DeepSeek's key and AngelSlim's: layers whose output is taken."""
 PARD_KEYS = ("pard_token", "ptd_token_id")
 MASK_KEYS = (*PARD_KEYS, "mask_token_id")
 """Of parallel drafting: those that vLLM reads, and speculators'."""
@@ -152,7 +152,7 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
         hidden_norm=f"{first}.hidden_norm.weight",
         norm=f"{prefix}norm.weight",
         fc_norms=(f"{prefix}input_norm.weight",) if is_normed_before_fc else fc_norms,
-        is_norm_residual=values.flag("norm_before_residual", default=_is_speculators(values)),
+        is_norm_residual=values.flag("norm_before_residual", default=values.get(TYPE_KEY) == "eagle3"),
         is_norm_recycled=values.flag("norm_output"),
         logit_scale=values.number("logit_scale", 1e6, default=1.0),
         mask_token_id=read_mask_token(values, vocab_size),
@@ -237,10 +237,11 @@ def _read_tapped_layers(values: Values, count: int) -> tuple[int, ...]:
     default, outputs = (2, count // 2, count - 3), (1, count // 2 - 1, count - 4)
     section = values.section("eagle_config")
     place = section if section.get(LAYER_IDS) else values
-    if not place.get(LAYER_IDS) and values.get(OUTPUTS) not in (None, []):
-        found: tuple[int, ...] = tuple(number + 1 for number in values.integers(OUTPUTS, 2**16))
+    key = next((key for key in OUTPUTS if values.get(key) not in (None, [])), None)
+    if not place.get(LAYER_IDS) and key is not None:
+        found: tuple[int, ...] = tuple(number + 1 for number in values.integers(key, 2**16))
         if max(found) > count:
-            raise values.refuse(OUTPUTS, f"a list of layers of the target, which has {count}")
+            raise values.refuse(key, f"a list of layers of the target, which has {count}")
         return found
     if place.get(LAYER_IDS) in (None, []):  # ModelOpt writes an empty list for the usual choice
         if min(default) < 0:
