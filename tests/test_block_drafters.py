@@ -422,6 +422,12 @@ def test_a_folder_of_another_method(made: str, method: str, message: str, target
         check_drafter_folder(method, own, target[1])
 
 
+def test_one_draft_of_many(target: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_drafter(DFLASH, make_weights(DFLASH), tmp_path / "drafter")
+    serve(target[1], method="dflash", model=str(tmp_path / "drafter"), num_speculative_tokens=None)
+    assert "num_speculative_tokens is 1, which is its default: the drafter in" in caplog.text and "makes up to 4 for little more" in caplog.text
+
+
 def test_what_a_drafter_cannot_do(target: tuple[Any, Path], tmp_path: Path) -> None:
     save_drafter(DFLASH, make_weights(DFLASH), tmp_path / "drafter")
     folder = str(tmp_path / "drafter")
