@@ -50,6 +50,24 @@ def test_what_is_refused(content: str, message: str, tmp_path: Path, monkeypatch
         read_corpus([str(tmp_path / "corpus.jsonl")], encode, vocab_size=200)
 
 
+def test_a_long_text_is_tokenized_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no further than the limit."""
+    pieces: list[str] = []
+
+    def watched(text: str) -> list[int]:
+        pieces.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 4)
+    (tmp_path / "text").write_text("a\nbc\ndefghi\n")
+    (found,) = read_corpus([str(tmp_path / "text")], watched, vocab_size=200)
+    assert pieces == ["a\n", "bc\n", "defg", "hi\n"] and list(found) == encode("".join(pieces))
+    monkeypatch.setattr(corpus, "MAX_TOKENS", 4)
+    with pytest.raises(ConfigError, match="text has more than 4 tokens, the limit of all texts together"):
+        read_corpus([str(tmp_path / "text")], watched, vocab_size=200)
+    assert len(pieces) == 6
+
+
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     for path, message in (
