@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ModelError
 from backend.model_checks import check_model
+from deploy.launcher import check_model as check_launch
 from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve
 from tests.families import Case, edited, make_model
 
@@ -368,6 +369,8 @@ def test_a_drafter_for_the_model(target: tuple[Any, Path], tmp_path: Path) -> No
     message = r"drafter is a drafter \(speculators_model_type 'eagle3'\), not a model: serve the model that it was made for, and name this folder"
     with pytest.raises(ModelError, match=message):
         check_model(tmp_path / "drafter")
+    with pytest.raises(ModelError, match=message):  # and not that it has no tokenizer
+        check_launch(str(tmp_path / "drafter"))
 
 
 def test_a_state_for_mask_tokens_and_no_such_token(target: tuple[Any, Path], tmp_path: Path) -> None:
