@@ -77,6 +77,11 @@ def find_architecture(config: Mapping[str, Any], directory: str | Path) -> str:
     known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES] if isinstance(names, list) else []
     if known:
         return known[0]
+    if config.get("speculators_model_type"):  # which `vllm serve` takes for the model that it drafts for
+        raise ModelError(
+            f"{directory} is a drafter (speculators_model_type {config['speculators_model_type']!r:.80}), not a model: serve the model that it was "
+            "made for, and name this folder as `model` of the speculative configuration"
+        )
     if _has_images(config):
         if str(kind) in TEXT_MODELS:
             return TEXT_MODELS[str(kind)][0]

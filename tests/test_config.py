@@ -233,6 +233,8 @@ def test_parse_bytes(value: int | str, expected: int) -> None:
         ("MTP", "mtp"),
         ("deepseek_mtp", "mtp"),
         ("Ernie_MTP", "mtp"),
+        ("glm4_moe_lite_mtp", "mtp"),
+        ("ngram_gpu", "ngram"),
     ],
 )
 def test_methods_have_one_name_and_many_spellings(given_name: str | None, expected: str) -> None:
