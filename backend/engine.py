@@ -65,6 +65,8 @@ class Engine:
         try:
             with on_stream(self._device):
                 parts = load_parts(config, (self._group.ranks if self._group is not None else None) or Ranks(), draft_service)
+                if self._group is not None:
+                    self._group.await_loaded(self._device)
             if self._group is not None:
                 self._group.on_lost = self._note_lost_rank
         except Exception as error:

@@ -23,12 +23,12 @@ from backend.config import EngineConfig
 from backend.devices import on_stream
 from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
-from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, check_verdicts, compare_verdicts
+from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, await_loaded, check_verdicts, compare_verdicts
 from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, describe_self
+from backend.rank_processes import EXCHANGE_SECONDS, LOAD_SECONDS, MEET_SECONDS, describe_self
 from backend.step.plan import StepPlan
 from backend.step.worker import Begun, Launched, Worker
 
@@ -220,9 +220,12 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
         with on_stream(device):
             address = line.own_address if is_far else ""
             ranks = make_ranks(rank, size, store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
+            ranks.limit(timedelta(seconds=LOAD_SECONDS))
             worker = Worker(config, ranks)
             pages = RankPages(worker.store, orders, lambda: plans.num_done)
             worker.warm_up()
+            await_loaded(ranks, device)
+            orders.rest()
             report({"ready": True})
             try:
                 follow(worker, ranks, plans)

@@ -27,7 +27,17 @@ from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, Hello, describe_rank, describe_self, device_of_rank, end_ranks, start_rank
+from backend.rank_processes import (
+    EXCHANGE_SECONDS,
+    LOAD_SECONDS,
+    MEET_SECONDS,
+    Hello,
+    describe_rank,
+    describe_self,
+    device_of_rank,
+    end_ranks,
+    start_rank,
+)
 from backend.step.plan import PlanOutline, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -88,6 +98,12 @@ def compare_verdicts(ranks: Ranks, verdicts: Verdicts, num_steps: int, device: t
         raise RanksDiffer(step, f"the ranks decided differently in step {step}, and perhaps later: checksums {ends} after step {num_steps - 1}")
 
 
+def await_loaded(ranks: Ranks, device: torch.device) -> None:
+    """On every rank, when it has loaded its part: what follows are steps."""
+    ranks.least(0, device)
+    ranks.limit(timedelta(seconds=EXCHANGE_SECONDS))
+
+
 class RanksDiffer(EngineError):
     """Ranks of one model have computed different things."""
 
@@ -145,6 +161,7 @@ class Group:
             with on_stream(device):
                 address = host if parallel.nnodes > 1 else ""
                 self.ranks = make_ranks(0, self.size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
+                self.ranks.limit(timedelta(seconds=LOAD_SECONDS))
         except BaseException:
             self.close()
             raise
@@ -190,6 +207,12 @@ class Group:
             time.sleep(0.01)
 
     # -- ranks that end ---------------------------------------------------------------------------------------------------
+
+    def await_loaded(self, device: torch.device) -> None:
+        """Waits for the ranks that load for longer than this one."""
+        assert self.ranks is not None
+        await_loaded(self.ranks, device)
+        self.switchboard.rest()
 
     def watch(self) -> None:
         """All is loaded: a rank that hangs from now on is taken for gone. Raises EngineError when one is."""

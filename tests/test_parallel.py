@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import zlib
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,22 @@ def test_vocabularies_of_any_size_are_split(size: int, count: int) -> None:
     found = on_ranks(size, lambda ranks: (ranks.vocabulary(count), ranks.gather_vocabulary(expected[:, ranks.vocabulary(count)], count)))
     assert all(torch.equal(whole, expected) for _, whole in found)
     assert len({own.stop - own.start for own, _ in found}) == 1
+
+
+def test_how_long_an_exchange_may_wait_can_change() -> None:
+    """While ranks load it is long: one may read its part from a slower disk."""
+    has_ended = threading.Event()
+
+    def exchange(ranks: Ranks) -> bool:
+        if ranks.rank:
+            return has_ended.wait(30)
+        ranks.limit(timedelta(seconds=0.1))
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            ranks.least(0, torch.device("cpu"))
+        has_ended.set()
+        return True
+
+    assert on_ranks(2, exchange) == [True, True]
 
 
 def test_a_rank_that_is_killed_ends_every_open_request() -> None:

@@ -101,6 +101,11 @@ class Ranks:
         """The least of the ranks' values, for what all of them must agree on. Waits for all."""
         return value if self.size == 1 else int(self.gather(torch.tensor([value], dtype=torch.int64, device=device)).min())
 
+    def limit(self, timeout: timedelta) -> None:
+        """How long an exchange from now on may wait for another rank."""
+        if self.group is not None:
+            self.group._set_default_timeout(timeout)
+
     def abort(self) -> None:
         """Exchanges that wait for a rank that is gone raise, from any thread: gloo alone would let them wait for its own time limit."""
         if self.sockets:
@@ -141,7 +146,9 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
         peers = None if address else meet_peers(device, rank, size, exchange)  # memory is one host's
         if peers is None and rank == 0:
             logger.warning("tensor_parallel_size %d: the GPUs cannot write each other's memory; all sums go through NCCL", size)
-        return Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
+        ranks = Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
+        ranks.least(0, device)  # NCCL meets in the first exchange, for which others may not wait as long as for a rank that loads
+        return ranks
     before = set(_open_sockets().values())
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout
