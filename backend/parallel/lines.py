@@ -127,7 +127,8 @@ class Switchboard:
     def __init__(self, host: str, size: int, on_lost: Callable[[], None]) -> None:
         """host: address to listen on; on_lost: some rank is gone, see `lost`. Raises OSError."""
         self._size, self._on_lost = size, on_lost
-        self._listener = socket.create_server((host, 0))
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, 0), family=family)
         self._is_listening = True
         self._greeted = threading.Semaphore(MAX_GREETED)
         self.port: int = self._listener.getsockname()[1]
