@@ -335,6 +335,7 @@ class Group:
         self._is_closed = True
         self.on_lost = lambda: None
         try:
+            self.check()  # where one is gone, what waits for the GPU might wait for it
             if self.ranks is not None:
                 self._send(STOP)
             release()

@@ -192,6 +192,29 @@ def test_a_rank_that_is_killed_ends_every_open_request() -> None:
     assert child.poll() == -signal.SIGKILL
 
 
+def test_what_a_step_makes_without_a_rank_is_nobodys() -> None:
+    """On a GPU such a step ends, with whatever numbers."""
+    llm = LLM(tensor_parallel_size=2, num_threads=1)
+    engine, group = llm.engine, llm.engine.group
+    deltas: list[Delta] = []
+    assert group is not None
+    engine.submit(PROMPTS[0], SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True), deltas.append, request_id="open")
+    while not deltas:
+        engine.step()
+    num_tokens, go_on = sum(len(delta.token_ids) for delta in deltas), engine.worker.go_on
+
+    def lose_meanwhile(*arguments: Any) -> Launched:
+        launched = go_on(*arguments)
+        group.switchboard.lose(1, "a cut")
+        return launched
+
+    engine.worker.go_on = lose_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="rank 1 of 2 has ended"):
+        engine.step()
+    assert sum(len(delta.token_ids) for delta in deltas) == num_tokens
+    llm.close()
+
+
 def test_sizes_that_do_not_divide() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 5: .* which does not divide by it"):
         Ranks(0, 5).part(12, "num_attention_heads")

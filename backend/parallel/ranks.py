@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -107,12 +108,16 @@ class Ranks:
             self.group._set_default_timeout(timeout)
 
     def abort(self) -> None:
-        """Exchanges that wait for a rank that is gone raise, from any thread: gloo alone would let them wait for its own time limit."""
+        """Exchanges that wait for a rank that is gone wait no longer, from any thread: gloo's raise, which alone would wait for its own time limit;
+        on GPUs they end, with results that are of no use."""
         if self.sockets:
             for number, name in _open_sockets().items():
                 if name in self.sockets:
                     _cut(number)
-        elif self.group is not None and hasattr(self.group, "abort"):
+            return
+        if self.peers is not None:
+            threading.Thread(target=self.peers.give_up, name="give up", daemon=True).start()
+        if self.group is not None and hasattr(self.group, "abort"):
             self.group.abort()
 
     def close(self) -> None:
