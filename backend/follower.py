@@ -149,13 +149,17 @@ def follow(worker: Worker, ranks: Ranks, plans: Plans) -> None:
             worker.capture_waiting()
 
 
+class NotWanted(RuntimeError):
+    """Rank 0 has no use for this process."""
+
+
 def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple[Line, Line | None]:
-    """Says what this rank is, and hears whether it fits. Raises RuntimeError with rank 0's words where it does not, or ConnectionError."""
+    """Says what this rank is, and hears whether it fits. Raises NotWanted with rank 0's words where it does not, or ConnectionError."""
     store.append("hello", describe_self(config, rank).write())  # type: ignore[attr-defined]
     verdict = store.get("verdict").decode()
     store.set(f"heard {rank}", "")
     if verdict:
-        raise RuntimeError(verdict)
+        raise NotWanted(verdict)
     port = int(store.get("lines"))
     return connect(host, port, rank, ORDERS), connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
 
@@ -240,7 +244,8 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
     except Exception as error:
         report({"error": f"{type(error).__name__}: {error}"})
         with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
-            store.set(f"error {rank}", f"{type(error).__name__}: {error}")
+            if not isinstance(error, NotWanted):  # another may be this rank
+                store.set(f"error {rank}", f"{type(error).__name__}: {error}")
         raise
 
 

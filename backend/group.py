@@ -51,6 +51,7 @@ MAX_UNDER_WAY = 4
 EXPLAIN_SECONDS = 1.0
 """That a rank whose exchange failed may take to end."""
 DONE_SECONDS = 0.0002
+ALL_THERE = "all ranks are there already: does another host have this node_rank, or does rank 0 not know yet that this one was started again?"
 VERDICT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 """For the ranks to hear why they do not fit, and between two looks at who has ended while one is waited for."""
 PLAN, CAPTURE, STOP, PROBS, CHECK, MASKS = range(6)
@@ -188,6 +189,7 @@ class Group:
                     if time.monotonic() > end:
                         raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
         self.switchboard.stop_listening()
+        self._store.set("verdict", ALL_THERE)
 
     def _await_hellos(self, own: Hello, came: set[int], end: float) -> None:
         """came: the ranks that have said theirs."""
