@@ -24,6 +24,10 @@ UNIT = 8
 """Tokens of a vocabulary that does not divide go to ranks in so many: products have whole tiles then."""
 
 
+class DoesNotDivideError(ConfigError):
+    """What is to be split over the ranks cannot be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """One process's place in the group, and the group's exchanges, which every rank makes in the same order."""
@@ -42,7 +46,7 @@ class Ranks:
             raise ConfigError(f"rank is {self.rank}; the group has ranks 0 to {self.size - 1}")
 
     def part(self, count: int, what: str, *, can_repeat: bool = False) -> slice:
-        """This rank's share of `count` rows, heads or experts. Raises ConfigError when it does not divide.
+        """This rank's share of `count` rows, heads or experts. Raises DoesNotDivideError when it does not divide.
 
         can_repeat: where there are more ranks than that, several may hold the same one; what the ranks' parts make must not be added up then.
         """
@@ -52,7 +56,7 @@ class Ranks:
         if can_repeat and self.size % count == 0:
             own = self.rank // (self.size // count)
             return slice(own, own + 1)
-        raise ConfigError(f"tensor_parallel_size {self.size}: {what} is {count}, which does not divide by it")
+        raise DoesNotDivideError(f"tensor_parallel_size {self.size}: {what} is {count}, which does not divide by it")
 
     def vocabulary(self, count: int) -> slice:
         """This rank's share of `count` tokens: as many on each rank, so that where they do not divide the last ones hold some of others' too."""
