@@ -17,6 +17,8 @@ from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.shared_tokens import read_shared_tokens
 
+DEFAULT_LEN = 2048
+"""transformers' of Llama, which some drafters do not name; it matters to extended contexts alone."""
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
@@ -118,7 +120,9 @@ def read_dflash_spec(
 
 
 def _read_values(directory: str | Path) -> Values:
-    return check_config(merge_config(read_config(directory), f"{directory}/config.json"), directory)
+    """Ids of special tokens are not looked at: a drafter's are never used, and published ones name tokens of other models (SpecForge's)."""
+    found = {"max_position_embeddings": DEFAULT_LEN} | merge_config(read_config(directory), f"{directory}/config.json")
+    return check_config({key: value for key, value in found.items() if key not in ("bos_token_id", "eos_token_id")}, directory)
 
 
 def _check_layers(values: Values, names: Collection[str], count: int) -> None:

@@ -161,7 +161,11 @@ class Group:
             device = torch.device(device_of_rank(config, 0))
             with on_stream(device):
                 address = host if parallel.nnodes > 1 else ""
-                self.ranks = make_ranks(0, self.size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
+                try:
+                    self.ranks = make_ranks(0, self.size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
+                except RuntimeError as error:
+                    why = str(self.explain(error)).splitlines()[0]
+                    raise ModelError(f"tensor_parallel_size {self.size}: the ranks could not connect to each other: {why}") from error
                 self.ranks.limit(timedelta(seconds=LOAD_SECONDS))
         except BaseException:
             self.close()

@@ -117,8 +117,8 @@ class _Child:
         if not sys.executable:
             raise Lost("it needs an interpreter of its own, and sys.executable names none")
         self._seconds = seconds
-        # Modules are looked for where this process found them, whatever was done to its path; "" is the folder that it is in.
-        path = [os.path.abspath(place) for place in sys.path]
+        # Modules are looked for where this process found them, whatever was done to its path; in the folder that it is in ("") last of all.
+        path = [*(place for place in sys.path if place), *([os.getcwd()] if "" in sys.path else [])]
         code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main()"
         pipe = subprocess.PIPE
         self._process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, bufsize=0)

@@ -61,6 +61,11 @@ def find_architecture(config: Mapping[str, Any], directory: str | Path) -> str:
     """The model's family. Raises ModelError when none that it names is known."""
     names = config.get("architectures") or []
     known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES] if isinstance(names, list) else []
+    if not known and config.get("speculators_model_type"):  # which `vllm serve` takes for the model that it drafts for
+        raise ModelError(
+            f"{directory} is a drafter (speculators_model_type {config['speculators_model_type']!r:.80}), not a model: serve the model that it was "
+            "made for, and name this folder as `model` of the speculative configuration"
+        )
     if not known:
         raise ModelError(f"{directory}: architectures {names!r:.200} are not supported; known: {', '.join(ARCHITECTURES)}")
     return known[0]

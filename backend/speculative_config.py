@@ -43,14 +43,13 @@ TREE_METHODS = tuple(method for method in STEP_METHODS if method not in BLOCK_ME
 METHOD_ALIASES = {
     "ngram_match": "ngram",
     "inference_with_reference": "ngram",
-    "deepseek_mtp": "mtp",
-    "ernie_mtp": "mtp",
-    "glm4_moe_mtp": "mtp",
-    "mimo_mtp": "mtp",
+    "ngram_gpu": "ngram",
+    "hybrid_mtp_ngram": "mtp",
     "nextn": "mtp",
     "standalone": "draft_model",
+    "arctic": "mlp_speculator",
 }
-"""Of FastDeploy, PaddleNLP, vLLM and SGLang."""
+"""Of FastDeploy, PaddleNLP, vLLM, Arctic and SGLang; vLLM has a name for the modules of each family, too, such as deepseek_mtp."""
 MTP_STRATEGIES = ("default", "with_ngram", "with_suffix")
 SUFFIX_KEYS = tuple(
     f"suffix_decoding_{k}" for k in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob", "corpus", "cache_path")
@@ -80,7 +79,7 @@ def normalize_method(value: object, key: str = "method") -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{key} must be a string, got {value!r:.80}")
     name = value.lower()
-    name = METHOD_ALIASES.get(name, name)
+    name = "mtp" if name.endswith("_mtp") else METHOD_ALIASES.get(name, name)
     if name not in METHODS:
         raise ConfigError(f"{key} {value!r:.80} is not one of {', '.join(METHODS)} (case-insensitive){closest(name, METHODS)}")
     return name

@@ -1,4 +1,4 @@
-"""What other servers call keys and values of `speculative_config`: vLLM, SGLang, FastDeploy, and PaddleNLP before it."""
+"""What other servers call keys and values of `speculative_config`: vLLM with Arctic's plug-in, SGLang, FastDeploy, and PaddleNLP before it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ALIASES = {
     "speculate_verify_window": "verify_window",
     "speculate_max_candidate_len": "max_candidate_len",
     "draft_model_name_or_path": "model",
+    "model_name_or_path": "model",
     "draft_model_quant_type": "quantization",
     "draft_sample_method": "draft_sampling",
     "speculative_algorithm": "method",
@@ -28,12 +29,28 @@ ALIASES = {
     "eagle_choices": "tree_paths",
     "dynamic_tree_max_topk": "tree_top_k",
     "max_total_draft_tokens": "tree_nodes",
+    "enable_adaptive_verification": "adaptive",
+    "suffix_cache_max_depth": "suffix_decoding_max_tree_depth",
+    "suffix_cache_max_requests": "suffix_decoding_max_cached_requests",
+    "suffix_max_spec_factor": "suffix_decoding_max_spec_factor",
+    "suffix_min_token_prob": "suffix_decoding_min_token_prob",
 }
 """Keys that mean the same."""
-READ_HERE = ("speculate_method", "speculative_eagle_topk", "speculative_num_draft_tokens", "speculative_use_rejection_sampling")
+READ_HERE = (
+    "speculate_method",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_use_rejection_sampling",
+    "rejection_sample_method",
+    "acceptance_method",
+    "use_heterogeneous_vocab",
+    "enable_suffix_decoding",
+)
 """Keys that stand for what ALIASES cannot say; `read_other_names` takes them away."""
 PARALLEL = {"pard": "draft_model", "peagle": "eagle3", "p-eagle": "eagle3"}
 """Methods that others have for parallel drafting (TensorRT-LLM, speculators)."""
+REJECTION_RULES = {"standard": "rejection", "probabilistic": "rejection", "rejection_sampler": "rejection", "strict": "target_match"}
+"""vLLM's, of several releases."""
 VERIFY_STRATEGIES = {0: "topp", 1: "greedy", 2: "target_match"}
 """FastDeploy's numbers."""
 NEEDLESS = {
@@ -46,6 +63,16 @@ NEEDLESS = {
     "revision": "model is a folder",
     "code_revision": "no code of a checkpoint is run",
     "draft_load_config": "a drafter's weights are read as the target's are",
+    "attention_backend": "kernels are chosen by type, shape and device",
+    "moe_backend": "kernels are chosen by type, shape and device",
+    "use_local_argmax_reduction": "ranks exchange of the scores what the step needs",
+    "dspark_draft_topk": "drafters score their whole vocabulary",
+    "xpress_topc": "drafters score their whole vocabulary",
+    "disable_mqa_scorer": "all drafts of a step are verified in one pass",
+    "disable_logprobs": "requests may ask for logprobs, with drafts too",
+    "disable_eagle_block_drop": "a hit in the prefix cache has the drafter's pages too",
+    "disable_lookahead_block_hashes": "a hit in the prefix cache has the drafter's pages too",
+    "index_share_for_mtp_iteration": "no model with an index of its tokens is served",
 }
 """Keys that change nothing here, and why."""
 REFUSED = {
@@ -53,9 +80,19 @@ REFUSED = {
     "enable_draft_logprob": "log-probabilities are those of the target",
     "disable_by_batch_size": "adaptive true (the default) measures when drafts pay",
     "num_speculative_tokens_per_batch_size": "adaptive true (the default) measures when drafts pay",
-    "rejection_sample_method": "say it as verify_strategy: target_match, greedy, rejection or topp",
+    "hard_disable_by_batch_size": "adaptive true (the default) measures when drafts pay",
+    **dict.fromkeys(
+        ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
+        "say accept_policy simulated and simulated_acceptance_rate",
+    ),
+    **dict.fromkeys(("posterior_threshold", "posterior_alpha"), "say it as verify_strategy: target_match, greedy, rejection or topp"),
+    "draft_lm_head_quantization": "the drafter's head is the target's, or as the drafter's checkpoint has it",
+    "kv_cache_dtype": "drafters keep keys and values in their own type",
+    "hf_overrides": "change the drafter's config.json",
+    "suffix_max_spec_offset": "suffix_decoding_max_spec_factor alone says how long drafts are",
+    "suffix_speculative_tokens": "num_speculative_tokens is of the model and the lookup together",
 }
-"""Keys that ask for what is done otherwise; false and null ask for nothing."""
+"""Keys that ask for what is done otherwise; false, 0, null and auto ask for nothing."""
 
 
 LOOKUPS = ("ngram", "[ngram]")
@@ -71,10 +108,10 @@ def read_other_names(values: object, where: str = "") -> Any:
         if key in found:
             logger.warning("%s%s %r has no effect, and none is needed: %s", where, key, found.pop(key), why)
     for key, instead in REFUSED.items():
-        if key in found and (value := found.pop(key)) not in (None, False, "False"):
+        if key in found and (value := found.pop(key)) not in (None, False, "False", "auto"):
             raise ConfigError(f"{where}{key} {value!r:.80} is no key here: {instead}")
     if "speculate_method" in found:
-        if found.get("method", found["speculate_method"]) != found["speculate_method"]:
+        if "method" in found and found["method"] != found["speculate_method"]:
             raise ConfigError(f"{where}method is given twice: {found['method']!r:.80}, and {found['speculate_method']!r:.80} as speculate_method")
         found["method"] = found.pop("speculate_method")
     if found.get("model") in LOOKUPS and found.get("method", "ngram") == "ngram":
@@ -90,8 +127,12 @@ def read_other_names(values: object, where: str = "") -> Any:
         del found["parallel_drafting"]  # as vLLM writes it for every method
     if key == "speculative_algorithm" and str(method).lower() == "eagle" and not {"model", "speculative_draft_model_path"} & {*found}:
         found[key] = "mtp"  # SGLang's EAGLE without a drafter's folder is for models that have modules of their own
+    _read_method(found, key, where)
     if "speculative_use_rejection_sampling" in found:
         _read_rejection(found, where)
+    for name in ("rejection_sample_method", "acceptance_method"):
+        if name in found:
+            _read_rejection_rule(found, name, where)
     strategy = found.get("verify_strategy")
     if isinstance(strategy, int) and not isinstance(strategy, bool) and strategy in VERIFY_STRATEGIES:
         found["verify_strategy"] = VERIFY_STRATEGIES[strategy]
@@ -128,6 +169,44 @@ def _read_tree(found: dict[str, Any], where: str) -> None:
     if count is None or count < 2:
         raise ConfigError(f"{where}speculative_eagle_topk {top_k} makes trees: say speculative_num_draft_tokens too, 2 to 64, with the newest token")
     found["tree_top_k"], found["tree_nodes"] = top_k, count - 1
+
+
+def _read_method(found: dict[str, Any], key: str, where: str) -> None:
+    """Names and switches that stand for a strategy or a vocabulary beside the method. key: of the method."""
+    method = str(found[key]).lower() if found.get(key) is not None else None
+    if method == "hybrid_mtp_ngram":
+        found.setdefault("mtp_strategy", "with_ngram")
+    if _take_switch(found, "enable_suffix_decoding", where):
+        if method in (None, "suffix"):
+            found[key] = "suffix"
+        else:  # all drafts are the model's, or the lookup's where those are likelier
+            found.setdefault("mtp_strategy", "with_suffix")
+            if "num_speculative_tokens" in found:
+                found.setdefault("num_model_steps", found["num_speculative_tokens"])
+    if _take_switch(found, "use_heterogeneous_vocab", where) and found.setdefault("draft_vocabulary", "shared") != "shared":
+        value = found["draft_vocabulary"]
+        raise ConfigError(f"{where}use_heterogeneous_vocab true is draft_vocabulary shared, and draft_vocabulary is {value!r:.80}")
+
+
+def _take_switch(found: dict[str, Any], key: str, where: str) -> bool:
+    value = found.pop(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}{key} must be bool, got {value!r:.80}")
+    return value
+
+
+def _read_rejection_rule(found: dict[str, Any], key: str, where: str) -> None:
+    """vLLM's name of a rule."""
+    value = found.pop(key)
+    if value is None:
+        return
+    if not isinstance(value, str) or value not in REJECTION_RULES:
+        raise ConfigError(
+            f"{where}{key} {value!r:.80} is none of {', '.join(REJECTION_RULES)}: say it as verify_strategy, or accept_policy simulated"
+        )
+    strategy = found.setdefault("verify_strategy", REJECTION_RULES[value])
+    if strategy != REJECTION_RULES[value]:
+        raise ConfigError(f"{where}{key} {value} is verify_strategy {REJECTION_RULES[value]}, and verify_strategy is {strategy!r:.80}")
 
 
 def _read_rejection(found: dict[str, Any], where: str) -> None:

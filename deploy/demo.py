@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,6 +41,8 @@ class Rectangle:
     def __init__(self, x, y, width, height):'''
 FORETOKEN = (sys.executable, "-m", "deploy.cli")
 START_SECONDS = 120
+MAX_ENDING, MAX_TOLD = 3000, 8
+"""Of a log whose server did not start: characters of its end, and lines before them."""
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Besides SIGINT, which is an exception by itself."""
 
@@ -69,12 +72,18 @@ def running_server(
         deadline = time.monotonic() + START_SECONDS
         while not _is_ready(host, http_port, metrics_port):
             if process.poll() is not None or time.monotonic() > deadline:
-                ending = log.read_text("utf-8", "replace")[-3000:]
-                raise RuntimeError(f"the server did not start (exit status {process.poll()}); the end of {log}:\n{ending}")
+                raise RuntimeError(f"the server did not start (exit status {process.poll()}); of {log}:\n{_read_reasons(log)}")
             time.sleep(0.1)
         yield process
     finally:
         stop_server(process)
+
+
+def _read_reasons(log: Path) -> str:
+    """A log's first lines that tell of errors, as Triton marks them or this project's launcher begins, and its end."""
+    text = log.read_text("utf-8", "replace")
+    told = [line[:500] for line in text[:-MAX_ENDING].splitlines() if re.match(r"E\d{4} |foretoken serve: |\| \w+ +\| \d+ +\| UNAVAILABLE", line)]
+    return "\n".join([*told[:MAX_TOLD], text[-MAX_ENDING:]])
 
 
 def _is_ready(host: str, http_port: int, metrics_port: int) -> bool:

@@ -69,6 +69,7 @@ def check_model(name: str, max_model_len: int | None = None, load_format: str = 
     folder = find_model(name, source)
     check_ascii("model folder", folder, MOVED)
     values = read_config(folder)
+    model_checks.find_architecture(values, folder)  # before what a folder of another kind lacks
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder / 'tokenizer.json'} is missing")
     has_weights = load_format != "dummy"

@@ -28,6 +28,8 @@ SAFE_VERSION = (2, 60)
 """Of Triton (release 25.08). Older ones name their shared memory to any client that sends too much, and read too much of what clients write there
 (CVE-2025-23319, -23320, -23334: before 25.07), or run what a model's name says (CVE-2025-23316: before 25.08)."""
 HELP_SECONDS = 30
+OWN_BACKENDS = Path("/opt/tritonserver/backends")
+"""Where tritonserver looks for backends, wherever it is itself."""
 LOCK_FILE = ".owner"
 """In the repository's folder; the server reads folders only. Who holds its lock owns the folder, and it says who that is."""
 
@@ -114,7 +116,7 @@ def read_version(executable: Path) -> tuple[int, ...] | None:
 
 def _locate_server() -> Server:
     if found := shutil.which("tritonserver"):
-        return Server(Path(found))
+        return Server(Path(found), _find_backends(Path(found)))
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         raise LaunchError("no tritonserver: there is none on PATH, and the wheel is not installed: pip install --no-deps nvidia-pytriton==0.7.0")
@@ -127,6 +129,15 @@ def _locate_server() -> Server:
         raise LaunchError(f"the server's wheel has no stub for Python {version}; it has {', '.join(known)}: use one of those")
     libraries = (str(package.parent / "nvidia_pytriton.libs"), *find_libpython(version))
     return Server(root / "bin" / "tritonserver", _lay_out_backend(root, stub), libraries)
+
+
+def _find_backends(executable: Path) -> Path | None:
+    """Backends that were unpacked with a server elsewhere than in the one folder that it looks in by itself. Raises LaunchError."""
+    beside = executable.resolve().parent.parent / "backends"
+    if (OWN_BACKENDS / "python").is_dir() or not (beside / "python").is_dir():
+        return None
+    check_server_path("backend directory", beside, "move the server's folder")
+    return beside
 
 
 def _lay_out_backend(root: Path, stub: Path) -> Path:

@@ -59,6 +59,10 @@ class Kind:
     def __str__(self) -> str:
         return self.name
 
+    def value(self, key: str, default: Any) -> Any:
+        """What config.json says of a head, beside the other values or in their section."""
+        return {**self.config, **self.config.get("dflash_config", {})}.get(key, default)
+
 
 LISTED = {"mask_token_id": 301, "target_layer_ids": [0, 3, 6]}
 DFLASH = Kind("DFlash", config={"block_size": 5, "dflash_config": LISTED}, mask=301, num_skipped=1)
@@ -105,6 +109,25 @@ KINDS = [
         num_skipped=1,
         is_whole=True,
         has_map=True,
+    ),
+    Kind(
+        "DSpark of SpecForge",
+        "dspark",
+        {
+            "architectures": ["DSparkDraftModel"],
+            "block_size": 4,
+            "num_target_layers": NUM_LAYERS,
+            "dflash_config": {
+                "attention_mode": "gqa",
+                "confidence_head_alpha": 1.0,
+                "confidence_head_with_markov": True,
+                "markov_head_type": "gated",
+                "markov_rank": RANK,
+                "mask_token_id": 9,
+                "projector_type": "dspark",
+            },
+        },
+        tapped=(2, 6),
     ),
 ]
 
@@ -170,7 +193,7 @@ class Drafter:
 
     def bias(self, token_id: int, hidden: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the Markov head adds to a draft's scores after a token, and its next state."""
-        own, kind = self.weights, self.kind.config.get("markov_head_type", "vanilla")
+        own, kind = self.weights, self.kind.value("markov_head_type", "vanilla")
         latent = own["markov_head.markov_w1.weight"][token_id]
         if kind == "gated":
             seen = torch.cat([hidden, latent])
@@ -227,10 +250,10 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
     if kind.method == "dspark":
         made |= {"markov_head.markov_w1.weight": matrix(VOCABULARY, RANK, scale=1), "markov_head.markov_w2.weight": matrix(rows, RANK)}
         mixer = {"gated": ("gate_proj", RANK, HIDDEN + RANK), "rnn": ("joint_proj", 3 * RANK, HIDDEN + 2 * RANK)}
-        if mixed := mixer.get(kind.config.get("markov_head_type", "")):
+        if mixed := mixer.get(kind.value("markov_head_type", "")):
             name, out, width = mixed
             made |= {f"markov_head.{name}.weight": matrix(out, width), f"markov_head.{name}.bias": matrix(out)}
-        width = HIDDEN + (RANK if kind.config.get("confidence_head_with_markov", kind.is_speculators) else 0)
+        width = HIDDEN + (RANK if kind.value("confidence_head_with_markov", kind.is_speculators) else 0)
         made |= {"confidence_head.proj.weight": matrix(1, width, scale=0.5), "confidence_head.proj.bias": matrix(1)}
     return made
 
@@ -354,12 +377,15 @@ REFUSED = [
     (0, {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True}}, "use_swa is True; it must be left out"),
     (0, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] is 'sliding_attention'; it must be 'full_attention'"),
     (0, {"markov_rank": RANK}, "markov_rank is 6; it must be 0 with method dflash; a drafter with this head is one of method dspark"),
+    (0, {"dflash_config": LISTED | {"projector_type": "domino"}}, "projector_type 'domino' is not supported; known: dflash, dspark"),
+    (0, {"dflash_config": {"mask_token_id": 1}, "num_target_layers": 9}, "num_target_layers is 9; it must be 8, as many as the target has"),
     (0, {"num_hidden_layers": 1}, r"weight layers\.1\..* would not be used: num_hidden_layers is 1, and the weights are those of another"),
     (0, {"num_hidden_layers": 3}, r"weight layers\.2\..* is missing"),
     (3, {"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; it must be 'dflash' with this method"),
     (4, {"markov_rank": 0}, "confidence_head_with_markov is True; it must be false where markov_rank is 0"),
     (4, {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported; known: vanilla, gated, rnn"),
     (4, {"markov_head_type": "gated"}, r"weight markov_head\.gate_proj\.(weight.*|bias) is missing"),
+    (4, {"markov_rank": 0, "confidence_head_with_markov": False}, r"weight markov_head\..* would not be used: no such head is named"),
     (6, {"sample_from_anchor": False}, "sample_from_anchor is False; it must be true where markov_head_type is rnn"),
 ]
 
@@ -394,6 +420,12 @@ def test_a_folder_of_another_method(made: str, method: str, message: str, target
     check_drafter_folder("dflash", own, target[1])
     with pytest.raises(ModelError, match=message):
         check_drafter_folder(method, own, target[1])
+
+
+def test_one_draft_of_many(target: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_drafter(DFLASH, make_weights(DFLASH), tmp_path / "drafter")
+    serve(target[1], method="dflash", model=str(tmp_path / "drafter"), num_speculative_tokens=None)
+    assert "num_speculative_tokens is 1, which is its default: the drafter in" in caplog.text and "makes up to 4 for little more" in caplog.text
 
 
 def test_what_a_drafter_cannot_do(target: tuple[Any, Path], tmp_path: Path) -> None:

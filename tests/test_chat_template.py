@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,6 +172,20 @@ def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
         return start([*command[:-1], code], **options)
 
     monkeypatch.setattr(limited_process.subprocess, "Popen", start_shortened)
+
+
+def test_modules_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's stub has the folder that it is in on its path: a checkout that is not installed works by that alone."""
+    monkeypatch.chdir(root := Path(__file__).parent.parent)
+    monkeypatch.setattr(sys, "path", ["", *(place for place in sys.path if Path(place).resolve() != root and "__editable__" not in place)])
+    start = limited_process.subprocess.Popen
+    without_hooks = "sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in getattr(f, '__module__', '')]; "
+
+    def start_uninstalled(command: list[str], **options: Any) -> Any:
+        return start([*command[:-1], command[-1].replace("; sys.path", f"; {without_hooks}sys.path", 1)], **options)
+
+    monkeypatch.setattr(limited_process.subprocess, "Popen", start_uninstalled)
+    assert ChatTemplate("{{ messages[1].content }}", "model").render(MESSAGES, {}, 1000) == "Why?"
 
 
 def test_others_go_on_after_one_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,6 +233,8 @@ def test_parse_bytes(value: int | str, expected: int) -> None:
         ("MTP", "mtp"),
         ("deepseek_mtp", "mtp"),
         ("Ernie_MTP", "mtp"),
+        ("glm4_moe_lite_mtp", "mtp"),
+        ("ngram_gpu", "ngram"),
     ],
 )
 def test_methods_have_one_name_and_many_spellings(given_name: str | None, expected: str) -> None:
@@ -1463,6 +1465,18 @@ def test_a_gpu_that_is_not_there(state: Path, capsys: pytest.CaptureFixture[str]
     assert main(["serve", "--dry-run", "--device", "cuda:1"]) == 2
     assert "device cuda:1: this machine has no NVIDIA GPU" in capsys.readouterr().err
     assert main(["serve", "--dry-run", "--device", "auto"]) == 0
+
+
+def test_backends_that_lie_beside_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in NVIDIA's archives. The server itself looks into one folder alone, wherever it lies."""
+    executable = fake_server(tmp_path / "triton", "--model-repository", None)
+    monkeypatch.setenv("PATH", f"{executable.parent}:/bin")
+    monkeypatch.setattr(server, "OWN_BACKENDS", tmp_path / "own")
+    assert server.find_server().backend_directory is None
+    (beside := executable.parent.parent / "backends" / "python").mkdir(parents=True)
+    assert server.find_server().backend_directory == beside.parent
+    (tmp_path / "own" / "python").mkdir(parents=True)
+    assert server.find_server().backend_directory is None
 
 
 def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

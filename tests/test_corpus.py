@@ -24,10 +24,10 @@ def encode(text: str) -> list[int]:
 
 def test_what_is_read(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("ab\nc")
-    lines = ['"de"', "[1, 2]", '{"text": "f"}', "", '{"token_ids": [3], "text": "no"}', "[]", '{"text": "\u00ff"}']
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    lines = ['"d\u2028e"', "[1, 2]", '{"text": "f"}', "", '{"token_ids": [3], "text": "no"}', "[]", '{"text": "\u00ff"}']
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines), "utf-8-sig")  # with a mark of the byte order
     found = read_corpus([str(tmp_path / "plain.txt"), str(tmp_path / "lines.jsonl")], encode, vocab_size=200)
-    assert [list(token_ids) for token_ids in found] == [[97, 98, 10, 99], [100, 101], [1, 2], [102], [3]], "ÿ is beyond the vocabulary"
+    assert [list(token_ids) for token_ids in found] == [[97, 98, 10, 99], [100, 101], [1, 2], [102], [3]], "ÿ and U+2028 are beyond the vocabulary"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,24 @@ def test_what_is_refused(content: str, message: str, tmp_path: Path, monkeypatch
     (tmp_path / "corpus.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_corpus([str(tmp_path / "corpus.jsonl")], encode, vocab_size=200)
+
+
+def test_a_long_text_is_tokenized_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no further than the limit."""
+    pieces: list[str] = []
+
+    def watched(text: str) -> list[int]:
+        pieces.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 4)
+    (tmp_path / "text").write_text("a\nbc\ndefghi\n")
+    (found,) = read_corpus([str(tmp_path / "text")], watched, vocab_size=200)
+    assert pieces == ["a\n", "bc\n", "defg", "hi\n"] and list(found) == encode("".join(pieces))
+    monkeypatch.setattr(corpus, "MAX_TOKENS", 4)
+    with pytest.raises(ConfigError, match="text has more than 4 tokens, the limit of all texts together"):
+        read_corpus([str(tmp_path / "text")], watched, vocab_size=200)
+    assert len(pieces) == 6
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

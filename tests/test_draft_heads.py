@@ -272,6 +272,12 @@ def test_more_drafts_than_heads(target: tuple[Any, Path], tmp_path: Path) -> Non
     assert len(result.outputs[0].stats.accepted_per_position) == NUM_DRAFTS
 
 
+def test_whether_heads_look_at_tokens_is_known_from_their_weights(target: tuple[Any, Path], tmp_path: Path) -> None:
+    made = make(KINDS[5], tmp_path / "made", target[0])
+    assert made.kind.config["grounded_heads"] is False
+    check_drafter_folder("hydra", edited(tmp_path / "made", tmp_path / "drafter", grounded_heads=...), target[1])
+
+
 REFUSED = [
     (1, {"hidden_size": 48}, "hidden_size is 48; the target's is 64"),
     (1, {"vocab_size": 300}, "vocab_size is 300; the target's is 301"),

@@ -194,6 +194,11 @@ def test_parallel_drafting_of_models_that_were_not_made_for_it(target: Path, tmp
         serve(target, method="draft_model", model=str(edited(target, tmp_path / "drafter", pard_token=301)))
 
 
+def test_what_pard_2_has_more_is_not_read(target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    serve(target, method="draft_model", model=str(edited(target, tmp_path / "drafter", pard_token=5, spd_type="pard2")))
+    assert "what PARD-2 makes of the target's states (warp_model.bin) is not read" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ModelError
+from backend.model_checks import check_model
+from deploy.launcher import check_model as check_launch
 from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve
 from tests.families import Case, edited, make_model
 
@@ -51,6 +53,7 @@ class Kind:
     is_norm_residual: bool = False
     has_map: bool = True
     has_embedding: bool = False
+    has_head_norms: bool = False
     prefix: str = ""
     file: str = "model.safetensors"
 
@@ -63,7 +66,7 @@ class Kind:
         return self.name
 
 
-PARALLEL = {"draft_vocab_size": DRAFT_VOCABULARY, "mask_token_id": 300, "norm_before_residual": False}
+PARALLEL = {"draft_vocab_size": DRAFT_VOCABULARY, "mask_token_id": 300}
 EAGLE3 = Kind("SpecForge", config={"draft_vocab_size": DRAFT_VOCABULARY})
 IDS = "eagle_aux_hidden_state_layer_ids"
 KINDS = [
@@ -81,6 +84,7 @@ KINDS = [
     Kind("EAGLE, two layers, HASS", method="eagle", config={"add_para_norm": True}, layer="layers.0", tapped=(), num_layers=2, has_map=False),
     Kind("EAGLE of speculators", method="eagle", layer="transformer", tapped=(), is_speculators=True, has_map=False),
     Kind("of ModelOpt", config={"eagle_config": {IDS: [], "use_aux_hidden_state": True}}, has_map=False),
+    Kind("DeepSeek's", config={"target_layer_ids": [1, 3, 4, 7]}, layer="layers.0", tapped=(2, 4, 5, 8), has_map=False, has_head_norms=True),
 ]
 
 
@@ -108,6 +112,8 @@ class Drafter:
         own = {key.removeprefix(f"{name}."): weight for key, weight in self.weights.items() if key.startswith(f"{name}.")}
         count = len(x)
         q, k, v = (F.linear(attended, own[f"self_attn.{part}_proj.weight"]).view(count, -1, SIZE) for part in "qkv")
+        if self.kind.has_head_norms:
+            q, k = norm(q, own["self_attn.q_norm.weight"]), norm(k, own["self_attn.k_norm.weight"])
         q, k = turn(q), turn(k)
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(SIZE)
@@ -216,6 +222,8 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
         made |= {f"{name}.mlp.{part}_proj.weight": matrix(INNER, HIDDEN) for part in ("gate", "up")}
         made[f"{name}.mlp.down_proj.weight"] = matrix(HIDDEN, INNER)
         made[f"{name}.post_attention_layernorm.weight"] = scale(HIDDEN)
+        if kind.has_head_norms:
+            made |= {f"{name}.self_attn.{part}_norm.weight": scale(SIZE) for part in "qk"}
         if is_third or number:
             made[f"{name}.input_layernorm.weight"] = scale(HIDDEN)
     made["fc.weight"] = matrix(HIDDEN, len(kind.tapped) * HIDDEN if is_third else 2 * HIDDEN)
@@ -326,6 +334,9 @@ REFUSED = [
     ({"draft_vocab_size": 303}, r"draft_vocab_size is 303; it must be an integer from 1 to 302"),
     ({"fc_norm": True, "norm_before_fc": True}, r"fc_norm is True; it must be false where norm_before_fc is true"),
     ({IDS: [1, 2, 9]}, rf"{IDS} is \[1, 2, 9\]; it must be a list of layers of the target, which has 8"),
+    ({"target_layer_ids": [1, 2, 8]}, r"target_layer_ids is \[1, 2, 8\]; it must be a list of layers of the target, which has 8"),
+    ({"aux_hidden_states_layer_ids": [8]}, r"aux_hidden_states_layer_ids is \[8\]; it must be a list of layers of the target, which has 8"),
+    ({"layer_types": ["sliding_attention"]}, r"layer_types\[0\] is 'sliding_attention'; it must be 'full_attention' with this method"),
     ({IDS: [1, 2, 3], "num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; it must be 3"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; it must be true"),
     ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; it must be 'eagle3' or 'peagle' with this method"),
@@ -344,6 +355,35 @@ def test_what_is_refused_before_the_launch_and_at_load(
         check_drafter_folder("eagle3", own, target[1])
     with pytest.raises(ModelError, match=message):
         serve(target[1], method="eagle3", model=str(own))
+
+
+def test_ids_of_special_tokens_and_layers_that_are_the_targets(folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """What drafters' authors leave in config.json from other models says nothing about the drafter, and vicuna-33b's EAGLE has no length."""
+    kept = {"bos_token_id": VOCABULARY + 9, "eos_token_id": [-1], "layer_types": ["sliding_attention"] * NUM_LAYERS, "max_position_embeddings": ...}
+    check_drafter_folder("eagle3", edited(folder, tmp_path / "drafter", **kept), target[1])
+
+
+def test_a_drafter_for_the_model(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """As `vllm serve` takes it."""
+    save_drafter(KINDS[2], make_weights(KINDS[2]), tmp_path / "drafter")
+    message = r"drafter is a drafter \(speculators_model_type 'eagle3'\), not a model: serve the model that it was made for, and name this folder"
+    with pytest.raises(ModelError, match=message):
+        check_model(tmp_path / "drafter")
+    with pytest.raises(ModelError, match=message):  # and not that it has no tokenizer
+        check_launch(str(tmp_path / "drafter"))
+
+
+def test_a_state_for_mask_tokens_and_no_such_token(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """SpecForge's P-EAGLE: config.json does not name the token, and drafts made one after the other would be worse without a word."""
+    kind = Kind("P-EAGLE", config={"mask_token_id": 7}, has_map=False)
+    save_drafter(kind, make_weights(kind), tmp_path / "made")
+    own = edited(tmp_path / "made", tmp_path / "drafter", mask_token_id=...)
+    message = r"config\.json names no mask token \(.*\), and weight mask_hidden says that drafts are made in parallel: add the one"
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder("eagle3", own, target[1])
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method="eagle3", model=str(own))
+    check_drafter_folder("eagle3", own, target[1], is_parallel=False)
 
 
 def test_parallel_drafting_of_a_drafter_that_was_not_made_for_it(folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:

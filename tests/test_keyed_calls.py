@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from backend.config import BUNDLED_MODEL
@@ -18,6 +21,8 @@ from client.gateway.forms import ChatForm
 from client.gateway.keyed_calls import read_value
 from client.gateway.openai import ChatRequest
 from client.messages import Chunk
+from deploy.demo import running_gateway
+from tests.servers import serve
 from tests.test_chat_template import with_template
 from tests.test_tools import follows, in_pieces, parse
 
@@ -246,3 +251,53 @@ def test_histories_are_what_the_model_wrote(tmp_path: Path, template: str, forma
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}
     prompt = with_template(tmp_path, template).render_chat([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert write(format, "look", city="Ulm", days="3", places='[{"x": 1.5}]', note="null") in prompt
+
+
+# -- on a real server ---------------------------------------------------------------------------------------------------------
+
+ASKED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["C", None]},
+    },
+    "required": ["city", "days"],
+}
+
+
+@pytest.fixture(scope="module", params=[GLM_TEMPLATE, QWEN_TEMPLATE], ids=["glm", "qwen"])
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    folder = tmp_path_factory.mktemp("keyed") / "model"
+    shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns("model.py", "__pycache__"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": request.param}))
+    with (
+        serve(folder.parent / "log", f"--model={folder}") as server,
+        running_gateway(folder.parent / "gateway", server.grpc) as (address, _),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_clients_call(api: openai.OpenAI) -> None:
+    """Whole and streamed, with speculation as it is by default; and the call goes back into the next prompt."""
+    ask: list[Any] = [{"role": "user", "content": "def weather(city, days):"}]
+    own: dict[str, Any] = {"model": "default", "tools": [{"type": "function", "function": {"name": "look", "parameters": ASKED}}], "seed": 3}
+    own |= {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 160, "temperature": 0.8}
+    answer = api.chat.completions.create(messages=ask, **own).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.tool_calls is not None and not answer.message.content
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "look" and set(arguments) <= {"city", "days", "unit"}
+    assert isinstance(arguments["city"], str) and len(arguments["city"]) <= 8 and arguments["days"] in range(1, 10)
+    assert arguments.get("unit", "C") in ("C", None)
+    streamed = [c.function for part in api.chat.completions.create(messages=ask, stream=True, **own) for c in part.choices[0].delta.tool_calls or ()]
+    assert streamed[0].name == "look" and json.loads("".join(own.arguments or "" for own in streamed)) == arguments
+    history = [
+        *ask,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "20"},
+    ]
+    after = api.chat.completions.create(messages=history, **{**own, "tool_choice": "auto", "max_tokens": 8})
+    assert after.usage is not None and after.usage.completion_tokens == 8

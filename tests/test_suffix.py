@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -688,6 +689,28 @@ def test_a_folder_in_the_way(make: Make, tmp_path: Path, caplog: pytest.LogCaptu
     assert len(warnings(caplog)) == 3
     assert all(str(path) in message for message in warnings(caplog))
     assert {p.name for p in tmp_path.iterdir()} == {"cache", "cache.lock"}
+
+
+def test_a_pipe_in_the_way(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for it, and it stays: /dev/null would too, where others need it."""
+    path = tmp_path / "cache"
+    os.mkfifo(path)
+    other_end = os.open(path, os.O_RDWR)
+    os.write(other_end, b"no cache")
+    drafter = make(cache_path=str(path))
+    assert f"the suffix cache cannot be saved to {path}: it is no regular file" in warnings(caplog)
+    answer(drafter, PROMPT, ANSWER)
+    drafter.close()
+    assert path.is_fifo() and {p.name for p in tmp_path.iterdir()} == {"cache", "cache.lock"}
+    assert warnings(caplog)[-1] == f"the suffix cache is not saved to {path}: it is no regular file"
+    os.close(other_end)
+
+
+def test_a_path_that_is_none(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    drafter = make(cache_path="cache\0")
+    answer(drafter, PROMPT, ANSWER)
+    drafter.close()
+    assert warnings(caplog)[-1].endswith("embedded null byte")
 
 
 def test_a_file_for_a_folder(make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import logging
 import os
+import stat
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,7 @@ class AnswerFile:
             with self._locked():
                 others = [a for a in self._read_again() if hash(a.tobytes()) not in self._own | hashes]
                 _write(self._path, self._fingerprint, _merge(answers, others, max_tokens))
-        except (OSError, ForeignError) as error:
+        except (OSError, ValueError) as error:  # a path with a zero byte is one of values
             logger.warning("the suffix cache is not saved to %s: %s", self._path, error)
             return False
         self._own, self._may_replace = hashes, False
@@ -107,8 +108,8 @@ class AnswerFile:
 
 def _why_not_writable(path: str) -> str:
     """Empty: it seems to be. Folders that lack are made when it is saved."""
-    if os.path.isdir(path):
-        return "it is a folder"
+    if os.path.exists(path) and not os.path.isfile(path):
+        return "it is a folder" if os.path.isdir(path) else "it is no regular file"
     folder = os.path.dirname(os.path.abspath(path))
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
@@ -152,6 +153,8 @@ def _write(path: str, fingerprint: str, answers: Sequence[array[int]]) -> None:
 
 def _read(path: str, fingerprint: str) -> list[array[int]]:
     """A file's answers, oldest first. Raises ForeignError, OSError, or what numpy raises for a damaged file."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe may never end, and a device would be replaced
+        raise OSError("it is no regular file")
     with np.load(path, allow_pickle=False) as file:
         version, made_for = int(file["version"]), str(file["fingerprint"])
         if version != FILE_VERSION:

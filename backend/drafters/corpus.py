@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from backend.errors import ConfigError, ModelError
@@ -18,6 +19,9 @@ MAX_TOKENS = 2**20
 MAX_BYTES = 64 * 2**20
 """Of a file."""
 
+PIECE_CHARACTERS = 2**21
+"""Of a text that are tokenized at a time, which takes 150 bytes for each: more than the limit of tokens would take gigabytes to be refused."""
+
 Encode = Callable[[str], list[int]]
 
 
@@ -28,11 +32,12 @@ def read_corpus(paths: Sequence[str], encode: Encode, vocab_size: int) -> list[a
     total = 0
     for path in map(Path, paths):
         for where, content in _read(path):
-            found.append(_read_ids(f"{KEY}: {where}", content, encode, vocab_size))
-            total += len(found[-1])
+            if token_ids := _read_ids(f"{KEY}: {where}", content, encode, vocab_size):
+                found.append(token_ids)
+            total += len(token_ids)
             if total > MAX_TOKENS:
                 raise ConfigError(f"{KEY}: with {where} the files have {total} tokens; the limit is {MAX_TOKENS}")
-    return [token_ids for token_ids in found if token_ids]
+    return found
 
 
 def encode_corpus(contents: Sequence[object], encode: Encode, vocab_size: int) -> list[array[int]]:
@@ -41,24 +46,35 @@ def encode_corpus(contents: Sequence[object], encode: Encode, vocab_size: int) -
     return [token_ids for token_ids in found if token_ids]
 
 
-def _read(path: Path) -> list[tuple[str, object]]:
+def _read(path: Path) -> Iterator[tuple[str, object]]:
     """Where each text is, and what is there."""
     try:
         if (size := check_regular(path)) > MAX_BYTES:
             raise ConfigError(f"{KEY}: {path} has {size} bytes; the limit is {MAX_BYTES}")
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # some editors begin with a mark of the byte order, which is no part of the text
     except (ModelError, OSError, ValueError) as error:
         raise ConfigError(f"{KEY}: {path} cannot be read: {error}") from None
     if path.suffix != ".jsonl":
-        return [(str(path), text)]
-    values: list[tuple[str, object]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+        yield str(path), text
+        return
+    for number, line in enumerate(io.StringIO(text), 1):  # splitlines would cut at U+2028 too, which texts in JSON may have as it is
         if line.strip():
             try:
-                values.append((f"{path}:{number}", json.loads(line)))
+                value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{KEY}: {path}:{number} is not valid JSON: {error}") from None
-    return values
+            yield f"{path}:{number}", value
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Pieces of it, after the end of a line where there is one."""
+    begin = 0
+    while begin < len(text):
+        end = begin + PIECE_CHARACTERS
+        if end < len(text):
+            end = text.rfind("\n", begin, end) + 1 or end
+        yield text[begin:end]
+        begin = end
 
 
 def _read_ids(where: str, content: object, encode: Encode, vocab_size: int) -> array[int]:
@@ -69,8 +85,13 @@ def _read_ids(where: str, content: object, encode: Encode, vocab_size: int) -> a
             content.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"{where} is not valid Unicode: {error.object[error.start]!r} at {error.start}") from None
-        # A token that was added after the model was made is never drafted.
-        return array("i", [token_id for token_id in encode(content) if token_id < vocab_size])
+        found = array("i")
+        for piece in _cut(content):
+            # A token that was added after the model was made is never drafted.
+            found.extend(token_id for token_id in encode(piece) if token_id < vocab_size)
+            if len(found) > MAX_TOKENS:
+                raise ConfigError(f"{where} has more than {MAX_TOKENS} tokens, the limit of all texts together")
+        return found
     if not isinstance(content, list):
         raise ConfigError(f"{where} must be a text, a list of token ids, or an object with `text` or `token_ids`; got {content!r:.80}")
     bad = next((i for i in content if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size), None)

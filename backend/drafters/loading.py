@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from backend.config import BUNDLED_DRAFTER, EngineConfig
 from backend.errors import ConfigError
 from backend.model_checks import find_drafter_folder
 from backend.model_files import fingerprint
-from backend.speculative_config import BLOCK_METHODS, HEAD_METHODS, RECYCLING, SpeculativeConfig
+from backend.speculative_config import BLOCK_METHODS, HEAD_METHODS, MAX_SPECULATIVE_TOKENS, RECYCLING, SpeculativeConfig
 from kernels.structs import MAX_NODES
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from backend.models import Model
     from backend.parallel.ranks import Ranks
 
+logger = logging.getLogger(__name__)
 
 MAX_TREE_LAYERS = 2
 """That make a draft each: all drafts of a tree but the first level's come from one."""
@@ -43,7 +45,7 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
     from backend.drafters.parallel import ParallelDrafter
     from backend.drafters.recurrent import RecurrentDrafter
 
-    steps = speculative.num_model_steps or 1
+    steps, most = speculative.num_model_steps or 1, 1
     drafter: StepDrafter
     tree = speculative.tree
     if speculative.model_method == RECYCLING:
@@ -58,6 +60,7 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
         folder, quantization = _find_folder(config), speculative.rounding
         method, own = speculative.model_method, config.model
         drafter = HeadsDrafter(load_heads(method, folder, own, target, dtype, device, quantization, config.load_format))
+        most = drafter.max_drafts
     elif speculative.model_method in BLOCK_METHODS:
         from backend.drafters.block import BlockDrafter
         from backend.models.dflash import Dflash
@@ -68,7 +71,7 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
         if speculative.min_draft_confidence and block.spec.confidence is None:
             least = speculative.min_draft_confidence
             raise ConfigError(f"speculative_config.min_draft_confidence is {least}; the drafter in {folder} has no confidence head: leave it out")
-        drafter = BlockDrafter(block, steps)
+        drafter, most = BlockDrafter(block, steps), block.spec.max_drafts
     else:
         model = _load_recurrent(config, target, dtype, device, ranks)
         drafter = RecurrentDrafter(model, steps) if model.mask_token_id is None else ParallelDrafter(model)
@@ -92,6 +95,9 @@ def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, 
         raise ConfigError(
             f"speculative_config.num_model_steps is {steps}; the drafter in {_find_folder(config)} makes {drafter.max_drafts} drafts a step at most"
         )
+    if steps == 1 < most and speculative.mtp_strategy == "default":
+        made = f"the drafter in {_find_folder(config)} makes up to {min(most, MAX_SPECULATIVE_TOKENS)} for little more"
+        logger.warning("speculative_config.num_speculative_tokens is 1, which is its default: %s", made)
     return drafter
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, made_for
+from backend.models.eagle_spec import MAP, TYPE_KEY, made_for, refuse_windows
 from backend.models.families.qwen import qwen3_layer
 from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
 
+Place = Callable[[str], Values]
+
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 MAX_BLOCK = 1024
+PROJECTORS = ("dflash", "dspark")
+"""SpecForge's names of the heads that are served."""
+HEADS = ("markov_head.", "prefix_gru.", "embed_proj.", "logit_head.")
+"""Weights of what looks at the tokens before a draft (DSpark's, Domino's, either in SpecForge's older files) begin so."""
 UNKNOWN = ("conv_kernel_size", "selector_rank", "selector_top_k", "xpress_rank", "use_swa", "attention_sink_bias")
 """What later variants have, and windows and sinks, none of which is served; false, null and 0 say that there is none."""
 
@@ -101,28 +107,40 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
     if is_speculators and values.get(TYPE_KEY) != method:
         raise values.refuse(TYPE_KEY, f"{method!r} with this method")
     section = values.section("dflash_config")
-    for place in (values, section):
-        if key := next((key for key in UNKNOWN if place.get(key)), None):
-            raise place.refuse(key, "left out: it is not served")
-    _refuse_windows(values)
+    for part in (values, section):
+        if key := next((key for key in UNKNOWN if part.get(key)), None):
+            raise part.refuse(key, "left out: it is not served")
+    section.choice("projector_type", PROJECTORS, method)
+
+    def place(key: str) -> Values:
+        """Where a value is: SpecForge writes into the section what the others have beside it."""
+        return section if section.has(key) else values
+
+    read_layer_types(values, [LAYER_TYPES[0]] * read_num_layers(values))
+    refuse_windows(values)
     hidden, prefix = values.integer("hidden_size", 2**17), "model." if "model.fc.weight" in names else ""
     vocab_size = values.integer("vocab_size", 2**22)
     target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
     tapped = _read_tapped_layers(values, section, num_target_layers)
     # DeepSeek's code makes DFlash drafters too, which draft as DSpark's do.
     is_deepseek = made_for(values, "DSpark") if not is_speculators else is_spark
-    if is_spark and not is_speculators and made_for(values, "DFlash") and not values.has("sample_from_anchor"):  # its first row is not a draft
+    anchor = place("sample_from_anchor")
+    if is_spark and not is_speculators and made_for(values, "DFlash") and not anchor.has("sample_from_anchor"):  # its first row is not a draft
         raise values.refuse("architectures", "a DSpark drafter's with this method")
-    is_anchor_sampled = values.flag("sample_from_anchor", default=is_deepseek or is_spark)
-    block = (section if section.has("block_size") else values).integer("block_size", MAX_BLOCK, low=1 if is_anchor_sampled else 2)
-    causal = section if section.has("causal") else values
-    markov = _read_markov(values, is_spark=is_spark, is_anchor_sampled=is_anchor_sampled)
+    is_anchor_sampled = anchor.flag("sample_from_anchor", default=is_deepseek or is_spark)
+    block = place("block_size").integer("block_size", MAX_BLOCK, low=1 if is_anchor_sampled else 2)
+    markov = _read_markov(place, is_spark=is_spark, is_anchor_sampled=is_anchor_sampled, default=256 if is_spark and is_speculators else 0)
     confidence = None
-    if values.flag("enable_confidence_head", default=is_speculators and is_spark):
-        with_markov = values.flag("confidence_head_with_markov", default=is_speculators)
+    # SpecForge's drafters have the head where its loss had a weight, unless the flag says otherwise.
+    is_confident = bool(section.get("confidence_head_alpha")) or (is_speculators and is_spark)
+    if place("enable_confidence_head").flag("enable_confidence_head", default=is_confident):
+        own = place("confidence_head_with_markov")
+        with_markov = own.flag("confidence_head_with_markov", default=is_speculators)
         if with_markov and markov is None:
-            raise values.refuse("confidence_head_with_markov", "false where markov_rank is 0")
+            raise own.refuse("confidence_head_with_markov", "false where markov_rank is 0")
         confidence = hidden + (markov.rank if with_markov and markov is not None else 0)
+    if markov is None and (unread := next((name for name in names if name.startswith(HEADS)), None)):
+        raise ModelError(f"{values.where}: weight {unread} would not be used: no such head is named, and without it hardly a draft would be right")
     return DflashSpec(
         where=values.where,
         hidden_size=hidden,
@@ -137,39 +155,31 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
         head="lm_head",
         hidden_norm=f"{prefix}hidden_norm.weight",
         norm=f"{prefix}norm.weight",
-        mask_token_id=_read_mask_token(values, section, vocab_size),
+        mask_token_id=_read_mask_token(place, vocab_size),
         max_drafts=block if is_anchor_sampled else block - 1,
         is_anchor_sampled=is_anchor_sampled,
-        is_causal=causal.flag("causal", default=values.flag("is_causal")),
+        is_causal=place("causal").flag("causal", default=values.flag("is_causal")),
         markov=markov,
         confidence=confidence,
         logit_scale=values.number("logit_scale", 1e6, default=1.0),
     )
 
 
-def _refuse_windows(values: Values) -> None:
-    full = LAYER_TYPES[0]
-    for number, kind in enumerate(read_layer_types(values, [full] * read_num_layers(values))):
-        if kind != full:
-            raise ModelError(f"{values.where}: layer_types[{number}] is {kind!r}; it must be {full!r} with this method: windows are not served")
+def _read_mask_token(place: Place, vocab_size: int) -> int:
+    key = next((key for key in ("mask_token_id", "pard_token", "ptd_token_id") if place(key).has(key)), "mask_token_id")
+    return place(key).integer(key, vocab_size - 1, low=0)
 
 
-def _read_mask_token(values: Values, section: Values, vocab_size: int) -> int:
-    place, key = (section, "mask_token_id") if section.has("mask_token_id") else (values, "mask_token_id")
-    if not place.has(key):
-        place, key = values, next((key for key in ("pard_token", "ptd_token_id") if values.has(key)), key)
-    return place.integer(key, vocab_size - 1, low=0)
-
-
-def _read_markov(values: Values, *, is_spark: bool, is_anchor_sampled: bool) -> MarkovSpec | None:
-    rank = values.integer("markov_rank", 2**14, low=0, default=256 if is_spark and values.has(TYPE_KEY) else 0)
+def _read_markov(place: Place, *, is_spark: bool, is_anchor_sampled: bool, default: int) -> MarkovSpec | None:
+    """default: the rank where none is written."""
+    rank = place("markov_rank").integer("markov_rank", 2**14, low=0, default=default)
     if not rank:
         return None
     if not is_spark:
-        raise values.refuse("markov_rank", "0 with method dflash; a drafter with this head is one of method dspark")
-    kind = values.choice("markov_head_type", MARKOV_KINDS, "vanilla")
+        raise place("markov_rank").refuse("markov_rank", "0 with method dflash; a drafter with this head is one of method dspark")
+    kind = place("markov_head_type").choice("markov_head_type", MARKOV_KINDS, "vanilla")
     if kind == "rnn" and not is_anchor_sampled:
-        raise values.refuse("sample_from_anchor", "true where markov_head_type is rnn")
+        raise place("sample_from_anchor").refuse("sample_from_anchor", "true where markov_head_type is rnn")
     return MarkovSpec(rank, kind)
 
 
@@ -187,6 +197,13 @@ def _read_tapped_layers(values: Values, section: Values, count: int) -> tuple[in
         if not found or min(found) < 0 or max(found) > count:
             raise place.refuse(key, f"a list of layers of the target, which has {count}")
         return tuple(found)
+    if values.has("num_target_layers"):  # z-lab's and SpecForge's own choice where the file names none
+        if values.integer("num_target_layers", 1024) != count:
+            raise values.refuse("num_target_layers", f"{count}, as many as the target has")
+        num_layers = read_num_layers(values)
+        if count < 4 or num_layers == 1:
+            return (count // 2 + 1,)
+        return tuple(round(1 + i * (count - 4) / (num_layers - 1)) + 1 for i in range(num_layers))
     raise ModelError(f"{values.where} has no 'aux_hidden_state_layer_ids', nor 'target_layer_ids' in dflash_config")
 
 

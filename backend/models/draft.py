@@ -14,6 +14,7 @@ import torch
 from backend.drafter_checks import read_parallel
 from backend.errors import ModelError
 from backend.model_checks import check_model, check_same_tokens
+from backend.model_files import read_config
 from backend.models.decoder import Decoder
 from backend.models.drafter_weights import scatter_logits
 from backend.models.loading import Model, check_gpu, open_checkpoint
@@ -52,6 +53,8 @@ class DraftModel:
         spec = check_model(directory, has_weights=load_format != "dummy")
         if load_format != "dummy" and not has_other_tokens:
             check_same_tokens(directory, target_directory)
+        if read_config(directory).get("spd_type") == "pard2":
+            logger.warning("%s: what PARD-2 makes of the target's states (warp_model.bin) is not read: it drafts from the tokens alone", directory)
         context_len = target.max_model_len
         if device.type == "cuda":
             check_gpu(spec, dtype)

@@ -9,11 +9,13 @@ from typing import Any
 
 from backend.errors import ModelError
 from backend.models.families.llama import llama_layer
-from backend.models.spec import AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_num_layers
+from backend.models.spec import LAYER_TYPES, AttentionSpec, LayerSpec, Projection, Shapes, WeightList, read_eps, read_num_layers
 from backend.models.values import Values
 
 LAYER_KEY, TYPE_KEY = "transformer_layer_config", "speculators_model_type"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+OUTPUTS = ("target_layer_ids", "aux_hidden_states_layer_ids")
+"""DeepSeek's key and AngelSlim's: layers whose output is taken."""
 PARD_KEYS = ("pard_token", "ptd_token_id")
 MASK_KEYS = (*PARD_KEYS, "mask_token_id")
 """Of parallel drafting: those that vLLM reads, and speculators'."""
@@ -91,6 +93,7 @@ def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -
     values: of `merge_config`. Raises ModelError.
     """
     _check_type(values, "eagle")
+    refuse_windows(values)
     if values.flag("layernorms"):
         raise values.refuse("layernorms", "false: speculators' EAGLE with norms is not supported")
     hidden = values.integer("hidden_size", 2**17)
@@ -118,6 +121,7 @@ def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -
 def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) -> EagleSpec:
     """EAGLE-3 (Li et al. 2025) and 3.1, and P-EAGLE (Hui et al. 2026), as speculators and SpecForge store them: as `read_eagle`."""
     _check_type(values, "eagle3", "peagle")
+    refuse_windows(values)
     section = values.section("eagle_config")
     for place in (section, values):
         if not place.flag("use_aux_hidden_state", default=True):
@@ -148,7 +152,7 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
         hidden_norm=f"{first}.hidden_norm.weight",
         norm=f"{prefix}norm.weight",
         fc_norms=(f"{prefix}input_norm.weight",) if is_normed_before_fc else fc_norms,
-        is_norm_residual=values.flag("norm_before_residual", default=_is_speculators(values)),
+        is_norm_residual=values.flag("norm_before_residual", default=values.get(TYPE_KEY) == "eagle3"),
         is_norm_recycled=values.flag("norm_output"),
         logit_scale=values.number("logit_scale", 1e6, default=1.0),
         mask_token_id=read_mask_token(values, vocab_size),
@@ -170,6 +174,9 @@ def choose_parallel(spec: EagleSpec, names: Collection[str], wanted: bool | None
     lacking = ""
     if spec.mask_token_id is None:
         lacking = f"config.json names no mask token ({', '.join(MASK_KEYS)})"
+        if wanted is None and spec.mask_hidden in names:  # SpecForge's P-EAGLE takes the id from its training's configuration
+            rule = "add the one that it was trained with, or say parallel_drafting false"
+            raise ModelError(f"{spec.where}: {lacking}, and weight {spec.mask_hidden} says that drafts are made in parallel: {rule}")
     elif not spec.tapped_layers or (names and spec.mask_hidden not in names):
         lacking = f"weight {spec.mask_hidden or 'mask_hidden'} is missing"
     if wanted and lacking:
@@ -192,6 +199,17 @@ def _check_type(values: Values, *kinds: str) -> None:
         raise values.refuse("architectures", "an EAGLE drafter's with this method")
     if _is_speculators(values) and values.get(TYPE_KEY) not in kinds:
         raise values.refuse(TYPE_KEY, f"{' or '.join(map(repr, kinds))} with this method")
+
+
+def refuse_windows(values: Values) -> None:
+    """Raises ModelError where layers of a drafter see a window alone. A list of another length is the target's, which drafters' authors leave."""
+    kinds = values.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != read_num_layers(values):
+        return
+    for number, kind in enumerate(kinds):
+        if kind != LAYER_TYPES[0]:
+            rule = f"it must be {LAYER_TYPES[0]!r} with this method: windows are not served"
+            raise ModelError(f"{values.where}: layer_types[{number}] is {kind!r:.80}; {rule}")
 
 
 def _find_prefix(names: Collection[str]) -> str:
@@ -219,12 +237,18 @@ def _read_tapped_layers(values: Values, count: int) -> tuple[int, ...]:
     default, outputs = (2, count // 2, count - 3), (1, count // 2 - 1, count - 4)
     section = values.section("eagle_config")
     place = section if section.get(LAYER_IDS) else values
+    key = next((key for key in OUTPUTS if values.get(key) not in (None, [])), None)
+    if not place.get(LAYER_IDS) and key is not None:
+        found: tuple[int, ...] = tuple(number + 1 for number in values.integers(key, 2**16))
+        if max(found) > count:
+            raise values.refuse(key, f"a list of layers of the target, which has {count}")
+        return found
     if place.get(LAYER_IDS) in (None, []):  # ModelOpt writes an empty list for the usual choice
         if min(default) < 0:
             raise ModelError(f"{values.where} has no {LAYER_IDS!r}, and the target's {count} layers are too few for the usual choice")
         return default
     given = place.integers(LAYER_IDS, 2**16)
-    found: tuple[int, ...] = default
+    found = default
     if given not in (default, outputs):
         found = given if _is_speculators(values) else tuple(number + 1 for number in given)
     if not found or max(found) > count:

@@ -147,7 +147,9 @@ def read_hydra(values: Values, names: Collection[str], sizes: Sizes, target: Val
     _check_sizes(values, sizes)
     kind = values.choice("hydra_head_arch", ("mlp", "prefix-mlp"), "prefix-mlp" if "prefix_embeding_layer.norm.weight" in names else "mlp")
     count, num_layers = values.integer("hydra_num_heads", MAX_HEADS, default=4), values.integer("hydra_num_layers", 64, default=1)
-    is_grounded, offset = values.flag("grounded_heads", default=True), values.integer("hidden_state_offset", sizes.num_layers, low=0, default=0)
+    # The authors' default is false; the weights say it too.
+    is_grounded = values.flag("grounded_heads", default=not names or any(".res_connection." in name for name in names))
+    offset = values.integer("hidden_state_offset", sizes.num_layers, low=0, default=0)
     # Where each part has a dropout before it, places count double.
     has_dropout = kind == "prefix-mlp" or ("hydra_mlp.0.1.linear.weight" in names and "hydra_mlp.0.0.linear.weight" not in names)
     heads = []

@@ -194,7 +194,7 @@ SGLANG: dict[str, Other] = {
                "shared_experts_tp_size", unless=(1,)),
     **needless(_ATTENTION_RANKS, "enable_dp_attention_local_control_broadcast enable_dp_lm_head enable_tp_lm_head_all_to_all dcp_replicate_q_proj "
                 "enable_attn_tp_input_scattered enable_shared_experts_attn_tp enable_dense_mlp_attn_tp enable_layernorm_sp disable_attn_tp_gather "
-                "enable_megamoe_for_layernorm_sp", "dcp_comm_backend"),
+                "enable_megamoe_for_layernorm_sp speculative_skip_dp_mlp_sync", "dcp_comm_backend"),
     **needless(SUMS, "enable_nccl_nvls enable_symm_mem enable_mscclpp enable_torch_symm_mem enable_fused_moe_sum_all_reduce pre_warm_nccl "
                 "enable_p2p_check "
                 "enforce_disable_flashinfer_allreduce_fusion enable_aiter_allreduce_fusion disable_aiter_allreduce_fusion_in_prefill "
