@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from backend.errors import ModelError
-from backend.model_checks import check_config, check_drafter, check_fits_target, check_model, check_same_tokens, check_weights
+from backend.model_checks import check_config, check_drafter, check_fits_target, check_model, check_same_tokens, check_weights, read_model_config
 from backend.model_files import find_pickled, find_weights, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
 from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_parallel, merge_config, read_eagle, read_eagle3, read_mask_token
@@ -27,7 +27,7 @@ def check_drafter_folder(
 ) -> None:
     """Raises ModelError for a folder that holds no drafter of this method for the model. has_weights: false where they are made up;
     is_parallel: whether it has to draft in parallel; None: as it was made; has_other_tokens: its tokenizer is another one."""
-    target = read_config(model)
+    target = read_model_config(model)
     if method == "mtp":
         length = target["max_position_embeddings"]
         own = read_config(folder)
@@ -89,7 +89,7 @@ def read_heads_spec(
     method: str, directory: str | Path, names: Collection[str], target_directory: str | Path
 ) -> HeadsSpec | SpeculatorSpec | LstmSpec:
     """What drafting heads are made of, for the target in a folder. names: of their weights, where they are known. Raises ModelError."""
-    target = Values(read_config(target_directory), f"{target_directory}/config.json")
+    target = Values(read_model_config(target_directory), f"{target_directory}/config.json")
     sizes = Sizes(target.integer("hidden_size", 2**17), target.integer("vocab_size", 2**22), target.integer("num_hidden_layers", 1024))
     values = Values(read_config(directory), f"{directory}/config.json")
     if read_checkpoint_quantization(read_config(directory), directory) is not None:

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_end_tokens, find_weights, has_same_weights, open_weights, read_config, read_json
-from backend.models.families import ARCHITECTURES, DRAFTERS
+from backend.model_files import find_end_tokens, find_weights, has_same_weights, is_named, open_weights, read_config, read_json
+from backend.models.families import ARCHITECTURES, DRAFTERS, TEXT_MODELS, WITH_IMAGES
+from backend.models.moe_spec import MoeSpec, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization, Expected
-from backend.models.spec import DecoderSpec, Shapes, WeightList
+from backend.models.spec import AttentionSpec, DecoderSpec, Shapes, WeightList
+from backend.models.text_part import LAYERS, place_weights
 from backend.models.values import Values
 from backend.quantization_config import SCHEMES, STORED, QuantizationConfig
 
@@ -57,18 +59,36 @@ def _check_token_ids(values: Values, key: str, vocab_size: int) -> None:
             raise values.refuse(key, f"token ids from 0 to {vocab_size - 1} (vocab_size {vocab_size}), or null")
 
 
+def read_model_config(directory: str | Path) -> dict[str, Any]:
+    """config.json of a model, with what files of its kind leave out. Raises ModelError."""
+    config = read_config(directory)
+    _, sizes = TEXT_MODELS.get(str(config.get("model_type")), ("", {}))
+    return sizes | config if _has_images(config) else config
+
+
+def _has_images(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures")
+    return isinstance(names, list) and any(name in WITH_IMAGES for name in names)
+
+
 def find_architecture(config: Mapping[str, Any], directory: str | Path) -> str:
     """The model's family. Raises ModelError when none that it names is known."""
-    names = config.get("architectures") or []
+    names, kind = config.get("architectures") or [], config.get("model_type")
     known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES] if isinstance(names, list) else []
-    if not known and config.get("speculators_model_type"):  # which `vllm serve` takes for the model that it drafts for
+    if known:
+        return known[0]
+    if config.get("speculators_model_type"):  # which `vllm serve` takes for the model that it drafts for
         raise ModelError(
             f"{directory} is a drafter (speculators_model_type {config['speculators_model_type']!r:.80}), not a model: serve the model that it was "
             "made for, and name this folder as `model` of the speculative configuration"
         )
-    if not known:
-        raise ModelError(f"{directory}: architectures {names!r:.200} are not supported; known: {', '.join(ARCHITECTURES)}")
-    return known[0]
+    if _has_images(config):
+        if str(kind) in TEXT_MODELS:
+            return TEXT_MODELS[str(kind)][0]
+        raise ModelError(f"{directory}: text models of model_type {kind!r:.80} are not supported; known: {', '.join(TEXT_MODELS)}")
+    of = f"model_type {kind!r:.80}, " if kind else ""
+    images = WITH_IMAGES if "ForConditionalGeneration" in str(names) else ()
+    raise ModelError(f"{directory}: {of}architectures {names!r:.200} are not supported; known: {', '.join((*ARCHITECTURES, *images))}")
 
 
 def _find_drafter(config: Mapping[str, Any], directory: str | Path) -> str:
@@ -102,7 +122,7 @@ def check_tokenizer(directory: Path) -> None:
     if not isinstance(read_json(path).get("model"), dict):
         raise ModelError(f"{path} has no object 'model': it is no tokenizer of the tokenizers library")
     settings = directory / "tokenizer_config.json"
-    if settings.exists():
+    if is_named(settings):
         read_json(settings)
 
 
@@ -163,10 +183,13 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
 
     Raises ModelError for what is missing, damaged, left over or not supported.
     """
-    config = read_config(directory)
+    config = read_model_config(directory)
     name, values = find_architecture(config, directory), check_config(config, directory)
     spec = ARCHITECTURES[name](values)
+    _check_stated(values, spec)
     if has_weights:
+        names = find_weights(Path(directory))
+        spec = settle_shared(place_weights(spec, names), names)
         weights = WeightList()
         spec.list_weights(weights)
         if _has_own_drafter(config):  # which is read with a method that wants it, and need not be there
@@ -180,6 +203,18 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     else:
         _refuse_dummy(config, directory)
     return spec
+
+
+def _check_stated(values: Values, spec: DecoderSpec) -> None:
+    """Raises ModelError where the file says of each layer what this family does not read, and it is not so."""
+    windows = [isinstance(layer.attention, AttentionSpec) and layer.attention.window is not None for layer in spec.layers]
+    found = {
+        "layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in windows],
+        "mlp_layer_types": ["sparse" if isinstance(layer.mlp, MoeSpec) else "dense" for layer in spec.layers],
+    }
+    for key, own in found.items():
+        if values.has(key) and values.get(key) != own:
+            raise values.refuse(key, f"what a model of {values.get('architectures')} has by its other keys: {own!r:.120}")
 
 
 def _check_tied(directory: Path, head: str, embedding: str) -> None:
@@ -271,7 +306,7 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
     unused = [name for name in files if name not in known and name not in weights.ignored and not BUFFERS.search(name)]
     if quantization is not None:
         unused = [name for name in unused if not CACHE_TENSORS.search(name)]
-    if layers := [name for name in unused if name.startswith("model.layers.")]:
+    if layers := [name for name in unused if name.startswith(LAYERS)]:
         raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:
         logger.warning("%s: %d weights are not used: %s", directory, len(unused), _describe(unused))

@@ -16,11 +16,17 @@ MAX_JSON_BYTES = 64 * 2**20
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 GENERATION_FILE = "generation_config.json"
+MODULES = "num_nextn_predict_layers"
+MODULE_NAMES = ("mtp_num_hidden_layers", "num_mtp_layers")
+"""What some files call the number of modules that predict tokens further ahead."""
 PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """Where drafters that were published before safetensors keep their weights: a torch archive of tensors."""
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 """Of files that hold weights that are not read: pickles, which may run what is in them, and parts without their index."""
+
+OTHER_TOKENIZERS = ("tekken.json", "vocab.json", "vocab.txt", "spiece.model")
+"""Vocabularies in forms that are not read."""
 
 
 def settle_path(path: Path) -> Path:
@@ -29,12 +35,18 @@ def settle_path(path: Path) -> Path:
     return found if str(found).isascii() else Path(os.path.abspath(path.expanduser()))
 
 
+def is_named(path: Path) -> bool:
+    """Whether a folder has the name, be it of a link that leads nowhere: reading that is an error, where no file at all may be right."""
+    return os.path.lexists(path)
+
+
 def check_regular(path: Path) -> int:
     """The size of a file. Raises ModelError for what is not one: reading a pipe or a device may never end."""
     try:
         status = path.stat()
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
+        of = f": the link to {os.readlink(path)} leads nowhere" if path.is_symlink() else ""
+        raise ModelError(f"{path} is missing{of}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not stat.S_ISREG(status.st_mode):
@@ -58,22 +70,38 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """config.json, with generation_config.json's end-of-text ids over it when there is one."""
+    """config.json, of the text model where there are other parts, with generation_config.json's end-of-text ids over it when there is one."""
     directory = Path(directory)
     if directory.is_file():
         raise ModelError(f"{directory} is a file, and a model is a folder; of a GGUF file `foretoken convert` makes one")
     if not directory.is_dir():
         raise ModelError(f"model folder {directory} does not exist")
-    config = read_json(directory / "config.json")
+    config = _merge_text(read_json(directory / "config.json"))
+    if config.get(MODULES) is None and (count := next((config[name] for name in MODULE_NAMES if config.get(name) is not None), None)) is not None:
+        config[MODULES] = count
     if (path := find_end_tokens(directory)).name == GENERATION_FILE:
         config["eos_token_id"] = read_json(path)["eos_token_id"]
     return config
 
 
+def _merge_text(config: dict[str, Any]) -> dict[str, Any]:
+    """What models that read images too have of their text model in an object of its own, beside the rest."""
+    own = config.get("text_config")
+    if not isinstance(own, dict):
+        return config
+    outer = {key: value for key, value in config.items() if key != "text_config" and value is not None}
+    found = outer | {key: value for key, value in own.items() if value is not None or key not in outer}
+    # Of these the outer ones count: transformers ends answers by them, and ties what no file holds twice.
+    found |= {key: outer[key] for key in ("architectures", "bos_token_id", "eos_token_id") if key in outer}
+    if True in (own.get("tie_word_embeddings"), outer.get("tie_word_embeddings")):
+        found["tie_word_embeddings"] = True
+    return found
+
+
 def find_end_tokens(directory: Path) -> Path:
     """The file that names the end-of-text ids. Raises ModelError."""
     path = directory / GENERATION_FILE
-    return path if path.is_file() and read_json(path).get("eos_token_id") is not None else directory / "config.json"
+    return path if is_named(path) and read_json(path).get("eos_token_id") is not None else directory / "config.json"
 
 
 SAMPLES, SAMPLE_BYTES = 32, 4096
@@ -157,10 +185,16 @@ def name_others(directory: Path) -> str:
     return f"; {found[0]} is a pickle, which is not read as a model: save it anew as safetensors, with transformers' save_pretrained"
 
 
+def name_tokenizers(directory: Path) -> str:
+    """The end of a message that a folder has no tokenizer.json: what it has instead."""
+    found = next((name for name in OTHER_TOKENIZERS if is_named(directory / name)), None)
+    return f"; {found} is not read: take the tokenizer.json of a model of the same vocabulary" if found else ""
+
+
 def find_weights(directory: Path) -> dict[str, Path]:
     """The file of every weight, by name, as the folder's index has it, or its only file's. Raises ModelError."""
     index = directory / INDEX_FILE
-    if index.is_file():
+    if is_named(index):
         files = read_json(index).get("weight_map")
         if not isinstance(files, dict):
             raise ModelError(f"{index} has no weight_map")
@@ -169,9 +203,9 @@ def find_weights(directory: Path) -> dict[str, Path]:
                 raise ModelError(f"{index}: weight {name} is in {file!r:.80}, which is no file of this folder")
         return {name: directory / file for name, file in files.items()}
     single = directory / WEIGHTS_FILE
-    if not single.exists() and len(named := list(directory.glob("*.safetensors"))) == 1:
+    if not is_named(single) and len(named := list(directory.glob("*.safetensors"))) == 1:
         single = named[0]  # as AutoGPTQ called it: by bits and groups
-    if not single.exists():
+    if not is_named(single):
         raise ModelError(f"{directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{name_others(directory)}")
     with open_weights(single, "np") as file:
         return dict.fromkeys(file.keys(), single)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ModelError
-from backend.model_files import GENERATION_FILE, read_json
+from backend.model_files import GENERATION_FILE, is_named, read_json
 from backend.sampling_params import SamplingParams
 
 NAMES = {
@@ -24,7 +24,7 @@ tokens says temperature 0."""
 def read_sampling_defaults(directory: str | Path) -> dict[str, Any]:
     """Of a model folder; empty where it recommends nothing. Raises ModelError for values that no request could have."""
     path = Path(directory) / GENERATION_FILE
-    if not path.is_file():
+    if not is_named(path):
         return {}
     found = {}
     for theirs, own in NAMES.items():

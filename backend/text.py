@@ -22,7 +22,7 @@ from backend.detokenizer import (
     read_byte_level,
 )
 from backend.errors import ModelError, RequestError
-from backend.model_files import read_json
+from backend.model_files import is_named, name_tokenizers, read_json
 from backend.tools import CALL_TOKENS, ID_CHARACTERS, read_history, shorten_ids
 
 _DEVELOPER = "developer"
@@ -43,7 +43,7 @@ class Tokenizer:
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(f"{path} is missing")
+            raise ModelError(f"{path} is missing{name_tokenizers(path.parent)}")
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -53,7 +53,7 @@ class Tokenizer:
         self.inner.no_truncation()
         self.inner.no_padding()
         config = Path(directory) / "tokenizer_config.json"
-        settings = read_json(config) if config.is_file() else {}
+        settings = read_json(config) if is_named(config) else {}
         templates = _read_templates(Path(directory), settings)
         self._template = templates.get("default")
         self._tool_template = templates.get("tool_use", self._template)
@@ -174,8 +174,10 @@ def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, Chat
         sources = {t["name"]: t.get("template") for t in sources if isinstance(t, dict) and isinstance(t.get("name"), str)}
     else:
         sources = {"default": sources}
-    if (separate := directory / "chat_template.jinja").is_file():
+    if is_named(separate := directory / "chat_template.jinja"):
         sources = {"default": separate, **{path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}}
+    elif not sources.get("default") and is_named(processor := directory / "chat_template.json"):  # of models that read images too
+        sources["default"] = read_json(processor).get("chat_template")
     found = {}
     for name in ("default", "tool_use"):
         source = sources.get(name)

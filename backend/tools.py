@@ -23,6 +23,8 @@ ID_CHARACTERS = 9
 """Of a call's id, where a template says so."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ONE_CALL = re.compile(r"\btool_calls\s*\|\s*length\s*(?:==|!=|>)\s*1\b")
+_NO_TEXT = re.compile("image|audio|video|file")
+"""In types of a content's parts."""
 CHOICES = ("none", "auto", "required")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -266,6 +268,7 @@ def read_history(messages: Sequence[Mapping[str, Any]], has_nulls: bool = False,
         if not isinstance(message, Mapping):
             raise RequestError(f"messages[{number}] must be an object with role and content, got {message!r:.80}")
         own = {**message, "content": message.get("content") or ""}
+        _check_parts(number, own["content"])
         calls = message.get("tool_calls")
         if calls is None:
             own.pop("tool_calls", None)
@@ -277,6 +280,14 @@ def read_history(messages: Sequence[Mapping[str, Any]], has_nulls: bool = False,
                 own["content"] = None
         found.append(own)
     return found
+
+
+def _check_parts(number: int, content: Any) -> None:
+    """Raises RequestError for what is no text: templates leave it out, or write a token for it that nothing stands behind."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and _NO_TEXT.search(kind):
+            raise RequestError(f"messages[{number}].content: a part of type {kind!r:.40}: models of text alone are served")
 
 
 def shorten_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from backend import model_checks
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_pickled, name_others, read_config, settle_path
+from backend.model_files import find_pickled, name_others, name_tokenizers, read_config, settle_path
 from backend.model_sources import MOVED, Source, check_ascii, find_model
 from backend.other_servers.translation import Translation
 from backend.quantization_config import QuantizationConfig
@@ -68,10 +68,10 @@ def check_model(name: str, max_model_len: int | None = None, load_format: str = 
         raise ModelError("the model's name is empty: name a folder, a GGUF file, or a name on the hub (ORG/NAME)")
     folder = find_model(name, source)
     check_ascii("model folder", folder, MOVED)
-    values = read_config(folder)
+    values = model_checks.read_model_config(folder)
     model_checks.find_architecture(values, folder)  # before what a folder of another kind lacks
     if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder / 'tokenizer.json'} is missing")
+        raise ModelError(f"{folder / 'tokenizer.json'} is missing{name_tokenizers(folder)}")
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors{name_others(folder)}")

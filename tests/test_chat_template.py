@@ -117,6 +117,23 @@ def test_a_template_that_is_no_text(tmp_path: Path, template: object) -> None:
         with_template(tmp_path, template)
 
 
+def test_a_template_of_models_that_read_images(tmp_path: Path) -> None:
+    """It may be in the settings of what prepares images alone."""
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    assert with_template(tmp_path, None).chat_template == "of the processor"
+    assert with_template(tmp_path, "its own").chat_template == "its own"
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+def test_parts_that_are_no_text(tmp_path: Path, kind: str) -> None:
+    """Templates of models that read images leave them out, or write a token that nothing stands behind."""
+    tokenizer = with_template(tmp_path, "{% for part in messages[0].content %}{{ part.text or part.type }}{% endfor %}")
+    content = [{"type": "text", "text": "a word, "}, {"type": "thinking", "text": "a thought"}]
+    assert tokenizer.render_chat([{"role": "user", "content": content}]) == "a word, a thought"
+    with pytest.raises(RequestError, match=rf"messages\[0\]\.content: a part of type '{kind}': models of text alone are served"):
+        tokenizer.render_chat([{"role": "user", "content": [*content, {"type": kind}]}])
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"chat_template\.jinja cannot be read"):

@@ -181,6 +181,9 @@ def test_made_up_weights(family: str, folders: Callable[[str], Path], tmp_path: 
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types is ['full_attention']; it must be a list of num_hidden_layers (2)"),
         ("qwen3", {"layer_types": ["chunked_attention"] * 2}, "of: full_attention, sliding_attention"),
         ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'; it must be true or false"),
+        ("mistral", {"layer_types": LAYER_TYPES}, "layer_types is ['sliding_attention', 'full_attention']; it must be what a model of ['MistralFor"),
+        ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is ['full_attention', 'chunked_attention']"),
+        ("ministral3", {"rope_parameters": ...}, "rope_parameters is None; it must be an object"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0; it must be an integer from 1"),
         ("mistral", {"sliding_window": 2.5}, "sliding_window is 2.5"),
         ("llama", rope("default", partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; it must be 1"),
@@ -197,6 +200,7 @@ def test_made_up_weights(family: str, folders: Callable[[str], Path], tmp_path: 
         ),
         ("phi3", rope("longrope", short_factor=SHORT), "has no 'long_factor'"),
         ("llama", rope("yarn", factor=4.0, beta_fast=-1.0), "beta_fast is -1.0"),
+        ("llama", rope("yarn", factor=4.0, attn_factor=0.8), "attn_factor is 0.8; it must be 1"),
         ("llama", rope("yarn", factor=4.0, rope_theta=1), "rope_theta is 1; yarn"),
         ("llama", rope("dynamic"), "has no 'factor'"),
         ("llama", {"rope_parameters": NESTED}, "rope_parameters"),
@@ -211,6 +215,11 @@ def test_values_that_no_model_has(family: str, values: dict[str, Any], message: 
 
 def test_a_config_that_promises_biases(folders: Callable[[str], Path], tmp_path: Path) -> None:
     refused(edited(folders("ernie4_5"), tmp_path / "model", use_bias=True), "q_proj.bias", "is missing")
+
+
+def test_a_file_of_ministral_under_its_older_name(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = folders("ministral")
+    assert check_model(edited(folder, tmp_path / "model", architectures=["MistralForCausalLM"])).layers == check_model(folder).layers
 
 
 def test_older_files_of_gemma3(folders: Callable[[str], Path], tmp_path: Path) -> None:

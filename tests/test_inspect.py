@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
@@ -41,7 +43,22 @@ def test_sizes_are_those_of_loading(case: Case, tmp_path: Path, capsys: pytest.C
     assert f"a token {token / 1024:.1f} KiB, 3 x 128 tokens {3 * 128 * token / 1024:.1f} KiB" in found["memory"]
     spec = check_model(folder)
     assert _weight_bytes(spec, worker.dtype, 1, None) == 4 * count
-    assert 2 * _weight_bytes(spec, worker.dtype, 2, None) > 4 * count  # the embedding is whole on both
+    weights = load_file(folder / "model.safetensors")
+    whole = [
+        own for name, own in weights.items() if own.ndim == 1 or re.search(r"embed_tokens|[qk]v?_a_proj|mlp\.(shared_expert_)?gate\.weight", name)
+    ]
+    assert 2 * _weight_bytes(spec, worker.dtype, 2, None) == 4 * (count + sum(own.numel() for own in whole))  # which both have
+
+
+def test_what_ranks_and_heads_have_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values of one head on both of two ranks; a head that is the embedding, whose products want it in another layout."""
+    make_model(Case("llama", config={"num_key_value_heads": 1, "tie_word_embeddings": True}), tmp_path / "model")
+    spec = check_model(tmp_path / "model")
+    small = {name: own.numel() for name, own in load_file(tmp_path / "model" / "model.safetensors").items() if own.ndim == 1 or "embed" in name}
+    keys = sum(2 * own.out_features * own.in_features for own in (layer.attention.qkv[1] for layer in spec.layers))
+    total = 4 * sum(own.numel() for own in load_file(tmp_path / "model" / "model.safetensors").values())
+    assert 2 * _weight_bytes(spec, torch.float32, 2, None) == total + 4 * (sum(small.values()) + keys)
+    assert "; on CPU 75.2 KiB more for the head" in inspect(capsys, tmp_path / "model", "--dtype", "float32")["memory"]
 
 
 def test_one_line_for_each_heading(capsys: pytest.CaptureFixture[str]) -> None:

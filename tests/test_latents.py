@@ -139,6 +139,7 @@ def test_sizes_that_a_gpu_does_not_take(folder: Path) -> None:
         ({"q_lora_rank": 13}, "weight model.layers.0.self_attn.q_a_proj.weight has shape"),
         ({"q_lora_rank": None}, "weight model.layers.0.self_attn.q_proj.weight"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; known: sigmoid"),
+        ({"n_group": ..., "topk_group": ...}, "n_group is None; it must be an integer"),
         ({"rope_interleave": 1}, "rope_interleave is 1; it must be true or false"),
         ({"architectures": ["DeepseekV2ForCausalLM"]}, "norm_topk_prob is True; it must be false"),
         ({"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported; known: greedy, group"),

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from backend.config import EngineConfig
 from backend.errors import ConfigError
 from backend.model_checks import check_model
 from backend.models.layers import Weights
 from backend.models.moe import load_experts
+from backend.models.moe_spec import MoeSpec
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.step.worker import Worker
 from kernels import ops
@@ -131,6 +133,8 @@ def test_a_group_is_as_good_as_its_best_scores() -> None:
         ("mixtral", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported; known: silu, swish"),
         ("olmoe", {"clip_qkv": 0}, "clip_qkv is 0; it must be a number above 0"),
         ("ernie4_5_moe", {"moe_gate": "hash"}, "moe_gate 'hash' is not supported; known: topk"),
+        ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act 'sigmoid' is not supported; known: softmax"),
+        ("ernie4_5_moe", {"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types is ['sparse', 'sparse']; it must be what a model of ['Ernie4_5_Moe"),
         ("ernie4_5_moe", {"moe_norm_min": -1.0}, "moe_norm_min is -1.0"),
         ("glm4_moe", {"scoring_func": "tanh"}, "scoring_func 'tanh' is not supported; known: sigmoid"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; known: noaux_tc"),
@@ -144,6 +148,16 @@ def test_a_group_is_as_good_as_its_best_scores() -> None:
 )
 def test_values_that_no_mixture_has(family: str, values: dict[str, Any], message: str, folders: Callable[..., Path], tmp_path: Path) -> None:
     refused(edited(folders(family), tmp_path / "model", **values), str(tmp_path / "model"), message)
+
+
+def test_shared_experts_that_no_file_names(folders: Callable[..., Path], tmp_path: Path) -> None:
+    """As transformers, which takes two, has them, but where the checkpoint has none: so does that of 300B."""
+    folder = edited(folders("ernie4_5_moe"), tmp_path / "model", moe_num_shared_experts=...)
+    assert check_model(folder).layers == check_model(folders("ernie4_5_moe")).layers
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: own for name, own in weights.items() if "shared" not in name}, folder / "model.safetensors")
+    assert [layer.mlp.shared for layer in check_model(folder).layers if isinstance(layer.mlp, MoeSpec)] == [None]
+    refused(edited(folder, tmp_path / "named", moe_num_shared_experts=2), "weight model.layers.1.mlp.shared_experts")
 
 
 # -- several ranks --------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,20 @@ def replaced(name: str, content: bytes | None) -> Damage:
     return change
 
 
+def renamed(name: str, other: str) -> Damage:
+    return lambda folder: (folder / name).rename(folder / other)
+
+
+def linked(name: str) -> Damage:
+    """A file of the hub's cache whose contents are gone."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("../blobs/gone")
+
+    return damage
+
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 CONFIGS: list[tuple[Damage, str]] = [
     (edited(num_hidden_layers=3), "weight model.layers.10.input_layernorm.weight, "),
@@ -131,7 +145,13 @@ WEIGHTS: list[tuple[Damage, str]] = [
     ),
 ]
 FILES: list[tuple[Damage, str]] = [
+    (linked("model.safetensors"), "model.safetensors is missing: the link to ../blobs/gone leads nowhere"),
+    (linked("generation_config.json"), "generation_config.json is missing: the link to ../blobs/gone leads nowhere"),
+    (linked("tokenizer_config.json"), "tokenizer_config.json is missing: the link to ../blobs/gone leads nowhere"),
+    (linked("hf_quant_config.json"), "hf_quant_config.json is missing: the link to ../blobs/gone leads nowhere"),
+    (linked("model.safetensors.index.json"), "model.safetensors.index.json is missing: the link to ../blobs/gone leads nowhere"),
     (replaced("tokenizer.json", None), "tokenizer.json is missing"),
+    (renamed("tokenizer.json", "tekken.json"), "tokenizer.json is missing; tekken.json is not read: take the tokenizer.json of a model of the same"),
     (replaced("tokenizer.json", b"{}"), "tokenizer.json has no object 'model'"),
     (replaced("tokenizer.json", b"\xff"), "tokenizer.json cannot be read"),
     (replaced("tokenizer_config.json", None), "tokenizer_config.json cannot be read: it is not a regular file"),

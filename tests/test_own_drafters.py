@@ -23,11 +23,12 @@ from tests.drafting import check_drafts, check_tokens, watched
 from tests.drafting import serve as serve_drafter
 from tests.families import Case, edited, expected_logits, make_model, random_tokens
 from tests.test_latents import DEEPSEEK
-from tests.test_mixtures import ERNIE, GLM
+from tests.test_mixtures import ERNIE, EXPERTS, GLM
 
 NUM_LAYERS = 2
 DEEPSEEK_NAMES = ("model.layers.{layer}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
 MIMO_NAMES = ("model.mtp_layers.{module}.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+NEXT_NAMES = ("mtp.layers.{module}.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 ERNIE_NAMES = ("model.mtp_block.{module}.", "model.mtp_emb_norm.{module}", "model.mtp_hidden_norm.{module}", "model.mtp_linear_proj.{module}", "")
 
 
@@ -43,6 +44,8 @@ class Own:
     is_norm_recycled: bool = False
     architecture: str | None = None
     """In place of transformers'."""
+    is_first_masked: bool = True
+    key: str = "num_nextn_predict_layers"
 
     def __str__(self) -> str:
         return f"{self.architecture or self.case.family}, {self.num_modules}"
@@ -57,6 +60,8 @@ OWN = [
     Own(Case("deepseek_v3", config=DEEPSEEK | {"q_lora_rank": None}), DEEPSEEK_NAMES, num_modules=2, is_norm_recycled=True),
     Own(Case("qwen2"), MIMO_NAMES, is_hidden_first=True, is_norm_recycled=True, architecture="MiMoForCausalLM"),
     Own(Case("qwen2"), MIMO_NAMES, num_modules=2, is_hidden_first=True, is_norm_recycled=True, architecture="MiMoForCausalLM"),
+    Own(Case("qwen3", config={"head_dim": 16}), NEXT_NAMES, is_norm_recycled=True, is_first_masked=False, key="mtp_num_hidden_layers"),
+    Own(Case("qwen3_moe", config=EXPERTS), NEXT_NAMES, is_norm_recycled=True, is_first_masked=False, key="num_mtp_layers"),
 ]
 
 
@@ -80,7 +85,8 @@ class Modules:
         """At every token, from the states before them."""
         own, length = self.weights[module], len(token_ids)
         embedded = self.model.model.embed_tokens(torch.tensor(token_ids)).clone()
-        embedded[module + 1 : module + 2] = 0  # vLLM's mask
+        if self.own.is_first_masked:
+            embedded[module + 1 : module + 2] = 0  # vLLM's mask
         embedded = self._norm(embedded, own["embedding"])
         state = self._norm(previous, own["hidden"])
         parts = (state, embedded) if self.own.is_hidden_first else (embedded, state)
@@ -130,7 +136,7 @@ def make_checkpoint(own: Own, folder: Path) -> Modules:
         if own.case.config.get("use_bias"):
             made["bias"] = torch.randn(hidden, generator=generator)
         for key, name in zip(("embedding", "hidden", "projection", "norm"), names):
-            name = name if name.startswith("model.") else f"{where}{name}"
+            name = name if name.startswith(("model.", "mtp.")) else f"{where}{name}"
             if name == where:
                 made["norm"] = model.model.norm.weight.detach()
                 continue
@@ -140,7 +146,7 @@ def make_checkpoint(own: Own, folder: Path) -> Modules:
         weights.append(made)
     save_file(stored, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": own.num_modules}
+    config |= {"num_hidden_layers": NUM_LAYERS, own.key: own.num_modules}
     config.pop("layer_types", None)
     if own.architecture is not None:
         config["architectures"] = [own.architecture]

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from backend.errors import ModelError, RequestError
-from backend.model_files import read_config
+from backend.model_checks import read_model_config
 from backend.text import Tokenizer
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".u16", ".u32", ".xz")
@@ -28,7 +28,7 @@ class Reader:
             self._tokenizer = Tokenizer(model)
         except Exception as error:  # the library has no kind of its own
             raise ModelError(f"{model / 'tokenizer.json'} cannot be read: {error}") from None
-        config = read_config(model)
+        config = read_model_config(model)
         self._vocab_size, end = config["vocab_size"], config.get("eos_token_id")
         self._start = [end] if isinstance(end, int) else list(end or [])[:1]
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from backend.core import kv_slots
 from backend.errors import ModelError
 from backend.kv_store import KvStore
-from backend.model_checks import check_model
-from backend.model_files import read_config
+from backend.model_checks import check_model, read_model_config
 from backend.models import load_model
 from backend.models.layers import ATTENTION, Weights
 from backend.models.loading import open_checkpoint
@@ -45,7 +44,7 @@ class Target:
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.directory, self.dtype, self.device = directory, dtype, device
-        self.config = read_config(directory)
+        self.config = read_model_config(directory)
         self._spec = check_model(directory)
         self._model = model = load_model(directory, dtype, device, Ranks())
         self.hidden_size, self.vocab_size, self.num_layers = model.hidden_size, model.vocab_size, model.num_layers

@@ -21,7 +21,7 @@ from backend.adapters.stub import (
 )
 from backend.errors import ConfigError, ModelError, RequestError
 from backend.intake import MAX_CHARACTERS_PER_TOKEN, check_unicode
-from backend.model_files import read_json
+from backend.model_files import read_config
 from backend.text import Tokenizer
 from backend.tools import find_format
 
@@ -37,9 +37,8 @@ BESIDE_MESSAGES = ("tools", "chat_template_kwargs")
 
 def _max_characters(folder: Path) -> int:
     """As many for each token of the context as the decode model takes: tokenizing more would hold up everybody else."""
-    config = folder / "config.json"
     try:
-        length = read_json(config).get("max_position_embeddings") if config.is_file() else None
+        length = read_config(folder).get("max_position_embeddings")
     except ModelError:  # which the decode model reports
         length = None
     return length * MAX_CHARACTERS_PER_TOKEN if isinstance(length, int) and length > 0 else MAX_CHARACTERS

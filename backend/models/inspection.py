@@ -17,13 +17,14 @@ from backend.kv_store import CacheSpec
 from backend.model_checks import check_drafter, check_model, find_architecture
 from backend.model_files import find_weights, open_weights, read_config
 from backend.models.gguf_folder import read_file
+from backend.models.latent_spec import LatentSpec
 from backend.models.layers import ATTENTION
 from backend.models.loading import check_gpu
 from backend.models.moe_spec import MoeSpec
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
 from backend.models.quantized_spec import FP8
-from backend.models.spec import DecoderSpec, WeightList
+from backend.models.spec import DecoderSpec, Projection, WeightList
 from backend.parallel.ranks import Ranks
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import MODEL_METHODS
@@ -186,6 +187,8 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
     cache = CacheSpec(ATTENTION, layer.token_shape(part.stop - part.start), kept, layer.num_planes * len(spec.layers))
     token = cache.token_bytes * cache.num_planes
     weights = _weight_bytes(spec, dtype, load.ranks, stored)
+    # There products want weights laid out in another way, and rows of the embedding are looked up as they are.
+    twice = f"; on CPU {_size(spec.vocab_size * spec.hidden_size * dtype.itemsize / load.ranks)} more for the head" if spec.is_tied else ""
     each = " on each rank" if load.ranks > 1 else ""
     own = "" if kept == dtype else " in fp8"
     kinds = sorted({type(own.mlp).__name__ == "MoeSpec" for own in spec.layers})
@@ -200,7 +203,7 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
         "context": f"{spec.max_model_len} tokens",
         "parameters": _count(spec),
         "memory": f"in {str(dtype).removeprefix('torch.')}{each}: weights {_size(weights)}, a token{own} {_size(token)}, "
-        f"{load.batch} x {length} tokens {_size(token * length * load.batch)}, together {_size(weights + token * length * load.batch)}",
+        f"{load.batch} x {length} tokens {_size(token * length * load.batch)}, together {_size(weights + token * length * load.batch)}{twice}",
         "runs on": gpu,
         "ranks": ", ".join(str(size) for size in SIZES if _splits(spec, size)),
     }
@@ -215,9 +218,9 @@ def _cache_dtype(config: Mapping[str, Any], spec: DecoderSpec, asked: str, dtype
 
 
 def _weight_bytes(spec: DecoderSpec, dtype: torch.dtype, ranks: int, stored: Mapping[str, tuple[str, int]] | None) -> float:
-    """Of a rank: embedding and norms are whole on each, all else is split. Weights in few bits stay in those."""
-    total = whole = 0.0
-    shapes = _shapes(spec)
+    """Of a rank. Weights in few bits stay in those."""
+    total = 0.0
+    shapes, shares = _shapes(spec), _shares(spec, ranks)
     extra = {} if stored is None else {name: own for name, own in stored.items() if name not in shapes}
     few = {name.rpartition(".")[0] for name in extra}  # projections that are stored as several tensors
     for name, shape in shapes.items():
@@ -226,9 +229,26 @@ def _weight_bytes(spec: DecoderSpec, dtype: torch.dtype, ranks: int, stored: Map
             own = name.removesuffix(".weight")
             parts = [stored[other] for other in stored if other.rpartition(".")[0] == own] if own in few or name in stored else []
             size = sum(BYTES.get(kind, 1) * count for kind, count in parts) or size
-        total += size
-        whole += size if len(shape) == 1 or name == f"{spec.embedding}.weight" else 0
-    return whole + (total - whole) / ranks
+        total += size * (1 if len(shape) == 1 else shares.get(name, 1 / ranks))
+    return total
+
+
+def _shares(spec: DecoderSpec, ranks: int) -> dict[str, float]:
+    """Of each weight that is not split evenly, by its name, the share that a rank holds."""
+    shares = {f"{spec.embedding}.weight": 1.0}
+
+    def add(share: float, *projections: Projection | None) -> None:
+        shares.update({f"{own.name}.weight": share for own in projections if own is not None})
+
+    for layer in spec.layers:
+        part = layer.attention
+        if isinstance(part, LatentSpec):
+            add(1.0, part.down, part.query_down)
+        elif len(part.qkv) > 1:  # fused ones are not apart in the file
+            add(max(1 / ranks, 1 / part.num_kv), *part.qkv[1:])
+        if isinstance(layer.mlp, MoeSpec):
+            add(1.0, layer.mlp.router.gate, layer.mlp.shared_gate)
+    return shares
 
 
 def _check_split(spec: DecoderSpec, ranks: Ranks) -> None:

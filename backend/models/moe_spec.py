@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
-from backend.models.spec import MlpSpec, Projection, WeightList
+from backend.models.spec import DecoderSpec, LayerSpec, MlpSpec, Projection, WeightList
 from backend.models.values import Values
 
 MAX_EXPERTS = 4096
@@ -65,6 +65,8 @@ class MoeSpec:
     """An MLP that every token takes."""
     shared_gate: Projection | None = None
     """[1, hidden]: what it adds is multiplied with the sigmoid of this product."""
+    is_shared_assumed: bool = field(default=False, compare=False)
+    """The file does not say whether there is such an MLP: there is none where a checkpoint has no weights of it."""
 
     def expert(self, number: int) -> tuple[Projection, Projection, Projection]:
         gate, up, down = (f"{self.prefix}.{number}.{name}" for name in self.names)
@@ -114,3 +116,16 @@ def read_sparse_layers(values: Values, num_layers: int) -> Callable[[int], bool]
     """Which layers have experts, by mlp_only_layers and decoder_sparse_step."""
     plain, step = frozenset(values.integers("mlp_only_layers", num_layers - 1)), values.integer("decoder_sparse_step", 2**16, default=1)
     return lambda layer: layer not in plain and (layer + 1) % step == 0
+
+
+def settle_shared(spec: DecoderSpec, names: Iterable[str]) -> DecoderSpec:
+    """The model, with those shared experts that are assumed alone which a checkpoint of these weights has."""
+    held = {name.rpartition(".")[0] for name in names}
+
+    def settle(layer: LayerSpec) -> LayerSpec:
+        mlp = layer.mlp
+        if isinstance(mlp, MoeSpec) and mlp.is_shared_assumed and mlp.shared is not None and mlp.shared.down.name not in held:
+            return replace(layer, mlp=replace(mlp, shared=None))
+        return layer
+
+    return replace(spec, layers=tuple(map(settle, spec.layers)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ModelError
-from backend.model_files import read_json
+from backend.model_files import is_named, read_json
 from backend.models.quantized_spec import FP8, CheckpointQuantization, Layout
 from backend.models.values import Values
 
@@ -37,14 +37,14 @@ def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Pat
     for key in KEYS:
         if not (found := Values(config, where).section(key)).is_empty:
             return _read(found)
-    if path.exists():
+    if is_named(path):
         values = Values(read_json(path), str(path)).section("quantization")
         if not values.names("quant_algo") or values.has("quant_algo"):
             return dataclasses.replace(_read_modelopt(values), cache=_read_cache(values))
         cache = _read_cache(values)
         return None if cache is None else CheckpointQuantization("modelopt", lambda name: None, cache, has_weights=False)
     for file, method in OLD_FILES.items():
-        if (path := Path(directory) / file).exists():
+        if is_named(path := Path(directory) / file):
             return _read(Values({"quant_method": method} | read_json(path), str(path)))
     return None
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from backend.errors import ModelError
 from backend.models.values import Values
 
+UNREAD = ("attn_factor", "extrapolation_factor", "short_mscale", "long_mscale")
+"""Keys of other programs' files that say more of how strong rotary embeddings are, or how far they reach: 1 changes nothing."""
 ROPE_KINDS = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 DEFAULT_THETA = 10000.0
 
@@ -76,6 +78,9 @@ def read_rope(
         if place.has("rope_theta"):
             theta = place.number("rope_theta", 1e15)
             break
+    for key in UNREAD:
+        if scaling.has(key) and scaling.get(key) != 1:
+            raise scaling.refuse(key, "1: what else it means, implementations do not agree on")
     kind = next((scaling.get(key) for key in ("rope_type", "type") if scaling.has(key)), "default")
     kind = (aliases or {}).get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_KINDS:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model
 from backend.model_files import INDEX_FILE, find_weights, open_weights, read_config
-from backend.models.families import ARCHITECTURES, DRAFTERS
+from backend.models.families import ARCHITECTURES, DRAFTERS, WITH_IMAGES
 from backend.models.quantized_config import CLASS, read_checkpoint_quantization
 from backend.models.shards import ShardWriter, check_new
 from backend.models.spec import WeightList
@@ -53,7 +53,7 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
     weights = WeightList()
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed := config.get("architectures"), list) else []
     head = None
-    if any(name in ARCHITECTURES for name in names):
+    if any(name in ARCHITECTURES or name in WITH_IMAGES for name in names):
         spec = check_model(directory)
         spec.list_weights(weights)
         for name in names:
@@ -116,7 +116,7 @@ def _describe(schemes: dict[str, str]) -> dict[str, Any]:
         groups[f"group_{number}"] = {"targets": targets, "format": FORMATS[scheme], "weights": _arguments(scheme), "input_activations": None}
     form = FORMATS[kinds[0]] if len({FORMATS[kind] for kind in kinds}) == 1 else "mixed-precision"
     head = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    return {**head, "config_groups": groups, "ignore": [] if "lm_head" in schemes else ["lm_head"]}
+    return {**head, "config_groups": groups, "ignore": [] if any(name.endswith("lm_head") for name in schemes) else ["lm_head"]}
 
 
 def _arguments(scheme: str) -> dict[str, Any]:

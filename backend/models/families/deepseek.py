@@ -92,6 +92,8 @@ def _layer(values: Values, prefix: str, *, is_sparse: bool, is_corrected: bool) 
     sizes = Sizes(hidden, values.integer("intermediate_size", 2**20), heads, heads, turning)
     activation = values.choice("hidden_act", ACTIVATIONS, "silu")
     mlp: MlpSpec | MoeSpec
+    if is_sparse and is_corrected and not values.has("n_group"):
+        raise values.refuse("n_group", "an integer: implementations do not agree on how many groups there are where a file has none")
     if is_sparse:
         of = f"{prefix}.mlp", sizes, activation
         mlp = corrected_experts(values, *of, default_scale=2.5) if is_corrected else _softmax_experts(values, *of)

@@ -48,6 +48,7 @@ def ernie4_5(values: Values) -> DecoderSpec:
 def ernie4_5_moe(values: Values) -> DecoderSpec:
     sizes, count = read_sizes(values), read_num_layers(values)
     values.choice("moe_gate", ("topk", "top2"), "topk")
+    values.choice("moe_gate_act", ("softmax",), "softmax")
     first, step = values.integer("moe_layer_start_index", 2**16, low=0, default=1), values.integer("moe_layer_interval", 2**16, default=1)
     last = values.integer("moe_layer_end_index", 2**16, low=-1, default=-1)
     sparse = range(first, count if last == -1 else last + 1)
@@ -73,7 +74,8 @@ def _experts(values: Values, sizes: Sizes, prefix: str) -> MoeSpec:
     shared = None
     if num_shared:
         shared = gated_mlp(f"{prefix}.shared_experts", sizes, activation, has_bias=values.flag("use_bias"), inner=num_shared * inner)
-    return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, size_key, activation, shared)
+    is_assumed = not values.has("moe_num_shared_experts")  # of which the 300B's file does not speak, and has none
+    return MoeSpec(router, f"{prefix}.experts", GATED_NAMES, sizes.hidden, inner, size_key, activation, shared, is_shared_assumed=is_assumed)
 
 
 def ernie4_5_moe_mtp(values: Values) -> MtpSpec:

@@ -24,6 +24,14 @@ from backend.models.spec import (
 from backend.models.values import Values
 
 FULL, SLIDING = LAYER_TYPES
+GEMMA3_SIZES = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+}
+"""Of the models that read images too, whose files say only what differs from these."""
 
 
 def _decoder(

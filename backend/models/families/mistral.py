@@ -42,6 +42,8 @@ def _decoder(values: Values, sizes: Sizes, rope: RopeSpec, windows: Sequence[int
 
 
 def mistral(values: Values) -> DecoderSpec:
+    if values.get("model_type") == "ministral":  # by which transformers goes
+        return ministral(values)
     sizes = read_sizes(values)
     return _decoder(values, sizes, read_rope(values, sizes.head_dim), [read_window(values, WINDOW)] * read_num_layers(values))
 
@@ -57,6 +59,8 @@ def ministral3(values: Values) -> DecoderSpec:
     sizes = read_sizes(values, head_dim=128)
     rope = read_rope(values, sizes.head_dim)
     parameters = find_scaling(values)
+    if parameters.is_empty:
+        raise values.refuse("rope_parameters", "an object: what this family turns by where there is none, other files do not say")
     if parameters.has("llama_4_scaling_beta"):
         original = parameters.integer("original_max_position_embeddings", 2**24)
         rope = dataclasses.replace(rope, query_scale_beta=parameters.number("llama_4_scaling_beta", 1e3), original_len=original)

@@ -1,12 +1,13 @@
 """Qwen 2 and 2.5: Llama with biases of queries, keys and values. Qwen 3: with norms of heads instead. Both may have windows in later layers.
 
 Qwen 2 MoE has a shared expert with a gate beside its experts; Qwen 3 MoE none. MiMo is Qwen 2 with prediction modules (Xiaomi 2025).
+Others may have such modules under Qwen3-Next's names.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from backend.models.moe_spec import GATED_NAMES, MoeSpec, read_router, read_sparse_layers
 from backend.models.mtp_spec import MtpLayerSpec, MtpSpec, read_modules
@@ -137,3 +138,35 @@ def mimo_mtp(values: Values) -> MtpSpec:
         )
 
     return read_modules(values, module, is_hidden_first=True, is_norm_recycled=True)
+
+
+def _read_next_modules(values: Values, make: Callable[[str], LayerSpec]) -> MtpSpec:
+    """As Qwen3-Next has them: layers of their own, all else is shared (vLLM, qwen3_next_mtp.py). make: a layer with this prefix."""
+    hidden = read_sizes(values).hidden
+
+    def module(number: int) -> MtpLayerSpec:
+        return MtpLayerSpec(
+            embedding_norm="mtp.pre_fc_norm_embedding.weight",
+            hidden_norm="mtp.pre_fc_norm_hidden.weight",
+            projection=Projection("mtp.fc", hidden, 2 * hidden),
+            decoder=make(f"mtp.layers.{number}"),
+            head_norm="mtp.norm.weight",
+        )
+
+    return read_modules(values, module, is_norm_recycled=True, is_first_masked=False)
+
+
+def qwen2_mtp(values: Values) -> MtpSpec:
+    return _read_next_modules(values, lambda prefix: _qwen2_layer(values, prefix, None))
+
+
+def qwen3_mtp(values: Values) -> MtpSpec:
+    return _read_next_modules(values, lambda prefix: _qwen3_layer(values, prefix, None, head_dim=128))
+
+
+def qwen3_moe_mtp(values: Values) -> MtpSpec:
+    def make(prefix: str) -> LayerSpec:
+        layer = _qwen3_layer(values, prefix, None, head_dim=None)
+        return dataclasses.replace(layer, mlp=_experts(values, f"{prefix}.mlp", layer, has_shared=False))
+
+    return _read_next_modules(values, make)
