@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,7 @@ MAX_RANKS = 64
 MAX_ASKED_MASKED = 8
 """Drafts a step for which there are masks where requests choose their own methods and numbers."""
 RANKS = ("processes", "instances")
+MASTER = re.compile(r"(?P<host>[^\s/:@\[\]]+|\[[0-9A-Fa-f:.]+(%\w+)?\]):(?P<port>[0-9]{1,5})")
 LOAD_FORMATS = ("safetensors", "dummy")
 GENERATION_CONFIGS = ("auto", "none")
 ACTIVATIONS = ("auto", "model", "fp8")
@@ -71,9 +73,9 @@ class ParallelConfig(Section):
         if self.nnodes == 1:
             require(self.master is None, "master", self.master, "left out where nnodes is 1")
             return
-        host, _, port = (self.master or "").rpartition(":")
-        good = bool(host) and port.isdigit() and 1 <= int(port) <= 65535
-        require(good, "master", self.master, f"HOST:PORT of the first host where nnodes is {self.nnodes}")
+        found = MASTER.fullmatch(self.master or "")
+        good = found is not None and 1 <= int(found["port"]) <= 65535 and found["host"] not in ("0.0.0.0", "[::]")
+        require(good, "master", self.master, f"HOST:PORT, by which other hosts reach the first one, where nnodes is {self.nnodes}")
 
     @property
     def num_instances(self) -> int:

@@ -65,6 +65,8 @@ class Engine:
         try:
             with on_stream(self._device):
                 parts = load_parts(config, (self._group.ranks if self._group is not None else None) or Ranks(), draft_service)
+                if self._group is not None:
+                    self._group.await_loaded(self._device)
             if self._group is not None:
                 self._group.on_lost = self._note_lost_rank
         except Exception as error:
@@ -257,8 +259,7 @@ class Engine:
     def _step(self) -> bool:
         """Takes in what was submitted and cancelled, then launches one step and reads the one before it, or this one where nothing may be
         under way meanwhile. False when there was nothing to run."""
-        if self._group is not None and self._has_lost_rank:
-            self._group.check()
+        self._check_ranks()
         if self._inbox:
             while self._inbox:
                 self._inbox.popleft()()
@@ -315,6 +316,7 @@ class Engine:
         """Reads the oldest step under way, and books it. Requests that ended meanwhile are left out."""
         oldest = self._in_flight.popleft()
         step, results = oldest.step, oldest.read()
+        self._check_ranks()
         self.num_finished = oldest.number
         if self._group is not None:
             self._group.verdicts.add(results.rows)
@@ -345,6 +347,11 @@ class Engine:
         if self._has_ended and self._group is not None:
             self._group.note_end(self._device)
         self._has_ended = False
+
+    def _check_ranks(self) -> None:
+        """Raises EngineError when one is gone. What a step under way has made without it is nobody's."""
+        if self._group is not None and self._group.has_lost:
+            self._group.check()
 
     def _finish_all(self) -> None:
         while self._in_flight:

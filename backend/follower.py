@@ -23,12 +23,12 @@ from backend.config import EngineConfig
 from backend.devices import on_stream
 from backend.disaggregation.rank_pages import RankPages
 from backend.errors import ModelError
-from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, check_verdicts, compare_verdicts
+from backend.group import CAPTURE, CHECK, MASKS, PLAN, PROBS, STOP, Verdicts, await_loaded, check_verdicts, compare_verdicts
 from backend.parallel.lines import ORDERS, PLANS, Line, Orders, connect
 from backend.parallel.pulse import Pulse
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, describe_self
+from backend.rank_processes import EXCHANGE_SECONDS, LOAD_SECONDS, MEET_SECONDS, describe_self
 from backend.step.plan import StepPlan
 from backend.step.worker import Begun, Launched, Worker
 
@@ -149,13 +149,17 @@ def follow(worker: Worker, ranks: Ranks, plans: Plans) -> None:
             worker.capture_waiting()
 
 
+class NotWanted(RuntimeError):
+    """Rank 0 has no use for this process."""
+
+
 def meet(store: dist.Store, config: EngineConfig, rank: int, host: str) -> tuple[Line, Line | None]:
-    """Says what this rank is, and hears whether it fits. Raises RuntimeError with rank 0's words where it does not, or ConnectionError."""
+    """Says what this rank is, and hears whether it fits. Raises NotWanted with rank 0's words where it does not, or ConnectionError."""
     store.append("hello", describe_self(config, rank).write())  # type: ignore[attr-defined]
     verdict = store.get("verdict").decode()
     store.set(f"heard {rank}", "")
     if verdict:
-        raise RuntimeError(verdict)
+        raise NotWanted(verdict)
     port = int(store.get("lines"))
     return connect(host, port, rank, ORDERS), connect(host, port, rank, PLANS) if config.parallel_config.node_rank else None
 
@@ -220,9 +224,12 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
         with on_stream(device):
             address = line.own_address if is_far else ""
             ranks = make_ranks(rank, size, store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
+            ranks.limit(timedelta(seconds=LOAD_SECONDS))
             worker = Worker(config, ranks)
             pages = RankPages(worker.store, orders, lambda: plans.num_done)
             worker.warm_up()
+            await_loaded(ranks, device)
+            orders.rest()
             report({"ready": True})
             try:
                 follow(worker, ranks, plans)
@@ -237,7 +244,8 @@ def run_rank(spec: dict[str, Any], report: Report, end: Callable[[str], None]) -
     except Exception as error:
         report({"error": f"{type(error).__name__}: {error}"})
         with contextlib.suppress(RuntimeError):  # rank 0, which holds the store, may be gone
-            store.set(f"error {rank}", f"{type(error).__name__}: {error}")
+            if not isinstance(error, NotWanted):  # another may be this rank
+                store.set(f"error {rank}", f"{type(error).__name__}: {error}")
         raise
 
 

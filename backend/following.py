@@ -13,13 +13,13 @@ from typing import Any
 
 from backend.config import EngineConfig
 from backend.errors import ConfigError, EngineError, ModelError
-from backend.parallel.lines import HANG_SECONDS
+from backend.parallel.lines import HANG_SECONDS, LOADING_HANG_SECONDS
 from backend.rank_processes import MEET_SECONDS, describe_rank, start_rank
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
-HANG_LIMIT = 2 * HANG_SECONDS
+HANG_LIMIT, LOADING_HANG_LIMIT = 2 * HANG_SECONDS, 2 * LOADING_HANG_SECONDS
 """Rank 0 looks too, and is the first to know."""
 CONNECT_SECONDS = 1.0
 
@@ -35,16 +35,17 @@ class FollowingHost:
         self.master = "{}:{}".format(*parallel.meeting_place)
         self.failure = ""
         self._has_changed = threading.Condition()
-        self._heard: dict[int, float] = {}
         self._ready: set[int] = set()
         self._children: dict[int, subprocess.Popen[str]] = {}
         self._is_closed = False
         await_master(*parallel.meeting_place)
         ranks = range(parallel.first_rank, parallel.first_rank + parallel.host_size)
+        self._heard = dict.fromkeys(ranks, time.monotonic())
         try:
             for rank in ranks:
                 self._children[rank] = start_rank(describe_rank(config, rank, parallel.meeting_place, None, reports=True))
                 threading.Thread(target=self._listen, args=(rank,), name=f"rank {rank}", daemon=True).start()
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
             with self._has_changed:
                 self._has_changed.wait_for(lambda: self.failure or len(self._ready) == len(ranks))
             if self.failure:
@@ -52,7 +53,6 @@ class FollowingHost:
         except BaseException:
             self.close()
             raise
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def check(self) -> None:
         """Raises EngineError where its ranks do not compute any more."""
@@ -84,8 +84,9 @@ class FollowingHost:
 
     def _watch(self) -> None:
         while not self._is_closed and not self.failure:
+            limit = HANG_LIMIT if len(self._ready) == len(self._heard) else LOADING_HANG_LIMIT
             for rank, heard in list(self._heard.items()):
-                if (silent := time.monotonic() - heard) > HANG_LIMIT:
+                if (silent := time.monotonic() - heard) > limit:
                     self._fail(f"rank {rank} hangs: no sign of life for {silent:.1f} s")
             time.sleep(LOOK_SECONDS)
 

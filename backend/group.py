@@ -27,7 +27,17 @@ from backend.errors import ConfigError, EngineError, ModelError
 from backend.parallel.lines import ORDERS, PLANS, SILENT, Switchboard
 from backend.parallel.ranks import Ranks, make_ranks
 from backend.parallel.ring import PlanRing
-from backend.rank_processes import EXCHANGE_SECONDS, MEET_SECONDS, Hello, describe_rank, describe_self, device_of_rank, end_ranks, start_rank
+from backend.rank_processes import (
+    EXCHANGE_SECONDS,
+    LOAD_SECONDS,
+    MEET_SECONDS,
+    Hello,
+    describe_rank,
+    describe_self,
+    device_of_rank,
+    end_ranks,
+    start_rank,
+)
 from backend.step.plan import PlanOutline, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -41,6 +51,7 @@ MAX_UNDER_WAY = 4
 EXPLAIN_SECONDS = 1.0
 """That a rank whose exchange failed may take to end."""
 DONE_SECONDS = 0.0002
+ALL_THERE = "all ranks are there already: does another host have this node_rank, or does rank 0 not know yet that this one was started again?"
 VERDICT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 """For the ranks to hear why they do not fit, and between two looks at who has ended while one is waited for."""
 PLAN, CAPTURE, STOP, PROBS, CHECK, MASKS = range(6)
@@ -86,6 +97,12 @@ def compare_verdicts(ranks: Ranks, verdicts: Verdicts, num_steps: int, device: t
         sums = ranks.gather(torch.tensor(own, dtype=torch.int64, device=device))
         step = num_steps - len(own) + int((sums != sums[0]).any(dim=0).nonzero()[0])
         raise RanksDiffer(step, f"the ranks decided differently in step {step}, and perhaps later: checksums {ends} after step {num_steps - 1}")
+
+
+def await_loaded(ranks: Ranks, device: torch.device) -> None:
+    """On every rank, when it has loaded its part: what follows are steps."""
+    ranks.least(0, device)
+    ranks.limit(timedelta(seconds=EXCHANGE_SECONDS))
 
 
 class RanksDiffer(EngineError):
@@ -144,7 +161,12 @@ class Group:
             device = torch.device(device_of_rank(config, 0))
             with on_stream(device):
                 address = host if parallel.nnodes > 1 else ""
-                self.ranks = make_ranks(0, self.size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
+                try:
+                    self.ranks = make_ranks(0, self.size, self._store, device, timedelta(seconds=EXCHANGE_SECONDS), address)
+                except RuntimeError as error:
+                    why = str(self.explain(error)).splitlines()[0]
+                    raise ModelError(f"tensor_parallel_size {self.size}: the ranks could not connect to each other: {why}") from error
+                self.ranks.limit(timedelta(seconds=LOAD_SECONDS))
         except BaseException:
             self.close()
             raise
@@ -171,6 +193,7 @@ class Group:
                     if time.monotonic() > end:
                         raise ModelError(f"rank {rank} of {self.size} did not connect within {MEET_SECONDS:.0f} s")
         self.switchboard.stop_listening()
+        self._store.set("verdict", ALL_THERE)
 
     def _await_hellos(self, own: Hello, came: set[int], end: float) -> None:
         """came: the ranks that have said theirs."""
@@ -190,6 +213,12 @@ class Group:
             time.sleep(0.01)
 
     # -- ranks that end ---------------------------------------------------------------------------------------------------
+
+    def await_loaded(self, device: torch.device) -> None:
+        """Waits for the ranks that load for longer than this one."""
+        assert self.ranks is not None
+        await_loaded(self.ranks, device)
+        self.switchboard.rest()
 
     def watch(self) -> None:
         """All is loaded: a rank that hangs from now on is taken for gone. Raises EngineError when one is."""
@@ -312,6 +341,7 @@ class Group:
         self._is_closed = True
         self.on_lost = lambda: None
         try:
+            self.check()  # where one is gone, what waits for the GPU might wait for it
             if self.ranks is not None:
                 self._send(STOP)
             release()

@@ -23,8 +23,8 @@ from backend.errors import ConfigError
 from backend.model_files import fingerprint
 from backend.version import VERSION
 
-MEET_SECONDS, EXCHANGE_SECONDS = 120.0, 30.0
-"""For the ranks to meet, and for a rank to take part in an exchange that others wait in."""
+MEET_SECONDS, LOAD_SECONDS, EXCHANGE_SECONDS = 120.0, 3600.0, 30.0
+"""For the ranks to meet; for the slowest to load, which shows signs of life meanwhile; and for a rank to take part in an exchange of a step."""
 STOP_SECONDS = 10.0
 OWN_KEYS = ("model", "device", "num_threads", "single_thread_tokens", "kv_cache_memory", "gpu_memory_utilization", "disaggregation")
 """Of the configuration: what may differ from host to host. Of the memory the least counts."""

@@ -7,10 +7,12 @@ kernels of TensorRT-LLM and FlashInfer).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels._load import ELEMENTS, Kernel, device_of, load
@@ -27,6 +29,9 @@ MAX_GATHERED_BYTES = 16 * 2**20
 """From the other ranks together, where nothing is sent twice: the scores of 128 tokens, of half a vocabulary of 128k."""
 NOTHING = 0x80000000
 """What an empty place holds; kernels/all_reduce.cu."""
+FILLER_BYTES = 4 * 2**20
+GIVE_UP_SECONDS, LOOK_SECONDS = 10.0, 0.001
+"""For which nobody is waited for once a rank is gone (until whoever launches has heard of it), and between two looks whether somebody is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +45,35 @@ class PeerMemory:
     """[NUM_REGIONS] int32 on the device: how often each block has exchanged."""
     _held: tuple[Any, ...]
     """The driver's allocation and mappings."""
+    _num_bytes: int
+    _filler: Any
+    """Memory of the host that the GPU copies from: some zeros."""
 
     @property
     def size(self) -> int:
         return len(self.addresses)
+
+    def give_up(self, seconds: float = GIVE_UP_SECONDS) -> None:
+        """Some rank is gone: whoever waits for its values on this one's GPU has zeros instead, for so long. From any thread.
+
+        A kernel that waits cannot be ended, and all that was launched after it waits too. By the copy engine: waiting kernels may fill the rest.
+        """
+        device = device_of(self.turns.device)
+        driver, begin, size = device.driver, int(self._held[0]), self._filler.nbytes
+        device.context.push()
+        try:
+            own, end = driver.Stream(), time.monotonic() + seconds
+            while time.monotonic() < end:
+                if device.stream.is_done():
+                    time.sleep(LOOK_SECONDS)
+                    continue
+                for place in range(0, self._num_bytes, size):
+                    driver.memcpy_htod_async(begin + place, self._filler[: self._num_bytes - place], own)
+                own.synchronize()
+        except driver.Error:
+            logger.exception("rank %d: its GPU goes on waiting for a rank that is gone", self.rank)
+        finally:
+            driver.Context.pop()
 
     def close(self) -> None:
         """When no kernel that reads or writes them is left, on this rank and the others."""
@@ -79,7 +109,8 @@ def meet_peers(device: torch.device, rank: int, size: int, exchange: Callable[[s
         return None
     addresses = [int(own if mapping is None else mapping) for mapping in mappings]
     turns = torch.zeros(NUM_REGIONS, dtype=torch.int32, device=device)
-    return PeerMemory(rank, torch.tensor(addresses, dtype=torch.int64, device=device), turns, (own, *mappings))
+    filler = driver.pagelocked_zeros(FILLER_BYTES, np.uint8)  # now: to make it waits for the GPU
+    return PeerMemory(rank, torch.tensor(addresses, dtype=torch.int64, device=device), turns, (own, *mappings), num_bytes, filler)
 
 
 def _can_exchange(part: torch.Tensor, size: int, max_bytes: int) -> bool:

@@ -473,9 +473,9 @@ def test_unknown_speculative_keys_name_the_nearest(key: str, nearest: str | None
     [
         ({"nnodes": 3}, "nnodes must be a divisor of tensor_parallel_size (4): as many ranks on each host, got 3"),
         ({"nnodes": 2, "node_rank": 2}, "node_rank must be from 0 to 1 (nnodes is 2), got 2"),
-        ({"nnodes": 2}, "master must be HOST:PORT of the first host where nnodes is 2, got None"),
+        ({"nnodes": 2}, "master must be HOST:PORT, by which other hosts reach the first one, where nnodes is 2, got None"),
         ({"nnodes": 2, "master": "host"}, "master must be HOST:PORT"),
-        ({"nnodes": 2, "master": "host:0"}, "master must be HOST:PORT"),
+        *(({"nnodes": 2, "master": m}, "master must be HOST:PORT") for m in ("host:0", "http://host:1", "host:\u00b2", "::1:29500", "0.0.0.0:29500")),
     ],
 )
 def test_ranks_on_several_hosts(values: dict[str, Any], text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from backend import SamplingParams
+from backend.config import EngineConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
+from backend.parallel.ranks import Ranks
+from backend.step.worker import Worker
 from tests.drafting import NUM_DRAFTS, check_drafts, check_tokens, check_tree_tokens, serve
 from tests.families import VOCABULARY, Case, edited, expected_logits, make_model, random_tokens
 from tests.test_latents import DEEPSEEK
@@ -220,3 +224,13 @@ def test_what_pard_2_has_more_is_not_read(target: Path, tmp_path: Path, caplog: 
 def test_configurations_that_contradict_themselves(values: dict[str, Any], message: str, target: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         serve(target, **values)
+
+
+def test_a_drafter_that_cannot_be_split(target: Path, tmp_path: Path) -> None:
+    """It is told from the target, which can."""
+    make_model(Case("qwen3", config={"num_attention_heads": 2}), tmp_path)
+    speculative = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2, "draft_tensor_parallel_size": 4}
+    config = EngineConfig.from_dict({"model": str(target), "parallel_config": {"tensor_parallel_size": 4}, "speculative_config": speculative})
+    message = f"the drafter in {tmp_path}: tensor_parallel_size 4: num_attention_heads is 2, which does not divide by it; draft_tensor"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Worker(config, Ranks(0, 4))

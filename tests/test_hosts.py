@@ -178,3 +178,20 @@ def test_hosts_that_do_not_fit() -> None:
     for text in (str(caught.value), *errors):
         assert "tensor_parallel_size 2 on rank 0, 4 on rank" in text and "max_batch_size 16 on rank 0, 8 on rank" in text
     assert len(errors) == 1
+
+
+def test_a_host_too_many() -> None:
+    """It hears that its rank is there already, which goes on."""
+    (port,) = free_ports(1)
+    place = {"tensor_parallel_size": 2, "nnodes": 2, "master": f"127.0.0.1:{port}"}
+    config = EngineConfig.from_dict({"num_threads": 1, "parallel_config": {**place, "node_rank": 1}})
+    follower: list[FollowingHost] = []
+    thread = threading.Thread(target=lambda: follower.append(FollowingHost(config)))
+    thread.start()
+    llm = LLM(num_threads=1, parallel_config=place)
+    thread.join()
+    with pytest.raises(ModelError, match=r"rank 1 has ended: .*all ranks are there already: does another host have this node_rank"):
+        FollowingHost(config)
+    assert len(llm.generate(PROMPTS[:1], greedy(4), use_tqdm=False)[0].outputs[0].token_ids) == 4
+    llm.close()
+    follower[0].close()

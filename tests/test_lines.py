@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import re
 import signal
 import socket
 import struct
@@ -17,7 +19,7 @@ import pytest
 from backend import follower
 from backend.errors import ModelError
 from backend.parallel import lines
-from backend.parallel.lines import ORDERS, PLANS, Orders, Switchboard, connect
+from backend.parallel.lines import ORDERS, PLANS, SILENT, Orders, Switchboard, connect
 from backend.parallel.pulse import Pulse
 
 HOST = "127.0.0.1"
@@ -166,3 +168,22 @@ def test_rank_0_that_says_nothing_is_gone_once_its_process_is_silent_too(monkeyp
     silence[0] = 0.2
     assert lost.wait(30)
     held.close()
+
+
+def test_who_hangs_while_ranks_load_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the seconds that hold for steps, nor never: each side sees it."""
+    monkeypatch.setattr(lines, "HANG_SECONDS", 0.0)
+    monkeypatch.setattr(lines, "LOADING_HANG_SECONDS", 1.0)
+    lost, reasons = threading.Event(), queue.Queue[str]()
+    board = Switchboard(HOST, 2, lost.set)
+    line = connect(HOST, board.port, 1, ORDERS)  # of a rank that says no more
+    assert lost.wait(30)
+    board.close()
+    line.close()
+    monkeypatch.setattr(Switchboard, "_beat", lambda self: None)
+    silent = Switchboard(HOST, 2, lambda: None)
+    Orders(connect(HOST, silent.port, 1, ORDERS), lambda now: 9.0, reasons.put).start()
+    for why in (board.lost[1], reasons.get(timeout=30)):
+        found = re.search(rf"{SILENT} for (\S+) s", why)
+        assert found and float(found[1]) >= 1.0
+    silent.close()

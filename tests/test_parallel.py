@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import zlib
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,22 @@ def test_vocabularies_of_any_size_are_split(size: int, count: int) -> None:
     assert len({own.stop - own.start for own, _ in found}) == 1
 
 
+def test_how_long_an_exchange_may_wait_can_change() -> None:
+    """While ranks load it is long: one may read its part from a slower disk."""
+    has_ended = threading.Event()
+
+    def exchange(ranks: Ranks) -> bool:
+        if ranks.rank:
+            return has_ended.wait(30)
+        ranks.limit(timedelta(seconds=0.1))
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            ranks.least(0, torch.device("cpu"))
+        has_ended.set()
+        return True
+
+    assert on_ranks(2, exchange) == [True, True]
+
+
 def test_a_rank_that_is_killed_ends_every_open_request() -> None:
     llm = LLM(tensor_parallel_size=2, num_threads=1)
     deltas: list[Delta] = []
@@ -173,6 +190,29 @@ def test_a_rank_that_is_killed_ends_every_open_request() -> None:
     assert "rank 1 of 2 has ended: exit status -9" in str(deltas[-1].error)
     llm.close()
     assert child.poll() == -signal.SIGKILL
+
+
+def test_what_a_step_makes_without_a_rank_is_nobodys() -> None:
+    """On a GPU such a step ends, with whatever numbers."""
+    llm = LLM(tensor_parallel_size=2, num_threads=1)
+    engine, group = llm.engine, llm.engine.group
+    deltas: list[Delta] = []
+    assert group is not None
+    engine.submit(PROMPTS[0], SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True), deltas.append, request_id="open")
+    while not deltas:
+        engine.step()
+    num_tokens, go_on = sum(len(delta.token_ids) for delta in deltas), engine.worker.go_on
+
+    def lose_meanwhile(*arguments: Any) -> Launched:
+        launched = go_on(*arguments)
+        group.switchboard.lose(1, "a cut")
+        return launched
+
+    engine.worker.go_on = lose_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="rank 1 of 2 has ended"):
+        engine.step()
+    assert sum(len(delta.token_ids) for delta in deltas) == num_tokens
+    llm.close()
 
 
 def test_sizes_that_do_not_divide() -> None:

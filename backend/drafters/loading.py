@@ -30,6 +30,15 @@ MAX_TREE_LAYERS = 2
 
 def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> StepDrafter | None:
     """The model drafter that runs in the step, if the configuration has one. Raises ConfigError, ModelError."""
+    from backend.parallel.ranks import DoesNotDivideError
+
+    try:
+        return _load_step_drafter(config, target, dtype, device, ranks)
+    except DoesNotDivideError as error:
+        raise ConfigError(f"the drafter in {_find_folder(config)}: {error}; draft_tensor_parallel_size 1 has all of it on every rank") from None
+
+
+def _load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> StepDrafter | None:
     speculative = config.speculative_config
     if not _is_in_step(speculative):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import select
 import socket
 import struct
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25
 HANG_SECONDS = 3.5
 """Without a sign of life after which a rank is taken for gone: clients are to know within 5 s."""
+LOADING_HANG_SECONDS = 60.0
+"""The same while ranks load: a call into a library may keep all of Python waiting while it reads from a slow disk."""
 MASTER_HANG_SECONDS = 15.0
 """And rank 0 whose process runs (see `Orders`): it answers them, and has a server's work to do beside."""
 LAG_SECONDS = 0.5
@@ -124,15 +127,16 @@ class Switchboard:
     def __init__(self, host: str, size: int, on_lost: Callable[[], None]) -> None:
         """host: address to listen on; on_lost: some rank is gone, see `lost`. Raises OSError."""
         self._size, self._on_lost = size, on_lost
-        self._listener = socket.create_server((host, 0))
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, 0), family=family)
         self._is_listening = True
         self._greeted = threading.Semaphore(MAX_GREETED)
         self.port: int = self._listener.getsockname()[1]
         self._lines: dict[tuple[int, str], Line] = {}
         self._has_changed = threading.Condition()
-        self._heard: dict[int, float] = {}
+        self._heard = dict.fromkeys(range(1, size), time.monotonic())
+        self._hang_seconds = LOADING_HANG_SECONDS
         self._is_closed = False
-        self._is_watching = False
         self.lost: dict[int, str] = {}
         """Ranks that are gone, and why."""
         self.num_done: dict[int, int] = {}
@@ -147,12 +151,16 @@ class Switchboard:
         with self._has_changed:
             return self._has_changed.wait_for(lambda: (rank, kind) in self._lines, seconds)
 
+    def rest(self) -> None:
+        """All ranks have loaded, and nobody is looked after until `watch`: offline there may be minutes between two calls."""
+        self._hang_seconds = math.inf
+
     def watch(self) -> None:
-        """From now on a rank that shows no sign of life is gone: before, it may be loading."""
+        """From now on a rank that shows no sign of life is soon gone."""
         self._heard = dict.fromkeys(range(1, self._size), time.monotonic())
         for rank in range(1, self._size):
             self.order(rank, {"do": "watch"})
-        self._is_watching = True
+        self._hang_seconds = HANG_SECONDS
 
     def order(self, rank: int, order: Order) -> None:
         """Raises EngineError where the rank is gone."""
@@ -227,6 +235,7 @@ class Switchboard:
                 logger.warning("rank %d of %d is there already", rank, self._size)
                 line.close()
                 return
+            self._heard[rank] = time.monotonic()
             self._lines[rank, kind] = line
             self._has_changed.notify_all()
         if kind == ORDERS:
@@ -253,14 +262,15 @@ class Switchboard:
         while not self._is_closed:
             last, lag = time.monotonic(), time.monotonic() - last - BEAT_SECONDS
             if lag > LAG_SECONDS:
-                self._heard = {rank: heard + lag for rank, heard in self._heard.items()}
+                for rank in self._heard:
+                    self._heard[rank] += lag
             for rank in range(1, self._size):
                 line = self._lines.get((rank, ORDERS))
                 if line is None or rank in self.lost:
                     continue
                 with contextlib.suppress(ConnectionError):
                     line.send_order({"do": "beat"})
-                if self._is_watching and (silent := time.monotonic() - self._heard[rank]) > HANG_SECONDS:
+                if (silent := time.monotonic() - self._heard[rank]) > self._hang_seconds:
                     self.lose(rank, f"{SILENT} for {silent:.1f} s")
             time.sleep(BEAT_SECONDS)
 
@@ -278,12 +288,16 @@ class Orders(threading.Thread):
         self._is_ending = False
         self.poll: Callable[[], float] = lambda: BEAT_SECONDS
         """Looks at what is under way; seconds until it wants to again."""
-        self._heard: float | None = None
-        """None: rank 0 may be loading."""
+        self._heard = time.monotonic()
+        self._is_loading, self._is_watching = True, False
 
     def handle(self, handlers: Mapping[str, Callable[[Order], None]]) -> None:
         """By an order's `do`."""
         self._handlers.update(handlers)
+
+    def rest(self) -> None:
+        """As rank 0 does (`Switchboard.rest`)."""
+        self._is_loading = False
 
     def end(self) -> None:
         """Rank 0 has said that it ends: that its connection ends too is no fault."""
@@ -304,18 +318,23 @@ class Orders(threading.Thread):
                 order = self._line.receive_order(min(self.poll(), BEAT_SECONDS))
                 if order is not None:
                     self._early.append(order)
-                    self._heard = None if self._heard is None else time.monotonic()
+                    self._heard = time.monotonic()
                     self._obey()
-                elif self._heard is not None:
+                else:
                     silent = now - self._heard  # until then nothing had come, however late this thread runs
-                    if silent > MASTER_HANG_SECONDS or min(silent, self._silence(now)) > HANG_SECONDS:
+                    if self._is_gone(now, silent):
                         raise ConnectionError(f"{SILENT} for {silent:.1f} s")
         except ConnectionError as error:
             if not self._is_ending:
                 self._on_lost(f"rank 0: {error}")
 
+    def _is_gone(self, now: float, silent: float) -> bool:
+        if self._is_watching:
+            return silent > MASTER_HANG_SECONDS or min(silent, self._silence(now)) > HANG_SECONDS
+        return self._is_loading and silent > LOADING_HANG_SECONDS
+
     def _watch(self, order: Order) -> None:
-        self._heard = time.monotonic()
+        self._is_watching = True
 
     def _obey(self) -> None:
         early, self._early = self._early, []

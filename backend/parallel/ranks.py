@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 UNIT = 8
 """Tokens of a vocabulary that does not divide go to ranks in so many: products have whole tiles then."""
+
+
+class DoesNotDivideError(ConfigError):
+    """What is to be split over the ranks cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Ranks:
             raise ConfigError(f"rank is {self.rank}; the group has ranks 0 to {self.size - 1}")
 
     def part(self, count: int, what: str, *, can_repeat: bool = False) -> slice:
-        """This rank's share of `count` rows, heads or experts. Raises ConfigError when it does not divide.
+        """This rank's share of `count` rows, heads or experts. Raises DoesNotDivideError when it does not divide.
 
         can_repeat: where there are more ranks than that, several may hold the same one; what the ranks' parts make must not be added up then.
         """
@@ -51,7 +56,7 @@ class Ranks:
         if can_repeat and self.size % count == 0:
             own = self.rank // (self.size // count)
             return slice(own, own + 1)
-        raise ConfigError(f"tensor_parallel_size {self.size}: {what} is {count}, which does not divide by it")
+        raise DoesNotDivideError(f"tensor_parallel_size {self.size}: {what} is {count}, which does not divide by it")
 
     def vocabulary(self, count: int) -> slice:
         """This rank's share of `count` tokens: as many on each rank, so that where they do not divide the last ones hold some of others' too."""
@@ -101,13 +106,22 @@ class Ranks:
         """The least of the ranks' values, for what all of them must agree on. Waits for all."""
         return value if self.size == 1 else int(self.gather(torch.tensor([value], dtype=torch.int64, device=device)).min())
 
+    def limit(self, timeout: timedelta) -> None:
+        """How long an exchange from now on may wait for another rank."""
+        if self.group is not None:
+            self.group._set_default_timeout(timeout)
+
     def abort(self) -> None:
-        """Exchanges that wait for a rank that is gone raise, from any thread: gloo alone would let them wait for its own time limit."""
+        """Exchanges that wait for a rank that is gone wait no longer, from any thread: gloo's raise, which alone would wait for its own time limit;
+        on GPUs they end, with results that are of no use."""
         if self.sockets:
             for number, name in _open_sockets().items():
                 if name in self.sockets:
                     _cut(number)
-        elif self.group is not None and hasattr(self.group, "abort"):
+            return
+        if self.peers is not None:
+            threading.Thread(target=self.peers.give_up, name="give up", daemon=True).start()
+        if self.group is not None and hasattr(self.group, "abort"):
             self.group.abort()
 
     def close(self) -> None:
@@ -141,7 +155,9 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
         peers = None if address else meet_peers(device, rank, size, exchange)  # memory is one host's
         if peers is None and rank == 0:
             logger.warning("tensor_parallel_size %d: the GPUs cannot write each other's memory; all sums go through NCCL", size)
-        return Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
+        ranks = Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
+        ranks.least(0, device)  # NCCL meets in the first exchange, for which others may not wait as long as for a rank that loads
+        return ranks
     before = set(_open_sockets().values())
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timeout

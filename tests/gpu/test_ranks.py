@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +136,39 @@ def test_sums_are_exact_and_the_same_on_every_rank() -> None:
 @pytest.mark.parametrize("size", [4, 8])
 def test_sums_of_more_ranks(size: int) -> None:
     mp.spawn(check_shared_gpus, (size, free_port()), nprocs=size)
+
+
+def check_gone(rank: int, size: int, port: int, folder: str) -> None:
+    """Rank 1 goes; rank 0's GPU waits for it, with more behind that, until rank 0 gives up."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=MEET)
+    with device_stream(device) as stream:
+        ranks = make_ranks(rank, size, store, device, MEET)
+        x = torch.ones(16, 4096, device=device, dtype=torch.bfloat16)
+        graph = torch.cuda.CUDAGraph()
+        ranks.all_reduce(x)
+        torch.cuda.synchronize()
+        if rank:
+            os._exit(0)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(100):
+                ranks.all_reduce(x)
+        graph.replay()
+        graph.replay()
+        ended = torch.cuda.Event()
+        ended.record()
+        ranks.abort()
+        end = time.monotonic() + 30
+        while not ended.query() and time.monotonic() < end:
+            time.sleep(0.01)
+        (Path(folder) / "ended").write_text(str(ended.query()))
+        os._exit(0)  # a GPU that waits would keep the interpreter from its end
+
+
+def test_nobody_waits_for_a_rank_that_is_gone(tmp_path: Path) -> None:
+    mp.spawn(check_gone, (2, free_port(), str(tmp_path)), nprocs=2)
+    assert (tmp_path / "ended").read_text() == "True"
 
 
 SPECULATION = {"method": "mtp", "num_speculative_tokens": 3, "num_model_steps": 3, "adaptive": False}
