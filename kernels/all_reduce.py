@@ -46,8 +46,8 @@ class PeerMemory:
     _held: tuple[Any, ...]
     """The driver's allocation and mappings."""
     _num_bytes: int
-    _filler: Any
-    """Memory of the host that the GPU copies from: some zeros."""
+    _filler: np.ndarray
+    """Zeros that the GPU copies from the host."""
 
     @property
     def size(self) -> int:
@@ -109,7 +109,7 @@ def meet_peers(device: torch.device, rank: int, size: int, exchange: Callable[[s
         return None
     addresses = [int(own if mapping is None else mapping) for mapping in mappings]
     turns = torch.zeros(NUM_REGIONS, dtype=torch.int32, device=device)
-    filler = driver.pagelocked_zeros(FILLER_BYTES, np.uint8)  # now: to make it waits for the GPU
+    filler = torch.zeros(FILLER_BYTES, dtype=torch.uint8, pin_memory=True).numpy()  # now: to make it waits for the GPU
     return PeerMemory(rank, torch.tensor(addresses, dtype=torch.int64, device=device), turns, (own, *mappings), num_bytes, filler)
 
 
