@@ -14,7 +14,7 @@ from backend.core import Speculation
 from backend.errors import ConfigError
 from backend.quantization_config import QuantizationConfig, normalize_quantization, read_quantization
 from backend.section import Section, choose, closest, nearest, require
-from backend.speculative_names import ALIASES, read_other_names
+from backend.speculative_names import ALIASES, MOST_DRAFTS, read_other_names
 from backend.trees import DEFAULT_DEPTH, DEFAULT_NODES, TREE_KEYS, DynamicTree, Tree, check_tree, make_static, shape_static
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_SPECULATIVE_TOKENS = 16
+MAX_SPECULATIVE_TOKENS = MOST_DRAFTS
 AUTO_TOKENS, AUTO_STEPS = 12, 5
 """Of method auto, where nothing else is said."""
 MAX_CANDIDATES = 64

@@ -72,6 +72,7 @@ NEEDLESS = {
     "disable_logprobs": "requests may ask for logprobs, with drafts too",
     "disable_eagle_block_drop": "a hit in the prefix cache has the drafter's pages too",
     "disable_lookahead_block_hashes": "a hit in the prefix cache has the drafter's pages too",
+    "suffix_decoding_corpus_tokens": "finished answers are kept up to memory's own limit; suffix_decoding_max_cached_requests may say less",
     "index_share_for_mtp_iteration": "no model with an index of its tokens is served",
 }
 """Keys that change nothing here, and why."""
@@ -95,6 +96,8 @@ REFUSED = {
 """Keys that ask for what is done otherwise; false, 0, null and auto ask for nothing."""
 
 
+MOST_DRAFTS, MOST_OF_VLLM = 16, 32
+"""Drafts that a step verifies here, and vLLM's default for suffix decoding, as many as there may be."""
 LOOKUPS = ("ngram", "[ngram]")
 """What vLLM has for a drafter's folder where the drafter is a lookup."""
 
@@ -128,6 +131,9 @@ def read_other_names(values: object, where: str = "") -> Any:
     if key == "speculative_algorithm" and str(method).lower() == "eagle" and not {"model", "speculative_draft_model_path"} & {*found}:
         found[key] = "mtp"  # SGLang's EAGLE without a drafter's folder is for models that have modules of their own
     _read_method(found, key, where)
+    if str(found.get(key)).lower() == "suffix" and found.get("num_speculative_tokens") == MOST_OF_VLLM:
+        logger.warning("%snum_speculative_tokens %d: a step verifies %d drafts at most, which suffix drafts then", where, MOST_OF_VLLM, MOST_DRAFTS)
+        found["num_speculative_tokens"] = MOST_DRAFTS
     if "speculative_use_rejection_sampling" in found:
         _read_rejection(found, where)
     for name in ("rejection_sample_method", "acceptance_method"):

@@ -553,6 +553,7 @@ def test_tables_say_something_of_each() -> None:
         ({"method": "mtp", "quantization": "weight_only_int4"}, {"quantization": "wint4"}),
         ({"model": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, {"method": "ngram", "model": None, "max_ngram_size": 4}),
         ({"method": "hybrid_mtp_ngram"}, {"method": "mtp", "mtp_strategy": "with_ngram"}),
+        ({"method": "suffix", "num_speculative_tokens": 32}, {"method": "suffix", "num_speculative_tokens": 16}),  # of vLLM's page on it
         ({"method": "mtp", "attention_backend": "FLASH_ATTN", "kv_cache_dtype": "auto", "use_local_argmax_reduction": True}, {"method": "mtp"}),
         ({"method": "mtp", "rejection_sample_method": "standard"}, {"verify_strategy": "rejection"}),
         ({"method": "mtp", "rejection_sample_method": "strict", "use_heterogeneous_vocab": False}, {"verify_strategy": "target_match"}),
