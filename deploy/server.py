@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -181,6 +182,8 @@ def check_numpy() -> None:
         raise LaunchError(f"NumPy {numpy.__version__} in {sys.executable}: the server's Python stub needs NumPy < 2: pip install 'numpy<2'")
 
 
+FREE_PORTS = range(10000, 32768)
+"""Below those that Linux gives connections of its own choice: such a one may begin before a server has come to listen."""
 _given_ports: set[int] = set()
 
 
@@ -189,10 +192,11 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(ports) < count:
-            own = stack.enter_context(socket.socket())
-            own.bind(("127.0.0.1", 0))
-            if (port := own.getsockname()[1]) not in _given_ports:
-                ports.append(port)
+            own, port = stack.enter_context(socket.socket()), FREE_PORTS[secrets.randbelow(len(FREE_PORTS))]
+            with contextlib.suppress(OSError):  # it is in use
+                own.bind(("127.0.0.1", port))
+                if port not in _given_ports:
+                    ports.append(port)
         _given_ports.update(ports)
     return ports
 

@@ -29,13 +29,13 @@ def page(chromium, gateway, server):
 
 def test_streaming_side_by_side(page, server):
     with Client(server.grpc) as client:
-        expected = client.generate(LOOPS, max_tokens=150, temperature=0.0, ignore_eos=False)[0]
+        expected = client.generate(LOOPS, max_tokens=450, temperature=0.0, ignore_eos=False)[0]
     expect(page.locator("#health")).to_have_text("The server is ready.")
-    fill(page, LOOPS, 150)
+    fill(page, LOOPS, 450)
     page.get_by_role("button", name="Run").click()
     tokens = page.locator("#off .output .token")
     expect(tokens.nth(3)).to_be_visible()
-    assert tokens.count() < 150, "tokens are shown as they come"
+    assert tokens.count() < len(expected.token_ids), "tokens are shown as they come"
     wait_for_answers(page)
     for pane in ("on", "off"):
         assert page.locator(f"#{pane} .output").text_content() == expected.text
