@@ -8,9 +8,9 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.util
+import itertools
 import os
 import re
-import secrets
 import shlex
 import shutil
 import socket
@@ -184,6 +184,8 @@ def check_numpy() -> None:
 
 FREE_PORTS = range(10000, 32768)
 """Below those that Linux gives connections of its own choice: such a one may begin before a server has come to listen."""
+_places = itertools.count(7919 * os.getpid())
+"""Processes that look at the same time begin far from each other."""
 _given_ports: set[int] = set()
 
 
@@ -192,7 +194,7 @@ def free_ports(count: int) -> list[int]:
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(ports) < count:
-            own, port = stack.enter_context(socket.socket()), FREE_PORTS[secrets.randbelow(len(FREE_PORTS))]
+            own, port = stack.enter_context(socket.socket()), FREE_PORTS[next(_places) % len(FREE_PORTS)]
             with contextlib.suppress(OSError):  # it is in use
                 own.bind(("127.0.0.1", port))
                 if port not in _given_ports:
