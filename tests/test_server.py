@@ -39,6 +39,12 @@ def expected(llm_ngram):
     return llm_ngram.generate(PROMPT, greedy(40), use_tqdm=False)[0].outputs[0]
 
 
+@pytest.fixture(scope="module")
+def expected_long(llm_ngram):
+    """For tests of what comes step by step: whoever sends is held up for as long as 40 tokens take, now and then, and sends them together."""
+    return llm_ngram.generate(PROMPT, greedy(400), use_tqdm=False)[0].outputs[0]
+
+
 def wait_until(is_true, seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -49,19 +55,20 @@ def wait_until(is_true, seconds: float = 10.0) -> bool:
 
 
 GREEDY = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+LONG = GREEDY | {"max_tokens": 400}
 
 
 class TestWaysIn:
     @pytest.mark.parametrize("model", ["decode", "generate"])
-    def test_grpc_stream(self, server, expected, model):
+    def test_grpc_stream(self, server, expected_long, model):
         with Client(server.grpc, model=model) as client:
-            chunks = list(client.stream(PROMPT, **GREEDY))
+            chunks = list(client.stream(PROMPT, **LONG))
         assert len(chunks) > 5, "tokens must come step by step"
-        assert [i for c in chunks for i in c.token_ids] == expected.token_ids
-        assert "".join(c.text for c in chunks) == expected.text
+        assert [i for c in chunks for i in c.token_ids] == expected_long.token_ids
+        assert "".join(c.text for c in chunks) == expected_long.text
         assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
-        assert chunks[-1].usage["completion_tokens"] == 40 and chunks[-1].usage["prompt_tokens"] > 5
-        assert chunks[-1].speculation["emitted"] == 40 and chunks[-1].speculation["steps"] >= len(chunks)
+        assert chunks[-1].usage["completion_tokens"] == 400 and chunks[-1].usage["prompt_tokens"] > 5
+        assert chunks[-1].speculation["emitted"] == 400 and chunks[-1].speculation["steps"] >= len(chunks)
 
     @pytest.mark.parametrize("model", ["decode", "generate"])
     def test_asyncio_stream(self, server, expected, model):
@@ -73,11 +80,11 @@ class TestWaysIn:
         assert [i for c in chunks for i in c.token_ids] == expected.token_ids
 
     @pytest.mark.parametrize("model", ["decode", "generate"])
-    def test_http_stream(self, server, expected, model):
-        chunks = list(HttpClient(server.http, model=model).stream(PROMPT, **GREEDY))
+    def test_http_stream(self, server, expected_long, model):
+        chunks = list(HttpClient(server.http, model=model).stream(PROMPT, **LONG))
         assert len(chunks) > 5
-        assert [i for c in chunks for i in c.token_ids] == expected.token_ids
-        assert "".join(c.text for c in chunks) == expected.text
+        assert [i for c in chunks for i in c.token_ids] == expected_long.token_ids
+        assert "".join(c.text for c in chunks) == expected_long.text
 
     @pytest.mark.parametrize("model", ["decode", "generate"])
     def test_http_generate_gives_one_answer(self, server, expected, model):
