@@ -849,6 +849,26 @@ def test_jobs_of_a_dead_node_go_on_elsewhere(cluster: Cluster, llm_all: LLM) -> 
     wait_for(lambda: not here.nodes.node.state.dead, "the dead node is forgotten")
 
 
+def test_a_dead_node_leaves_jobs_to_those_that_can_do_them(cluster: Cluster, llm_all: LLM) -> None:
+    """Whoever waits for one is not told that a node of another layout, or version, cannot do it. What is no stream is in nobody's way."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    node, client = there.nodes.node, cluster.redis.client
+    client.set(node.key("jobs", "dead 1"), "x")
+    job = Job("a", here.nodes.node.node_id, dataclasses.replace(REQUEST, prompt_token_ids=[10**8], token_ids=[]), 0, "another layout")
+    own = write_job(dataclasses.replace(job, fingerprint=here.llm.engine.worker.store.fingerprint))
+    newer = {"head": json.dumps({**json.loads(own["head"]), "version": VERSION + 1}).encode(), "prompt": own["prompt"]}
+    for fields in [write_job(job), newer] * 9 + [own]:
+        client.xadd(node.key("jobs", "dead 2"), fields)  # type: ignore[arg-type]
+    client.sadd(node.key("nodes"), "dead 1", "dead 2")
+    wait_for(lambda: there.prefill.results, "the job that can be done")
+    assert there.prefill.results == {"refused": 1}, "it was looked at, and has a token that is none"
+    assert client.xlen(node.key("jobs", "dead 2")) == 18
+    wait_for(lambda: node.state.dead == ["dead 2"] and not client.exists(node.key("jobs", "dead 1")), "what is no stream is removed")
+    (prompt,) = prompts_of(llm_all, 1, seed=81)
+    assert here.generate([prompt], greedy(4)) == expect(llm_all, [prompt], greedy(4)) and here.num_fetched == 1
+
+
 def test_nodes_that_come_and_go_leave_nothing(cluster: Cluster, llm_all: LLM) -> None:
     """Connections of nodes that are gone end, and what is read from others goes on."""
     stays, here = cluster.make("prefill"), cluster.make("decode")

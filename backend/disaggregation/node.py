@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS, ANSWER_SECONDS = 1.0, 2.0
 BLOCK_MS = 500
 LEAST_VERSION = (6, 2)
-"""Of Redis: older ones cannot have a dead node's jobs claimed, nor streams cut by number."""
+"""Of Redis: older ones cannot have streams cut, nor read on from one entry, by number."""
 MAX_STREAM_ENTRIES = {"jobs": 4096, "inbox": 65536}
 """Beyond these the oldest go: of a node that reads nothing any more."""
 HEARTBEATS = 3
@@ -266,12 +266,13 @@ class Node:
         except redis.RedisError as error:
             self._note(error)
 
-    def clear_wrong_type(self, kind: str, error: Exception) -> None:
-        """Removes a stream of this node's where that was the error: what somebody has put in its place would keep it from its messages for good."""
+    def clear_wrong_type(self, kind: str, error: Exception, node_id: str = "") -> None:
+        """Removes a node's stream (default: this one's) where that was the error: what somebody has put in its place would keep its messages, or
+        those who look for what it left, from their way for good."""
         import redis
 
         if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
-            key = self.key(kind, self.node_id)
+            key = self.key(kind, node_id or self.node_id)
             logger.error("Redis: %s is no stream, and is removed", key)
             with contextlib.suppress(redis.RedisError):
                 self.redis.delete(key)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from backend.errors import CapacityError, EngineError, RequestError
 logger = logging.getLogger(__name__)
 
 GROUP = "prefill"
-"""The consumer group of every stream of jobs: a node's own stream is read by others once it is dead."""
+"""The consumer group of every stream of jobs. Others take what is in it once the node is dead."""
 RESULTS = ("done", "stopped", "late", "fingerprint", "method", "full", "refused", "failed")
 """What becomes of a job."""
 MAX_TAKEN = 16
@@ -64,6 +64,8 @@ class PrefillService:
         """Jobs whose pages went to others before their decode node said that it reads no more: which one, and until when it is believed to. Without
         being served its reads would not end, and its own pages not come back. The engine thread's."""
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
+        self._passed: dict[str, bytes] = {}
+        """Of dead nodes the last one of the jobs that were looked at, and left to others."""
         self.results: Counter[str] = Counter()
         """Jobs by what became of them: done, or why they failed."""
         self.num_expired_leases = 0
@@ -124,7 +126,7 @@ class PrefillService:
                 continue
             try:
                 if not is_ready:
-                    self._make_group(own)
+                    self._make_group()
                     is_ready = True
                 stream = self._node.key("jobs", own)
                 found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=max(1, min(MAX_TAKEN, self._engine.room)), block=BLOCK_MS)
@@ -133,8 +135,7 @@ class PrefillService:
                     self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
                 for job in filter(None, taken):
                     self._tell(job, "taken", is_urgent=False)
-                for dead in self._node.state.dead if not self._node.is_leaving else ():
-                    self._inherit(dead)
+                self._inherit_all(self._node.state.dead if not self._node.is_leaving else [])
             except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
                 is_ready = False
                 self._node.clear_wrong_type("jobs", error)
@@ -146,39 +147,66 @@ class PrefillService:
     def _has_room(self) -> bool:
         return self._engine.room > 0
 
-    def _make_group(self, node_id: str) -> None:
+    def _make_group(self) -> None:
         import redis
 
         try:
-            self._node.redis.xgroup_create(self._node.key("jobs", node_id), GROUP, id="0", mkstream=True)
+            self._node.redis.xgroup_create(self._node.key("jobs", self._node.node_id), GROUP, id="0", mkstream=True)
         except redis.ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
 
+    def _inherit_all(self, dead: Sequence[str]) -> None:
+        """Takes the jobs of nodes that died. What is wrong with one's stream keeps nobody from the others', nor from this node's own."""
+        import redis
+
+        self._passed = {node_id: entry_id for node_id, entry_id in self._passed.items() if node_id in dead}
+        for node_id in dead:
+            try:
+                self._inherit(node_id)
+            except redis.WatchError:
+                logger.debug("another node has taken jobs of node %s meanwhile", node_id)
+            except redis.ResponseError as error:
+                self._node.clear_wrong_type("jobs", error, node_id)
+
     def _inherit(self, dead: str) -> None:
-        """Takes the jobs of a node that died: those that it had taken, and those that it had not."""
+        """Those that it had taken, and those that it had not, as far as this node can do them: others are left to nodes that can, or to their
+        end (scheduler_ttl)."""
         client, stream = self._node.redis, self._node.key("jobs", dead)
         if client.exists(self._node.key("node", dead)):
             return  # it was silent for a while, and has come back since
-        if not client.exists(stream):
-            self._node.bury(dead)
-            return
-        self._make_group(dead)
-        own = self._node.node_id
-        idle_ms = int(self._node.config.heartbeat_seconds * 1000)  # whoever else claims them moves them within that time
-        claimed = client.xautoclaim(stream, GROUP, own, min_idle_time=idle_ms, count=MAX_TAKEN)[1]
-        new = [entry for _, entries in as_pairs(client.xreadgroup(GROUP, own, {stream: ">"}, count=MAX_TAKEN)) for entry in entries]
-        taken = [(entry_id, fields) for entry_id, fields in [*claimed, *new] if fields]
-        if taken:  # to this node's own stream, before somebody else may claim them
-            pipe = client.pipeline(transaction=True)
+        with client.pipeline() as pipe:
+            pipe.watch(stream)  # what is taken here goes to this node's own stream, unless somebody else has taken it by then
+            entries = pipe.xrange(stream, min=b"(" + self._passed[dead] if dead in self._passed else "-", count=MAX_TAKEN)
+            if not entries and not pipe.xlen(stream):
+                self._node.bury(dead)
+                return
+            taken = [(entry_id, fields) for entry_id, fields in entries if self._can_do(fields)]
+            pipe.multi()
             for entry_id, fields in taken:
-                pipe.xadd(self._node.key("jobs", own), fields)
-                pipe.xack(stream, GROUP, entry_id)
+                pipe.xadd(self._node.key("jobs", self._node.node_id), fields)
                 pipe.xdel(stream, entry_id)
             pipe.execute()
+        if entries:
+            self._passed[dead] = entries[-1][0]
+        if taken:
             logger.warning("%d jobs of node %s, which is dead, go on here", len(taken), dead)
-        elif not client.xlen(stream):
-            self._node.bury(dead)
+
+    def _can_do(self, fields: Mapping[bytes, bytes]) -> bool:
+        try:
+            return self._why_not(read_job(fields)) is None
+        except RecordError:
+            return False
+
+    def _why_not(self, job: Job) -> tuple[str, str] | None:
+        """A reason and its text, for a job that another node may be able to do."""
+        own = self._engine.worker.store.fingerprint
+        if job.fingerprint != own:
+            return "fingerprint", f"pages of layout {job.fingerprint} there, {own} here"
+        method, loaded = job.request.speculation.method, self._engine.config.speculative_config.loaded_methods
+        if method not in loaded:
+            return "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}"
+        return None
 
     def _take_alone(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
         """Whatever is wrong with a job, those that came with it are taken."""
@@ -209,13 +237,8 @@ class PrefillService:
         if job.job_id in self._open:
             self._acknowledge(entry_id)
             return None
-        own = self._engine.worker.store.fingerprint
-        if job.fingerprint != own:
-            self._refuse(job, entry_id, "fingerprint", f"pages of layout {job.fingerprint} there, {own} here")
-            return None
-        method, loaded = job.request.speculation.method, self._engine.config.speculative_config.loaded_methods
-        if method not in loaded:
-            self._refuse(job, entry_id, "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}")
+        if (why := self._why_not(job)) is not None:
+            self._refuse(job, entry_id, *why)
             return None
         try:
             check_job(job, self._engine.config.speculative_config, self._engine.worker.model.vocab_size, self._engine.config.page_size)
