@@ -33,6 +33,7 @@ from backend.disaggregation.transfer import PageTransfer
 from backend.disaggregation_config import DisaggregationConfig, read_password
 from backend.errors import ConfigError, TransferError
 from backend.kv_store import CacheSpec, KvStore
+from backend.sampling_params import MAX_COMPLETIONS, MAX_SEED
 from backend.speculative_config import SpeculativeConfig
 from backend.step.scores import score_width
 from backend.structured_outputs import StructuredOutputs
@@ -287,6 +288,7 @@ def test_messages_that_cannot_be(change: dict[str, Any]) -> None:
         ({"stop_ids": frozenset({None})}, "stop_ids has token None"),
         ({"bad_word_ids": ((1, 200),)}, "bad_word_ids has token 200"),
         ({"seed": "7"}, "seed is '7'"),
+        ({"seed": 2**64 + 64}, "seed is 18446744073709551680"),
         ({"priority": 1.5}, "priority is 1.5"),
         ({"speculation": Speculation("mtp", 99)}, "num_speculative_tokens is 99"),
         ({"speculation": Speculation("mtp", 3, num_model_steps=17)}, "num_model_steps is 17"),
@@ -298,7 +300,8 @@ def test_messages_that_cannot_be(change: dict[str, Any]) -> None:
 )
 def test_jobs_that_cannot_be(change: dict[str, Any], text: str) -> None:
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
-    check_job(Job("j", "s", REQUEST, 0, "layout"), config, 100, 16)
+    last = dataclasses.replace(REQUEST, token_ids=[], seed=MAX_SEED + MAX_COMPLETIONS - 1)
+    check_job(Job("j", "s", last, 0, "layout"), config, 100, 16)
     with pytest.raises(RecordError, match=re.escape(text)):
         check_job(Job("j", "s", dataclasses.replace(REQUEST, token_ids=[], **change), 0, "layout"), config, 100, 16)
 
@@ -922,19 +925,47 @@ def test_a_prefill_node_with_little_room(cluster: Cluster, llm_all: LLM) -> None
     answers = [here.submit(prompt, greedy(4)) for prompt in prompts]
     stream = here.nodes.node.key("jobs", there.nodes.node.node_id)
     wait_for(lambda: cluster.redis.client.xlen(stream) == 6, "the jobs")
-    take, failed = there.prefill._take, []
+    begin, failed = there.prefill._begin, []
 
-    def fail_once(entry_id: bytes, fields: Any) -> Any:
+    def fail_once(job: Job, entry_id: bytes) -> Any:
         if not failed:
-            failed.append(read_job(fields))
-            here.nodes.fetcher.on_message(Message("failed", failed[0].job_id, there.nodes.node.node_id, reason="failed"))  # type: ignore[union-attr]
+            failed.append(job)
+            here.nodes.fetcher.on_message(Message("failed", job.job_id, there.nodes.node.node_id, reason="failed"))  # type: ignore[union-attr]
             raise RuntimeError("a fault of this test's")
-        return take(entry_id, fields)
+        return begin(job, entry_id)
 
-    there.prefill._take = fail_once
+    there.prefill._begin = fail_once
     del there.prefill._has_room
     assert [tokens for answer in answers for tokens in answer.wait()] == expect(llm_all, prompts, greedy(4))
     assert here.num_fetched == 5 and here.fallbacks == {"failed": 1}
+    for one in (here, there):
+        one.check_idle()
+
+
+def test_nobody_waits_for_anothers_grammar(cluster: Cluster, llm_all: LLM) -> None:
+    """One that is slow to compile, on the node that computes prompts. Its own prompt is computed there when it is done; if it is wanted then."""
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    compile_grammar, is_done, begun = there.llm.engine.compile_grammar, threading.Event(), []
+
+    def compile_late(params: SamplingParams, state: int) -> Any:
+        if params.structured_outputs is not None:
+            begun.append(params)
+            assert is_done.wait(WAIT_SECONDS)
+        return compile_grammar(params, state)
+
+    there.llm.engine.compile_grammar = compile_late  # type: ignore[method-assign]
+    prompts = prompts_of(llm_all, 4, seed=82)
+    formed = greedy(12, structured_outputs={"regex": "[a-z]{12,40}"})
+    left, answer = (here.submit(prompt, formed) for prompt in prompts[:2])
+    wait_for(lambda: begun, "the first grammar")
+    assert here.generate(prompts[2:], greedy(4)) == expect(llm_all, prompts[2:], greedy(4)) and here.num_fetched == 2
+    here.llm.engine.cancel(left.request_id)
+    wait_for(lambda: len(set(there.prefill._stopped)) == 3, "its stop, after those of the prompts that were read")
+    assert there.nodes.num_jobs == 2, "a node that leaves sees them through"
+    is_done.set()
+    assert answer.wait() == expect(llm_all, prompts[1:2], formed)
+    assert here.num_fetched == 3 and not here.fallbacks and there.prefill.results == {"done": 3, "stopped": 1}
     for one in (here, there):
         one.check_idle()
 

@@ -10,6 +10,7 @@ from backend.core import Request
 from backend.disaggregation.records import Job, Message, RecordError
 from backend.errors import ConfigError
 from backend.grammar.thinking import OPENS, THINKING
+from backend.sampling_params import MAX_COMPLETIONS, MAX_SEED
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.step.scores import score_width
 from backend.trees import MAX_DEPTH
@@ -32,7 +33,7 @@ def check_job(job: Job, config: SpeculativeConfig, vocab_size: int, page_size: i
         _check_ids("bad_word_ids", ids, vocab_size)
     _check_integer("num_cached_pages", job.num_cached_pages, 0, len(request.prompt_token_ids) // page_size)
     _check_integer("state", job.state, OPENS, THINKING)
-    _check_integer("seed", request.seed, -MAX_INTEGER, 2 * MAX_INTEGER)
+    _check_integer("seed", request.seed, -MAX_INTEGER, MAX_SEED + MAX_COMPLETIONS)  # completion i has seed + i
     for key in ("index", "priority"):
         _check_integer(key, getattr(request, key), -MAX_INTEGER, MAX_INTEGER)
     _check_integer("num_speculative_tokens", speculation.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)

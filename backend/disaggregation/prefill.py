@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from backend.core import Delta, HandOff, Request
 from backend.disaggregation.checks import check_job
+from backend.disaggregation.inheritance import Inheritance
 from backend.disaggregation.node import BLOCK_MS, JOIN_SECONDS, RETRY_SECONDS, Node, as_pairs, time_of
 from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
@@ -54,7 +56,8 @@ class _Open:
 
 
 class PrefillService:
-    """One thread reads jobs, and one serves reads of pages while there are some; the engine's thread does the rest."""
+    """One thread reads jobs, one compiles the grammars of those that have one, which others are not to wait for, and one serves reads of pages while
+    there are some; the engine's thread does the rest."""
 
     def __init__(self, engine: Engine, node: Node, transfer: NodeTransfer) -> None:
         self._engine, self._node, self._transfer = engine, node, transfer
@@ -64,8 +67,10 @@ class PrefillService:
         """Jobs whose pages went to others before their decode node said that it reads no more: which one, and until when it is believed to. Without
         being served its reads would not end, and its own pages not come back. The engine thread's."""
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
-        self._passed: dict[str, bytes] = {}
-        """Of dead nodes the last one of the jobs that were looked at, and left to others."""
+        self._inheritance = Inheritance(node, self._can_do)
+        self._slow: queue.SimpleQueue[tuple[Job, bytes] | None] = queue.SimpleQueue()
+        self._slow_ids: set[bytes] = set()
+        """Jobs whose grammar is compiled, or waits to be, by their entries in the stream."""
         self.results: Counter[str] = Counter()
         """Jobs by what became of them: done, or why they failed."""
         self.num_expired_leases = 0
@@ -75,13 +80,14 @@ class PrefillService:
         """Of jobs that wait, or were taken since the heartbeat before the last one: the greatest age."""
         self._taken_seconds = 0.0
         """The greatest age of those that were taken since the last heartbeat, when they were."""
-        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run, name in ((self._take_jobs, "jobs"), (self._serve, "pages"))]
+        threads = {"jobs": self._take_jobs, "forms": self._take_slow, "pages": self._serve}
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in threads.items()]
         self._has_offers = threading.Event()
         engine.hand_overs.sink = self
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._slow_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +101,7 @@ class PrefillService:
     def stop(self) -> None:
         """After the node was."""
         self._has_offers.set()
+        self._slow.put(None)
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(BLOCK_MS / 1000 + JOIN_SECONDS)
@@ -130,12 +137,13 @@ class PrefillService:
                     is_ready = True
                 stream = self._node.key("jobs", own)
                 found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=max(1, min(MAX_TAKEN, self._engine.room)), block=BLOCK_MS)
-                taken = [self._take_alone(*entry) for _, entries in as_pairs(found) for entry in entries]
+                taken = [self._take(*entry) for _, entries in as_pairs(found) for entry in entries]
                 if any(taken):
                     self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
                 for job in filter(None, taken):
                     self._tell(job, "taken", is_urgent=False)
-                self._inherit_all(self._node.state.dead if not self._node.is_leaving else [])
+                if not self._node.is_leaving:
+                    self._inheritance.take()
             except redis.RedisError as error:  # the heartbeat says why; the group may be gone with everything else
                 is_ready = False
                 self._node.clear_wrong_type("jobs", error)
@@ -145,7 +153,7 @@ class PrefillService:
                 self._node.wait(RETRY_SECONDS)
 
     def _has_room(self) -> bool:
-        return self._engine.room > 0
+        return self._engine.room > len(self._slow_ids)
 
     def _make_group(self) -> None:
         import redis
@@ -155,42 +163,6 @@ class PrefillService:
         except redis.ResponseError as error:
             if "BUSYGROUP" not in str(error):
                 raise
-
-    def _inherit_all(self, dead: Sequence[str]) -> None:
-        """Takes the jobs of nodes that died. What is wrong with one's stream keeps nobody from the others', nor from this node's own."""
-        import redis
-
-        self._passed = {node_id: entry_id for node_id, entry_id in self._passed.items() if node_id in dead}
-        for node_id in dead:
-            try:
-                self._inherit(node_id)
-            except redis.WatchError:
-                logger.debug("another node has taken jobs of node %s meanwhile", node_id)
-            except redis.ResponseError as error:
-                self._node.clear_wrong_type("jobs", error, node_id)
-
-    def _inherit(self, dead: str) -> None:
-        """Those that it had taken, and those that it had not, as far as this node can do them: others are left to nodes that can, or to their
-        end (scheduler_ttl)."""
-        client, stream = self._node.redis, self._node.key("jobs", dead)
-        if client.exists(self._node.key("node", dead)):
-            return  # it was silent for a while, and has come back since
-        with client.pipeline() as pipe:
-            pipe.watch(stream)  # what is taken here goes to this node's own stream, unless somebody else has taken it by then
-            entries = pipe.xrange(stream, min=b"(" + self._passed[dead] if dead in self._passed else "-", count=MAX_TAKEN)
-            if not entries and not pipe.xlen(stream):
-                self._node.bury(dead)
-                return
-            taken = [(entry_id, fields) for entry_id, fields in entries if self._can_do(fields)]
-            pipe.multi()
-            for entry_id, fields in taken:
-                pipe.xadd(self._node.key("jobs", self._node.node_id), fields)
-                pipe.xdel(stream, entry_id)
-            pipe.execute()
-        if entries:
-            self._passed[dead] = entries[-1][0]
-        if taken:
-            logger.warning("%d jobs of node %s, which is dead, go on here", len(taken), dead)
 
     def _can_do(self, fields: Mapping[bytes, bytes]) -> bool:
         try:
@@ -208,29 +180,46 @@ class PrefillService:
             return "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}"
         return None
 
-    def _take_alone(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
-        """Whatever is wrong with a job, those that came with it are taken."""
-        try:
-            return self._take(entry_id, fields)
-        except Exception:
-            logger.exception("job %s could not be taken", entry_id)
-            self._acknowledge(entry_id)
-            return None
+    def _take_slow(self) -> None:
+        while (item := self._slow.get()) is not None:
+            job, entry_id = item
+            taken = self._begin_alone(job, entry_id)
+            self._slow_ids.discard(entry_id)
+            if taken is not None:
+                self._tell(taken, "taken", is_urgent=False)
 
     def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
-        """One job to the engine; what is too late, or wrong, is answered here: None."""
+        """One job to the engine. None: it is answered here, or waits for its grammar."""
         try:
             job = read_job(fields)
         except RecordError as error:
             logger.warning("%s", error)
             self._acknowledge(entry_id)
             return None
-        age, limit = self._node.server_time() - time_of(entry_id), self._node.config.job_seconds
-        self._taken_seconds = max(self._taken_seconds, age)
-        if job.job_id in self._stopped:
-            self.results["stopped"] += 1
+        self._taken_seconds = max(self._taken_seconds, self._age_of(entry_id))
+        if job.request.params.structured_outputs is None:
+            return self._begin_alone(job, entry_id)
+        self._slow_ids.add(entry_id)
+        self._slow.put((job, entry_id))
+        return None
+
+    def _age_of(self, entry_id: bytes) -> float:
+        return self._node.server_time() - time_of(entry_id)
+
+    def _begin_alone(self, job: Job, entry_id: bytes) -> _Open | None:
+        """Whatever is wrong with a job, those that came with it are taken."""
+        try:
+            return self._begin(job, entry_id)
+        except Exception:
+            logger.exception("job %s could not be taken", entry_id)
             self._acknowledge(entry_id)
             return None
+
+    def _begin(self, job: Job, entry_id: bytes) -> _Open | None:
+        """What is too late, or wrong, is answered here: None."""
+        if self._was_stopped(job, entry_id):
+            return None
+        age, limit = self._age_of(entry_id), self._node.config.job_seconds
         if age > limit:  # whoever waits for it still hears of other prompts from here, and would go on waiting
             self._refuse(job, entry_id, "timeout", f"it waited for {age:.1f} s; the limit is {limit:g} s", "late")
             return None
@@ -246,6 +235,8 @@ class PrefillService:
         except (RecordError, RequestError) as error:
             self._refuse(job, entry_id, "refused", str(error))
             return None
+        if job.request.grammar is not None and self._was_stopped(job, entry_id):  # which took its time
+            return None
         self._open[job.job_id] = taken = _Open(job, entry_id, job.num_cached_pages)
         try:
             self._engine.submit_requests([job.request], lambda delta: self._note_end(job.job_id, delta))
@@ -255,6 +246,13 @@ class PrefillService:
             self._refuse(job, entry_id, reason, f"{type(error).__name__}: {error}")
             return None
         return taken
+
+    def _was_stopped(self, job: Job, entry_id: bytes) -> bool:
+        if job.job_id not in self._stopped:
+            return False
+        self.results["stopped"] += 1
+        self._acknowledge(entry_id)
+        return True
 
     def _refuse(self, job: Job, entry_id: bytes, reason: str, text: str, result: str = "") -> None:
         """result: what is counted here, where it is not the reason."""
