@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from redis import RedisError
 
 from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
+from backend.disaggregation import choice as choosing
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
 from backend.disaggregation.node import Node, RedisState, connect, time_of
@@ -892,8 +894,35 @@ def test_nodes_that_come_and_go_leave_nothing(cluster: Cluster, llm_all: LLM) ->
     assert here.generate(again, greedy(4)) == expect(llm_all, again, greedy(4)) and here.num_fetched == 4 and len(peers) == 1
 
 
-def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM) -> None:
+def test_nodes_that_fail_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that fails at once would have the least to do, and be asked for every prompt. Each time for longer, until something comes from it."""
+    now = [1000.0]
+    monkeypatch.setattr(choosing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    good, bad = (NodeInfo(name, "prefill", VERSION, "layout", {}, ["mtp"], 100, []) for name in ("good", "bad"))
+    own, both, alone = NodeChoice("layout", 16), *(RedisState({i.node_id: i for i in infos}, is_connected=True) for infos in ((good, bad), (bad,)))
+    for reason in ("redis", "node_lost", "full", "refused", "too_long"):
+        own.note_failed("bad", reason)
+    own.note_failed("", "timeout")
+    assert own.choose(both, REQUEST, {}) == bad, "the one with the first name"
+    for seconds in (5, 10, 20, 40, 80, 160, 320, 320):
+        own.note_failed("bad", "timeout")
+        now[0] += seconds - 0.5
+        own.note_failed("bad", "transfer")  # of a prompt that it was asked for before
+        assert own.choose(both, REQUEST, {}) == good and not own.fitting(alone, REQUEST) and own.why_none(alone, REQUEST) == "timeout"
+        now[0] += 0.5
+        assert own.choose(both, REQUEST, {}) == bad
+    own.note_good("bad")
+    own.note_failed("bad", "failed")
+    now[0] += 5
+    assert own.choose(both, REQUEST, {}) == bad
+    own.note_failed("bad", "lease")
+    own.note_alive([good])
+    assert own.choose(both, REQUEST, {}) == bad, "it was gone since"
+
+
+def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that the other node has not offered: the transfer fails, and the next one, of memory that it has, does not."""
+    monkeypatch.setattr(choosing, "REST_SECONDS", 0.01)
     there, here = cluster.make("prefill"), cluster.make("decode")
     right = there.nodes._address
     there.nodes._address = [{**right[0], "begin": right[0]["begin"] + 2**40}]
@@ -901,6 +930,7 @@ def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM) -> None:
     check_alone(here, llm_all, "transfer", 68)
     there.nodes._address = right
     wait_for(lambda: all(info.address == right for info in here.nodes.node.state.peers.values()), "the right one")
+    time.sleep(0.1)  # its rest
     here.generate(prompts_of(llm_all, 1, seed=69), greedy(4))
     assert here.num_fetched == 1
     there.check_idle()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 from backend.core import Request
 from backend.disaggregation.node import RedisState
@@ -16,6 +18,19 @@ logger = logging.getLogger(__name__)
 
 MAX_PREFIXES = 65536
 """Pages of prompts of which it is remembered which node has them."""
+NODE_FAULTS = ("transfer", "lease", "timeout", "failed", "internal")
+"""Fall-backs after which a node rests. One that fails has little to do, and would be chosen before those that do not."""
+REST_SECONDS, MAX_REST_SECONDS = 5.0, 320.0
+"""The first time, and at most: twice as long each time that it fails again before anything has come from it."""
+
+
+class Rest(NamedTuple):
+    """Of a node that is asked for nothing."""
+
+    seconds: float
+    end: float
+    """time.monotonic()"""
+    reason: str
 
 
 class NodeChoice:
@@ -30,6 +45,8 @@ class NodeChoice:
         """Of nodes: prompt tokens that they had to compute, and when they said so."""
         self._refused: set[tuple[str, int, str]] = set()
         self._hung: frozenset[str] = frozenset()
+        self._rests: dict[str, Rest] = {}
+        """Of nodes that have failed, and that nothing has come from since: also of those whose rest is over."""
 
     def _can_exchange(self, info: NodeInfo) -> bool:
         return info.version == VERSION and info.fingerprint == self._fingerprint
@@ -45,10 +62,28 @@ class NodeChoice:
         if node_ids != self._hung:
             self._hung = frozenset(node_ids)
 
+    def note_failed(self, node_id: str, reason: str) -> None:
+        """A prompt was computed here, as fall-backs are counted. Those that were asked for before the node rested say no more than the first one."""
+        now, last = time.monotonic(), self._rests.get(node_id)
+        if reason not in NODE_FAULTS or not node_id or (last is not None and now < last.end):
+            return
+        seconds = REST_SECONDS if last is None else min(2 * last.seconds, MAX_REST_SECONDS)
+        self._rests = {**self._rests, node_id: Rest(seconds, now + seconds, reason)}
+        logger.warning("prefill node %s: %s: it is asked for nothing for %g s", node_id, reason, seconds)
+
+    def note_good(self, node_id: str) -> None:
+        """Pages have come from there."""
+        if node_id in self._rests:
+            self._rests = {other: rest for other, rest in self._rests.items() if other != node_id}
+
+    def _rests_now(self, node_id: str) -> bool:
+        rest = self._rests.get(node_id)
+        return rest is not None and time.monotonic() < rest.end
+
     def fitting(self, state: RedisState, request: Request) -> list[NodeInfo]:
         """Those that could compute a prompt now."""
         method, length = request.speculation.method, len(request.prompt_token_ids)
-        working = [info for info in _working(state) if info.node_id not in self._hung]
+        working = [info for info in _working(state) if info.node_id not in self._hung and not self._rests_now(info.node_id)]
         return [i for i in working if self._can_exchange(i) and method in i.methods and length < i.max_model_len]
 
     def why_none(self, state: RedisState, request: Request) -> str:
@@ -64,7 +99,11 @@ class NodeChoice:
         fitting = [info for info in fitting if request.speculation.method in info.methods]
         if not fitting:
             return "method"
-        return "transfer" if any(len(request.prompt_token_ids) < info.max_model_len for info in fitting) else "too_long"
+        fitting = [info for info in fitting if len(request.prompt_token_ids) < info.max_model_len]
+        if not fitting:
+            return "too_long"
+        rests = self._rests
+        return next((rests[info.node_id].reason for info in fitting if info.node_id in rests), "transfer")
 
     def tell_refused(self, me: NodeInfo, state: RedisState) -> None:
         """Says once of each node why it is of no use."""
@@ -83,6 +122,7 @@ class NodeChoice:
         """After a heartbeat: the others are forgotten."""
         alive = {info.node_id for info in infos}
         self._loads = {node_id: load for node_id, load in self._loads.items() if node_id in alive}
+        self._rests = {node_id: rest for node_id, rest in self._rests.items() if node_id in alive}
         for info in infos:
             self.note_load(info.node_id, info.time, info.load)
 

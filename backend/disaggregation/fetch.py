@@ -159,7 +159,7 @@ class PageFetcher:
                 self._note_places()
             info = self._choice.choose(self._node.state, fetch.request, self._count_owed())
             if info is None:
-                self._give_up(fetch, "no_node")
+                self._give_up(fetch, self._choice.why_none(self._node.state, fetch.request))
                 return
             self._assign(fetch, info)
             fields = write_job(Job(fetch.job_id, self._node.node_id, fetch.request, fetch.first_page, self._engine.worker.store.fingerprint))
@@ -256,7 +256,8 @@ class PageFetcher:
             if not (is_due or fetch.reads or fetch.is_over or fetch.done is not None):
                 continue  # nothing can have come of it
             try:
-                self.reads.look(fetch)
+                if node_id := self.reads.look(fetch):
+                    self._choice.note_good(node_id)
             except TransferError as error:
                 self._fail_transfer(fetch, error)
             if fetch.is_over:
@@ -290,6 +291,7 @@ class PageFetcher:
         if fetch.is_over or fetch.reads or fetch.wants_probs or fetch.num_asked < len(fetch.page_ids):
             return
         fetch.is_over = True
+        self._choice.note_good(fetch.node_id)  # also where all of its pages were here
         request, hand_off = fetch.request, fetch.hand_off
         assert hand_off is not None
         self._end(request, lambda: self._engine.hand_overs.take(request, hand_off))
@@ -301,6 +303,7 @@ class PageFetcher:
             return
         fetch.is_over = True
         request = fetch.request
+        self._choice.note_failed(fetch.node_id, reason)
         if reason != "failed":
             logger.warning("request %r: its prompt is computed here: %s (node %s)", request.group_id, reason, fetch.node_id or "none")
         self._tell_over(fetch)

@@ -103,8 +103,10 @@ class PageReads:
             self.begin(fetch, list(range(len(pages))), pages, to_scratch=True)
             self._probs_of = fetch
 
-    def look(self, fetch: Fetch) -> None:
-        """Takes what has come. Raises TransferError for a read that failed; the others of the prompt go on."""
+    def look(self, fetch: Fetch) -> str:
+        """Takes what has come -> a node that it has come from; empty: nothing has. Raises TransferError for a read that failed; the others of the
+        prompt go on."""
+        node_id = ""
         for read in list(fetch.reads):
             try:
                 if not self._transfer.is_done(read.handle):
@@ -118,8 +120,10 @@ class PageReads:
             self.num_bytes += read.num_pages * self._page_bytes
             self.seconds += time.monotonic() - read.begun
             fetch.reads.remove(read)
+            node_id = read.node_id
             if read.to_scratch:
                 self._take_probs(fetch)
+        return node_id
 
     def _take_probs(self, fetch: Fetch) -> None:
         self._probs_of = None
