@@ -429,6 +429,8 @@ def test_entries_of_nodes_that_cannot_be_read(cluster: Cluster, llm_all: LLM) ->
         "good": json.dumps({**own, "role": "prefill"}),
         "types": json.dumps({**own, "methods": None}),
         "time": json.dumps({**own, "time": "now"}),
+        "nowhere": json.dumps({**own, "address": [{"metadata": "xyz"}]}),
+        "addresses": json.dumps({**own, "address": [7]}),
         "list": "[]",
         "text": "x",
         b"\xff": "",

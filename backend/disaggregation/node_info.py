@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.disaggregation.records import VERSION
+from backend.disaggregation.transfer import PageAddress
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def read_info(node_id: str, value: bytes) -> NodeInfo | None:
             wrong = ["time"]
         if wrong:
             raise ValueError(f"{', '.join(wrong)}")
+        for own in values["address"]:
+            PageAddress.from_dict(own)
         return NodeInfo(**{**values, "node_id": node_id})
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         logger.debug("node %s says what this version does not understand: %s: %s", node_id, type(error).__name__, error)
