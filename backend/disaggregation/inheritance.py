@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from backend.disaggregation.node import Node
+from backend.disaggregation.node import Node, RedisState
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +21,19 @@ class Inheritance:
         self._node, self._can_do = node, can_do
         self._passed: dict[str, bytes] = {}
         """Of dead nodes the last one of the jobs that were looked at, and left to others."""
+        self._state: RedisState | None = None
+        """By which was looked last."""
 
     def take(self) -> None:
-        """Moves such jobs to this node's own stream. What is wrong with one's stream keeps nobody from the others'. Raises redis.RedisError where
-        there is no server."""
+        """Moves such jobs to this node's own stream, once for each sign of life. What is wrong with one's stream keeps nobody from the others'.
+
+        Raises redis.RedisError where there is no server."""
         import redis
 
-        dead = self._node.state.dead
+        state = self._node.state
+        if state is self._state:
+            return
+        self._state, dead = state, state.dead
         self._passed = {node_id: entry_id for node_id, entry_id in self._passed.items() if node_id in dead}
         for node_id in dead:
             try:
@@ -44,19 +50,20 @@ class Inheritance:
         client, stream = self._node.redis, self._node.key("jobs", dead)
         if client.exists(self._node.key("node", dead)):
             return  # it was silent for a while, and has come back since
-        with client.pipeline() as pipe:
-            pipe.watch(stream)  # nothing is moved that somebody else has moved by then
-            entries = pipe.xrange(stream, min=b"(" + self._passed[dead] if dead in self._passed else "-", count=MAX_TAKEN)
-            if not entries and not pipe.xlen(stream):
-                self._node.bury(dead)
-                return
-            taken = [(entry_id, fields) for entry_id, fields in entries if self._can_do(fields)]
-            pipe.multi()
-            for entry_id, fields in taken:
-                pipe.xadd(self._node.key("jobs", self._node.node_id), fields)
-                pipe.xdel(stream, entry_id)
-            pipe.execute()
-        if entries:
+        while True:
+            with client.pipeline() as pipe:
+                pipe.watch(stream)  # nothing is moved that somebody else has moved by then
+                entries = pipe.xrange(stream, min=b"(" + self._passed[dead] if dead in self._passed else "-", count=MAX_TAKEN)
+                if not entries:
+                    break
+                taken = [(entry_id, fields) for entry_id, fields in entries if self._can_do(fields)]
+                pipe.multi()
+                for entry_id, fields in taken:
+                    pipe.xadd(self._node.key("jobs", self._node.node_id), fields)
+                    pipe.xdel(stream, entry_id)
+                pipe.execute()
             self._passed[dead] = entries[-1][0]
-        if taken:
-            logger.warning("%d jobs of node %s, which is dead, go on here", len(taken), dead)
+            if taken:
+                logger.warning("%d jobs of node %s, which is dead, go on here", len(taken), dead)
+        if not client.xlen(stream):
+            self._node.bury(dead)
