@@ -1046,6 +1046,27 @@ def test_a_job_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
     wait_for(lambda: ("taken", "", "timeout") in kinds, "the node has told that it has the job")
 
 
+def test_a_message_that_is_lost(cluster: Cluster, llm_all: LLM) -> None:
+    """Redis was full for a moment, or a connection broke: what comes after it is not taken for what it was."""
+    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 64, "max_batch_size": 8}), cluster.make("decode", job_seconds=3600)
+    cluster.see(here, there)
+    tell, lost = there.prefill._tell, []
+
+    def tell_later(own: Any, kind: str, **values: Any) -> None:
+        if kind == "pages" and not lost:
+            lost.append(kind)
+        else:
+            tell(own, kind, **values)
+
+    there.prefill._tell = tell_later
+    prompts = prompts_of(llm_all, 2, seed=83)
+    for prompt in prompts:
+        assert here.generate([prompt], greedy(4)) == expect(llm_all, [prompt], greedy(4))
+    assert here.fallbacks == {"redis": 1} and here.num_fetched == 1
+    for one in (here, there):
+        one.check_idle()
+
+
 def test_redis_that_has_forgotten_everything(cluster: Cluster, llm_all: LLM) -> None:
     """No connection breaks by that. Jobs that are lost are not waited for."""
     there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=3600)

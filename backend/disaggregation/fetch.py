@@ -228,8 +228,9 @@ class PageFetcher:
     def _read_pages(self, fetch: Fetch, message: Message) -> None:
         skip = fetch.first_page + fetch.num_asked - message.first_page
         if skip < 0:
-            logger.error("request %r: node %s has left pages out before page %d", fetch.request.group_id, message.sender, message.first_page)
-            self._give_up(fetch, "internal")
+            # Redis was out of memory, gave the stream up, or that node's connection broke.
+            logger.warning("request %r: a message of node %s before page %d was lost", fetch.request.group_id, message.sender, message.first_page)
+            self._give_up(fetch, "redis")
             return
         remote = message.page_ids[skip:][: len(fetch.page_ids) - fetch.num_asked]
         if not remote:
