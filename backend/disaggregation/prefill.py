@@ -181,7 +181,7 @@ class PrefillService:
         return None
 
     def _take_slow(self) -> None:
-        while (item := self._slow.get()) is not None:
+        while (item := self._slow.get()) is not None and not self._node.is_stopping:
             job, entry_id = item
             taken = self._begin_alone(job, entry_id)
             self._slow_ids.discard(entry_id)
