@@ -913,11 +913,17 @@ def test_nodes_that_fail_rest(monkeypatch: pytest.MonkeyPatch) -> None:
         assert own.choose(both, REQUEST, {}) == good and not own.fitting(alone, REQUEST) and own.why_none(alone, REQUEST) == "timeout"
         now[0] += 0.5
         assert own.choose(both, REQUEST, {}) == bad
-    own.note_good("bad")
+    for reason in ("failed", "failed", "internal"):  # one may be the request's own fault
+        own.note_good("bad")
+        own.note_failed("bad", reason)
     own.note_failed("bad", "failed")
+    assert own.choose(both, REQUEST, {}) == bad
+    own.note_failed("bad", "failed")
+    assert own.choose(both, REQUEST, {}) == good
     now[0] += 5
     assert own.choose(both, REQUEST, {}) == bad
     own.note_failed("bad", "lease")
+    assert own.choose(both, REQUEST, {}) == good
     own.note_alive([good])
     assert own.choose(both, REQUEST, {}) == bad, "it was gone since"
 
@@ -932,7 +938,7 @@ def test_pages_that_cannot_be_read(cluster: Cluster, llm_all: LLM, monkeypatch: 
     check_alone(here, llm_all, "transfer", 68)
     there.nodes._address = right
     wait_for(lambda: all(info.address == right for info in here.nodes.node.state.peers.values()), "the right one")
-    time.sleep(0.1)  # its rest
+    wait_for(lambda: not here.nodes.fetcher._choice._rests_now(there.nodes.node.node_id), "its rest")  # type: ignore[union-attr]
     here.generate(prompts_of(llm_all, 1, seed=69), greedy(4))
     assert here.num_fetched == 1
     there.check_idle()
@@ -959,12 +965,12 @@ def test_a_prefill_node_with_little_room(cluster: Cluster, llm_all: LLM) -> None
     wait_for(lambda: cluster.redis.client.xlen(stream) == 6, "the jobs")
     begin, failed = there.prefill._begin, []
 
-    def fail_once(job: Job, entry_id: bytes) -> Any:
+    def fail_once(entry_id: bytes, job: Job) -> Any:
         if not failed:
             failed.append(job)
             here.nodes.fetcher.on_message(Message("failed", job.job_id, there.nodes.node.node_id, reason="failed"))  # type: ignore[union-attr]
             raise RuntimeError("a fault of this test's")
-        return begin(job, entry_id)
+        return begin(entry_id, job)
 
     there.prefill._begin = fail_once
     del there.prefill._has_room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
@@ -18,8 +18,10 @@ logger = logging.getLogger(__name__)
 
 MAX_PREFIXES = 65536
 """Pages of prompts of which it is remembered which node has them."""
-NODE_FAULTS = ("transfer", "lease", "timeout", "failed", "internal")
-"""Fall-backs after which a node rests. One that fails has little to do, and would be chosen before those that do not."""
+NODE_FAULTS, REQUEST_FAULTS = ("transfer", "lease", "timeout"), ("failed", "internal")
+"""Fall-backs after which a node rests; after the latter, which may be the request's own fault, when several come one after the other. One that fails
+has little to do, and would be chosen before those that do not."""
+MAX_DOUBTS = 3
 REST_SECONDS, MAX_REST_SECONDS = 5.0, 320.0
 """The first time, and at most: twice as long each time that it fails again before anything has come from it."""
 
@@ -45,6 +47,8 @@ class NodeChoice:
         """Of nodes: prompt tokens that they had to compute, and when they said so."""
         self._refused: set[tuple[str, int, str]] = set()
         self._hung: frozenset[str] = frozenset()
+        self._doubts: Counter[str] = Counter()
+        """Requests' faults, of nodes that nothing has come from since."""
         self._rests: dict[str, Rest] = {}
         """Of nodes that have failed, and that nothing has come from since: also of those whose rest is over."""
 
@@ -65,14 +69,19 @@ class NodeChoice:
     def note_failed(self, node_id: str, reason: str) -> None:
         """A prompt was computed here, as fall-backs are counted. Those that were asked for before the node rested say no more than the first one."""
         now, last = time.monotonic(), self._rests.get(node_id)
-        if reason not in NODE_FAULTS or not node_id or (last is not None and now < last.end):
+        if reason not in NODE_FAULTS + REQUEST_FAULTS or not node_id or (last is not None and now < last.end):
             return
+        if reason in REQUEST_FAULTS:
+            self._doubts[node_id] += 1
+            if self._doubts[node_id] < MAX_DOUBTS:
+                return
         seconds = REST_SECONDS if last is None else min(2 * last.seconds, MAX_REST_SECONDS)
         self._rests = {**self._rests, node_id: Rest(seconds, now + seconds, reason)}
         logger.warning("prefill node %s: %s: it is asked for nothing for %g s", node_id, reason, seconds)
 
     def note_good(self, node_id: str) -> None:
         """Pages have come from there."""
+        self._doubts.pop(node_id, None)
         if node_id in self._rests:
             self._rests = {other: rest for other, rest in self._rests.items() if other != node_id}
 
@@ -123,6 +132,7 @@ class NodeChoice:
         alive = {info.node_id for info in infos}
         self._loads = {node_id: load for node_id, load in self._loads.items() if node_id in alive}
         self._rests = {node_id: rest for node_id, rest in self._rests.items() if node_id in alive}
+        self._doubts = Counter({node_id: count for node_id, count in self._doubts.items() if node_id in alive})
         for info in infos:
             self.note_load(info.node_id, info.time, info.load)
 

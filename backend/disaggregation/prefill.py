@@ -8,9 +8,9 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,8 @@ LATE_SECONDS = 1000.0
 """For which reads are served after their lease: a cut connection is given up by TCP within that time."""
 MAX_STOPPED = 4096
 """Ids of jobs that were stopped before they were taken."""
+
+Content = TypeVar("Content")
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ class PrefillService:
                     is_ready = True
                 stream = self._node.key("jobs", own)
                 found = self._node.redis.xreadgroup(GROUP, own, {stream: ">"}, count=max(1, min(MAX_TAKEN, self._engine.room)), block=BLOCK_MS)
-                taken = [self._take(*entry) for _, entries in as_pairs(found) for entry in entries]
+                taken = [self._alone(self._take, *entry) for _, entries in as_pairs(found) for entry in entries]
                 if any(taken):
                     self._node.wait(YIELD_SECONDS)  # the engine's thread needs Python's lock now
                 for job in filter(None, taken):
@@ -183,10 +185,19 @@ class PrefillService:
     def _take_slow(self) -> None:
         while (item := self._slow.get()) is not None and not self._node.is_stopping:
             job, entry_id = item
-            taken = self._begin_alone(job, entry_id)
+            taken = self._alone(self._begin, entry_id, job)
             self._slow_ids.discard(entry_id)
             if taken is not None:
                 self._tell(taken, "taken", is_urgent=False)
+
+    def _alone(self, take: Callable[[bytes, Content], _Open | None], entry_id: bytes, content: Content) -> _Open | None:
+        """Whatever is wrong with a job, those that came with it are taken."""
+        try:
+            return take(entry_id, content)
+        except Exception:
+            logger.exception("job %s could not be taken", entry_id)
+            self._acknowledge(entry_id)
+            return None
 
     def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> _Open | None:
         """One job to the engine. None: it is answered here, or waits for its grammar."""
@@ -198,7 +209,7 @@ class PrefillService:
             return None
         self._taken_seconds = max(self._taken_seconds, self._age_of(entry_id))
         if job.request.params.structured_outputs is None:
-            return self._begin_alone(job, entry_id)
+            return self._begin(entry_id, job)
         self._slow_ids.add(entry_id)
         self._slow.put((job, entry_id))
         return None
@@ -206,16 +217,7 @@ class PrefillService:
     def _age_of(self, entry_id: bytes) -> float:
         return self._node.server_time() - time_of(entry_id)
 
-    def _begin_alone(self, job: Job, entry_id: bytes) -> _Open | None:
-        """Whatever is wrong with a job, those that came with it are taken."""
-        try:
-            return self._begin(job, entry_id)
-        except Exception:
-            logger.exception("job %s could not be taken", entry_id)
-            self._acknowledge(entry_id)
-            return None
-
-    def _begin(self, job: Job, entry_id: bytes) -> _Open | None:
+    def _begin(self, entry_id: bytes, job: Job) -> _Open | None:
         """What is too late, or wrong, is answered here: None."""
         if self._was_stopped(job, entry_id):
             return None
