@@ -172,7 +172,7 @@ def assert_told(streams: list[Stream], since: float) -> None:
 
 
 def assert_serves(server: RunningServer) -> None:
-    wait_for(Client(server.grpc).is_ready, "a connection", 5)  # gRPC tries again once a second
+    wait_for(Client(server.grpc).is_ready, "a connection")  # gRPC tries again once a second
     for model in ("decode", "generate"):
         assert len(Client(server.grpc, model=model).generate("x = ", **SHORT)[0].token_ids) == 8
         assert HttpClient(server.http, model=model).generate("x = ", **SHORT)[0].finish_reason == "length"
