@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,17 @@ from subprocess import Popen
 from deploy.demo import FORETOKEN, free_ports, running_server
 from deploy.rendering import KEY_FILE
 from deploy.supervision.probe import KEY_HEADER
-from deploy.supervision.processes import is_running, read_state
+from deploy.supervision.processes import find_stubs, is_running, read_state
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether it came about. Nothing is measured by the time: a busy machine lets a process stand still for seconds."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 @dataclass
@@ -81,6 +93,10 @@ class RunningServer:
         """Returns once what was asked before is counted: a server tells its counts some time after their events, and an idle one's stand still.
 
         names: how the counts begin that are looked at. One behind a gateway is never idle: it is asked how it is."""
+        for _ in range(2):  # the first time counts may be told that were begun to be told before
+            told = self.metric("foretoken_responses_total")
+            assert self.post("/v2/models/decode/generate", {"cancel": "nobody"})[0] == 200  # the engine answers after all that came before
+            assert wait_until(lambda: self.metric("foretoken_responses_total") > told), "the server tells no counts"  # noqa: B023
         deadline, seen, same = time.monotonic() + 60, "", 0
         while same < 4:
             assert time.monotonic() < deadline, "the server is not idle"
@@ -96,6 +112,31 @@ class RunningServer:
             if match and all(f'{k}="{v}"' in (match[1] or "") for k, v in labels.items()):
                 total += float(match[2])
         return total
+
+    def is_idle(self) -> bool:
+        return self.metric("foretoken_requests_running") == 0 == self.metric("foretoken_kv_pages_held")
+
+    @contextlib.contextmanager
+    def cancels(self, count: int = 1) -> Iterator[None]:
+        """So many completions that begin within are cancelled, not answered to their end, and their pages come back: by the server's own counts,
+        for how long it took says as much of the machine."""
+        read = lambda: self.metric("foretoken_requests_finished_total", finish_reason="cancelled")  # noqa: E731
+        assert wait_until(self.is_idle), "others' requests go on"
+        before = read()
+        yield
+        assert wait_until(lambda: read() - before >= count), f"{read() - before:.0f} were cancelled"
+        assert wait_until(self.is_idle), "pages are held"
+
+    @contextlib.contextmanager
+    def engine_held(self) -> Iterator[None]:
+        """Stops the process that computes: what a test does meanwhile takes no step, however long it takes."""
+        (stub,) = (s.pid for s in find_stubs(self.pid) if s.model == "decode")
+        os.kill(stub, signal.SIGSTOP)
+        try:
+            assert wait_until(lambda: read_state(stub)[0] == "T")
+            yield
+        finally:
+            os.kill(stub, signal.SIGCONT)
 
 
 @contextlib.contextmanager
