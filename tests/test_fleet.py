@@ -11,19 +11,20 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from client import GenerateError
-from client.gateway import fleet
+from client import Chunk, GenerateError
+from client.gateway import fleet, upstream
 from client.gateway.beginnings import Beginnings, cut
 from client.gateway.fleet import Fleet, Member, find_addresses, is_fleet, split_addresses
 from client.gateway.metrics import Metrics
-from client.gateway.upstream import Corpus
+from client.gateway.upstream import Corpus, Upstream
+from client.messages import LATE_SECONDS
 from deploy.cli import main
 from deploy.demo import running_gateway
 from deploy.supervision.processes import find_stubs
@@ -118,6 +119,34 @@ def test_a_gateway_that_stood_still_blames_no_server(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(servers, "_set_up", tell)
     with pytest.raises(EOFError, match="True"):
         asyncio.run(servers._keep_asking(member))
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["the gateway", "the server"])
+def test_whose_silence_it_is(monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
+    """Of /health, while nothing comes for longer than it waits."""
+
+    async def check() -> None:
+        own = Upstream("127.0.0.1:1", "decode")
+
+        async def stream(*_: object, **__: object) -> AsyncGenerator[Chunk, None]:
+            if is_held:
+                time.sleep(LATE_SECONDS + 0.1)
+                for _ in range(9):
+                    await asyncio.sleep(0)
+            else:
+                await asyncio.sleep(60)
+            yield Chunk(token_ids=[5])
+
+        monkeypatch.setattr(own._client, "stream", stream)
+        await own.check()
+        await own.close()
+
+    monkeypatch.setattr(upstream, "PROBE_SECONDS", 0.05)
+    if is_held:
+        asyncio.run(check())
+    else:
+        with pytest.raises(GenerateError, match=r"no token within 0\.05 s"):
+            asyncio.run(check())
 
 
 def test_others_go_to_the_less_loaded_of_two() -> None:
