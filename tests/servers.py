@@ -10,14 +10,16 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen
+from subprocess import STDOUT, Popen
 
-from deploy.demo import FORETOKEN, free_ports, running_server
+from client.loopback import open_url
+from deploy.demo import FORETOKEN, free_ports, running_server, stop_server
 from deploy.rendering import KEY_FILE
+from deploy.supervision.patience import Voucher
 from deploy.supervision.probe import KEY_HEADER
 from deploy.supervision.processes import find_stubs, is_running, read_state
 
@@ -144,9 +146,58 @@ def serve(
     log: Path, *options: str, ports: tuple[int, int, int] | None = None, program: Sequence[str] = FORETOKEN, host: str = "127.0.0.1"
 ) -> Iterator[RunningServer]:
     http, grpc, metrics = ports or free_ports(3)
-    repository = log.parent / f"repository-{http}"
-    with running_server(http, grpc, metrics, log, f"--repository={repository}", *options, program=program, host=host) as process:
-        yield RunningServer(f"{host}:{http}", f"{host}:{grpc}", f"{host}:{metrics}", log, process, repository)
+    repository, is_supervised = log.parent / f"repository-{http}", "--no-supervise" not in options
+    own = (f"--repository={repository}", *options)
+    with contextlib.ExitStack() as stack:
+        try:
+            process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host))
+        except RuntimeError as error:
+            if is_supervised or ABORTED not in str(error):
+                raise
+            process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host))
+        server = RunningServer(f"{host}:{http}", f"{host}:{grpc}", f"{host}:{metrics}", log, process, repository)
+        if not is_supervised:
+            stack.enter_context(vouched(server.pid))
+        yield server
+
+
+ABORTED = "(exit status -6)"
+
+
+@contextlib.contextmanager
+def vouched(pid: int) -> Iterator[None]:
+    """What a supervisor does for a server whose models' processes a busy machine does not let run: it would give them up after a second, and abort.
+    While they load that may happen even so, once: a supervisor starts such a one once more."""
+    voucher = Voucher(pid, hang_seconds=30.0)
+    voucher.start()
+    try:
+        yield
+    finally:
+        voucher.stop()
+
+
+@contextlib.contextmanager
+def plain_server(command: Sequence[str], environment: Mapping[str, str], log: Path, http: int) -> Iterator[Popen]:
+    """tritonserver itself, without the launcher, once it is ready."""
+    for is_last in (False, True):
+        with log.open("wb") as out:
+            process = Popen(command, env=environment, stdout=out, stderr=STDOUT, start_new_session=True)
+        try:
+            with vouched(process.pid):
+                assert wait_until(lambda: process.poll() is not None or is_ready(http), 120), "it is not ready"  # noqa: B023
+                if process.poll() == -signal.SIGABRT and not is_last:
+                    continue
+                assert process.poll() is None, log.read_text("utf-8", "replace")[-3000:]
+                yield process
+                return
+        finally:
+            stop_server(process)
+
+
+def is_ready(http: int) -> bool:
+    with contextlib.suppress(OSError), open_url(f"http://127.0.0.1:{http}/v2/health/ready", 5) as response:
+        return response.status == 200
+    return False
 
 
 class ServerPool:
