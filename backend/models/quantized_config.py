@@ -22,9 +22,13 @@ CLASS = "Linear"
 """What compressed-tensors' targets call projections in general."""
 E4M3 = "F8_E4M3"
 MXFP8 = Layout("scaled", 8, 32, dtype=E4M3, is_exponent=True)
+NVFP4 = Layout("float4", bits=4, group=16, global_scale="weight_scale_2")
 MODELOPT = {
     "FP8": Layout("scaled", dtype=E4M3),
-    "NVFP4": Layout("float4", bits=4, group=16, global_scale="weight_scale_2"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Layout("scaled", dtype=E4M3),
+    "FP8_PB_WO": Layout("scaled", block=(128, 128), dtype=E4M3),
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
     "MXFP8": MXFP8,
 }
 MIXED = "MIXED_PRECISION"
@@ -50,7 +54,7 @@ def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Pat
 
 
 def _read(values: Values) -> CheckpointQuantization:
-    method = values.get("quant_method")
+    method = values.get("quant_method") or values.get("quant_library")  # which older files of ModelOpt have instead
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise ModelError(f"{values.where} of quant_method {method!r:.80} is not supported; known: {', '.join(READERS)}")
@@ -60,8 +64,10 @@ def _read(values: Values) -> CheckpointQuantization:
 def _read_cache(values: Values) -> str | None:
     """What keys and values are meant to be kept in; null and "auto" say nothing."""
     algo, scheme = values.get("kv_cache_quant_algo"), values.get("kv_cache_scheme")
+    if isinstance(scheme, str) and values.has("quant_algo"):  # ModelOpt's in config.json, where it is none of compressed-tensors'
+        algo = algo or scheme
     if algo is not None:
-        return FP8 if algo == "FP8" else f"{algo!r:.40}"
+        return FP8 if str(algo).upper() == "FP8" else f"{algo!r:.40}"
     if scheme is None or scheme == "auto":
         return None
     if scheme == "static":  # AutoFP8's word for e4m3
@@ -91,6 +97,8 @@ def _bits(values: Values, key: str, known: tuple[int, ...]) -> int:
 
 
 def _read_gptq(values: Values) -> CheckpointQuantization:
+    if values.get("rotation"):
+        raise ModelError(f"{values.where}: rotation {values.get('rotation')!r:.40} is not supported: what it turns is not turned back here")
     general = _gptq_layout(values)
     rules: list[tuple[re.Pattern[str], Layout | None]] = []
     section = values.section("dynamic")
@@ -160,14 +168,16 @@ def _read_awq(values: Values) -> CheckpointQuantization:
 
 def _read_fp8(values: Values) -> CheckpointQuantization:
     values.choice("activation_scheme", ("static", "dynamic"), "dynamic")
-    values.choice("fmt", ("e4m3",), "e4m3")
-    block = None
+    values.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    # GPTQModel's scales are what their names say; all others' multiply.
+    is_divisor = values.has("weight_scale_semantics") and values.choice("weight_scale_semantics", ("inverse",)) == "inverse"
+    inverse = Layout("scaled", dtype=E4M3, scale="weight_scale_inv", is_divisor=is_divisor)
     if values.has("weight_block_size"):
         block = values.integers("weight_block_size", 2**16)
         if len(block) != 2 or 0 in block:
             raise values.refuse("weight_block_size", "two integers above 0")
-        return _all("fp8", Layout("scaled", block=(block[0], block[1]), dtype=E4M3, scale="weight_scale_inv"))
-    return _all("fp8", Layout("scaled", dtype=E4M3, other=Layout("scaled", dtype=E4M3, scale="weight_scale_inv")))  # as transformers calls it
+        return _all("fp8", dataclasses.replace(inverse, block=(block[0], block[1])))
+    return _all("fp8", Layout("scaled", dtype=E4M3, other=inverse))  # as transformers calls it
 
 
 def _read_fbgemm(values: Values) -> CheckpointQuantization:
@@ -175,6 +185,8 @@ def _read_fbgemm(values: Values) -> CheckpointQuantization:
 
 
 def _read_modelopt(values: Values) -> CheckpointQuantization:
+    if not values.has("quant_algo") and values.has("kv_cache_scheme"):
+        return CheckpointQuantization("modelopt", lambda name: None, has_weights=False)
     if values.get("quant_algo") == MIXED:
         section = values.section("quantized_layers")
         layouts = {layer: _modelopt_layout(section.section(layer))[1] for layer in values.get("quantized_layers") or {}}
@@ -184,7 +196,8 @@ def _read_modelopt(values: Values) -> CheckpointQuantization:
 
 
 def _modelopt_layout(values: Values) -> tuple[str, Layout]:
-    name = values.choice("quant_algo", tuple(MODELOPT))
+    algo = values.get("quant_algo")
+    name = algo.upper() if isinstance(algo, str) and algo.upper() in MODELOPT else values.choice("quant_algo", tuple(MODELOPT))
     layout = MODELOPT[name]
     if layout.group is not None:
         layout = dataclasses.replace(layout, group=values.integer("group_size", 2**10, default=layout.group))
@@ -255,7 +268,7 @@ def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
     if weights.flag("dynamic"):
         raise weights.refuse("dynamic", "false for weights")
     if form == "nvfp4-pack-quantized":
-        return _micro(weights, Layout("float4", 4, 16, weight="weight_packed", global_scale="weight_global_scale", is_global_divisor=True))
+        return _micro(weights, Layout("float4", 4, 16, weight="weight_packed", global_scale="weight_global_scale", is_divisor=True))
     if form == "mxfp4-pack-quantized":
         return _micro(weights, Layout("float4", 4, 32, weight="weight_packed"))
     if form == "mxfp8-quantized":
