@@ -117,11 +117,11 @@ def _gptq_layout(values: Values, general: Layout | None = None) -> Layout:
     bits = _bits(values, "bits", (4, 8)) if general is None or values.has("bits") else general.bits
     group = _group(values) if general is None or values.has("group_size") else general.group
     has_order = values.flag("desc_act", default=general.has_order if general is not None else False)
-    values.flag("sym", default=True)  # zeros are stored either way
+    is_symmetric = values.flag("sym", default=True if general is None else general.is_symmetric)  # zeros are stored either way
     key = "format" if values.has("format") and not values.has("checkpoint_format") else "checkpoint_format"  # GPTQModel writes both
     form = values.choice(key, ("gptq", "gptq_v2"), "gptq") if general is None or values.has(key) else None
     offset = (0 if form == "gptq_v2" else 1) if form is not None or general is None else general.zero_offset
-    return Layout("gptq", bits, group, has_order=has_order, zero_offset=offset)
+    return Layout("gptq", bits, group, has_order=has_order, zero_offset=offset, is_symmetric=is_symmetric)
 
 
 def _compile(values: Values, key: str, pattern: str) -> re.Pattern[str]:
@@ -154,7 +154,10 @@ def _autoround_layout(values: Values, kind: str, general: Layout | None = None) 
     values.choice("data_type", ("int",), "int")
     bits = _bits(values, "bits", (4, 8) if kind == "gptq" else (4,)) if general is None or values.has("bits") else general.bits
     group = _group(values) if general is None or values.has("group_size") else general.group
-    return Layout("gptq", bits, group, zero_offset=1) if kind == "gptq" else Layout("awq", bits, group)
+    is_symmetric = values.flag("sym", default=True if general is None else general.is_symmetric)
+    if kind == "awq":
+        return Layout("awq", bits, group, is_symmetric=is_symmetric)
+    return Layout("gptq", bits, group, zero_offset=1, is_symmetric=is_symmetric)
 
 
 def _read_awq(values: Values) -> CheckpointQuantization:
@@ -163,7 +166,7 @@ def _read_awq(values: Values) -> CheckpointQuantization:
     values.choice("format" if values.has("format") and not values.has("version") else "version", ("gemm", "GEMM"), "gemm")
     if not values.flag("zero_point", default=True):
         raise values.refuse("zero_point", "true")
-    return _all("awq", Layout("awq", bits, group))
+    return _all("awq", Layout("awq", bits, group, is_symmetric=False))
 
 
 def _read_fp8(values: Values) -> CheckpointQuantization:

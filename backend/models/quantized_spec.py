@@ -42,6 +42,7 @@ class Layout:
     """Of `weight`, where it has a byte for each."""
     scale: str = "weight_scale"
     is_symmetric: bool = True
+    """All zeros are the middle: gptq and awq store them anyway."""
     has_order: bool = False
     """Groups are of any inputs, as an index says (act-order, desc_act)."""
     zero_offset: int = 0
