@@ -22,6 +22,7 @@ from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization,
 from backend.models.spec import AttentionSpec, DecoderSpec, Shapes, WeightList
 from backend.models.text_part import LAYERS, place_weights
 from backend.models.values import Values
+from backend.parallel.split import check_divides
 from backend.quantization_config import SCHEMES, STORED, QuantizationConfig
 
 logger = logging.getLogger(__name__)
@@ -203,6 +204,23 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     else:
         _refuse_dummy(config, directory)
     return spec
+
+
+def check_split(spec: DecoderSpec, size: int, *, is_expert_parallel: bool = False) -> None:
+    """Raises DoesNotDivideError where `size` ranks cannot hold the model's parts, as loading it would."""
+    for layer in spec.layers:
+        (num_q, num_kv, _), mlp = layer.attention.heads, layer.mlp
+        check_divides(num_q, size, "num_attention_heads")
+        check_divides(num_kv, size, "num_key_value_heads", can_repeat=True)
+        if not isinstance(mlp, MoeSpec):
+            check_divides(mlp.down.in_features, size, "intermediate_size")
+            continue
+        if is_expert_parallel:
+            check_divides(mlp.router.num_experts, size, f"{mlp.router.count_key} (expert_parallel)")
+        else:
+            check_divides(mlp.inner, size, mlp.inner_key)
+        if mlp.shared is not None:
+            check_divides(mlp.shared.down.in_features, size, "the shared experts' size")
 
 
 def _check_stated(values: Values, spec: DecoderSpec) -> None:

@@ -180,6 +180,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         "quantization_config of quant_method 'bitsandbytes' is not supported; known: compressed",
     ),
+    ({"quantization": "mix_quant", "dense_quant_type": "wint8"}, "quantization_config of quantization 'mix_quant' is not supported"),
     (GPTQ | {"bits": 3}, "bits is 3; it must be 4 or 8"),
     (GPTQ | {"bits": "4"}, "bits is '4'; it must be an integer"),
     (GPTQ | {"group_size": 0}, "group_size is 0"),

@@ -15,7 +15,7 @@ import torch
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
-from backend.model_checks import check_drafter, check_model, find_architecture
+from backend.model_checks import check_drafter, check_model, check_split, find_architecture
 from backend.model_files import find_weights, open_weights, read_config
 from backend.models.gguf_folder import read_file
 from backend.models.latent_spec import LatentSpec
@@ -179,7 +179,7 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
     if length > spec.max_model_len:
         raise ConfigError(f"max_model_len {length} is beyond the model's own limit {spec.max_model_len}")
     ranks = Ranks(0, load.ranks)
-    _check_split(spec, ranks)
+    check_split(spec, load.ranks)
     layer, num_kv = spec.layers[0].attention, spec.layers[0].attention.heads[1]
     part = ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
     kept = _cache_dtype(config, spec, load.kv_cache_dtype, dtype)
@@ -262,20 +262,9 @@ def _shares(spec: DecoderSpec, ranks: int) -> dict[str, float]:
     return shares
 
 
-def _check_split(spec: DecoderSpec, ranks: Ranks) -> None:
-    """Raises ConfigError, as loading would."""
-    for layer in spec.layers:
-        ranks.part(layer.attention.heads[0], "num_attention_heads")
-        ranks.part(layer.attention.heads[1], "num_key_value_heads", can_repeat=True)
-        if isinstance(layer.mlp, MoeSpec):
-            ranks.part(layer.mlp.inner, layer.mlp.inner_key)
-        else:
-            ranks.part(layer.mlp.down.in_features, "intermediate_size")
-
-
 def _splits(spec: DecoderSpec, size: int) -> bool:
     try:
-        _check_split(spec, Ranks(0, size))
+        check_split(spec, size)
         return True
     except ConfigError:
         return False

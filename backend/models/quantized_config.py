@@ -57,7 +57,9 @@ def _read(values: Values) -> CheckpointQuantization:
     method = values.get("quant_method") or values.get("quant_library")  # which older files of ModelOpt have instead
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
-        raise ModelError(f"{values.where} of quant_method {method!r:.80} is not supported; known: {', '.join(READERS)}")
+        # What FastDeploy and PaddleNLP write names types of parts instead.
+        own = next((f"{key} {values.get(key)!r:.80}" for key in ("quantization", "weight_quantize_algo") if values.has(key)), "")
+        raise ModelError(f"{values.where} of {own or f'quant_method {method!r:.80}'} is not supported; known: {', '.join(READERS)}")
     return dataclasses.replace(reader(values), cache=_read_cache(values))
 
 
