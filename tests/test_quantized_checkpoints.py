@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.errors import ModelError
 from backend.model_checks import settle_quantization
+from backend.models.loader import Checkpoint
 from backend.models.mtp import Mtp
+from backend.models.quantized_config import read_checkpoint_quantization
 from backend.quantization_config import QuantizationConfig
 from backend.step.worker import Worker
 from tests.families import VOCABULARY, Case, assert_close, edited, load, make_model, random_tokens, refused
@@ -266,6 +268,16 @@ def test_scales_that_are_no_numbers(source: Path, tmp_path: Path, form: Format, 
     """They would make no numbers of all answers."""
     stored, _ = write_checkpoints(source, form, tmp_path)
     refused(damage(stored, tmp_path / "model", **tensors), f"model.layers.0.self_attn.q_proj.{message}")
+
+
+def test_sizes_that_such_words_cannot_hold(stored: Path) -> None:
+    with (
+        Checkpoint(stored, read_checkpoint_quantization({"quantization_config": GPTQ}, stored)) as checkpoint,
+        pytest.raises(
+            ModelError, match=r"layers\.0\.self_attn\.q_proj cannot be quantized as config\.json says: out_features 63 is not a multiple of 8"
+        ),
+    ):
+        checkpoint.get_projection("model.layers.0.self_attn.q_proj", 63, 64)
 
 
 def test_an_index_of_groups_that_are_not_there(source: Path, tmp_path: Path) -> None:
