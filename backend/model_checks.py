@@ -276,11 +276,17 @@ def _refuse_dummy(config: Mapping[str, Any], directory: str | Path) -> None:
         )
 
 
-def check_rounding(config: Mapping[str, Any], directory: str | Path, quantization: QuantizationConfig | None) -> None:
-    """Raises ModelError where weights would be rounded that are rounded already."""
+def check_rounding(config: Mapping[str, Any], directory: str | Path, quantization: QuantizationConfig | None, module: MtpSpec | None = None) -> None:
+    """Raises ModelError where weights would be rounded that are rounded already. module: all that is read, which may be plain beside a model's."""
     found = read_checkpoint_quantization(config, directory)
-    if found is not None and found.has_weights and quantization is not None and (quantization.dense_quant_type or quantization.moe_quant_type):
-        raise ModelError(f"{directory}: the weights are quantized already ({found.method}); leave quantization {quantization.names} out")
+    if found is None or not found.has_weights or quantization is None or not (quantization.dense_quant_type or quantization.moe_quant_type):
+        return
+    if module is not None:
+        weights, files = WeightList(), find_weights(Path(directory))
+        module.list_weights(weights)
+        if not any(found.find(name, files) for name in weights.rounded):
+            return
+    raise ModelError(f"{directory}: the weights are quantized already ({found.method}); leave quantization {quantization.names} out")
 
 
 def settle_quantization(value: Any, directory: str | Path) -> tuple[Any, str]:

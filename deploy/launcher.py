@@ -165,7 +165,8 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
         raise ModelError(f"{folder} has no *.safetensors")
     has_other = config.draft_vocabulary == "shared"
     check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting, has_other_tokens=has_other)
-    model_checks.check_rounding(read_config(folder), folder, config.rounding)
+    module = model_checks.check_drafter(folder) if method == "mtp" and has_weights else None
+    model_checks.check_rounding(read_config(folder), folder, config.rounding, module)
     return folder
 
 

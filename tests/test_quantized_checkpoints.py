@@ -16,6 +16,7 @@ from backend.model_checks import settle_quantization
 from backend.models.loader import Checkpoint
 from backend.models.mtp import Mtp
 from backend.models.quantized_config import read_checkpoint_quantization
+from backend.quantization import QuantizedLinear
 from backend.quantization_config import QuantizationConfig
 from backend.step.worker import Worker
 from tests.families import VOCABULARY, Case, assert_close, edited, load, make_model, random_tokens, refused
@@ -172,6 +173,9 @@ def test_a_drafter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
         assert_close(first.decoder.attention.qkv.after_norm(x, norm, 1e-5), second.decoder.attention.qkv.after_norm(x, norm, 1e-5))
     with pytest.raises(ModelError, match=r"the weights are quantized already \(gptq\); leave quantization wint4/wint4/- out"):
         Mtp(stored, target, torch.float32, torch.device("cpu"), QuantizationConfig(quantization="wint4"))
+    beside = edited(BUNDLED_DRAFTER, tmp_path / "beside", quantization_config=GPTQ_FORM.config)  # a plain one, of a model that is not
+    rounded = Mtp(beside, target, torch.float32, torch.device("cpu"), QuantizationConfig(quantization="wint4"))
+    assert isinstance(rounded.layers[0].decoder.attention.qkv, QuantizedLinear)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------------

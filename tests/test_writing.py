@@ -15,7 +15,7 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.model_checks import check_drafter, check_model
 from backend.models import shards
 from backend.models.mtp import Mtp
-from backend.models.writing import _shorten
+from backend.models.writing import _describe, _shorten
 from backend.quantization_config import read_quantization
 from deploy.cli import main
 from tests.families import Case, edited, load, make_model, random_tokens
@@ -65,6 +65,19 @@ def test_others_are_told_what_stays_as_it_is(tmp_path: Path) -> None:
     assert (dense["targets"], dense["weights"]["num_bits"], dense["format"]) == (["Linear"], 8, "pack-quantized")
     named = [rf"re:model\.layers\.\d+\.mlp\.experts\.\d+\.{part}_proj$" for part in ("down", "gate", "up")]
     assert (sorted(experts["targets"]), experts["weights"]["num_bits"]) == (named, 4)
+
+
+def test_what_stands_beside_a_text_model_is_left_as_it_is() -> None:
+    """transformers has it below `model.`, where files do not."""
+    plain = ["vision_tower.layers.0.fc1", "projector.linear", "model.layers.0.gate", "model.eh"]
+    ignored = _describe({"model.layers.0.up": "fp8"}, plain)["ignore"]
+    assert ignored == [
+        "lm_head",
+        r"re:(model\.)?vision_tower\.layers\.\d+\.fc1$",
+        r"re:(model\.)?projector\.linear$",
+        r"re:model\.layers\.\d+\.gate$",
+        "model.eh",
+    ]
 
 
 def test_a_pattern_means_nothing_else() -> None:

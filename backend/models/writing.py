@@ -130,7 +130,16 @@ def _describe(schemes: dict[str, str], plain: Iterable[str]) -> dict[str, Any]:
     form = FORMATS[kinds[0]] if len({FORMATS[kind] for kind in kinds}) == 1 else "mixed-precision"
     head = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
     heads = [] if any(name.endswith(HEAD) for name in schemes) else [HEAD]  # of tied ones there may be no weight
-    return {**head, "config_groups": groups, "ignore": heads + _shorten((name for name in plain if name != HEAD), schemes)}
+    ignored = _shorten((name for name in plain if name != HEAD), schemes)
+    return {**head, "config_groups": groups, "ignore": heads + [_find_below_model(entry) for entry in ignored]}
+
+
+def _find_below_model(entry: str) -> str:
+    """transformers has there what stands beside a text model in files (vision towers)."""
+    if entry.startswith(("model.", r"re:model\.")):
+        return entry
+    own = entry.removeprefix("re:") if entry.startswith("re:") else f"{re.escape(entry)}$"
+    return rf"re:(model\.)?{own}"
 
 
 def _shorten(names: Iterable[str], others: Iterable[str]) -> list[str]:
