@@ -22,6 +22,7 @@ from backend.models.quantized_spec import CACHE_TENSORS, CheckpointQuantization,
 from backend.models.spec import AttentionSpec, DecoderSpec, Shapes, WeightList
 from backend.models.text_part import LAYERS, place_weights
 from backend.models.values import Values
+from backend.parallel.split import check_divides
 from backend.quantization_config import SCHEMES, STORED, QuantizationConfig
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,23 @@ def check_model(directory: str | Path, *, has_weights: bool = True) -> DecoderSp
     return spec
 
 
+def check_split(spec: DecoderSpec, size: int, *, is_expert_parallel: bool = False) -> None:
+    """Raises DoesNotDivideError where `size` ranks cannot hold the model's parts, as loading it would."""
+    for layer in spec.layers:
+        (num_q, num_kv, _), mlp = layer.attention.heads, layer.mlp
+        check_divides(num_q, size, "num_attention_heads")
+        check_divides(num_kv, size, "num_key_value_heads", can_repeat=True)
+        if not isinstance(mlp, MoeSpec):
+            check_divides(mlp.down.in_features, size, "intermediate_size")
+            continue
+        if is_expert_parallel:
+            check_divides(mlp.router.num_experts, size, f"{mlp.router.count_key} (expert_parallel)")
+        else:
+            check_divides(mlp.inner, size, mlp.inner_key)
+        if mlp.shared is not None:
+            check_divides(mlp.shared.down.in_features, size, "the shared experts' size")
+
+
 def _check_stated(values: Values, spec: DecoderSpec) -> None:
     """Raises ModelError where the file says of each layer what this family does not read, and it is not so."""
     windows = [isinstance(layer.attention, AttentionSpec) and layer.attention.window is not None for layer in spec.layers]
@@ -258,11 +276,17 @@ def _refuse_dummy(config: Mapping[str, Any], directory: str | Path) -> None:
         )
 
 
-def check_rounding(config: Mapping[str, Any], directory: str | Path, quantization: QuantizationConfig | None) -> None:
-    """Raises ModelError where weights would be rounded that are rounded already."""
+def check_rounding(config: Mapping[str, Any], directory: str | Path, quantization: QuantizationConfig | None, module: MtpSpec | None = None) -> None:
+    """Raises ModelError where weights would be rounded that are rounded already. module: all that is read, which may be plain beside a model's."""
     found = read_checkpoint_quantization(config, directory)
-    if found is not None and found.has_weights and quantization is not None and (quantization.dense_quant_type or quantization.moe_quant_type):
-        raise ModelError(f"{directory}: the weights are quantized already ({found.method}); leave quantization {quantization.names} out")
+    if found is None or not found.has_weights or quantization is None or not (quantization.dense_quant_type or quantization.moe_quant_type):
+        return
+    if module is not None:
+        weights, files = WeightList(), find_weights(Path(directory))
+        module.list_weights(weights)
+        if not any(found.find(name, files) for name in weights.rounded):
+            return
+    raise ModelError(f"{directory}: the weights are quantized already ({found.method}); leave quantization {quantization.names} out")
 
 
 def settle_quantization(value: Any, directory: str | Path) -> tuple[Any, str]:

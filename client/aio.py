@@ -19,6 +19,7 @@ from client.messages import (
     CHANNEL_OPTIONS,
     DEFAULT_GRPC_URL,
     INACTIVITY_SECONDS,
+    LATE_SECONDS,
     Chunk,
     Completion,
     GenerateError,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 END_SECONDS = 1.0
 """For streams whose answer is whole to end before `close` cuts them off."""
-LATE_SECONDS = 0.5
-"""A timer that fires this late tells of a busy event loop, not of a silent server."""
 
 
 class AsyncClient:

@@ -27,6 +27,8 @@ CHANNEL_OPTIONS = [
 attempt to connect as long, and a server that is far away or busy needs more than the other two say."""
 ANSWER_SECONDS = 600.0
 """The same for an answer that comes whole (`stream` false): nothing tells that it is on its way."""
+LATE_SECONDS = 0.5
+"""A time limit that is told this late tells of a client that was busy, or stood still, and not of a silent server."""
 CANCEL_SECONDS = 0.5
 """How long the answer to a cancellation is waited for where the server may be dead."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from client.messages import (
     CHANNEL_OPTIONS,
     DEFAULT_GRPC_URL,
     INACTIVITY_SECONDS,
+    LATE_SECONDS,
     Chunk,
     Completion,
     GenerateError,
@@ -108,7 +110,7 @@ class Client:
             connection.async_stream_infer(model, inputs, request_id=request_id, enable_empty_final_response=True)
             while not is_done:
                 try:
-                    result, error = received.get(timeout=limit)
+                    result, error = get_in_time(received, limit)
                 except queue.Empty:
                     is_silent = True
                     raise GenerateError(say_silent(request_id, limit), "TIMEOUT") from None
@@ -145,3 +147,14 @@ class Client:
             return [c.finish_reason for c in chunks] == ["cancelled"]
         except GenerateError:
             return False
+
+
+def get_in_time(received: queue.SimpleQueue[Any], limit: float) -> Any:
+    """What comes next. Raises queue.Empty when nothing does for so long, as far as this process ran to see it."""
+    while True:
+        asked = time.monotonic()
+        try:
+            return received.get(timeout=limit)
+        except queue.Empty:
+            if time.monotonic() - asked < limit + LATE_SECONDS:
+                raise

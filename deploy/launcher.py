@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import model_checks
-from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig
+from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, REPOSITORIES, REPOSITORY, EngineConfig, ParallelConfig
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.model_files import find_pickled, name_others, name_tokenizers, read_config, settle_path
@@ -60,7 +60,13 @@ SHARED_BYTES = 8 * 2**20
 a dozen long prompts fill."""
 
 
-def check_model(name: str, max_model_len: int | None = None, load_format: str = "safetensors", source: Source | None = None) -> Path:
+def check_model(
+    name: str,
+    max_model_len: int | None = None,
+    load_format: str = "safetensors",
+    source: Source | None = None,
+    parallel: ParallelConfig | None = None,
+) -> Path:
     """The model's folder, absolute, which a GGUF file or a name on the hub is brought to first.
 
     Raises ModelError and ConfigError for what would only fail once the server runs, or serve nonsense."""
@@ -75,7 +81,9 @@ def check_model(name: str, max_model_len: int | None = None, load_format: str = 
     has_weights = load_format != "dummy"
     if has_weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors{name_others(folder)}")
-    model_checks.check_model(folder, has_weights=has_weights)
+    spec = model_checks.check_model(folder, has_weights=has_weights)
+    if parallel is not None:
+        model_checks.check_split(spec, parallel.tensor_parallel_size, is_expert_parallel=parallel.expert_parallel)
     model_checks.check_max_model_len(max_model_len, values["max_position_embeddings"])
     model_checks.check_tokenizer(folder)
     return folder
@@ -157,7 +165,8 @@ def check_drafter(config: SpeculativeConfig, model: Path, load_format: str = "sa
         raise ModelError(f"{folder} has no *.safetensors")
     has_other = config.draft_vocabulary == "shared"
     check_drafter_folder(method, folder, model, has_weights=has_weights, is_parallel=config.parallel_drafting, has_other_tokens=has_other)
-    model_checks.check_rounding(read_config(folder), folder, config.rounding)
+    module = model_checks.check_drafter(folder) if method == "mtp" and has_weights else None
+    model_checks.check_rounding(read_config(folder), folder, config.rounding, module)
     return folder
 
 
@@ -306,7 +315,7 @@ def serve_alone(args: argparse.Namespace, command_line: Translation) -> int:
         origin = Source(config.revision, config.download_dir, engine.load_format != "dummy", convert_apart, is_served=True)
         check_gpu(engine.device)
         server = find_server()  # before a model is fetched
-        model = check_model(engine.model, engine.max_model_len, engine.load_format, origin)
+        model = check_model(engine.model, engine.max_model_len, engine.load_format, origin, engine.parallel_config)
         model_checks.check_rounding(read_config(model), model, engine.rounding)
         defaults = read_sampling_defaults(model) if engine.generation_config == "auto" else {}
         model_parameters(values, engine, model)  # before anything is written

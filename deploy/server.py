@@ -184,8 +184,8 @@ def check_numpy() -> None:
 
 FREE_PORTS = range(10000, 32768)
 """Below those that Linux gives connections of its own choice: such a one may begin before a server has come to listen."""
-_places = itertools.count(7919 * os.getpid())
-"""Processes that look at the same time begin far from each other."""
+_places = itertools.count(14071 * os.getpid())
+"""Processes that look at the same time begin far from each other: the golden section of the range keeps neighbouring process ids apart."""
 _given_ports: set[int] = set()
 
 

@@ -118,7 +118,7 @@ def chromium() -> Iterator[Browser]:
 
     with sync_playwright() as playwright:
         # The system's, or the one that `playwright install chromium` fetched.
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"], timeout=120_000)
         yield browser
         browser.close()
 

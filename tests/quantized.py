@@ -70,10 +70,14 @@ def gptq(bits: int = 4, size: int | None = 32, has_order: bool = False, version:
         index = group_index(columns, size, generator if has_order else None)
         groups, top = int(index.max()) + 1, 2**bits - 1
         digits, scales = digits_of(rows, columns, 0, top, generator), scales_of(rows, groups, generator)
-        zeros = digits_of(rows, groups, 1 if version == 1 else 0, top + int(version == 1), generator)
+        zeros = digits_of(rows, groups, 0, top, generator)
+        qzeros = pack(zeros.t(), bits)
+        if version == 1:  # 1 is taken from all digits of a word at once, as GPTQModel does: where one is 0 it borrows from the next
+            ones = sum(1 << place for place in range(0, 32, bits))
+            qzeros = torch.from_numpy((qzeros.numpy().view(np.uint32) - np.uint32(ones)).view(np.int32))
         tensors = {
             "qweight": pack(digits, bits).t(),
-            "qzeros": pack((zeros - int(version == 1)).t(), bits),
+            "qzeros": qzeros,
             "scales": scales.t(),
             "g_idx": index.int(),
         }
@@ -122,20 +126,23 @@ def scaled(
     is_symmetric: bool = True,
     top: int = 127,
     is_exponent: bool = False,
+    is_divisor: bool = False,
 ) -> Callable[..., tuple[Tensors, torch.Tensor]]:
     def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         rows, columns = weight.shape
         codes = digits_of(rows, columns, -top, top, generator).to(torch.int8)
         if is_float:
             codes = (torch.randn(rows, columns, generator=generator) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
-        shape = {"channel": (rows, 1), "tensor": (1,), "block": (-(-rows // block[0]), -(-columns // block[1]))}[strategy]
+        blocks = -(-rows // block[0]), -(-columns // block[1])
+        shape = {"channel": (rows, 1), "rows": (rows,), "tensor": (1,), "block": blocks, "blocks of four": (blocks[0], 1, blocks[1], 1)}[strategy]
         scales = (torch.rand(shape, generator=generator) * 0.004 + 0.001) * (127 / top)
-        tensors: Tensors = {"weight": codes, name: scales}
+        tensors: Tensors = {"weight": codes, name: 1 / scales if is_divisor else scales}
         if is_exponent:
             scales = 2.0 ** scales.log2().round()
             tensors[name] = (scales.log2() + 127).to(torch.uint8)
-        own = scales.double()
-        if strategy == "block":
+        own = scales.double().view(-1, 1) if strategy == "rows" else scales.double()
+        if "block" in strategy:
+            own = own.view(blocks)
             own = torch.stack([torch.stack([own[r // block[0], c // block[1]] for c in range(columns)]) for r in range(rows)])
         zeros = torch.zeros(1, dtype=torch.int64)
         if not is_symmetric:
@@ -212,6 +219,7 @@ def write_checkpoints(source: Path, form: Format, folder: Path) -> tuple[Path, P
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+INVERSE = {"quant_method": "fp8", "method": "fp8", "format": "float8_e4m3fn", "weight_scale_method": "row", "weight_scale_semantics": "inverse"}
 FP8 = {"num_bits": 8, "type": "float"}
 AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int", "packing_format": "auto_round:auto_gptq"}
 NVFP4 = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}}
@@ -265,6 +273,10 @@ FORMATS = [
         compressed("mxfp8-quantized", strategy="group", group_size=32, **FP8),
         scaled(strategy="block", block=(1, 32), is_exponent=True),
     ),
+    Format("fp8 of GPTQModel", INVERSE, scaled(strategy="rows", name="weight_scale_inv", is_divisor=True)),
+    Format("fp8 of MiniMax", BLOCKS | {"fmt": "float8_e4m3fn"}, scaled(strategy="block", name="weight_scale_inv")),
+    Format("fp8 blocks of ModelOpt", {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, scaled(strategy="blocks of four")),
+    Format("fp8 rows of ModelOpt", {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, scaled(strategy="rows")),
     Format(
         "fp8 of transformers, static",
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},

@@ -33,12 +33,12 @@ class RedisServer:
         libraries = ":".join([*map(str, UNPACKED.glob("lib/*")), os.environ.get("LD_LIBRARY_PATH", "")])
         environment = {**os.environ, "LD_LIBRARY_PATH": libraries} if EXECUTABLE.startswith(str(UNPACKED)) else None
         self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL, env=environment)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while True:
             try:
                 self.client.ping()
                 return
-            except redis.ConnectionError:
+            except (redis.ConnectionError, redis.TimeoutError):
                 assert time.monotonic() < end and self._process.poll() is None, "redis-server did not start"
                 time.sleep(0.05)
 

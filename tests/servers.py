@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen
+from subprocess import STDOUT, Popen
 
-from deploy.demo import FORETOKEN, free_ports, running_server
+from client.loopback import open_url
+from deploy.demo import FORETOKEN, free_ports, running_server, stop_server
 from deploy.rendering import KEY_FILE
+from deploy.supervision.patience import Voucher
 from deploy.supervision.probe import KEY_HEADER
-from deploy.supervision.processes import is_running, read_state
+from deploy.supervision.processes import find_stubs, is_running, read_state
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether it came about. Nothing is measured by the time: a busy machine lets a process stand still for seconds."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 @dataclass
@@ -81,6 +95,10 @@ class RunningServer:
         """Returns once what was asked before is counted: a server tells its counts some time after their events, and an idle one's stand still.
 
         names: how the counts begin that are looked at. One behind a gateway is never idle: it is asked how it is."""
+        for _ in range(2):  # the first time counts may be told that were begun to be told before
+            told = self.metric("foretoken_responses_total")
+            assert self.post("/v2/models/decode/generate", {"cancel": "nobody"})[0] == 200  # the engine answers after all that came before
+            assert wait_until(lambda: self.metric("foretoken_responses_total") > told), "the server tells no counts"  # noqa: B023
         deadline, seen, same = time.monotonic() + 60, "", 0
         while same < 4:
             assert time.monotonic() < deadline, "the server is not idle"
@@ -97,15 +115,89 @@ class RunningServer:
                 total += float(match[2])
         return total
 
+    def is_idle(self) -> bool:
+        return self.metric("foretoken_requests_running") == 0 == self.metric("foretoken_kv_pages_held")
+
+    @contextlib.contextmanager
+    def cancels(self, count: int = 1) -> Iterator[None]:
+        """So many completions that begin within are cancelled, not answered to their end, and their pages come back: by the server's own counts,
+        for how long it took says as much of the machine."""
+        read = lambda: self.metric("foretoken_requests_finished_total", finish_reason="cancelled")  # noqa: E731
+        assert wait_until(self.is_idle), "others' requests go on"
+        before = read()
+        yield
+        assert wait_until(lambda: read() - before >= count), f"{read() - before:.0f} were cancelled"
+        assert wait_until(self.is_idle), "pages are held"
+
+    @contextlib.contextmanager
+    def engine_held(self) -> Iterator[None]:
+        """Stops the process that computes: what a test does meanwhile takes no step, however long it takes."""
+        (stub,) = (s.pid for s in find_stubs(self.pid) if s.model == "decode")
+        os.kill(stub, signal.SIGSTOP)
+        try:
+            assert wait_until(lambda: read_state(stub)[0] == "T")
+            yield
+        finally:
+            os.kill(stub, signal.SIGCONT)
+
 
 @contextlib.contextmanager
 def serve(
     log: Path, *options: str, ports: tuple[int, int, int] | None = None, program: Sequence[str] = FORETOKEN, host: str = "127.0.0.1"
 ) -> Iterator[RunningServer]:
     http, grpc, metrics = ports or free_ports(3)
-    repository = log.parent / f"repository-{http}"
-    with running_server(http, grpc, metrics, log, f"--repository={repository}", *options, program=program, host=host) as process:
-        yield RunningServer(f"{host}:{http}", f"{host}:{grpc}", f"{host}:{metrics}", log, process, repository)
+    repository, is_supervised = log.parent / f"repository-{http}", "--no-supervise" not in options
+    own = (f"--repository={repository}", *options)
+    with contextlib.ExitStack() as stack:
+        try:
+            process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host))
+        except RuntimeError as error:
+            if is_supervised or ABORTED not in str(error):
+                raise
+            process = stack.enter_context(running_server(http, grpc, metrics, log, *own, program=program, host=host))
+        server = RunningServer(f"{host}:{http}", f"{host}:{grpc}", f"{host}:{metrics}", log, process, repository)
+        if not is_supervised:
+            stack.enter_context(vouched(server.pid))
+        yield server
+
+
+ABORTED = "(exit status -6)"
+
+
+@contextlib.contextmanager
+def vouched(pid: int) -> Iterator[None]:
+    """What a supervisor does for a server whose models' processes a busy machine does not let run: it would give them up after a second, and abort.
+    While they load that may happen even so, once: a supervisor starts such a one once more."""
+    voucher = Voucher(pid, hang_seconds=30.0)
+    voucher.start()
+    try:
+        yield
+    finally:
+        voucher.stop()
+
+
+@contextlib.contextmanager
+def plain_server(command: Sequence[str], environment: Mapping[str, str], log: Path, http: int) -> Iterator[Popen]:
+    """tritonserver itself, without the launcher, once it is ready."""
+    for is_last in (False, True):
+        with log.open("wb") as out:
+            process = Popen(command, env=environment, stdout=out, stderr=STDOUT, start_new_session=True)
+        try:
+            with vouched(process.pid):
+                assert wait_until(lambda: process.poll() is not None or is_ready(http), 120), "it is not ready"  # noqa: B023
+                if process.poll() == -signal.SIGABRT and not is_last:
+                    continue
+                assert process.poll() is None, log.read_text("utf-8", "replace")[-3000:]
+                yield process
+                return
+        finally:
+            stop_server(process)
+
+
+def is_ready(http: int) -> bool:
+    with contextlib.suppress(OSError), open_url(f"http://127.0.0.1:{http}/v2/health/ready", 5) as response:
+        return response.status == 200
+    return False
 
 
 class ServerPool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import socket
 import subprocess
 import sys
@@ -12,13 +13,14 @@ import time
 from collections.abc import Iterator
 from concurrent import futures
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from client import AsyncClient, Client, GenerateError
+from client import AsyncClient, Client, GenerateError, sync
 from client.http import HttpClient
 from client.loopback import is_loopback, without_proxy
 from client.messages import CHANNEL_OPTIONS, make_inputs, prompt_values, read_error
@@ -100,6 +102,25 @@ def test_a_server_that_is_long_in_answering_is_reached(ready_port: int) -> None:
             client.close()
             near.shutdown(socket.SHUT_RDWR)
             far.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_client_that_stood_still_blames_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came meanwhile is not read yet when it goes on: a machine that slept, or that lets a process wait for seconds."""
+    now, waits = 100.0, [60.0, 1.0, 60.0, 0.1]
+
+    class Received:
+        def get(self, timeout: float) -> None:
+            nonlocal now
+            now += timeout + waits.pop(0)
+            if waits:
+                raise queue.Empty
+
+    monkeypatch.setattr(sync, "time", SimpleNamespace(monotonic=lambda: now))
+    assert sync.get_in_time(Received(), 4.0) is None  # type: ignore[arg-type]
+    waits = [60.0, 0.1, 0.1]
+    with pytest.raises(queue.Empty):
+        sync.get_in_time(Received(), 4.0)  # type: ignore[arg-type]
+    assert waits == [0.1]
 
 
 def test_no_proxy_for_the_servers_metrics(no_proxy: None) -> None:

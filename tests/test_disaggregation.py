@@ -24,6 +24,7 @@ from redis import RedisError
 from backend import LLM, SamplingParams
 from backend.core import Delta, HandOff, Outcome, Request, Speculation
 from backend.disaggregation import choice as choosing
+from backend.disaggregation import node as node_module
 from backend.disaggregation.checks import check_done, check_job
 from backend.disaggregation.choice import NodeChoice
 from backend.disaggregation.node import Node, RedisState, connect, time_of
@@ -157,7 +158,9 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def cluster(redis: RedisServer) -> Iterator[Cluster]:
+def cluster(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Its nodes tell of each other soon, and are not taken for dead while a busy machine lets their process stand still for seconds."""
+    monkeypatch.setattr(node_module, "HEARTBEATS", 60)
     own = Cluster(redis)
     yield own
     own.close()
@@ -767,23 +770,34 @@ def test_a_wrong_password(tmp_path: Path, cluster: Cluster, llm_all: LLM) -> Non
 
 
 def in_flight(here: One, there: One, llm_all: LLM, seed: int, act: Callable[[], object], count: int = 4) -> None:
-    """Prompts whose tokens are right although `act` comes while they are computed elsewhere."""
+    """Prompts whose tokens are right although `act` comes while they are computed elsewhere: before the third step of it."""
     prompts = prompts_of(llm_all, count, seed=seed, lengths=(2000, 2500))
     expected = expect(llm_all, prompts, SAMPLED)
+    worker, begin, steps = there.llm.engine.worker, there.llm.engine.worker.begin, itertools.count()
+    is_there, has_acted = threading.Event(), threading.Event()
+
+    def begin_later(plan: Any) -> Any:
+        if next(steps) == 2:
+            is_there.set()
+            assert has_acted.wait(WAIT_SECONDS)
+        return begin(plan)
 
     def act_early() -> None:
-        wait_for(lambda: there.prefill.num_open, "a job")
+        assert is_there.wait(WAIT_SECONDS), "no job"
         act()
+        has_acted.set()
 
+    worker.begin = begin_later  # type: ignore[method-assign]
     thread = threading.Thread(target=act_early)
     thread.start()
     assert here.generate(prompts, SAMPLED) == expected
     thread.join()
+    worker.begin = begin  # type: ignore[method-assign]
     here.check_idle()
 
 
 def test_redis_killed_and_started_empty(redis: RedisServer, cluster: Cluster, llm_all: LLM) -> None:
-    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}, lease_seconds=2), cluster.make("decode")
+    there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}, lease_seconds=5), cluster.make("decode")
     cluster.see(here, there)
     in_flight(here, there, llm_all, 56, redis.kill)
     assert here.fallbacks.get("redis", 0) > 0
@@ -1110,7 +1124,7 @@ def test_streams_that_are_none(cluster: Cluster, llm_all: LLM) -> None:
         one.check_idle()
 
 
-@pytest.mark.parametrize(("reason", "job_seconds", "lease_seconds"), [("transfer", 2, 60), ("lease", 3600, 2)])
+@pytest.mark.parametrize(("reason", "job_seconds", "lease_seconds"), [("transfer", 4, 60), ("lease", 3600, 4)])
 def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job_seconds: float, lease_seconds: float) -> None:
     """The network is cut, though Redis still tells of the other node: prompts are computed here, and where reads hang their node is not asked."""
     there = cluster.make("prefill", lease_seconds=lease_seconds)
@@ -1137,7 +1151,7 @@ def test_pages_that_do_not_come(cluster: Cluster, llm_all: LLM, reason: str, job
 
 def test_drafts_whose_distribution_has_no_room(cluster: Cluster, llm_all: LLM) -> None:
     """Another request's read of one hangs: the drafts are left out, and the prompt goes on."""
-    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=2)
+    there, here = cluster.make("prefill"), cluster.make("decode", job_seconds=4)
     cluster.see(here, there)
     transfer, hung = here.nodes.transfer, []
     read, is_done = transfer.read, transfer.is_done
@@ -1172,7 +1186,7 @@ def test_two_nodes_of_one_name(cluster: Cluster, llm_all: LLM) -> None:
 
 def test_pages_that_nobody_comes_for(cluster: Cluster, llm_all: LLM) -> None:
     """A decode node that dies: its prompts' pages go to others when their lease is over."""
-    there, here = cluster.make("prefill", lease_seconds=2), cluster.make("decode")
+    there, here = cluster.make("prefill", lease_seconds=5), cluster.make("decode")
     cluster.see(here, there)
     assert here.nodes.fetcher is not None
     here.nodes.fetcher._take_message = lambda message: None  # type: ignore[method-assign]
@@ -1192,7 +1206,8 @@ def test_requests_that_end_while_they_are_fetched(cluster: Cluster, llm_all: LLM
     there, here = cluster.make("prefill", engine={"max_num_batched_tokens": 256}), cluster.make("decode")
     cluster.see(here, there)
     prompts = prompts_of(llm_all, 9, seed=65, lengths=(2000, 2500))
-    answers = [here.submit(p, greedy(4), timeout=0.1 if number % 3 == 2 else None) for number, p in enumerate(prompts)]
+    # Those that are ended have long answers, which do not come to their end before that.
+    answers = [here.submit(p, greedy(1000 if number % 3 else 4), timeout=0.1 if number % 3 == 2 else None) for number, p in enumerate(prompts)]
     for answer in answers[1::3]:
         here.llm.engine.cancel(answer.request_id)
     for answer in answers:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +16,12 @@ import pytest
 
 from backend import LLM, SamplingParams
 from client import AsyncClient, Client
-from deploy.demo import free_ports, stop_server
+from deploy.demo import free_ports
 from deploy.launcher import server_command
 from deploy.options import ServeConfig
 from deploy.server import find_server
 from tests.conftest import code_prompts, greedy
-from tests.servers import RunningServer, serve
+from tests.servers import RunningServer, plain_server, serve
 
 PROMPTS = code_prompts(6, (60, 400), seed=21)
 COUNTER = "foretoken_spec_decode_num_"
@@ -217,20 +216,13 @@ def test_two_instances_of_decode_share_the_drafter(root, tmp_path):
         find_server(), ServeConfig(host="127.0.0.1", http_port=http, grpc_port=grpc, metrics_port=metrics), repository, "key"
     )
     log = tmp_path / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    server = RunningServer(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}", log, process, repository)
-    try:
-        with Client(server.grpc) as client:
-            wait_for(client.is_ready, "a ready server", 120)
-            with ThreadPoolExecutor(6) as threads:
-                answers = list(threads.map(lambda i: ask(server, PROMPTS[i % len(PROMPTS)]), range(12)))
+    with plain_server(command, environment, log, http) as process:
+        server = RunningServer(f"127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"127.0.0.1:{metrics}", log, process, repository)
+        with ThreadPoolExecutor(6) as threads:
+            answers = list(threads.map(lambda i: ask(server, PROMPTS[i % len(PROMPTS)]), range(12)))
         assert all(answers[i].token_ids == answers[i % len(PROMPTS)].token_ids for i in range(12))
-        time.sleep(1.0)  # what ran is published
-        assert accepted(server) > 0
+        wait_for(lambda: accepted(server) > 0, "an accepted draft")
         assert server.metric(f"{COUNTER}drafter_failures_total", method="mtp") == 0 == server.metric(f"{COUNTER}undrafted_steps_total", method="mtp")
-    finally:
-        stop_server(process)
 
 
 async def add_corpus(server) -> dict[str, int]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from backend.drafter_checks import check_drafter_folder
+from backend.drafter_checks import check_drafter_folder, read_eagle_spec
 from backend.errors import ModelError
 from backend.model_checks import check_model
 from deploy.launcher import check_model as check_launch
@@ -453,3 +453,12 @@ def test_an_archive_that_is_none(folder: Path, target: tuple[Any, Path], tmp_pat
     (own / "model.safetensors").rename(own / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read as an archive of tensors"):
         serve(target[1], method="eagle3", model=str(own))
+
+
+@pytest.mark.parametrize("kind", [KINDS[2], KINDS[4], KINDS[12]], ids=str)
+def test_names_are_found_however_weights_are_stored(kind: Kind, tmp_path: Path) -> None:
+    save_drafter(kind, make_weights(kind), tmp_path / "drafter")
+    sizes = {"is_multi_layer": kind.method == "eagle3", "hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_layers": NUM_LAYERS}
+    names = list(load_file(tmp_path / "drafter" / "model.safetensors"))
+    packed = [f"{name}_packed" if name.endswith(("_proj.weight", "fc.weight")) else name for name in names]
+    assert read_eagle_spec(tmp_path / "drafter", packed, **sizes) == read_eagle_spec(tmp_path / "drafter", names, **sizes)

@@ -583,8 +583,10 @@ class TestLoop:
 
     def test_deadline(self):
         engine = self.start()
-        received = self.collect(engine, "a", timeout=0.15)
-        delta = self.last(received)
+        for timeout in (0.15, 1.0, 4.0):  # its thread may stand still for as long as the shorter ones
+            delta = self.last(self.collect(engine, "a", timeout=timeout))
+            if delta.num_output_tokens:
+                break
         assert delta.finish_reason == "timeout" and 0 < delta.num_output_tokens < 2000
         engine.shutdown()
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 from client import Client
 from client.gateway import cli as gateway
 from deploy.supervision.processes import is_running, read_state
-from tests.servers import RunningServer, ServerPool
+from tests.servers import RunningServer, ServerPool, wait_until
 
 pytestmark = pytest.mark.serving
 
@@ -132,7 +131,4 @@ def test_a_demo_that_is_ended_ends_its_server(number: signal.Signals) -> None:
         os.kill(demo.pid, number)
         demo.stdout.read()
         assert demo.wait(60) == {signal.SIGINT: 130, signal.SIGKILL: -9}.get(number, 128 + number)
-    deadline = time.monotonic() + 20
-    while is_running(launcher):
-        assert time.monotonic() < deadline, "its server goes on"
-        time.sleep(0.1)
+    assert wait_until(lambda: not is_running(launcher)), "its server goes on"

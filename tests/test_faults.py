@@ -10,20 +10,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import tritonclient.http as triton_http
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from client import AsyncClient, Client, GenerateError, HttpClient
-from deploy.demo import free_ports, stop_server
+from deploy.demo import free_ports
 from deploy.launcher import server_command
 from deploy.options import ServeConfig
 from deploy.server import COMPLETE_OPTION, find_server
 from tests.conftest import ROOT
-from tests.servers import serve
+from tests.servers import plain_server, serve
 
 LONG = {"max_tokens": 1900, "temperature": 0.0, "ignore_eos": True, "speculative": {"method": "none"}}
 
@@ -68,22 +66,9 @@ def test_the_checked_in_repositories_load_as_they_are(root, tmp_path, name, mode
     config = ServeConfig(host="127.0.0.1", http_port=http, grpc_port=grpc, metrics_port=metrics)
     command, environment = server_command(find_server(), config, root / "model_repository" / name, "key")
     command.remove(f"--{COMPLETE_OPTION}")  # one that nobody has told that the configurations are complete
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 90
-        with triton_http.InferenceServerClient(f"127.0.0.1:{http}") as client:
-            while time.monotonic() < deadline and process.poll() is None:
-                try:
-                    if client.is_server_ready():
-                        break
-                except OSError:
-                    pass
-                time.sleep(0.3)
+    with plain_server(command, environment, tmp_path / "log", http):
         answer = HttpClient(f"127.0.0.1:{http}", model=model).generate_once("import os\n", max_tokens=5, ignore_eos=True)
         assert answer["num_tokens"] == 5, (tmp_path / "log").read_text()[-2000:]
-    finally:
-        stop_server(process)
 
 
 def broken_model(tmp_path: Path, change) -> Path:

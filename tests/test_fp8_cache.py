@@ -26,6 +26,7 @@ from backend.errors import ConfigError, KvStoreError, ModelError
 from backend.kv_store import CacheSpec, KvStore
 from backend.models.cache_scales import CALIBRATION_TOKENS, HEADROOM
 from backend.models.layers import ATTENTION
+from backend.models.quantized_config import read_checkpoint_quantization
 from backend.other_servers.translation import translate
 from backend.quantization.dense import PackedLinear, TransposedLinear
 from backend.step.worker import Worker
@@ -311,13 +312,30 @@ def test_what_a_checkpoint_asks_for(
 
 @pytest.mark.parametrize(("algo", "expected"), [("FP8", "fp8"), ("NVFP4", "'NVFP4'"), (None, None)])
 def test_modelopts_own_file(folders: dict[str, Path], tmp_path: Path, algo: str | None, expected: str | None) -> None:
-    from backend.models.quantized_config import read_checkpoint_quantization
-
     (tmp_path / "hf_quant_config.json").write_text(
         '{"quantization": {"quant_algo": null, "kv_cache_quant_algo": %s}}' % ("null" if algo is None else f'"{algo}"')
     )
     found = read_checkpoint_quantization({}, tmp_path)
     assert (found and found.cache) == expected and (found is None or not found.has_weights)
+
+
+FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "has_weights"),
+    [
+        ({"quant_method": "modelopt", "ignore": [], "kv_cache_scheme": FLOAT8}, "fp8", False),
+        ({"quant_library": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": "FP8"}, "fp8", True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": "NVFP4"}, "'NVFP4'", True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": FLOAT8}, "fp8", True),
+    ],
+    ids=["alone", "older", "of 4 bits", "newer"],
+)
+def test_modelopts_config(tmp_path: Path, config: dict[str, Any], expected: str, has_weights: bool) -> None:
+    """In config.json, where it has been written in several ways."""
+    found = read_checkpoint_quantization({"quantization_config": config}, tmp_path)
+    assert found is not None and (found.cache, found.has_weights) == (expected, has_weights)
 
 
 @pytest.mark.parametrize("scheme", [8, "dynamic", {"num_bits": "8"}, {"num_bits": 8, "type": "complex"}, []], ids=str)

@@ -34,8 +34,7 @@ from client.gateway.app import Settings, create_app
 from client.gateway.protocol import LimitedHeadProtocol
 from client.gateway.upstream import FRESH_SECONDS
 from deploy.demo import free_ports, running_gateway
-from tests.servers import serve
-from tests.test_server import wait_until
+from tests.servers import serve, wait_until
 
 PROMPT = "import os\n\n\ndef read_lines(path):"
 LOOPS = "for i in range(3):\n    print(i)\n\nfor i in range(3):\n    print(i)\n\nfor i"
@@ -238,9 +237,10 @@ class TestChat:
         *parts, last = converse(api, stream=True, stream_options={"include_usage": True})
         assert "".join(p.choices[0].delta.content for p in parts) == expected.text and last.usage == whole.usage
         own = {"include_usage": True, "continuous_usage_stats": True}
-        *counted, last = converse(api, stream=True, stream_options=own)
+        # So long that no sender is held up for all of it.
+        *counted, last = converse(api, stream=True, max_tokens=400, stream_options=own, extra_body={"ignore_eos": True})
         counts = [p.usage.completion_tokens for p in counted]
-        assert counts == sorted(counts) and 0 < counts[0] < counts[-1] == 12 and last.usage == counted[-1].usage == whole.usage
+        assert counts == sorted(counts) and 0 < counts[0] < counts[-1] == 400 and last.usage == counted[-1].usage
         assert {p.usage.prompt_tokens for p in counted} == {whole.usage.prompt_tokens}
         assert [p.choices[0].delta.role for p in parts] == ["assistant"] + [None] * (len(parts) - 1)
         assert {p.object for p in [*parts, last]} == {"chat.completion.chunk"}
@@ -560,8 +560,10 @@ class TestErrors:
         assert late.value.status_code == 504
 
     def test_an_error_in_the_middle_of_a_stream(self, api, address):
-        body = {**LONG, "prompt": PROMPT, "timeout_ms": 500, "stream": True}
-        status, _, raw = ask(address, "/v1/completions", body)
+        for timeout_ms in (500, 2000, 5000):  # whoever computes or sends may stand still for as long as the shorter ones
+            status, _, raw = ask(address, "/v1/completions", {**LONG, "prompt": PROMPT, "timeout_ms": timeout_ms, "stream": True})
+            if status == 200 and len(read_events(raw)) > 5:
+                break
         *parts, error, done = read_events(raw)
         assert status == 200 and done == "[DONE]" and len(parts) > 3
         assert json.loads(error)["error"]["code"] == "timeout"
@@ -668,22 +670,25 @@ class TestHangingUp:
     @pytest.mark.parametrize("prompts", [PROMPT, [PROMPT, LOOPS]], ids=["one", "several"])
     def test_pages_are_freed(self, server, address, stream, prompts):
         abandoned = read_metric(address, "requests", status="499")
-        connection = send_request(address, {**LONG, "prompt": prompts, "stream": stream})
         count = 2 if isinstance(prompts, list) else 1
-        assert wait_until(lambda: server.metric("foretoken_requests_running") == count and server.metric("foretoken_kv_pages_held") > 0)
-        steps = before = server.metric("foretoken_steps_total")
-        while steps == before:  # one that was published just now, not 0.1 s ago
-            steps = server.metric("foretoken_steps_total")
-        connection.close()
-        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
+        with server.cancels(count):
+            connection = send_request(address, {**LONG, "prompt": prompts, "stream": stream})
+            assert wait_until(lambda: server.metric("foretoken_requests_running") == count and server.metric("foretoken_kv_pages_held") > 0)
+            before = server.metric("foretoken_steps_total")
+            while server.metric("foretoken_steps_total") == before:  # one that was published just now, not 0.1 s ago
+                pass
+            with server.engine_held():
+                steps = server.metric("foretoken_steps_total")
+                connection.close()
+                assert wait_until(lambda: read_metric(address, "requests", status="499") == abandoned + 1)
+                # On the gateway's connection to the server this comes behind the cancellation.
+                assert ask(address, "/tokenize", {"prompt": "x"})[0] == 200
         # A handful of some two thousand.
         assert server.metric("foretoken_steps_total") - steps < 60, "the steps of an answer that nobody reads"
-        assert wait_until(lambda: read_metric(address, "requests", status="499") == abandoned + 1)
 
     def test_leaving_the_loop_of_the_openai_client(self, server, api):
-        with complete(api, stream=True, max_tokens=1900, extra_body={"ignore_eos": True}) as parts:
+        with server.cancels(), complete(api, stream=True, max_tokens=1900, extra_body={"ignore_eos": True}) as parts:
             next(iter(parts))
-        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
 
 
 def resident_megabytes(pid: int) -> float:
@@ -816,7 +821,7 @@ def test_a_reader_that_stays_stalled_is_dropped(server, monkeypatch):
     with gateway_in_this_process(server.grpc) as address, send_request(address, WORDY, receive_buffer=4096), open_client(address) as api:
         while read_metric(address, "stalled_clients") == 0:
             assert complete(api, max_tokens=2).usage.completion_tokens == 2
-        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0, 5)
+        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
@@ -853,11 +858,10 @@ def test_a_lost_connection_ends_all_that_was_asked_on_it(server, caplog):
         host, _, port = address.removeprefix("http://").partition(":")
         data = json.dumps({**LONG, "prompt": PROMPT, "stream": True}).encode()
         head = HEAD.format(path="/v1/completions", length=len(data)).replace("connection: close\r\n", "").encode()
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with server.cancels(), socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(2 * (head + data))
             assert b"200 OK" in connection.recv(4096)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -873,12 +877,11 @@ def test_a_client_that_closes_its_side_gets_its_answer(server, is_streamed):
                 connection.shutdown(socket.SHUT_WR)
                 raw = b"".join(iter(lambda: connection.recv(65536), b""))
             assert raw.count(b"HTTP/1.1 200 OK") == 2 - is_last and b'"finish_reason":"length"' in raw and (b'"version"' in raw) != is_last
-        with send_request(address, {**LONG, "prompt": PROMPT, "n": 8, "stream": is_streamed}) as connection:
+        with server.cancels(8), send_request(address, {**LONG, "prompt": PROMPT, "n": 8, "stream": is_streamed}) as connection:
             assert wait_until(lambda: server.metric("foretoken_requests_running") == 8)
             connection.shutdown(socket.SHUT_WR)
             connection.recv(4096)
             assert server.metric("foretoken_requests_running") == 8
-        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0 == server.metric("foretoken_kv_pages_held"), 5)
 
 
 @pytest.mark.parametrize(
@@ -887,7 +890,7 @@ def test_a_client_that_closes_its_side_gets_its_answer(server, is_streamed):
 def test_a_client_that_closes_its_side_too_early_is_not_waited_for(server, begin):
     with gateway_in_this_process(server.grpc) as address:
         host, _, port = address.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(begin)
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
@@ -897,22 +900,21 @@ def test_clients_of_old_that_close_their_side(server):
     """HTTP/1.0 knows nothing that could be sent before an answer: what comes at once is answered, and a generation ends."""
     with gateway_in_this_process(server.grpc) as address:
         host, _, port = address.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             connection.shutdown(socket.SHUT_WR)
             assert b" 200 OK" in b"".join(iter(lambda: connection.recv(4096), b""))
         data = json.dumps({**LONG, "prompt": PROMPT}).encode()
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with server.cancels(), socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(HEAD.format(path="/v1/completions", length=len(data)).replace("1.1", "1.0").encode() + data)
             assert wait_until(lambda: server.metric("foretoken_requests_running") == 1)
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
-        assert wait_until(lambda: server.metric("foretoken_requests_running") == 0)
 
 
 def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):
     """Comments come while another request holds the only place, before the first token; clients read on as ever, and errors are events then."""
-    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 1.0)
+    monkeypatch.setattr(answers, "KEEP_ALIVE_SECONDS", 0.2)
     server = servers.get("--max-batch-size=1")
     with (
         gateway_in_this_process(server.grpc) as address,
@@ -921,9 +923,9 @@ def test_a_stream_that_waits_is_not_silent(servers, monkeypatch):
     ):
         assert wait_until(lambda: server.metric("foretoken_requests_running") == 1)
         short = {"prompt": LOOPS, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-        waiting = [send_request(address, {**short, **more}) for more in ({"stream": True}, {"stream": True, "timeout_ms": 2500}, {})]
+        waiting = [send_request(address, {**short, **more}) for more in ({"stream": True}, {"stream": True, "timeout_ms": 4000}, {})]
         streamed = complete(api, LOOPS, max_tokens=4, stream=True)  # it returns with the first comment
-        assert server.metric("foretoken_requests_waiting") >= 2
+        assert wait_until(lambda: server.metric("foretoken_requests_waiting") >= 2)
         held = waiting[0].recv(65536)
         assert b"200 OK" in held and b"server-timing" not in held
         late = b"".join(iter(lambda: waiting[1].recv(65536), b""))
@@ -942,7 +944,7 @@ def test_health_while_the_server_refuses(tmp_path):
         assert ask(address, "/health")[0] == 200
         folders = list(tmp_path.glob("repository-*/decode/1"))
         assert len(folders) == 1
-        with send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "n": 2}) as stream:
+        with send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "n": 8}) as stream:
             assert stream.recv(4096)
             (folders[0] / f"drain-{server.pid}").write_text("60")
             chunks, found = threading.Event(), []
@@ -958,7 +960,7 @@ def test_health_while_the_server_refuses(tmp_path):
             time.sleep(FRESH_SECONDS)  # an answer from before is good for so long
             while len(found) < 5 and reader.is_alive():
                 chunks.clear()
-                assert chunks.wait(10)  # so that the stream has had an answer since the last look
+                assert chunks.wait(60)  # so that the stream has had an answer since the last look
                 found.append(ask(address, "/health")[0])
             assert set(found) == {503} and len(found) >= 2
         os.killpg(server.process.pid, signal.SIGKILL)  # it was told to drain, and would wait to be told again
@@ -980,7 +982,7 @@ def test_sigterm_lets_requests_end(server, tmp_path):
         with send_request(address, {**LONG, "prompt": PROMPT, "stream": True, "max_tokens": 300}) as stream:
             held = stream.recv(4096)
             process.send_signal(signal.SIGTERM)
-            assert wait_until(lambda: not is_accepting(address), 5)
+            assert wait_until(lambda: not is_accepting(address))
             raw = held + b"".join(iter(lambda: stream.recv(65536), b""))
         assert b'"finish_reason":"length"' in raw and b"data: [DONE]" in raw
         assert process.wait(20) == 0

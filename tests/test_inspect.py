@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from safetensors.torch import load_file
 
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.models.inspection import _weight_bytes
-from backend.models.loading import check_model
+from backend.models.loading import check_model, open_checkpoint
+from backend.models.spec import WeightList
+from backend.quantization import Quantized
 from deploy.cli import main
 from tests.families import Case, edited, make_model
 from tests.gguf_files import write_gguf
+from tests.quantized import FORMATS, write_checkpoints
 from tests.steps import make_worker
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import QWEN2
@@ -42,12 +46,12 @@ def test_sizes_are_those_of_loading(case: Case, tmp_path: Path, capsys: pytest.C
     token = sum(spec.token_bytes * spec.num_planes for spec in worker.store.specs.values())
     assert f"a token {token / 1024:.1f} KiB, 3 x 128 tokens {3 * 128 * token / 1024:.1f} KiB" in found["memory"]
     spec = check_model(folder)
-    assert _weight_bytes(spec, worker.dtype, 1, None) == 4 * count
+    assert _weight_bytes(spec, worker.dtype, 1) == 4 * count
     weights = load_file(folder / "model.safetensors")
     whole = [
         own for name, own in weights.items() if own.ndim == 1 or re.search(r"embed_tokens|[qk]v?_a_proj|mlp\.(shared_expert_)?gate\.weight", name)
     ]
-    assert 2 * _weight_bytes(spec, worker.dtype, 2, None) == 4 * (count + sum(own.numel() for own in whole))  # which both have
+    assert 2 * _weight_bytes(spec, worker.dtype, 2) == 4 * (count + sum(own.numel() for own in whole))  # which both have
 
 
 def test_what_ranks_and_heads_have_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +61,7 @@ def test_what_ranks_and_heads_have_twice(tmp_path: Path, capsys: pytest.CaptureF
     small = {name: own.numel() for name, own in load_file(tmp_path / "model" / "model.safetensors").items() if own.ndim == 1 or "embed" in name}
     keys = sum(2 * own.out_features * own.in_features for own in (layer.attention.qkv[1] for layer in spec.layers))
     total = 4 * sum(own.numel() for own in load_file(tmp_path / "model" / "model.safetensors").values())
-    assert 2 * _weight_bytes(spec, torch.float32, 2, None) == total + 4 * (sum(small.values()) + keys)
+    assert 2 * _weight_bytes(spec, torch.float32, 2) == total + 4 * (sum(small.values()) + keys)
     assert "; on CPU 75.2 KiB more for the head" in inspect(capsys, tmp_path / "model", "--dtype", "float32")["memory"]
 
 
@@ -90,17 +94,33 @@ def test_a_drafter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "is no drafter for" in said and "mtp: " in said and "hidden_size is 192; the target's is 64" in said
 
 
-def test_weights_in_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_model(Case("llama"), tmp_path / "model")
-    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", "wint8"]) == 0
+KINDS = ("wint8", "awq", "compressed int4", "compressed fp8, blocks", "compressed int4 in bytes, older", "nvfp4")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_few_bits(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they are kept, which is not as files have them: scales and zeros in float32, 4-bit floats and latents' up-projections as plain numbers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 24}
+    make_model(Case("deepseek_v3", config=DEEPSEEK | sizes), folder := tmp_path / "model")
+    if kind == "wint8":
+        assert main(["quantize", str(folder), str(tmp_path / "out"), "--quantization", kind]) == 0
+        folder = tmp_path / "out"
+    else:
+        folder, _ = write_checkpoints(folder, next(form for form in FORMATS if form.name == kind), tmp_path)
     capsys.readouterr()
-    found = inspect(capsys, tmp_path / "out")
-    assert "quantized (compressed-tensors" in found["stored"] and "I8" in found["stored"]
-    weights = load_file(tmp_path / "out/model.safetensors")
-    assert (
-        f"weights {sum(tensor.nbytes for tensor in weights.values()) / 1024:.1f} KiB"
-        in inspect(capsys, tmp_path / "out", "--dtype", "float32")["memory"]
-    )
+    weights = WeightList()
+    check_model(folder).list_weights(weights)
+    count = 0
+    with open_checkpoint(folder, torch.float32, torch.device("cpu"), "safetensors") as checkpoint:
+        for name, shape in weights.required.items():
+            own = checkpoint.get_projection(name.removesuffix(".weight"), *shape) if len(shape) == 2 else torch.empty(shape)
+            if isinstance(own, Quantized) and "kv_b_proj" not in name:
+                packed = own.pack()
+                count += sum(part.nbytes for part in (packed.codes, packed.scales, packed.zeros) if part is not None)
+            else:
+                count += 4 * math.prod(shape)
+    found = inspect(capsys, folder, "--dtype", "float32")
+    assert f"weights {count / 1024:.1f} KiB" in found["memory"] and "quantized (" in found["stored"]
 
 
 def test_a_file_that_is_not_converted_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ END_SECONDS = 30.0
 """Within which whoever has asked knows."""
 HOLD_SECONDS = 0.3
 """Shorter than anything is taken for hung after: tritonserver looks at its models' signs of life about once a second."""
-HANG_SECONDS = 4.0
+HANG_SECONDS = 8.0
 PATIENCE_SECONDS = 2.2
 """The server waits for a process for two seconds at most that gives no sign of life."""
 

@@ -21,7 +21,7 @@ from client.loopback import open_url
 from deploy.cli import make_parser
 from deploy.server import free_ports
 from deploy.supervision.processes import is_running
-from tests.test_server import wait_until
+from tests.servers import wait_until
 
 STAY = "trap 'echo {name} ended; exit 0' TERM; echo {name} runs as $$; while :; do sleep 0.1; done"
 BOTH = """

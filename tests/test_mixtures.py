@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from backend.config import EngineConfig
 from backend.errors import ConfigError
-from backend.model_checks import check_model
+from backend.model_checks import check_model, check_split
 from backend.models.layers import Weights
 from backend.models.moe import load_experts
 from backend.models.moe_spec import MoeSpec
@@ -212,3 +212,15 @@ def test_counts_that_do_not_divide(folders: Callable[..., Path]) -> None:
         load(folders("qwen2_moe", 2), ranks=Ranks(0, 4), is_expert_parallel=True)
     with pytest.raises(ConfigError, match="tensor_parallel_size 4: moe_intermediate_size is 6, which does not divide by it"):
         load_experts(dataclasses.replace(check_model(folders("qwen2_moe")).layers[0].mlp, inner=6), Weights(None, torch.float32, CPU, Ranks(0, 4)))
+
+
+def test_what_ranks_cannot_hold_is_known_before(folders: Callable[..., Path]) -> None:
+    """By the same rules, without loading."""
+    spec = check_model(folders("qwen2_moe"))
+    check_split(spec, 4)
+    for size, is_spread, part in ((8, False, "num_attention_heads is 4"), (4, True, r"num_experts \(expert_parallel\) is 5")):
+        with pytest.raises(ConfigError, match=f"tensor_parallel_size {size}: {part}, which does not divide by it"):
+            check_split(spec, size, is_expert_parallel=is_spread)
+    odd = dataclasses.replace(spec.layers[0], mlp=dataclasses.replace(spec.layers[0].mlp, inner=6))
+    with pytest.raises(ConfigError, match="tensor_parallel_size 4: moe_intermediate_size is 6, which does not divide by it"):
+        check_split(dataclasses.replace(spec, layers=(odd,)), 4)

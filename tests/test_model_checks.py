@@ -217,6 +217,11 @@ def test_made_up_weights_need_no_file(folder: Path, tmp_path: Path) -> None:
     assert launch(folder, tmp_path, f"--config={path}") == 0
 
 
+def test_ranks_that_cannot_hold_it_are_refused_in_the_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(BUNDLED_MODEL, tmp_path, "-tp", "3", "--device", "cpu") == 2
+    assert "foretoken serve: tensor_parallel_size 3: num_attention_heads is 4, which does not divide by it" in capsys.readouterr().err
+
+
 def test_a_context_beyond_the_models_is_refused_in_the_dry_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(folder, tmp_path, "--max-model-len=32768") == 2
     assert "foretoken serve: max_model_len 32768 is beyond the model's own limit 2048" in capsys.readouterr().err

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL, EngineConfig
 from backend.errors import ModelError
 from backend.model_checks import settle_quantization
+from backend.models.loader import Checkpoint
 from backend.models.mtp import Mtp
+from backend.models.quantized_config import read_checkpoint_quantization
+from backend.quantization import QuantizedLinear
 from backend.quantization_config import QuantizationConfig
 from backend.step.worker import Worker
 from tests.families import VOCABULARY, Case, assert_close, edited, load, make_model, random_tokens, refused
@@ -22,6 +25,7 @@ from tests.steps import Row, Steps, make_worker
 from tests.test_latents import DEEPSEEK
 from tests.test_mixtures import QWEN2, logits_of, on_ranks
 
+BY_NAME = {form.name: form for form in FORMATS}
 GPTQ_FORM, ACT_ORDER, INT4 = FORMATS[0], FORMATS[3], FORMATS[5]
 
 
@@ -169,6 +173,9 @@ def test_a_drafter_of_a_quantized_checkpoint(tmp_path: Path) -> None:
         assert_close(first.decoder.attention.qkv.after_norm(x, norm, 1e-5), second.decoder.attention.qkv.after_norm(x, norm, 1e-5))
     with pytest.raises(ModelError, match=r"the weights are quantized already \(gptq\); leave quantization wint4/wint4/- out"):
         Mtp(stored, target, torch.float32, torch.device("cpu"), QuantizationConfig(quantization="wint4"))
+    beside = edited(BUNDLED_DRAFTER, tmp_path / "beside", quantization_config=GPTQ_FORM.config)  # a plain one, of a model that is not
+    rounded = Mtp(beside, target, torch.float32, torch.device("cpu"), QuantizationConfig(quantization="wint4"))
+    assert isinstance(rounded.layers[0].decoder.attention.qkv, QuantizedLinear)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------------
@@ -179,6 +186,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         "quantization_config of quant_method 'bitsandbytes' is not supported; known: compressed",
     ),
+    ({"quantization": "mix_quant", "dense_quant_type": "wint8"}, "quantization_config of quantization 'mix_quant' is not supported"),
     (GPTQ | {"bits": 3}, "bits is 3; it must be 4 or 8"),
     (GPTQ | {"bits": "4"}, "bits is '4'; it must be an integer"),
     (GPTQ | {"group_size": 0}, "group_size is 0"),
@@ -199,7 +207,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported; known: e4m3"),
     (BLOCKS | {"weight_block_size": [128]}, "weight_block_size is [128]; it must be two integers above 0"),
     ({"quant_method": "fp8"}, "no weight is quantized as config.json says (fp8)"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; known: FP8, NVFP4, MXFP8"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; known: FP8, "),
+    (BLOCKS | {"weight_scale_semantics": "direct"}, "weight_scale_semantics 'direct' is not supported; known: inverse"),
+    (GPTQ | {"rotation": "hadamard"}, "rotation 'hadamard' is not supported"),
     (CT4 | {"format": "marlin-24"}, "format 'marlin-24' is not supported; known: pack-quantized"),
     (CT4 | {"quantization_status": "calibration"}, "quantization_status 'calibration' is not supported"),
     (CT4 | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
@@ -241,6 +251,37 @@ def test_tensors_that_do_not_fit(stored: Path, tmp_path: Path) -> None:
     refused(damage(stored, tmp_path / "c", qweight=torch.zeros(8, 64)), "q_proj.qweight is of dtype F32; known: I32")
     refused(damage(stored, tmp_path / "d", qweight=None), "weight model.layers.0.self_attn.q_proj.weight is missing")
     refused(damage(stored, tmp_path / "e", marlin=torch.zeros(2)), "q_proj.marlin would not be used")
+
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("form", "tensors", "message"),
+    [
+        (GPTQ_FORM, {"scales": torch.full((2, 64), NAN)}, "scales has nan for a scale; scales must be finite"),
+        (INT4, {"weight_scale": torch.full((64, 2), INFINITE)}, "weight_scale has inf for a scale"),
+        (BY_NAME["fp8 of DeepSeek"], {"weight_scale_inv": torch.tensor([[-INFINITE]])}, "weight_scale_inv has -inf for a scale"),
+        (BY_NAME["fp8 of GPTQModel"], {"weight_scale_inv": torch.zeros(64)}, "weight_scale_inv has inf for a scale"),
+        (BY_NAME["compressed mxfp8"], {"weight_scale": torch.full((64, 2), 255, dtype=torch.uint8)}, "weight_scale has inf for a scale"),
+        (BY_NAME["nvfp4"], {"weight_global_scale": torch.zeros(1)}, "weight_scale has inf for a scale"),
+    ],
+    ids=str,
+)
+def test_scales_that_are_no_numbers(source: Path, tmp_path: Path, form: Format, tensors: dict[str, torch.Tensor], message: str) -> None:
+    """They would make no numbers of all answers."""
+    stored, _ = write_checkpoints(source, form, tmp_path)
+    refused(damage(stored, tmp_path / "model", **tensors), f"model.layers.0.self_attn.q_proj.{message}")
+
+
+def test_sizes_that_such_words_cannot_hold(stored: Path) -> None:
+    with (
+        Checkpoint(stored, read_checkpoint_quantization({"quantization_config": GPTQ}, stored)) as checkpoint,
+        pytest.raises(
+            ModelError, match=r"layers\.0\.self_attn\.q_proj cannot be quantized as config\.json says: out_features 63 is not a multiple of 8"
+        ),
+    ):
+        checkpoint.get_projection("model.layers.0.self_attn.q_proj", 63, 64)
 
 
 def test_an_index_of_groups_that_are_not_there(source: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from backend.config import BUNDLED_MODEL
 from backend.errors import ConfigError, ModelError
 from backend.parallel.claims import claim_rank, meeting_folder
+from tests.servers import wait_until
 from tests.triton_stand_in import InferenceRequest
 
 
@@ -127,9 +128,16 @@ def test_a_rank_that_rank_0_does_not_come_to(adapter, tmp_path):
     with pytest.raises(ModelError, match="rank 1: rank 0 did not come to"):
         instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: None, 0.2)
     relay = importlib.import_module("backend.adapters.relay").RequestRelay(tmp_path / "relay")
-    threading.Timer(0.3, relay.close, ["no GPU"]).start()
+
+    def end() -> None:
+        assert wait_until(lambda: bool(relay._lines))
+        relay.close("no GPU")
+
+    thread = threading.Thread(target=end)
+    thread.start()
     with pytest.raises(ModelError, match="rank 1: rank 0 has ended: no GPU"):
         instance.RankInstance(1, tmp_path / "relay", lambda spec, report, end: None, 30.0)
+    thread.join()
 
 
 HUNG = """

@@ -15,6 +15,7 @@ from backend.config import BUNDLED_DRAFTER, BUNDLED_MODEL
 from backend.model_checks import check_drafter, check_model
 from backend.models import shards
 from backend.models.mtp import Mtp
+from backend.models.writing import _describe, _shorten
 from backend.quantization_config import read_quantization
 from deploy.cli import main
 from tests.families import Case, edited, load, make_model, random_tokens
@@ -50,6 +51,39 @@ def test_the_same_model_is_loaded_again(case: Case, types: Any, tmp_path: Path, 
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     check_model(tmp_path / "out")
     assert torch.equal(own_logits(tmp_path / "out"), own_logits(tmp_path / "model", quantization=types))
+
+
+def test_others_are_told_what_stays_as_it_is(tmp_path: Path) -> None:
+    """They go by the list, and know types of parts by patterns: transformers looks for `experts` in one, for all its experts at once."""
+    make_model(Case("deepseek_v3", config=DEEPSEEK | {"num_hidden_layers": 3}), tmp_path / "model")
+    types = '{"dense_quant_type": "wint8", "moe_quant_type": "wint4"}'
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--quantization", types]) == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    plain = ["lm_head", "model.embed_tokens", r"re:model\.layers\.\d+\.mlp\.gate$", r"re:model\.layers\.\d+\.self_attn\.kv_b_proj$"]
+    assert sorted(written["ignore"]) == plain
+    dense, experts = written["config_groups"].values()
+    assert (dense["targets"], dense["weights"]["num_bits"], dense["format"]) == (["Linear"], 8, "pack-quantized")
+    named = [rf"re:model\.layers\.\d+\.mlp\.experts\.\d+\.{part}_proj$" for part in ("down", "gate", "up")]
+    assert (sorted(experts["targets"]), experts["weights"]["num_bits"]) == (named, 4)
+
+
+def test_what_stands_beside_a_text_model_is_left_as_it_is() -> None:
+    """transformers has it below `model.`, where files do not."""
+    plain = ["vision_tower.layers.0.fc1", "projector.linear", "model.layers.0.gate", "model.eh"]
+    ignored = _describe({"model.layers.0.up": "fp8"}, plain)["ignore"]
+    assert ignored == [
+        "lm_head",
+        r"re:(model\.)?vision_tower\.layers\.\d+\.fc1$",
+        r"re:(model\.)?projector\.linear$",
+        r"re:model\.layers\.\d+\.gate$",
+        "model.eh",
+    ]
+
+
+def test_a_pattern_means_nothing_else() -> None:
+    names = [f"layers.{layer}.mlp.{part}" for layer in (0, 10) for part in ("up", "down")]
+    assert _shorten(names[1:], names[:1]) == [r"re:layers\.\d+\.mlp\.down$", "layers.10.mlp.up"]
+    assert _shorten(["lm_head", "layers.1.w1"], ["layers.1.w2"]) == ["lm_head", r"re:layers\.\d+\.w1$"]
 
 
 def test_a_drafter(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ MAX_TREE_LAYERS = 2
 
 def load_step_drafter(config: EngineConfig, target: Model, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> StepDrafter | None:
     """The model drafter that runs in the step, if the configuration has one. Raises ConfigError, ModelError."""
-    from backend.parallel.ranks import DoesNotDivideError
+    from backend.parallel.split import DoesNotDivideError
 
     try:
         return _load_step_drafter(config, target, dtype, device, ranks)

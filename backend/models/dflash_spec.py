@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, made_for, refuse_windows
+from backend.models.eagle_spec import MAP, TYPE_KEY, has_part, made_for, refuse_windows
 from backend.models.families.qwen import qwen3_layer
 from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
@@ -118,7 +118,7 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
 
     read_layer_types(values, [LAYER_TYPES[0]] * read_num_layers(values))
     refuse_windows(values)
-    hidden, prefix = values.integer("hidden_size", 2**17), "model." if "model.fc.weight" in names else ""
+    hidden, prefix = values.integer("hidden_size", 2**17), "model." if has_part("model.fc", names) else ""
     vocab_size = values.integer("vocab_size", 2**22)
     target_hidden = values.integer("target_hidden_size", 2**17, default=hidden)
     tapped = _read_tapped_layers(values, section, num_target_layers)

@@ -97,7 +97,7 @@ def read_eagle(values: Values, names: Collection[str], num_target_layers: int) -
     if values.flag("layernorms"):
         raise values.refuse("layernorms", "false: speculators' EAGLE with norms is not supported")
     hidden = values.integer("hidden_size", 2**17)
-    is_fused = "fusion_fc.weight" in names
+    is_fused = has_part("fusion_fc", names)
     prefix = _find_prefix(names)
     count = 1 if is_fused else read_num_layers(values)
     layers = [_layer(values, "transformer" if is_fused else f"{prefix}layers.{i}", names, is_first=i == 0) for i in range(count)]
@@ -134,7 +134,7 @@ def read_eagle3(values: Values, names: Collection[str], num_target_layers: int) 
     vocab_size = values.integer("vocab_size", 2**22)
     tapped = _read_tapped_layers(values, num_target_layers)
     fc_norms = tuple(f"{prefix}fc_norm.{i}.weight" for i in range(len(tapped))) if values.flag("fc_norm") else ()
-    first = next((f"{prefix}{name}" for name in ("midlayer", "layers.0") if f"{prefix}{name}.self_attn.q_proj.weight" in names), f"{prefix}midlayer")
+    first = next((f"{prefix}{name}" for name in ("midlayer", "layers.0") if has_part(f"{prefix}{name}.self_attn.q_proj", names)), f"{prefix}midlayer")
     count = read_num_layers(values)
     layers = [_layer(values, first if i == 0 else f"{prefix}layers.{i}", names, is_first=i == 0, in_features=2 * hidden) for i in range(count)]
     return EagleSpec(
@@ -212,8 +212,13 @@ def refuse_windows(values: Values) -> None:
             raise ModelError(f"{values.where}: layer_types[{number}] is {kind!r:.80}; {rule}")
 
 
+def has_part(part: str, names: Collection[str]) -> bool:
+    """However its weight is stored."""
+    return any(name.startswith(f"{part}.") for name in names)
+
+
 def _find_prefix(names: Collection[str]) -> str:
-    return "model." if "model.fc.weight" in names else ""
+    return "model." if has_part("model.fc", names) else ""
 
 
 def _layer(values: Values, prefix: str, names: Collection[str], *, is_first: bool, in_features: int | None = None) -> LayerSpec:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
-from backend.model_checks import check_drafter, check_model, find_architecture
+from backend.model_checks import check_drafter, check_model, check_split, find_architecture
 from backend.model_files import find_weights, open_weights, read_config
 from backend.models.gguf_folder import read_file
 from backend.models.latent_spec import LatentSpec
@@ -23,9 +24,10 @@ from backend.models.loading import check_gpu
 from backend.models.moe_spec import MoeSpec
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
-from backend.models.quantized_spec import FP8
+from backend.models.quantized_spec import FP8, CheckpointQuantization, Layout
 from backend.models.spec import DecoderSpec, Projection, WeightList
 from backend.parallel.ranks import Ranks
+from backend.quantization import Quantized
 from backend.sampling_defaults import read_sampling_defaults
 from backend.speculative_config import MODEL_METHODS
 from backend.text import Tokenizer
@@ -169,9 +171,6 @@ def _list_stored(path: Path, config: Mapping[str, Any], stored: Mapping[str, tup
     return text + f" in {files} file{'s' if files > 1 else ''}" + (f", quantized ({quantization.method})" if quantization else "")
 
 
-BYTES = {"F64": 8, "F32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "I16": 2}
-
-
 def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: Mapping[str, tuple[str, int]] | None) -> dict[str, Any]:
     """What holds of a folder and a file. stored: a folder's tensors. Raises ConfigError for a load that cannot be."""
     name = load.dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -180,13 +179,14 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
     if length > spec.max_model_len:
         raise ConfigError(f"max_model_len {length} is beyond the model's own limit {spec.max_model_len}")
     ranks = Ranks(0, load.ranks)
-    _check_split(spec, ranks)
+    check_split(spec, load.ranks)
     layer, num_kv = spec.layers[0].attention, spec.layers[0].attention.heads[1]
     part = ranks.part(num_kv, "num_key_value_heads", can_repeat=True)
     kept = _cache_dtype(config, spec, load.kv_cache_dtype, dtype)
     cache = CacheSpec(ATTENTION, layer.token_shape(part.stop - part.start), kept, layer.num_planes * len(spec.layers))
     token = cache.token_bytes * cache.num_planes
-    weights = _weight_bytes(spec, dtype, load.ranks, stored)
+    quantization = None if stored is None else read_checkpoint_quantization(config, Path(spec.where).parent)
+    weights = _weight_bytes(spec, dtype, load.ranks, quantization, stored or ())
     # There products want weights laid out in another way, and rows of the embedding are looked up as they are.
     twice = f"; on CPU {_size(spec.vocab_size * spec.hidden_size * dtype.itemsize / load.ranks)} more for the head" if spec.is_tied else ""
     each = " on each rank" if load.ranks > 1 else ""
@@ -217,20 +217,31 @@ def _cache_dtype(config: Mapping[str, Any], spec: DecoderSpec, asked: str, dtype
     return ops.E4M3 if asked == "fp8" else dtype
 
 
-def _weight_bytes(spec: DecoderSpec, dtype: torch.dtype, ranks: int, stored: Mapping[str, tuple[str, int]] | None) -> float:
-    """Of a rank. Weights in few bits stay in those."""
-    total = 0.0
-    shapes, shares = _shapes(spec), _shares(spec, ranks)
-    extra = {} if stored is None else {name: own for name, own in stored.items() if name not in shapes}
-    few = {name.rpartition(".")[0] for name in extra}  # projections that are stored as several tensors
-    for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
-        if stored is not None and (name not in stored or stored[name][0] not in ("F64", "F32", "F16", "BF16")):
-            own = name.removesuffix(".weight")
-            parts = [stored[other] for other in stored if other.rpartition(".")[0] == own] if own in few or name in stored else []
-            size = sum(BYTES.get(kind, 1) * count for kind, count in parts) or size
+def _weight_bytes(
+    spec: DecoderSpec, dtype: torch.dtype, ranks: int, quantization: CheckpointQuantization | None = None, held: Container[str] = ()
+) -> float:
+    """Of a rank. held: the names of a checkpoint's tensors, where it is quantized."""
+    weights, total = WeightList(), 0.0
+    spec.list_weights(weights)
+    shares, in_few_bits = _shares(spec, ranks), {*weights.rounded, spec.head}  # others are kept as plain numbers, however they are stored
+    for name, shape in weights.required.items():
+        own = name.removesuffix(".weight")
+        layout = quantization.find(own, held) if quantization is not None and own in in_few_bits else None
+        size = math.prod(shape) * dtype.itemsize if layout is None else _kept_bytes(layout, shape[0], shape[1], dtype)
         total += size * (1 if len(shape) == 1 else shares.get(name, 1 / ranks))
     return total
+
+
+@functools.cache
+def _kept_bytes(layout: Layout, out: int, inputs: int, dtype: torch.dtype) -> int:
+    """Of a projection: as kernels have it, which is not as files do."""
+    if layout.kind == "float4":
+        return out * inputs * dtype.itemsize
+    groups = torch.arange(inputs) // (layout.block[1] if layout.block is not None else layout.group or inputs)
+    scales = torch.empty(out, int(groups[-1]) + 1, device="meta")
+    codes = torch.empty(out, inputs, dtype=torch.int8, device="meta")
+    packed = Quantized(codes, scales, None if layout.is_symmetric else scales, groups, layout.bits).pack()
+    return sum(part.nbytes for part in (packed.codes, packed.scales, packed.zeros) if part is not None)
 
 
 def _shares(spec: DecoderSpec, ranks: int) -> dict[str, float]:
@@ -251,20 +262,9 @@ def _shares(spec: DecoderSpec, ranks: int) -> dict[str, float]:
     return shares
 
 
-def _check_split(spec: DecoderSpec, ranks: Ranks) -> None:
-    """Raises ConfigError, as loading would."""
-    for layer in spec.layers:
-        ranks.part(layer.attention.heads[0], "num_attention_heads")
-        ranks.part(layer.attention.heads[1], "num_key_value_heads", can_repeat=True)
-        if isinstance(layer.mlp, MoeSpec):
-            ranks.part(layer.mlp.inner, layer.mlp.inner_key)
-        else:
-            ranks.part(layer.mlp.down.in_features, "intermediate_size")
-
-
 def _splits(spec: DecoderSpec, size: int) -> bool:
     try:
-        _check_split(spec, Ranks(0, size))
+        check_split(spec, size)
         return True
     except ConfigError:
         return False

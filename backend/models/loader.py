@@ -83,7 +83,10 @@ class Checkpoint:
         layout = None if self.quantization is None else self.quantization.find(name, self._files)
         if layout is None:
             return self.get(f"{name}.weight", (out_features, in_features))
-        expected = layout.tensors(out_features, in_features)
+        try:
+            expected = layout.tensors(out_features, in_features)
+        except ValueError as error:
+            raise ModelError(f"{self.directory}: {name} cannot be quantized as config.json says: {error}") from None
         if layout.kind == "gptq" and f"{name}.g_idx" in self._files:  # which holds whatever desc_act says
             expected["g_idx"] = Expected(((in_features,),))
         tensors = {part: self._read(f"{name}.{part}", own.shapes) for part, own in expected.items()}

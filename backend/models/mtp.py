@@ -59,7 +59,7 @@ class Mtp:
         config = read_config(directory)
         check_fits_target(config, directory, hidden_size=target.hidden_size, vocab_size=target.vocab_size, max_model_len=target.max_model_len)
         spec = check_drafter(directory, has_weights=load_format != "dummy")
-        check_rounding(config, directory, quantization)
+        check_rounding(config, directory, quantization, spec)
         self._target = target
         self.hidden_size: int = target.hidden_size
         self.num_layers = len(spec.layers)

@@ -41,6 +41,14 @@ def _groups(layout: Layout, inputs: int, index: torch.Tensor | None = None, name
     return index.long()
 
 
+def _finite(scales: torch.Tensor, name: str) -> torch.Tensor:
+    """float32. Raises ValueError for what would make no numbers of all that it is multiplied with."""
+    scales = scales.float()
+    if not bool((is_finite := scales.isfinite()).all()):
+        raise ValueError(f"{name} has {scales[~is_finite][0].item()} for a scale; scales must be finite")
+    return scales
+
+
 def _settle(digits: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor, groups: torch.Tensor, bits: int) -> Quantized:
     """digits [out, in] from 0, zeros [out, G] from 0 (None: the middle) -> the common form."""
     middle = 2 ** (bits - 1)
@@ -48,14 +56,15 @@ def _settle(digits: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tens
         zeros = None
     codes = digits.to(torch.int8) if bits == 4 else (digits - middle).to(torch.int8)
     own = None if zeros is None else zeros.float() - (0 if bits == 4 else middle)
-    return Quantized(codes, scales.float(), own, groups, bits)
+    return Quantized(codes, scales, own, groups, bits)
 
 
 def _read_scaled(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
     codes = tensors["weight"]
     scales = _read_exponents(tensors[layout.scale]) if layout.is_exponent else tensors[layout.scale].float()
+    scales = _finite(1 / scales if layout.is_divisor else scales, layout.scale)
     if layout.block is not None:
-        rows, columns = layout.block
+        (rows, columns), scales = layout.block, scales.reshape(len(scales), -1)
         return Quantized(codes, scales.repeat_interleave(rows, dim=0)[:out], None, torch.arange(inputs) // columns)
     num_groups = layout.num_groups(inputs)
     zeros = None if layout.is_symmetric else _of_rows(tensors["weight_zero_point"].float(), out, num_groups)
@@ -84,21 +93,22 @@ def _read_packed(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Sto
     groups = _groups(layout, inputs, tensors.get("weight_g_idx"), "weight_g_idx")
     if not layout.is_symmetric:
         zeros = unpack_words(tensors["weight_zero_point"].t(), layout.bits, out).t()
-    return _settle(digits, zeros, _of_rows(tensors["weight_scale"], out, layout.num_groups(inputs)), groups, layout.bits)
+    return _settle(digits, zeros, _of_rows(_finite(tensors["weight_scale"], "weight_scale"), out, layout.num_groups(inputs)), groups, layout.bits)
 
 
 def _read_gptq(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
     digits = unpack_words(tensors["qweight"].t(), layout.bits, inputs)
-    # What is stored as the largest digit is one more than it: zeros have a bit more than digits.
-    zeros = unpack_words(tensors["qzeros"], layout.bits, out).t() + layout.zero_offset
+    # Who writes the first format takes 1 from all digits of a word at once, which borrows where one is 0: so it is added to the word.
+    ones = sum(layout.zero_offset << place for place in range(0, 32, layout.bits))
+    zeros = unpack_words(tensors["qzeros"] + ones, layout.bits, out).t()
     groups = _groups(layout, inputs, tensors.get("g_idx"), "g_idx")
-    return _settle(digits, zeros, tensors["scales"].t(), groups, layout.bits)
+    return _settle(digits, zeros, _finite(tensors["scales"].t(), "scales"), groups, layout.bits)
 
 
 def _read_awq(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
     digits = unpack_words(tensors["qweight"], layout.bits, out, AWQ_ORDER).t()
     zeros = unpack_words(tensors["qzeros"], layout.bits, out, AWQ_ORDER).t()
-    return _settle(digits, zeros, tensors["scales"].t(), _groups(layout, inputs), layout.bits)
+    return _settle(digits, zeros, _finite(tensors["scales"].t(), "scales"), _groups(layout, inputs), layout.bits)
 
 
 def _read_float4(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Stored:
@@ -109,7 +119,8 @@ def _read_float4(layout: Layout, tensors: Tensors, out: int, inputs: int) -> Sto
     factors = _read_exponents(scales) if layout.global_scale is None else scales.float()
     if layout.global_scale is not None:
         whole = tensors[layout.global_scale].float().reshape(())
-        factors = factors / whole if layout.is_global_divisor else factors * whole
+        factors = factors / whole if layout.is_divisor else factors * whole
+    factors = _finite(factors, layout.scale)
     return (values.unflatten(1, (factors.shape[1], -1)) * factors.unsqueeze(-1)).flatten(1)
 
 

@@ -22,9 +22,13 @@ CLASS = "Linear"
 """What compressed-tensors' targets call projections in general."""
 E4M3 = "F8_E4M3"
 MXFP8 = Layout("scaled", 8, 32, dtype=E4M3, is_exponent=True)
+NVFP4 = Layout("float4", bits=4, group=16, global_scale="weight_scale_2")
 MODELOPT = {
     "FP8": Layout("scaled", dtype=E4M3),
-    "NVFP4": Layout("float4", bits=4, group=16, global_scale="weight_scale_2"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Layout("scaled", dtype=E4M3),
+    "FP8_PB_WO": Layout("scaled", block=(128, 128), dtype=E4M3),
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
     "MXFP8": MXFP8,
 }
 MIXED = "MIXED_PRECISION"
@@ -50,18 +54,22 @@ def read_checkpoint_quantization(config: Mapping[str, Any], directory: str | Pat
 
 
 def _read(values: Values) -> CheckpointQuantization:
-    method = values.get("quant_method")
+    method = values.get("quant_method") or values.get("quant_library")  # which older files of ModelOpt have instead
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
-        raise ModelError(f"{values.where} of quant_method {method!r:.80} is not supported; known: {', '.join(READERS)}")
+        # What FastDeploy and PaddleNLP write names types of parts instead.
+        own = next((f"{key} {values.get(key)!r:.80}" for key in ("quantization", "weight_quantize_algo") if values.has(key)), "")
+        raise ModelError(f"{values.where} of {own or f'quant_method {method!r:.80}'} is not supported; known: {', '.join(READERS)}")
     return dataclasses.replace(reader(values), cache=_read_cache(values))
 
 
 def _read_cache(values: Values) -> str | None:
     """What keys and values are meant to be kept in; null and "auto" say nothing."""
     algo, scheme = values.get("kv_cache_quant_algo"), values.get("kv_cache_scheme")
+    if isinstance(scheme, str) and values.has("quant_algo"):  # ModelOpt's in config.json, where it is none of compressed-tensors'
+        algo = algo or scheme
     if algo is not None:
-        return FP8 if algo == "FP8" else f"{algo!r:.40}"
+        return FP8 if str(algo).upper() == "FP8" else f"{algo!r:.40}"
     if scheme is None or scheme == "auto":
         return None
     if scheme == "static":  # AutoFP8's word for e4m3
@@ -91,6 +99,8 @@ def _bits(values: Values, key: str, known: tuple[int, ...]) -> int:
 
 
 def _read_gptq(values: Values) -> CheckpointQuantization:
+    if values.get("rotation"):
+        raise ModelError(f"{values.where}: rotation {values.get('rotation')!r:.40} is not supported: what it turns is not turned back here")
     general = _gptq_layout(values)
     rules: list[tuple[re.Pattern[str], Layout | None]] = []
     section = values.section("dynamic")
@@ -109,11 +119,11 @@ def _gptq_layout(values: Values, general: Layout | None = None) -> Layout:
     bits = _bits(values, "bits", (4, 8)) if general is None or values.has("bits") else general.bits
     group = _group(values) if general is None or values.has("group_size") else general.group
     has_order = values.flag("desc_act", default=general.has_order if general is not None else False)
-    values.flag("sym", default=True)  # zeros are stored either way
+    is_symmetric = values.flag("sym", default=True if general is None else general.is_symmetric)  # zeros are stored either way
     key = "format" if values.has("format") and not values.has("checkpoint_format") else "checkpoint_format"  # GPTQModel writes both
     form = values.choice(key, ("gptq", "gptq_v2"), "gptq") if general is None or values.has(key) else None
     offset = (0 if form == "gptq_v2" else 1) if form is not None or general is None else general.zero_offset
-    return Layout("gptq", bits, group, has_order=has_order, zero_offset=offset)
+    return Layout("gptq", bits, group, has_order=has_order, zero_offset=offset, is_symmetric=is_symmetric)
 
 
 def _compile(values: Values, key: str, pattern: str) -> re.Pattern[str]:
@@ -146,7 +156,10 @@ def _autoround_layout(values: Values, kind: str, general: Layout | None = None) 
     values.choice("data_type", ("int",), "int")
     bits = _bits(values, "bits", (4, 8) if kind == "gptq" else (4,)) if general is None or values.has("bits") else general.bits
     group = _group(values) if general is None or values.has("group_size") else general.group
-    return Layout("gptq", bits, group, zero_offset=1) if kind == "gptq" else Layout("awq", bits, group)
+    is_symmetric = values.flag("sym", default=True if general is None else general.is_symmetric)
+    if kind == "awq":
+        return Layout("awq", bits, group, is_symmetric=is_symmetric)
+    return Layout("gptq", bits, group, zero_offset=1, is_symmetric=is_symmetric)
 
 
 def _read_awq(values: Values) -> CheckpointQuantization:
@@ -155,19 +168,21 @@ def _read_awq(values: Values) -> CheckpointQuantization:
     values.choice("format" if values.has("format") and not values.has("version") else "version", ("gemm", "GEMM"), "gemm")
     if not values.flag("zero_point", default=True):
         raise values.refuse("zero_point", "true")
-    return _all("awq", Layout("awq", bits, group))
+    return _all("awq", Layout("awq", bits, group, is_symmetric=False))
 
 
 def _read_fp8(values: Values) -> CheckpointQuantization:
     values.choice("activation_scheme", ("static", "dynamic"), "dynamic")
-    values.choice("fmt", ("e4m3",), "e4m3")
-    block = None
+    values.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    # GPTQModel's scales are what their names say; all others' multiply.
+    is_divisor = values.has("weight_scale_semantics") and values.choice("weight_scale_semantics", ("inverse",)) == "inverse"
+    inverse = Layout("scaled", dtype=E4M3, scale="weight_scale_inv", is_divisor=is_divisor)
     if values.has("weight_block_size"):
         block = values.integers("weight_block_size", 2**16)
         if len(block) != 2 or 0 in block:
             raise values.refuse("weight_block_size", "two integers above 0")
-        return _all("fp8", Layout("scaled", block=(block[0], block[1]), dtype=E4M3, scale="weight_scale_inv"))
-    return _all("fp8", Layout("scaled", dtype=E4M3, other=Layout("scaled", dtype=E4M3, scale="weight_scale_inv")))  # as transformers calls it
+        return _all("fp8", dataclasses.replace(inverse, block=(block[0], block[1])))
+    return _all("fp8", Layout("scaled", dtype=E4M3, other=inverse))  # as transformers calls it
 
 
 def _read_fbgemm(values: Values) -> CheckpointQuantization:
@@ -175,6 +190,8 @@ def _read_fbgemm(values: Values) -> CheckpointQuantization:
 
 
 def _read_modelopt(values: Values) -> CheckpointQuantization:
+    if not values.has("quant_algo") and values.has("kv_cache_scheme"):
+        return CheckpointQuantization("modelopt", lambda name: None, has_weights=False)
     if values.get("quant_algo") == MIXED:
         section = values.section("quantized_layers")
         layouts = {layer: _modelopt_layout(section.section(layer))[1] for layer in values.get("quantized_layers") or {}}
@@ -184,7 +201,8 @@ def _read_modelopt(values: Values) -> CheckpointQuantization:
 
 
 def _modelopt_layout(values: Values) -> tuple[str, Layout]:
-    name = values.choice("quant_algo", tuple(MODELOPT))
+    algo = values.get("quant_algo")
+    name = algo.upper() if isinstance(algo, str) and algo.upper() in MODELOPT else values.choice("quant_algo", tuple(MODELOPT))
     layout = MODELOPT[name]
     if layout.group is not None:
         layout = dataclasses.replace(layout, group=values.integer("group_size", 2**10, default=layout.group))
@@ -255,7 +273,7 @@ def _compressed_layout(weights: Values, form: object, where: str) -> Layout:
     if weights.flag("dynamic"):
         raise weights.refuse("dynamic", "false for weights")
     if form == "nvfp4-pack-quantized":
-        return _micro(weights, Layout("float4", 4, 16, weight="weight_packed", global_scale="weight_global_scale", is_global_divisor=True))
+        return _micro(weights, Layout("float4", 4, 16, weight="weight_packed", global_scale="weight_global_scale", is_divisor=True))
     if form == "mxfp4-pack-quantized":
         return _micro(weights, Layout("float4", 4, 32, weight="weight_packed"))
     if form == "mxfp8-quantized":

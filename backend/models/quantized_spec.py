@@ -42,6 +42,7 @@ class Layout:
     """Of `weight`, where it has a byte for each."""
     scale: str = "weight_scale"
     is_symmetric: bool = True
+    """All zeros are the middle: gptq and awq store them anyway."""
     has_order: bool = False
     """Groups are of any inputs, as an index says (act-order, desc_act)."""
     zero_offset: int = 0
@@ -49,8 +50,8 @@ class Layout:
     weight: str = "weight"
     global_scale: str | None = None
     """float4: of the whole tensor."""
-    is_global_divisor: bool = False
-    """It divides, it does not multiply."""
+    is_divisor: bool = False
+    """Scales divide, they do not multiply; float4: the one of the whole tensor."""
     is_exponent: bool = False
     """scaled: scales are powers of 2, stored as exponents."""
     other: Layout | None = None
@@ -69,8 +70,9 @@ class Layout:
         groups, per_word = self.num_groups(inputs), 32 // self.bits
         if self.kind == "scaled":
             if self.block is not None:
-                shape = (math.ceil(out / self.block[0]), math.ceil(inputs / self.block[1]))
-                return {"weight": Expected(((out, inputs),), (self.dtype,)), self.scale: Expected((shape,), SCALES)}
+                rows, columns = math.ceil(out / self.block[0]), math.ceil(inputs / self.block[1])
+                scales = Expected(((rows, columns), (rows, 1, columns, 1)), SCALES)
+                return {"weight": Expected(((out, inputs),), (self.dtype,)), self.scale: scales}
             shapes: tuple[tuple[int, ...], ...] = ((out, groups),)
             if groups == 1:
                 shapes = ((out, 1), (out,), (1,), (), (1, 1))

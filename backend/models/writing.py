@@ -6,7 +6,9 @@ The weights are those that the option `quantization` makes when a model is loade
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,10 @@ from backend.quantization_config import QuantizationConfig
 
 MAX_FILE_BYTES = 2**28
 """Other files of the folder are copied up to this size: tokenizers, templates."""
-FORMATS = {"wint8": "int-quantized", "wint4": "pack-quantized", "fp8": "float-quantized", "block_wise_fp8": "float-quantized"}
+HEAD = "lm_head"
+EXPERT = re.compile(r"\.experts\.\d+\.")
+NUMBER = re.compile(r"\.\d+\.")
+FORMATS = {"wint8": "pack-quantized", "wint4": "pack-quantized", "fp8": "float-quantized", "block_wise_fp8": "float-quantized"}
 
 
 def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig) -> None:
@@ -43,8 +48,8 @@ def write_quantized(directory: Path, out: Path, quantization: QuantizationConfig
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.suffix != ".safetensors" and path.name != INDEX_FILE and path.stat().st_size <= MAX_FILE_BYTES:
             shutil.copyfile(path, out / path.name)
-    _write_weights(find_weights(directory), out, schemes)
-    text = json.dumps(json.loads((directory / "config.json").read_text("utf-8")) | {"quantization_config": _describe(schemes)}, indent=2)
+    plain = _write_weights(find_weights(directory), out, schemes)
+    text = json.dumps(json.loads((directory / "config.json").read_text("utf-8")) | {"quantization_config": _describe(schemes, plain)}, indent=2)
     (out / "config.json").write_text(f"{text}\n", "utf-8")
 
 
@@ -77,7 +82,9 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
     return schemes
 
 
-def _write_weights(files: dict[str, Path], out: Path, schemes: dict[str, str]) -> None:
+def _write_weights(files: dict[str, Path], out: Path, schemes: dict[str, str]) -> list[str]:
+    """-> Projections that stay as they are."""
+    plain: list[str] = []
     by_file: dict[Path, list[str]] = {}
     for name, path in files.items():
         by_file.setdefault(path, []).append(name)
@@ -86,37 +93,64 @@ def _write_weights(files: dict[str, Path], out: Path, schemes: dict[str, str]) -
             handle = open_weights(path, "pt")
             for name in names:
                 try:
-                    tensor, scheme = handle.get_tensor(name), schemes.get(name.removesuffix(".weight"))
+                    tensor, scheme = handle.get_tensor(name), schemes.get(projection := name.removesuffix(".weight"))
                 except SafetensorError as error:  # of what nobody reads, and so nobody has checked
                     raise ModelError(f"{path}: weight {name} cannot be read: {error}") from None
-                if scheme is None or not name.endswith(".weight"):
+                if scheme is None or projection == name:
                     writer.add({name: tensor})
+                    plain += [projection] if projection != name and tensor.dim() == 2 else []
                 else:
                     parts = _tensors_of(quantize(tensor, scheme), scheme)
-                    writer.add({f"{name.removesuffix('.weight')}.{part}": own for part, own in parts.items()})
+                    writer.add({f"{projection}.{part}": own for part, own in parts.items()})
+    return plain
 
 
 def _tensors_of(stored: Quantized, scheme: str) -> dict[str, torch.Tensor]:
     """As the format has them, by what follows the projection's name."""
-    if scheme == "wint4":
-        rows, columns = stored.codes.shape
-        digits = torch.nn.functional.pad(stored.codes, (0, -columns % 8)).to(torch.int64).unflatten(1, (-1, 8))
-        words = (digits << torch.arange(0, 32, 4)).sum(dim=2)
+    if scheme in ("wint8", "wint4"):  # int8 in words too: vLLM takes plain ones with activations in 8 bits only
+        (rows, columns), bits = stored.codes.shape, stored.bits
+        digits = stored.codes.to(torch.int64) + (128 if bits == 8 else 0)
+        digits = torch.nn.functional.pad(digits, (0, -columns % (32 // bits))).unflatten(1, (-1, 32 // bits))
+        words = (digits << torch.arange(0, 32, bits)).sum(dim=2)
         words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
         return {"weight_packed": words, "weight_scale": stored.scales, "weight_shape": torch.tensor([rows, columns])}
     return {"weight": stored.codes, "weight_scale": stored.scales[::BLOCK] if scheme == "block_wise_fp8" else stored.scales}
 
 
-def _describe(schemes: dict[str, str]) -> dict[str, Any]:
-    """quantization_config. The type that most projections have is the class's; the others are named, and what is not rounded has no such tensors."""
-    kinds = sorted(set(schemes.values()), key=lambda scheme: -list(schemes.values()).count(scheme))
+def _describe(schemes: dict[str, str], plain: Iterable[str]) -> dict[str, Any]:
+    """quantization_config. The type that most projections but experts have is the class's, and the others are named: others who read it look for the
+    experts' by their names. What is not rounded is named too, for they go by the list, and not by what tensors there are."""
+    names = [name for name in schemes if not EXPERT.search(name)]
+    kinds = sorted(set(schemes.values()), key=lambda scheme: (-sum(schemes[name] == scheme for name in names), scheme))
     groups = {}
     for number, scheme in enumerate(kinds):
-        targets = [CLASS] if number == 0 else [name for name, own in schemes.items() if own == scheme]
+        others = [name for name, own in schemes.items() if own != scheme]
+        targets = [CLASS] if number == 0 else _shorten((name for name, own in schemes.items() if own == scheme), others)
         groups[f"group_{number}"] = {"targets": targets, "format": FORMATS[scheme], "weights": _arguments(scheme), "input_activations": None}
     form = FORMATS[kinds[0]] if len({FORMATS[kind] for kind in kinds}) == 1 else "mixed-precision"
     head = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    return {**head, "config_groups": groups, "ignore": [] if any(name.endswith("lm_head") for name in schemes) else ["lm_head"]}
+    heads = [] if any(name.endswith(HEAD) for name in schemes) else [HEAD]  # of tied ones there may be no weight
+    ignored = _shorten((name for name in plain if name != HEAD), schemes)
+    return {**head, "config_groups": groups, "ignore": heads + [_find_below_model(entry) for entry in ignored]}
+
+
+def _find_below_model(entry: str) -> str:
+    """transformers has there what stands beside a text model in files (vision towers)."""
+    if entry.startswith(("model.", r"re:model\.")):
+        return entry
+    own = entry.removeprefix("re:") if entry.startswith("re:") else f"{re.escape(entry)}$"
+    return rf"re:(model\.)?{own}"
+
+
+def _shorten(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """These names as patterns of all layers and experts, where they are no pattern of one of the others."""
+    taken = {_pattern(name) for name in others}
+    return list(dict.fromkeys(name if (own := _pattern(name)) in taken or own == name else f"re:{own}$" for name in names))
+
+
+def _pattern(name: str) -> str:
+    """Itself, where there is no number between its dots."""
+    return re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) if NUMBER.search(name) else name
 
 
 def _arguments(scheme: str) -> dict[str, Any]:

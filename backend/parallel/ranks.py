@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from backend.errors import ConfigError
+from backend.parallel.split import check_divides
 from kernels.all_reduce import PeerMemory, all_gather, all_reduce, can_all_gather, can_all_reduce, meet_peers
 
 logger = logging.getLogger(__name__)
@@ -22,10 +23,6 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 UNIT = 8
 """Tokens of a vocabulary that does not divide go to ranks in so many: products have whole tiles then."""
-
-
-class DoesNotDivideError(ConfigError):
-    """What is to be split over the ranks cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +47,12 @@ class Ranks:
 
         can_repeat: where there are more ranks than that, several may hold the same one; what the ranks' parts make must not be added up then.
         """
+        check_divides(count, self.size, what, can_repeat=can_repeat)
         if count % self.size == 0:
             share = count // self.size
             return slice(self.rank * share, (self.rank + 1) * share)
-        if can_repeat and self.size % count == 0:
-            own = self.rank // (self.size // count)
-            return slice(own, own + 1)
-        raise DoesNotDivideError(f"tensor_parallel_size {self.size}: {what} is {count}, which does not divide by it")
+        own = self.rank // (self.size // count)
+        return slice(own, own + 1)
 
     def vocabulary(self, count: int) -> slice:
         """This rank's share of `count` tokens: as many on each rank, so that where they do not divide the last ones hold some of others' too."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from client.aio import AsyncClient
+from client.aio import AsyncClient, Watch
 from client.messages import Chunk, GenerateError
 
 PROBE_SECONDS = 3.0
@@ -116,12 +116,16 @@ class Upstream:
     async def _generate_one(self) -> None:
         """One token, ahead of the queue. An end by the deadline is an answer too: the engine lives, and has its hands full."""
         limit = {"priority": -(2**31), "timeout_ms": int(500 * PROBE_SECONDS)}
-
-        async def probe() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        watch = Watch(PROBE_SECONDS, task.cancel)
+        watch.resume()
+        try:
             async for _ in self.stream("health", {"input_ids": [0], "max_tokens": 1, "speculative": {"num_speculative_tokens": 0}, **limit}):
                 pass
-
-        try:
-            await asyncio.wait_for(probe(), PROBE_SECONDS)
-        except asyncio.TimeoutError:
+        except asyncio.CancelledError:
+            if not watch.has_fired:
+                raise
             raise GenerateError(f"{self.url}: no token within {PROBE_SECONDS:g} s", "TIMEOUT") from None
+        finally:
+            watch.stop()

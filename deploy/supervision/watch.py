@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.supervision.probe import ENGINES, LOOK_SECONDS, Probe, ServerApi
+from deploy.supervision.probe import ENGINES, LOOK_SECONDS, MAX_LOOK_SECONDS, Probe, ServerApi
 from deploy.supervision.processes import StoppedProcesses, Stub, dump_threads, find_stubs, is_running
 
 logger = logging.getLogger(__name__)
@@ -149,10 +149,12 @@ class ModelWatch(threading.Thread):
         return stubs
 
     def _await_answer(self, limit: float) -> bool:
-        """False when told to stop, or when there is none for so long."""
-        started = time.monotonic()
+        """False when told to stop, or when there is none for so long, as far as this process ran to see it."""
+        waited, looked = 0.0, time.monotonic()
         probe = Probe(self._api, self.state.name)
-        while (answer := probe.poll()) != "" and time.monotonic() - started < limit and not self._is_over.wait(LOOK_SECONDS):
+        while (answer := probe.poll()) != "" and waited < limit and not self._is_over.wait(LOOK_SECONDS):
+            now = time.monotonic()
+            waited, looked = waited + min(now - looked, MAX_LOOK_SECONDS), now
             if time.monotonic() - probe.since > ASK_AGAIN_SECONDS:  # it may have reached the process that died
                 probe.close()
                 probe = Probe(self._api, self.state.name)

@@ -63,13 +63,14 @@ export function explain(error) {
   return LOST.test(message) ? "The server was lost, or is still starting: try again in a moment." : message;
 }
 
-// What /v1/models says of the model; null while nobody says anything.
+// What /v1/models says of the model; null to who has no key, undefined while nobody says anything.
 export async function askModel(key) {
   try {
     const response = await fetch("/v1/models", { headers: authorize(key) });
-    return response.ok ? (await response.json()).data[0] : null;
+    if (response.ok) return (await response.json()).data[0];
+    return response.status === 401 ? null : undefined;
   } catch {
-    return null;
+    return undefined;
   }
 }
 

@@ -45,6 +45,7 @@ const legend = new Legend(at("sources"));
 const panes = { on: new Pane(at("on"), at("pane"), legend), off: new Pane(at("off"), at("pane"), legend) };
 const conversation = new Conversation(panes.on.output, copy);
 let model = {};
+let isModelTold = false; // or that it is told to those who have a key
 let mode = "completion";
 let isChosen = false; // the mode, by who uses the page
 let hangUp = null; // an AbortController while something runs
@@ -243,6 +244,7 @@ function setMode(next) {
 // What is served: its name, whether it converses, and the methods that requests may choose.
 async function showModel() {
   const found = await askModel(at("key").value);
+  isModelTold = found !== undefined;
   if (!found) return;
   model = found;
   at("model").textContent = model.max_model_len ? `Model ${model.id}, ${model.max_model_len} tokens of context.` : `Model ${model.id}.`;
@@ -258,7 +260,7 @@ async function showHealth() {
   const wasGood = at("health").className === "good";
   at("health").textContent = text;
   at("health").className = isGood ? "good" : "bad";
-  if (isGood && !wasGood) showModel(); // it may be another one
+  if (isGood && !(wasGood && isModelTold)) showModel(); // it may be another one
 }
 
 async function copy(button, text) {
