@@ -168,8 +168,17 @@ def test_a_prefill_node_that_is_killed(pair: Pair, llm_all: LLM) -> None:
     """Its supervisor brings it back, and it gets prompts again."""
     pair.wait_until_fetching()
     alone = pair.fallbacks()
-    load(pair, llm_all, lambda: os.kill(stub_of(pair.prefill, "prefill"), signal.SIGKILL))
-    pair.wait_until_alone(alone)
+    supervisor = pair.prefill.process.pid
+
+    def kill() -> None:
+        os.kill(supervisor, signal.SIGSTOP)  # brought back at once, it would take its own jobs over
+        os.kill(stub_of(pair.prefill, "prefill"), signal.SIGKILL)
+
+    try:
+        load(pair, llm_all, kill)
+        pair.wait_until_alone(alone)
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
     pair.prefill.wait_until_ready()
     pair.wait_until_fetching()
     pair.wait_until_idle()
