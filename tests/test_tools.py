@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 import openai
 import pydantic
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from backend.config import BUNDLED_MODEL
 from backend.errors import RequestError
@@ -17,7 +19,9 @@ from backend.structured_outputs import StructuredOutputs
 from backend.text import TextStream, Tokenizer
 from backend.tools import FORMATS, ToolFormat, Tools, find_format, read_history, takes_one_call
 from client import Client, GenerateError
+from client.gateway.answers import Answer
 from client.gateway.forms import ChatForm
+from client.gateway.metrics import Metrics
 from client.gateway.openai import ChatRequest
 from client.gateway.tool_calls import AnswerParser
 from client.messages import Chunk
@@ -437,6 +441,22 @@ TOOLS = [
     }
     for name in ("get_weather", "get_time")
 ]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_call_that_comes_whole_with_the_answers_end(count):
+    """As from a step of many accepted drafts, or a server that was held up: OpenAI's library tells of a call's end all the same."""
+    request = ChatRequest(messages=ASK, tools=[function("f")], stream=True, return_tokens=True)
+    answer = Answer(None, Metrics(), "m", "x", request)  # type: ignore[arg-type]
+    part = answer._form.write(
+        0, Chunk(write(FORMATS[0], ["f"] * count), [7], ["target"], "stop", speculation={"steps": 1}), {7: b"x"}, is_streamed=True
+    )
+    state = ChatCompletionStreamState(input_tools=request.tools)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in answer._part_event(part).decode().split("\n\n") if line]
+    done = [e.arguments for c in chunks for e in state.handle_chunk(ChatCompletionChunk(**c)) if e.type == "tool_calls.function.arguments.done"]
+    assert done == [ARGUMENTS] * count
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None, "tool_calls"] and chunks[1]["choices"][0]["delta"] == {}
+    assert [i for c in chunks for i in c["choices"][0]["token_ids"]] == [7] and ["speculation" in c["choices"][0] for c in chunks] == [False, True]
 
 
 @pytest.mark.parametrize("choice", ["required", named("get_time")], ids=["required", "named"])

@@ -218,6 +218,10 @@ class Answer(Response):
     def _part_event(self, part: dict[str, Any]) -> bytes:
         """Of a part that says nothing, since its text may turn out to be a call, none."""
         options = self._request.stream_options
+        if part["finish_reason"] and part.get("delta", {}).get("tool_calls"):  # openai's library sees the end of a call in a chunk behind it
+            nothing: dict[str, Any] = {key: [] for key in ("token_ids", "tokens", "token_sources") if key in part}
+            call = {key: value for key, value in part.items() if key != "speculation"}
+            return self._part_event({**call, "finish_reason": None}) + self._part_event({**part, **nothing, "delta": {}, "logprobs": None})
         if part.get("delta") == {} and not (part["finish_reason"] or part["logprobs"] or options.continuous_usage_stats or "token_ids" in part):
             return b""
         usage = {"usage": self._usage_body()} if options.continuous_usage_stats else {"usage": None} if options.include_usage else {}
