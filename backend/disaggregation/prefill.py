@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import Counter, deque
@@ -20,6 +19,7 @@ from backend.disaggregation.inheritance import Inheritance
 from backend.disaggregation.node import BLOCK_MS, JOIN_SECONDS, RETRY_SECONDS, Node, as_pairs, time_of
 from backend.disaggregation.node_transfer import NodeTransfer
 from backend.disaggregation.records import Job, Message, RecordError, probs_to_pages, read_job
+from backend.disaggregation.slow_jobs import SlowJobs
 from backend.engine import Engine
 from backend.errors import CapacityError, EngineError, RequestError
 
@@ -70,9 +70,7 @@ class PrefillService:
         being served its reads would not end, and its own pages not come back. The engine thread's."""
         self._stopped: deque[str] = deque(maxlen=MAX_STOPPED)
         self._inheritance = Inheritance(node, self._can_do)
-        self._slow: queue.SimpleQueue[tuple[Job, bytes] | None] = queue.SimpleQueue()
-        self._slow_ids: set[bytes] = set()
-        """Jobs whose grammar is compiled, or waits to be, by their entries in the stream."""
+        self._slow = SlowJobs(self._take_slow)
         self.results: Counter[str] = Counter()
         """Jobs by what became of them: done, or why they failed."""
         self.num_expired_leases = 0
@@ -82,14 +80,14 @@ class PrefillService:
         """Of jobs that wait, or were taken since the heartbeat before the last one: the greatest age."""
         self._taken_seconds = 0.0
         """The greatest age of those that were taken since the last heartbeat, when they were."""
-        threads = {"jobs": self._take_jobs, "forms": self._take_slow, "pages": self._serve}
-        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in threads.items()]
+        own = {"jobs": self._take_jobs, "pages": self._serve}
+        self._threads = [self._slow.thread, *(threading.Thread(target=run, name=name, daemon=True) for name, run in own.items())]
         self._has_offers = threading.Event()
         engine.hand_overs.sink = self
 
     @property
     def num_open(self) -> int:
-        return len(self._open) + len(self._slow_ids)
+        return len(self._open) + len(self._slow)
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +101,7 @@ class PrefillService:
     def stop(self) -> None:
         """After the node was."""
         self._has_offers.set()
-        self._slow.put(None)
+        self._slow.stop()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(BLOCK_MS / 1000 + JOIN_SECONDS)
@@ -155,7 +153,7 @@ class PrefillService:
                 self._node.wait(RETRY_SECONDS)
 
     def _has_room(self) -> bool:
-        return self._engine.room > len(self._slow_ids)
+        return self._engine.room > len(self._slow)
 
     def _make_group(self) -> None:
         import redis
@@ -182,13 +180,10 @@ class PrefillService:
             return "method", f"method {method} is not loaded; loaded: {', '.join(sorted(loaded))}"
         return None
 
-    def _take_slow(self) -> None:
-        while (item := self._slow.get()) is not None and not self._node.is_stopping:
-            job, entry_id = item
-            taken = self._alone(self._begin, entry_id, job)
-            self._slow_ids.discard(entry_id)
-            if taken is not None:
-                self._tell(taken, "taken", is_urgent=False)
+    def _take_slow(self, entry_id: bytes, job: Job) -> None:
+        taken = self._alone(self._begin, entry_id, job)
+        if taken is not None:
+            self._tell(taken, "taken", is_urgent=False)
 
     def _alone(self, take: Callable[[bytes, Content], _Open | None], entry_id: bytes, content: Content) -> _Open | None:
         """Whatever is wrong with a job, those that came with it are taken."""
@@ -210,8 +205,7 @@ class PrefillService:
         self._taken_seconds = max(self._taken_seconds, self._age_of(entry_id))
         if job.request.params.structured_outputs is None:
             return self._begin(entry_id, job)
-        self._slow_ids.add(entry_id)
-        self._slow.put((job, entry_id))
+        self._slow.put(entry_id, job)
         return None
 
     def _age_of(self, entry_id: bytes) -> float:
