@@ -1,17 +1,81 @@
-"""Attention of prompts of any length over their gathered keys, by torch's flash attention with packed queries and keys (Dao 2023)."""
+"""Attention of prompts of any length over their gathered keys, with packed queries and keys: on Hopper GPUs by prompt_attention.cu, else by torch's
+flash attention (Dao 2023)."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from kernels._load import ELEMENTS, gpu_of, load
 from kernels.reference.attention import token_rows
 from kernels.reference.e4m3 import read_rows
+from kernels.tensor_map import tensor_map
 
 MAX_QUERIES = 1024
 """Of a prompt, that are computed together where scores are held whole."""
 MAX_HEAD_DIM = 256
 """That flash attention takes."""
+
+
+ROWS, LINE = 128, 64
+"""Queries, and keys, that a block takes at a time, and elements of a row that are copied at once; kernels/prompt_attention.cu."""
+STAGES = 2
+MAX_PROMPTS = 1024
+SIZES = ((64, 64), (128, 128), (192, 128))
+"""Of a head's queries and keys, and of its values."""
+
+
+def takes_sizes(query: torch.Tensor, value_size: int) -> bool:
+    """Whether prompt_attention.cu is compiled for queries [T, H, D] and values of so many numbers."""
+    is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return is_half and (query.shape[2], value_size) in SIZES and gpu_of(query.device).generation == 9
+
+
+def can_attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_prompts: int) -> bool:
+    """Whether prompt_attention.cu takes queries [T, H, D], keys [K, Hkv, D] and values [K, Hkv, V]."""
+    return (
+        takes_sizes(query, values.shape[2])
+        and keys.shape == (*values.shape[:2], query.shape[2])
+        and query.shape[1] % keys.shape[1] == 0
+        and len(query) > 0
+        and num_prompts <= MAX_PROMPTS
+        and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (query, keys, values))
+    )
+
+
+def attend_causally(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cu_queries: torch.Tensor,
+    cu_keys: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Queries [T, H, D] of prompts whose rows begin at cu_queries [N + 1] int32, over their keys [K, Hkv, D] and values [K, Hkv, V] from cu_keys
+    [N + 1] on -> [T, H, V].
+
+    A prompt's last query sees all of its keys, the one before all but the last, and so on, and none of them more than `window`. Raises ValueError
+    for what `can_attend` refuses.
+    """
+    if not can_attend(query, keys, values, len(cu_queries) - 1):
+        raise ValueError(
+            f"attend_causally: query {tuple(query.shape)} {query.dtype}, keys {tuple(keys.shape)}, values {tuple(values.shape)} do not fit"
+        )
+    num_heads, num_kv, value_size = query.shape[1], keys.shape[1], values.shape[2]
+    out = query.new_empty(len(query), num_heads, value_size)
+    item = query.element_size()
+    maps = [
+        tensor_map(x.data_ptr(), x.dtype, (x.shape[2], x.shape[1], len(x)), (x.shape[2] * item, x.shape[1] * x.shape[2] * item), (LINE, 1, ROWS))
+        for x in (query, keys, values)
+    ]
+    size = query.shape[2]
+    shared = (size + STAGES * (size + value_size)) * ROWS * item + 1024
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[query.dtype], "HEAD": size, "VALUE": value_size}
+    kernel = load(query.device, "prompt_attention", "prompt_attention", defines, shared, programmatic=True)
+    grid = (gpu_of(query.device).num_multiprocessors, 1)
+    kernel(grid, (384, 1, 1), *maps, out, cu_queries, cu_keys, len(cu_queries) - 1, num_heads, num_kv, window or 0, scale)
+    return out
 
 
 def _up(latents: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -71,7 +135,7 @@ class PromptAttention:
         latents = self._gather(pages, query.dtype)[:, 0]
         own, shared = latents[:, :rank], latents[:, rank:]
         size = query.shape[2]
-        if value_size > size:
+        if value_size > size or takes_sizes(query, value_size):
             values = F.linear(own, value_up.flatten(0, 1)).view(-1, num_heads, value_size)
         else:  # flash attention wants keys and values of one size
             values = _up(own, value_up, size)
@@ -84,6 +148,8 @@ class PromptAttention:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None, cap: float | None
     ) -> torch.Tensor:
         size = query.shape[2]
+        if cap is None and can_attend(query, keys, values, len(self._cu_queries) - 1):
+            return attend_causally(query, keys, values, self._cu_queries, self._cu_keys, scale, window)
         if query.dtype == torch.float32 or cap is not None or size % 8 or size > MAX_HEAD_DIM or values.shape[2] != size:
             return self._attend_exactly(query, keys, values, scale, window, cap)
         lens = (self._cu_queries, self._cu_keys, self._max_queries, self._max_keys)

@@ -1,0 +1,100 @@
+"""Attention of prompts on Hopper GPUs against its formula in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels._load import gpu_of
+from kernels.prompt_attention import attend_causally
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or gpu_of(torch.device("cuda")).generation != 9, reason="needs a Hopper GPU")
+DEVICE = torch.device("cuda")
+# Of prompts: queries, and keys, of which the queries are the last.
+PROMPTS = [
+    [(1, 1)],
+    [(128, 128)],
+    [(129, 129), (127, 127)],
+    [(1, 700), (64, 64), (300, 301), (5, 2000)],
+    [(512, 512)] * 4,
+    [(100, 4000), (1000, 1000), (17, 17)],
+    [(3, 3)] * 70,
+    [(2048, 6144)],
+]
+
+
+def exactly(query, keys, values, queries, lens, scale, window):
+    """In float32, a prompt after the other."""
+    out, first, begin = query.new_empty(*query.shape[:2], values.shape[2], dtype=torch.float32), 0, 0
+    group = query.shape[1] // keys.shape[1]
+    for count, length in zip(queries, lens, strict=True):
+        q = query[first : first + count].float().transpose(0, 1)
+        k, v = (x[begin : begin + length].float().repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values))
+        newest = torch.arange(length - count, length, device=query.device)[:, None]
+        places = torch.arange(length, device=query.device)
+        is_seen = places <= newest
+        if window is not None:
+            is_seen &= places > newest - window
+        chances = (q @ k.transpose(1, 2) * scale).masked_fill(~is_seen, float("-inf")).softmax(dim=-1)
+        out[first : first + count] = (chances @ v).transpose(0, 1)
+        first, begin = first + count, begin + length
+    return out
+
+
+def make(prompts, num_heads, num_kv, size, dtype, value_size=None):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    queries, lens = zip(*prompts, strict=True)
+    shapes = ((sum(queries), num_heads, size), (sum(lens), num_kv, size), (sum(lens), num_kv, value_size or size))
+    query, keys, values = (torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for shape in shapes)
+    bounds = [torch.tensor([0, *own], device=DEVICE).cumsum(0).int() for own in (queries, lens)]
+    return query, keys, values, *bounds
+
+
+@pytest.mark.parametrize("prompts", PROMPTS, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv", "size", "value_size"), [(8, 2, 128, 128), (4, 4, 64, 64), (3, 1, 128, 128), (4, 4, 192, 128)])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 1000])
+def test_as_the_formula(prompts, num_heads, num_kv, size, value_size, window):
+    for dtype in (torch.bfloat16, torch.float16):
+        query, keys, values, cu_queries, cu_keys = make(prompts, num_heads, num_kv, size, dtype, value_size)
+        found = attend_causally(query, keys, values, cu_queries, cu_keys, size**-0.5, window)
+        expected = exactly(query, keys, values, *zip(*prompts, strict=True), size**-0.5, window)
+        torch.testing.assert_close(found.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 4e-3, rtol=2e-2)
+
+
+def test_large_scores():
+    query, keys, values, *bounds = make([(300, 500)], 4, 2, 128, torch.bfloat16)
+    found = attend_causally(query * 30, keys, values, *bounds, 1.0)
+    torch.testing.assert_close(found.float(), exactly(query * 30, keys, values, [300], [500], 1.0, None), atol=3e-2, rtol=3e-2)
+
+
+def test_others_values_are_nobodys():
+    """What is not finite in one prompt is seen by none but that one's queries."""
+    prompts = [(200, 200), (77, 77), (130, 333), (40, 40)]
+    query, keys, values, *bounds = make(prompts, 4, 2, 128, torch.bfloat16)
+    before = attend_causally(query, keys, values, *bounds, 0.1)
+    begin = 0
+    for number, (_, length) in enumerate(prompts):
+        if number % 2:
+            keys[begin : begin + length], values[begin : begin + length] = float("nan"), float("inf")
+        begin += length
+    after = attend_causally(query, keys, values, *bounds, 0.1)
+    first = 0
+    for number, (count, _) in enumerate(prompts):
+        if not number % 2:
+            assert torch.equal(after[first : first + count], before[first : first + count])
+        else:
+            assert not after[first : first + count].isfinite().any()
+        first += count
+
+
+def test_captured_and_repeated():
+    query, keys, values, *bounds = make([(700, 900), (33, 33)], 8, 2, 128, torch.bfloat16)
+    expected = attend_causally(query, keys, values, *bounds, 0.1)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outs = [attend_causally(query, keys, values, *bounds, 0.1) for _ in range(5)]
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
