@@ -1,10 +1,11 @@
-// Attention of prompts over gathered keys and values: causal, with a window, several queries' heads to one of the keys' (FlashAttention-3, Shah et al. 2024).
+// Attention of prompts over their pages of keys and values, or over what was gathered of them: causal, with a window, several queries' heads to one of the keys' (FlashAttention-3, Shah et al. 2024).
 //
 // A block takes 128 queries of one head at a time: a thread of its first warpgroup copies them and 128 keys and values after another to shared
 // memory (bulk tensor copies), each of two further warpgroups has 64 queries. While the values' product with one block's probabilities runs,
 // the next block's scores are made. Keys are walked from the last block on, so that what is masked comes first.
 //
-// ELEMENT: __nv_bfloat16 or __half; HEAD: 64, 128 or 192, of queries and keys; VALUE: 64 or 128, of values.
+// ELEMENT: __nv_bfloat16 or __half; HEAD: 64, 128 or 192, of queries and keys; VALUE: 64 or 128, of values; PAGE: tokens of a page, which divide KEYS
+// or are a multiple of it; 0: keys and values are gathered.
 #include "dense.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define CLUSTER 1
@@ -41,6 +42,19 @@ __device__ __forceinline__ uint64_t describe_columns(uint32_t shared) {
   return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(PART_BYTES >> 4) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
+#if PAGE
+constexpr int BOX = PAGE < KEYS ? PAGE : KEYS, BOXES = KEYS / BOX, MOST_PARTS = (HEAD > VALUE ? HEAD : VALUE) / 64;
+static_assert(BOX * BOXES == KEYS && (PAGE % KEYS == 0 || BOX == PAGE) && BOX % 8 == 0, "pages are whole parts of a block, or the other way around");
+static_assert(BOXES * MOST_PARTS <= 32, "a lane for each copy");
+
+// 64 columns of a head of some neighbouring tokens of a page.
+__device__ __forceinline__ void copy_tokens(uint32_t target, const CUtensorMap* map, uint32_t barrier, int column, int head, int token, int page) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
+               "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(token), "r"(page)
+               : "memory");
+}
+#endif
+
 // 64 columns of 128 rows of a head.
 __device__ __forceinline__ void copy_part(uint32_t target, const CUtensorMap* map, uint32_t barrier, int column, int head, int row) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
@@ -66,14 +80,15 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
 
 // One block's work: queries `first` to `first` + 127 of a prompt, of one head.
 struct Tile {
-  int head, query_row, num_queries, key_row, newest, begin, end;
-  // query_row: of the first of these queries; num_queries: of the prompt, from it on; key_row: of the prompt's first key; newest: the key that the first
-  // of these queries sees last; begin, end: blocks of keys
+  int head, query_row, num_queries, newest, begin, end;
+  // query_row: of the first of these queries; num_queries: of the prompt, from it on; newest: the key that the first of these queries sees last;
+  // begin, end: blocks of keys
+  int keys;  // row of the prompt's first key; with pages: where the page table has the prompt's
 };
 
 struct Walk {
-  const int *cu_queries, *cu_keys, *cu_tiles;
-  int num_prompts, num_heads, window, num_tiles;
+  const int *cu_queries, *cu_keys, *requests, *cu_tiles;
+  int num_prompts, num_heads, window, num_tiles, table_width;
 
   // A prompt's last queries, which see most, come first; its heads beside each other, as those that share keys read them once from the memory.
   __device__ __forceinline__ bool find(int number, Tile& tile) const {
@@ -87,9 +102,11 @@ struct Walk {
     const int own = number - cu_tiles[low], count = (cu_tiles[low + 1] - cu_tiles[low]) / num_heads;
     const int block = count - 1 - own / num_heads, first = block * QUERIES;
     const int query_begin = __ldg(cu_queries + low), length = __ldg(cu_queries + low + 1) - query_begin;
-    const int key_begin = __ldg(cu_keys + low), num_keys = __ldg(cu_keys + low + 1) - key_begin;
+    if constexpr (PAGE) tile.keys = __ldg(requests + low) * table_width;
+    else tile.keys = __ldg(cu_keys + low);
+    const int num_keys = PAGE ? __ldg(cu_keys + low) : __ldg(cu_keys + low + 1) - tile.keys;
     tile.head = own % num_heads;
-    tile.query_row = query_begin + first, tile.num_queries = length - first, tile.key_row = key_begin;
+    tile.query_row = query_begin + first, tile.num_queries = length - first;
     tile.newest = num_keys - length + first;
     const int last = min(num_keys, tile.newest + QUERIES);
     tile.begin = window > 0 ? max(0, tile.newest - window + 1) / KEYS : 0;
@@ -98,11 +115,12 @@ struct Walk {
   }
 };
 
-// Grid: blocks that take turns. queries [T, num_heads, HEAD], out [T, num_heads, VALUE]; keys [S, num_kv, HEAD], values [S, num_kv, VALUE]; cu_queries, cu_keys [num_prompts + 1]; window: how many
-// keys a query sees at most, its own with them, 0: all.
+// Grid: blocks that take turns. queries [T, num_heads, HEAD], out [T, num_heads, VALUE]; keys [S, num_kv, HEAD], values [S, num_kv, VALUE], or pages of them;
+// cu_queries [num_prompts + 1]; cu_keys: the same, or with pages how many keys each prompt has [num_prompts], and requests [num_prompts]: their rows of page_table;
+// window: how many keys a query sees at most, its own with them, 0: all.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prompt_attention(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap keys, const __grid_constant__ CUtensorMap values,
-                     Element* out, const int* cu_queries, const int* cu_keys, int num_prompts, int num_heads, int num_kv, int window, float scale) {
+                     Element* out, const int* cu_queries, const int* cu_keys, const int* requests, const int* page_table, int table_width, int num_prompts, int num_heads, int num_kv, int window, float scale) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 + 4 * STAGES];
   __shared__ int cu_tiles[MAX_PROMPTS + 1];
@@ -137,27 +155,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) cu_tiles[0] = 0;
   }
   __syncthreads();
-  const Walk walk = {cu_queries, cu_keys, cu_tiles, num_prompts, num_heads, window, cu_tiles[num_prompts]};
+  const Walk walk = {cu_queries, cu_keys, requests, cu_tiles, num_prompts, num_heads, window, cu_tiles[num_prompts], table_width};
   const int heads_of_key = num_heads / num_kv;
   Tile tile;
 
   if (threadIdx.x < 128) {
     keep_registers<24>();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32) {
+      const bool is_first = threadIdx.x == 0;
       int stage = 0, parity = 0, query_parity = 0;
-      const auto copy = [&](uint32_t place, const CUtensorMap* map, uint32_t barrier, int size, int head, int row) {
+      const auto copy = [&](uint32_t place, const CUtensorMap* map, uint32_t barrier, int size, int head, int row) {  // by one thread
         arrive_expecting(barrier, size / 64 * PART_BYTES);
         for (int part = 0; part < size / 64; ++part) copy_part(place + part * PART_BYTES, map, barrier, part * 64, head, row);
       };
+      const auto copy_keys = [&](uint32_t place, const CUtensorMap* map, uint32_t full, uint32_t empty, int size, int head, int block) {
+        await(empty, parity ^ 1);
+#if PAGE
+        if (is_first) arrive_expecting(full, size / 64 * PART_BYTES);
+        __syncwarp();
+        const int box = threadIdx.x % BOXES, part = threadIdx.x / BOXES, token = block * KEYS + box * BOX;
+        if (part < size / 64) {
+          const int page = __ldg(page_table + tile.keys + min(token / PAGE, table_width - 1));
+          copy_tokens(place + part * PART_BYTES + box * BOX * 128, map, full, part * 64, head, token % PAGE, page);
+        }
+#else
+        if (is_first) copy(place, map, full, size, head, tile.keys + block * KEYS);
+#endif
+      };
       for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x, query_parity ^= 1) {
         await(query_empty, query_parity ^ 1);
-        copy(query_place, &queries, query_full, HEAD, tile.head, tile.query_row);
+        if (is_first) copy(query_place, &queries, query_full, HEAD, tile.head, tile.query_row);
         for (int block = tile.end - 1; block >= tile.begin; --block) {
-          const int row = tile.key_row + block * KEYS, head = tile.head / heads_of_key;
-          await(key_empty + 8 * stage, parity ^ 1);
-          copy(key_places + stage * KEY_BYTES, &keys, key_full + 8 * stage, HEAD, head, row);
-          await(value_empty + 8 * stage, parity ^ 1);
-          copy(value_places + stage * VALUE_BYTES, &values, value_full + 8 * stage, VALUE, head, row);
+          const int head = tile.head / heads_of_key;
+          copy_keys(key_places + stage * KEY_BYTES, &keys, key_full + 8 * stage, key_empty + 8 * stage, HEAD, head, block);
+          copy_keys(value_places + stage * VALUE_BYTES, &values, value_full + 8 * stage, value_empty + 8 * stage, VALUE, head, block);
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
       }

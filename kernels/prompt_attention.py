@@ -3,6 +3,8 @@ flash attention (Dao 2023)."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -19,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 ROWS, LINE = 128, 64
 """Queries, and keys, that a block takes at a time, and elements of a row that are copied at once; kernels/prompt_attention.cu."""
-STAGES = 2
+STAGES, MIN_PAGE = 2, 8
 MAX_PROMPTS = 1024
 SIZES = ((64, 64), (128, 128), (192, 128))
 """Of a head's queries and keys, and of its values."""
@@ -32,14 +34,14 @@ def takes_sizes(query: torch.Tensor, value_size: int) -> bool:
 
 
 def can_attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_prompts: int) -> bool:
-    """Whether prompt_attention.cu takes queries [T, H, D], keys [K, Hkv, D] and values [K, Hkv, V]."""
+    """Whether prompt_attention.cu takes queries [T, H, D] and keys [K, Hkv, D], values [K, Hkv, V]: or pages of them [P, page, Hkv, D], [..., V]."""
+    if not takes_sizes(query, values.shape[-1]) or keys.shape != (*values.shape[:-1], query.shape[2]) or not 0 < num_prompts <= MAX_PROMPTS:
+        return False
+    if keys.dim() == 4 and (ROWS % keys.shape[1] and keys.shape[1] % ROWS or keys.shape[1] < MIN_PAGE):
+        return False
+    is_whole = all(x[0].is_contiguous() and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (query, keys, values) if len(x))
     return (
-        takes_sizes(query, values.shape[2])
-        and keys.shape == (*values.shape[:2], query.shape[2])
-        and query.shape[1] % keys.shape[1] == 0
-        and len(query) > 0
-        and num_prompts <= MAX_PROMPTS
-        and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (query, keys, values))
+        is_whole and 0 < len(query) and query.is_contiguous() and query.shape[1] % keys.shape[-2] == 0 and keys.dtype == values.dtype == query.dtype
     )
 
 
@@ -48,34 +50,42 @@ def attend_causally(
     keys: torch.Tensor,
     values: torch.Tensor,
     cu_queries: torch.Tensor,
-    cu_keys: torch.Tensor,
+    lens: torch.Tensor,
     scale: float,
     window: int | None = None,
+    requests: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries [T, H, D] of prompts whose rows begin at cu_queries [N + 1] int32, over their keys [K, Hkv, D] and values [K, Hkv, V] from cu_keys
-    [N + 1] on -> [T, H, V].
+    """Queries [T, H, D] of prompts whose rows begin at cu_queries [N + 1] -> [T, H, V].
 
-    A prompt's last query sees all of its keys, the one before all but the last, and so on, and none of them more than `window`. Raises ValueError
-    for what `can_attend` refuses.
+    Keys [K, Hkv, D] and values [K, Hkv, V], a prompt's from lens [N + 1] on; or pages [P, page, Hkv, D] and [P, page, Hkv, V] of prompts with lens [N]
+    keys, which rows `requests` [N] of page_table [S, M] name; indices are int32. A prompt's last query sees all of its keys, the one before all but
+    the last, and so on, and none of them more than `window`. Raises ValueError for what `can_attend` refuses.
     """
-    if not can_attend(query, keys, values, len(cu_queries) - 1):
+    count = len(cu_queries) - 1
+    if not can_attend(query, keys, values, count) or (keys.dim() == 4) != (page_table is not None):
         raise ValueError(
             f"attend_causally: query {tuple(query.shape)} {query.dtype}, keys {tuple(keys.shape)}, values {tuple(values.shape)} do not fit"
         )
-    num_heads, num_kv, value_size = query.shape[1], keys.shape[1], values.shape[2]
+    num_heads, (num_kv, size), value_size = query.shape[1], keys.shape[-2:], values.shape[-1]
     out = query.new_empty(len(query), num_heads, value_size)
-    item = query.element_size()
-    maps = [
-        tensor_map(x.data_ptr(), x.dtype, (x.shape[2], x.shape[1], len(x)), (x.shape[2] * item, x.shape[1] * x.shape[2] * item), (LINE, 1, ROWS))
-        for x in (query, keys, values)
-    ]
-    size = query.shape[2]
+    page = 0 if page_table is None else keys.shape[1]
+    item, box = query.element_size(), (LINE, 1, min(page, ROWS) or ROWS)
+    maps = [_map(query, (LINE, 1, ROWS)), *(_map(x, box if page_table is None else (*box, 1)) for x in (keys, values))]
     shared = (size + STAGES * (size + value_size)) * ROWS * item + 1024
-    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[query.dtype], "HEAD": size, "VALUE": value_size}
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[query.dtype], "HEAD": size, "VALUE": value_size, "PAGE": page}
     kernel = load(query.device, "prompt_attention", "prompt_attention", defines, shared, programmatic=True)
+    pages = (0, 0, 0) if requests is None or page_table is None else (requests, page_table, page_table.shape[1])
     grid = (gpu_of(query.device).num_multiprocessors, 1)
-    kernel(grid, (384, 1, 1), *maps, out, cu_queries, cu_keys, len(cu_queries) - 1, num_heads, num_kv, window or 0, scale)
+    kernel(grid, (384, 1, 1), *maps, out, cu_queries, lens, *pages, count, num_heads, num_kv, window or 0, scale)
     return out
+
+
+def _map(x: torch.Tensor, box: tuple[int, ...]) -> bytes:
+    """Of a tensor as it lies, innermost dimension first."""
+    sizes = (x.shape[-1], x.shape[-2], *reversed(x.shape[:-2]))
+    strides = (x.stride(-2), *reversed(x.stride()[:-2]))
+    return tensor_map(x.data_ptr(), x.dtype, sizes, tuple(stride * x.element_size() for stride in strides), box)
 
 
 def _up(latents: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
@@ -86,7 +96,8 @@ def _up(latents: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class PromptAttention:
-    """The leading rows of one step that are prompts. Keys and values of all their tokens are gathered for each layer."""
+    """The leading rows of one step that are prompts. Where torch attends, keys and values of all their tokens are gathered for
+    each layer."""
 
     def __init__(
         self,
@@ -100,33 +111,44 @@ class PromptAttention:
         num_keys: int,
     ) -> None:
         """cu_queries [N + 1], seq_lens and request_indices [N]: of the prompts alone; num_keys: the sum of their seq_lens."""
-        count, device = len(seq_lens), seq_lens.device
-        self._max_queries, self._max_keys, self._cu_queries = max_query_len, max_seq_len, cu_queries
-        self._cu_keys = torch.zeros(count + 1, dtype=torch.int32, device=device)
-        torch.cumsum(seq_lens, 0, out=self._cu_keys[1:])
-        keys = torch.arange(num_keys, dtype=torch.int32, device=device)
-        # Should a prompt compute nothing after all, then some keys are nobody's: they are read from anywhere.
-        owners = torch.searchsorted(self._cu_keys[1:], keys, right=True).clamp_(max=count - 1)
-        places = keys - self._cu_keys[owners]
-        numbers = (places // page_size).clamp_(max=page_table.shape[1] - 1)
-        self._pages = page_table[request_indices[owners].long(), numbers.long()].long()
-        self._offsets = places % page_size
+        self._max_queries, self._max_keys, self._num_keys = max_query_len, max_seq_len, num_keys
+        self._cu_queries, self._lens, self._requests, self._table, self._page_size = cu_queries, seq_lens, request_indices, page_table, page_size
         self._slots: dict[int, torch.Tensor] = {}
         """KV slots of the keys, by the stride of the plane's pages."""
         self._bounds: tuple[list[int], list[int]] | None = None
+
+    @functools.cached_property
+    def _cu_keys(self) -> torch.Tensor:
+        sums = torch.zeros(len(self._lens) + 1, dtype=torch.int32, device=self._lens.device)
+        torch.cumsum(self._lens, 0, out=sums[1:])
+        return sums
+
+    @functools.cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each key its page, and where it is there."""
+        keys = torch.arange(self._num_keys, dtype=torch.int32, device=self._lens.device)
+        # Should a prompt compute nothing after all, then some keys are nobody's: they are read from anywhere.
+        owners = torch.searchsorted(self._cu_keys[1:], keys, right=True).clamp_(max=len(self._lens) - 1)
+        places = keys - self._cu_keys[owners]
+        numbers = (places // self._page_size).clamp_(max=self._table.shape[1] - 1)
+        return self._table[self._requests[owners].long(), numbers.long()].long(), places % self._page_size
 
     def _gather(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A plane [P, page, Hkv, D] -> what it has of the keys [K, Hkv, D]; of e4m3 in `dtype`, without their scales."""
         rows = token_rows(pages)
         stride = pages.stride(0) // rows.shape[1]
         if stride not in self._slots:
-            self._slots[stride] = (self._pages * stride + self._offsets).clamp_(0, len(rows) - 1)
+            page_ids, offsets = self._places
+            self._slots[stride] = (page_ids * stride + offsets).clamp_(0, len(rows) - 1)
         return read_rows(rows, self._slots[stride], dtype).view(-1, *pages.shape[2:])
 
     def attend(
         self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, window: int | None = None, cap: float | None = None
     ) -> torch.Tensor:
         """See `kernels.step_attention.append_attention`."""
+        if cap is None and can_attend(query, key_pages, value_pages, len(self._lens)):
+            scale = query.shape[2] ** -0.5
+            return attend_causally(query, key_pages, value_pages, self._cu_queries, self._lens, scale, window, self._requests, self._table)
         return self._attend(query, self._gather(key_pages, query.dtype), self._gather(value_pages, query.dtype), query.shape[2] ** -0.5, window, cap)
 
     def attend_latents(self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, value_up: torch.Tensor, scale: float) -> torch.Tensor:
@@ -148,7 +170,7 @@ class PromptAttention:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None, cap: float | None
     ) -> torch.Tensor:
         size = query.shape[2]
-        if cap is None and can_attend(query, keys, values, len(self._cu_queries) - 1):
+        if cap is None and can_attend(query, keys, values, len(self._lens)):
             return attend_causally(query, keys, values, self._cu_queries, self._cu_keys, scale, window)
         if query.dtype == torch.float32 or cap is not None or size % 8 or size > MAX_HEAD_DIM or values.shape[2] != size:
             return self._attend_exactly(query, keys, values, scale, window, cap)

@@ -37,7 +37,7 @@ DEFINES = {
     "latent": {"ELEMENT": "__nv_bfloat16", "SPLIT": 4, "STEPS": 4},
     "linear": {"ELEMENT": "__nv_bfloat16", "TOKENS": 8, "TILES": 2, "SHARED": 136 * 1024, "NORM": 4096, "GATED": 0},
     "ngram": {"THREADS": 512},
-    "prompt_attention": {"ELEMENT": "__nv_bfloat16", "HEAD": 192, "VALUE": 128},
+    "prompt_attention": {"ELEMENT": "__nv_bfloat16", "HEAD": 128, "VALUE": 128, "PAGE": 16},
     "route": {"ELEMENT": "__nv_bfloat16"},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
     "quantized_expand": {"ELEMENT": "__nv_bfloat16", "KIND": 1, "ZEROS": 0},

@@ -61,6 +61,36 @@ def test_as_the_formula(prompts, num_heads, num_kv, size, value_size, window):
         torch.testing.assert_close(found.float(), expected, atol=2e-2 if dtype == torch.bfloat16 else 4e-3, rtol=2e-2)
 
 
+def spread(x, lens, page, table, num_planes=3):
+    """Rows of prompts [K, H, D] -> pages [P, page, H, D] as `table` [N, M] has them, between pages of others; what nobody wrote is not a number."""
+    pages = torch.full((int(table.max()) + 1, num_planes, page, *x.shape[1:]), float("nan"), device=x.device, dtype=x.dtype)[:, 1]
+    begin = 0
+    for row, length in zip(table.tolist(), lens, strict=True):
+        for place in range(length):
+            pages[row[place // page], place % page] = x[begin + place]
+        begin += length
+    return pages
+
+
+@pytest.mark.parametrize("page", [8, 16, 64, 128, 256])
+@pytest.mark.parametrize("window", [None, 90])
+def test_pages(page, window):
+    prompts = [(130, 300), (5, 700), (64, 64), (1, 1), (257, 257)]
+    queries, lens = zip(*prompts, strict=True)
+    query, keys, values, cu_queries, _ = make(prompts, 4, 2, 128, torch.bfloat16)
+    width = max(-(-length // page) for length in lens) + 1
+    order = torch.randperm(len(lens) * width, generator=torch.Generator().manual_seed(3)).view(len(lens), width)
+    requests = [6, 1, 4, 0, 3]
+    table = torch.full((8, width), 2**30, dtype=torch.int32, device=DEVICE)  # behind a request's pages may be anything
+    for place, (number, length) in enumerate(zip(requests, lens, strict=True)):
+        table[number, : -(-length // page)] = order[place, : -(-length // page)].to(DEVICE, torch.int32)
+    stored = [spread(x, lens, page, order) for x in (keys, values)]
+    own = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (lens, requests)]
+    found = attend_causally(query, *stored, cu_queries, own[0], 0.1, window, own[1], table)
+    expected = exactly(query, keys, values, queries, lens, 0.1, window)
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
+
+
 def test_large_scores():
     query, keys, values, *bounds = make([(300, 500)], 4, 2, 128, torch.bfloat16)
     found = attend_causally(query * 30, keys, values, *bounds, 1.0)
