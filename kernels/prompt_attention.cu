@@ -4,7 +4,7 @@
 // memory (bulk tensor copies), each of two further warpgroups has 64 queries. While the values' product with one block's probabilities runs,
 // the next block's scores are made. Keys are walked from the last block on, so that what is masked comes first.
 //
-// ELEMENT: __nv_bfloat16 or __half; HEAD: 64, 128 or 192, of queries and keys; VALUE: 64 or 128, of values; PAGE: tokens of a page, which divide KEYS
+// ELEMENT: __nv_bfloat16 or __half; HEAD: 64, 128, 192 or 256, of queries and keys; VALUE: 64, 128 or 256, of values; PAGE: tokens of a page, which divide KEYS
 // or are a multiple of it; 0: keys and values are gathered.
 #include "dense.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -15,13 +15,14 @@
 
 using Element = ELEMENT;
 
-constexpr int QUERIES = 128, KEYS = 128, GROUPS = 2, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128, STAGES = 2;
-constexpr int PART_BYTES = 128 * 128;  // 64 columns of 128 rows
-constexpr int KEY_BYTES = HEAD / 64 * PART_BYTES, VALUE_BYTES = VALUE / 64 * PART_BYTES;
+constexpr int QUERIES = 128, KEYS = HEAD > 192 ? 64 : 128, GROUPS = 2, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128, STAGES = 2;
+constexpr int QUERY_PART = QUERIES * 128, PART_BYTES = KEYS * 128;  // 64 columns of a block's rows
+constexpr int QUERY_BYTES = HEAD / 64 * QUERY_PART, KEY_BYTES = HEAD / 64 * PART_BYTES, VALUE_BYTES = VALUE / 64 * PART_BYTES;
+constexpr int PIECE = VALUE > 128 ? 128 : VALUE, PIECES = VALUE / PIECE;  // of values' columns, in a product
 constexpr int MAX_PROMPTS = 1024;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// c += a b, b [16, VALUE] with its columns contiguous: `b` describes rows of 128 bytes, and where the next 64 columns begin.
+// c += a b, b [16, PIECE] with its columns contiguous: `b` describes rows of 128 bytes, and where the next 64 columns begin.
 #define TRANSPOSED(TYPE, N, REGISTERS, P0, P1, P2, P3, P4)                                                                     \
   "wgmma.mma_async.sync.aligned.m64" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", 1, 1, 1, 1;\n"
 #define ADD_TRANSPOSED(COUNT, N, REGISTERS, SUMS, P0, P1, P2, P3, P4)                                                          \
@@ -125,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ __align__(8) uint64_t barriers[2 + 4 * STAGES];
   __shared__ int cu_tiles[MAX_PROMPTS + 1];
   const uint32_t base = (uint32_t(__cvta_generic_to_shared(dynamic_memory)) + 1023) & ~1023u;
-  const uint32_t query_place = base, key_places = base + KEY_BYTES, value_places = key_places + STAGES * KEY_BYTES;
+  const uint32_t query_place = base, key_places = base + QUERY_BYTES, value_places = key_places + STAGES * KEY_BYTES;
   const uint32_t query_full = uint32_t(__cvta_generic_to_shared(barriers)), query_empty = query_full + 8;
   const uint32_t key_full = query_empty + 8, key_empty = key_full + 8 * STAGES, value_full = key_empty + 8 * STAGES, value_empty = value_full + 8 * STAGES;
   launch_dependents();
@@ -164,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < 32) {
       const bool is_first = threadIdx.x == 0;
       int stage = 0, parity = 0, query_parity = 0;
-      const auto copy = [&](uint32_t place, const CUtensorMap* map, uint32_t barrier, int size, int head, int row) {  // by one thread
-        arrive_expecting(barrier, size / 64 * PART_BYTES);
-        for (int part = 0; part < size / 64; ++part) copy_part(place + part * PART_BYTES, map, barrier, part * 64, head, row);
+      const auto copy = [&](uint32_t place, const CUtensorMap* map, uint32_t barrier, int size, int part_bytes, int head, int row) {  // by one thread
+        arrive_expecting(barrier, size / 64 * part_bytes);
+        for (int part = 0; part < size / 64; ++part) copy_part(place + part * part_bytes, map, barrier, part * 64, head, row);
       };
       const auto copy_keys = [&](uint32_t place, const CUtensorMap* map, uint32_t full, uint32_t empty, int size, int head, int block) {
         await(empty, parity ^ 1);
@@ -179,12 +180,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           copy_tokens(place + part * PART_BYTES + box * BOX * 128, map, full, part * 64, head, token % PAGE, page);
         }
 #else
-        if (is_first) copy(place, map, full, size, head, tile.keys + block * KEYS);
+        if (is_first) copy(place, map, full, size, PART_BYTES, head, tile.keys + block * KEYS);
 #endif
       };
       for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x, query_parity ^= 1) {
         await(query_empty, query_parity ^ 1);
-        if (is_first) copy(query_place, &queries, query_full, HEAD, tile.head, tile.query_row);
+        if (is_first) copy(query_place, &queries, query_full, HEAD, QUERY_PART, tile.head, tile.query_row);
         for (int block = tile.end - 1; block >= tile.begin; --block) {
           const int head = tile.head / heads_of_key;
           copy_keys(key_places + stage * KEY_BYTES, &keys, key_full + 8 * stage, key_empty + 8 * stage, HEAD, head, block);
@@ -204,17 +205,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (lane == 0) arrive(barrier);
   };
   for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x, query_parity ^= 1) {
-    float sums[VALUE / 2], scores[KEYS / 2], most[2] = {-INFINITY, -INFINITY}, totals[2] = {0, 0};
+    float sums[PIECES][PIECE / 2], scores[KEYS / 2], most[2] = {-INFINITY, -INFINITY}, totals[2] = {0, 0};
     uint32_t chances[KEYS / 16][4];
 #pragma unroll
-    for (int i = 0; i < VALUE / 2; ++i) sums[i] = 0;
+    for (int i = 0; i < VALUE / 2; ++i) sums[i * 2 / PIECE][i % (PIECE / 2)] = 0;
 
     const auto ask = [&](int from) {  // scores of the keys in this stage; not awaited
       await(key_full + 8 * from, parity);
       begin_products();
 #pragma unroll
       for (int k = 0; k < HEAD / 16; ++k)
-        multiply<Element>(scores, describe(query_place + group * 64 * 128 + k / 4 * PART_BYTES) + 2 * (k % 4),
+        multiply<Element>(scores, describe(query_place + group * 64 * 128 + k / 4 * QUERY_PART) + 2 * (k % 4),
                           describe(key_places + from * KEY_BYTES + k / 4 * PART_BYTES) + 2 * (k % 4), k > 0);
       end_products();
     };
@@ -260,12 +261,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     const auto rescale = [&] {
 #pragma unroll
-      for (int i = 0; i < VALUE / 2; ++i) sums[i] *= factors[i % 4 / 2];
+      for (int i = 0; i < VALUE / 2; ++i) sums[i * 2 / PIECE][i % (PIECE / 2)] *= factors[i % 4 / 2];
     };
     const auto add_values = [&](int from) {  // not awaited
       begin_products();
 #pragma unroll
-      for (int i = 0; i < KEYS / 16; ++i) add_product(sums, chances[i], describe_columns(value_places + from * VALUE_BYTES + i * 16 * 128));
+      for (int i = 0; i < KEYS / 16; ++i)
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece)
+          add_product(sums[piece], chances[i], describe_columns(value_places + from * VALUE_BYTES + piece * 2 * PART_BYTES + i * 16 * 128));
       end_products();
     };
     // Values of nobody, behind a prompt's last key, may be anything: zero times that is to be nothing.
@@ -304,7 +308,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       mask(block);
       weigh();
       await_products<0>();
-      hold(sums);
+#pragma unroll
+      for (int piece = 0; piece < PIECES; ++piece) hold(sums[piece]);
       release(value_empty + 8 * before);
       rescale();
       pack_chances();
@@ -312,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     add_values(stage);
     await_products<0>();
-    hold(sums);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) hold(sums[piece]);
     release(value_empty + 8 * stage);
     if (++stage == STAGES) stage = 0, parity ^= 1;
 
@@ -331,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         uint32_t words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float* pair = sums + (4 * q + i) * 4 + 2 * half;
+          const float* pair = &sums[(4 * q + i) * 8 / PIECE][(4 * q + i) * 8 % PIECE / 2 + 2 * half];
           words[i] = pack(pair[0] * inverse, pair[1] * inverse);
         }
         const int t = lane % 4;

@@ -20,10 +20,12 @@ MAX_HEAD_DIM = 256
 
 
 ROWS, LINE = 128, 64
-"""Queries, and keys, that a block takes at a time, and elements of a row that are copied at once; kernels/prompt_attention.cu."""
-STAGES, MIN_PAGE = 2, 8
+"""Queries that a block takes, and keys at a time (half as many of 256 numbers); elements of a row that are copied at once. As in the kernel."""
+STAGES = 2
+PAGES = (16, 32, 64, 128, 256)
+"""Tokens of a page that is read as it lies."""
 MAX_PROMPTS = 1024
-SIZES = ((64, 64), (128, 128), (192, 128))
+SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Of a head's queries and keys, and of its values."""
 
 
@@ -37,11 +39,11 @@ def can_attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, nu
     """Whether prompt_attention.cu takes queries [T, H, D] and keys [K, Hkv, D], values [K, Hkv, V]: or pages of them [P, page, Hkv, D], [..., V]."""
     if not takes_sizes(query, values.shape[-1]) or keys.shape != (*values.shape[:-1], query.shape[2]) or not 0 < num_prompts <= MAX_PROMPTS:
         return False
-    if keys.dim() == 4 and (ROWS % keys.shape[1] and keys.shape[1] % ROWS or keys.shape[1] < MIN_PAGE):
+    if keys.dim() == 4 and (keys.shape[1] not in PAGES):
         return False
     is_whole = all(x[0].is_contiguous() and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (query, keys, values) if len(x))
     return (
-        is_whole and 0 < len(query) and query.is_contiguous() and query.shape[1] % keys.shape[-2] == 0 and keys.dtype == values.dtype == query.dtype
+        is_whole and len(query) > 0 and query.is_contiguous() and query.shape[1] % keys.shape[-2] == 0 and keys.dtype == values.dtype == query.dtype
     )
 
 
@@ -58,9 +60,9 @@ def attend_causally(
 ) -> torch.Tensor:
     """Queries [T, H, D] of prompts whose rows begin at cu_queries [N + 1] -> [T, H, V].
 
-    Keys [K, Hkv, D] and values [K, Hkv, V], a prompt's from lens [N + 1] on; or pages [P, page, Hkv, D] and [P, page, Hkv, V] of prompts with lens [N]
-    keys, which rows `requests` [N] of page_table [S, M] name; indices are int32. A prompt's last query sees all of its keys, the one before all but
-    the last, and so on, and none of them more than `window`. Raises ValueError for what `can_attend` refuses.
+    Keys [K, Hkv, D] and values [K, Hkv, V], a prompt's from lens [N + 1] on; or pages [P, page, Hkv, D] and [P, page, Hkv, V] of prompts with
+    lens [N] keys, which rows `requests` [N] of page_table [S, M] name; indices are int32. A prompt's last query sees all of its keys, the one
+    before all but the last, and so on, and none of them more than `window`. Raises ValueError for what `can_attend` refuses.
     """
     count = len(cu_queries) - 1
     if not can_attend(query, keys, values, count) or (keys.dim() == 4) != (page_table is not None):
@@ -70,9 +72,10 @@ def attend_causally(
     num_heads, (num_kv, size), value_size = query.shape[1], keys.shape[-2:], values.shape[-1]
     out = query.new_empty(len(query), num_heads, value_size)
     page = 0 if page_table is None else keys.shape[1]
-    item, box = query.element_size(), (LINE, 1, min(page, ROWS) or ROWS)
+    rows = ROWS if size < 256 else ROWS // 2
+    item, box = query.element_size(), (LINE, 1, min(page, rows) or rows)
     maps = [_map(query, (LINE, 1, ROWS)), *(_map(x, box if page_table is None else (*box, 1)) for x in (keys, values))]
-    shared = (size + STAGES * (size + value_size)) * ROWS * item + 1024
+    shared = (size * ROWS + STAGES * (size + value_size) * rows) * item + 1024
     defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[query.dtype], "HEAD": size, "VALUE": value_size, "PAGE": page}
     kernel = load(query.device, "prompt_attention", "prompt_attention", defines, shared, programmatic=True)
     pages = (0, 0, 0) if requests is None or page_table is None else (requests, page_table, page_table.shape[1])
