@@ -106,6 +106,13 @@ def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
     return reference.add_linear(residual, x, weight, bias)
 
 
+def write_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Puts linear(x, weight, bias) in the place of what out [M, N] has; returns out."""
+    if x.is_cuda and bias is None and not is_skinny(x, weight) and not wide_linear.is_wide(x, weight):
+        return torch.mm(x, weight.t(), out=out)
+    return out.copy_(linear(x, weight, bias))
+
+
 def norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """linear(rms_norm(x, norm_weight, eps), weight, bias).
 

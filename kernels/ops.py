@@ -12,7 +12,7 @@ from kernels.distribution import draw_tokens, probabilities
 from kernels.experts import choose_groups
 from kernels.experts import mix_experts as mix_experts_on_gpu
 from kernels.latent import append_latent
-from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear
+from kernels.linear import add_linear, linear, norm_gated_linear, norm_linear, write_linear
 from kernels.ngram import draft_ngram
 from kernels.norm import rms_norm
 from kernels.quantized import (
@@ -109,5 +109,6 @@ __all__ = [
     "verify_rejection",
     "verify_top_p",
     "verify_tree",
+    "write_linear",
     "write_values",
 ]

@@ -33,8 +33,8 @@ class Residual:
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Adds the product of y to x in place."""
-        if self._post_norm is None and self._ranks.size == 1:
-            self._projection.add_to(x, y)
+        if self._post_norm is None:
+            self._ranks.add_product(x, y, self._projection)
         else:
             add_shares(x, self._projection(y), self._ranks, self._post_norm, self._eps)
 

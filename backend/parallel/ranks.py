@@ -9,7 +9,7 @@ import socket
 import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,16 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 UNIT = 8
 """Tokens of a vocabulary that does not divide go to ranks in so many: products have whole tiles then."""
+
+
+class Projection(Protocol):
+    """What `backend.quantization.Linear` has of a product."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None: ...
+
+    def write_to(self, out: torch.Tensor, x: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,16 @@ class Ranks:
             all_reduce(part, self.peers, x)
         else:
             x.add_(self.all_reduce(part))
+
+    def add_product(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> None:
+        """Adds the sum of the ranks' projection(y) [T, N] to x [T, N], in place."""
+        if self.size > 1 and (self.peers is None or not can_all_reduce(x, self.size)):  # one rank's part has x in it, and nothing is added behind
+            (projection.add_to if self.rank == 0 else projection.write_to)(x, y)
+            self.all_reduce(x)
+        elif self.size > 1:
+            self.add_sum(x, projection(y))
+        else:
+            projection.add_to(x, y)
 
     def gather_vocabulary(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """[R, tokens of this rank] -> [R, count]: what each rank has of its `vocabulary`."""

@@ -51,6 +51,10 @@ class Linear(Protocol):
         """Adds the product to residual [T, out] in place."""
         ...
 
+    def write_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Puts the product in the place of what out [T, out] has."""
+        ...
+
 
 def make_linear(weight: Stored | Sequence[Stored], bias: torch.Tensor | None = None) -> Linear:
     """The projection of weight [out, in], or of several of one input, one below the other, as each is stored; bias [out]."""

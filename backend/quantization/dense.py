@@ -43,6 +43,9 @@ class DenseLinear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         ops.add_linear(residual, x, self.weight, self.bias)
 
+    def write_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        ops.write_linear(out, x, self.weight, self.bias)
+
 
 class TransposedLinear(UnfusedLinear):
     """Dense weights [in, out] in float32, for Intel's processors: MKL reads them once for up to some rows, where it reads those of

@@ -38,6 +38,9 @@ class QuantizedLinear(UnfusedLinear):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         ops.quantized_add_linear(residual, x, self.weight, self.bias)
 
+    def write_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        out.copy_(self(x))
+
 
 def count_written(linear: object) -> int:
     """Weights that a product of this projection may write out at a time."""
