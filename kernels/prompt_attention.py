@@ -57,8 +57,9 @@ def attend_causally(
     window: int | None = None,
     requests: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries [T, H, D] of prompts whose rows begin at cu_queries [N + 1] -> [T, H, V].
+    """Queries [T, H, D] of prompts whose rows begin at cu_queries [N + 1] -> [T, H, V], in `out` if that is given.
 
     Keys [K, Hkv, D] and values [K, Hkv, V], a prompt's from lens [N + 1] on; or pages [P, page, Hkv, D] and [P, page, Hkv, V] of prompts with
     lens [N] keys, which rows `requests` [N] of page_table [S, M] name; indices are int32. A prompt's last query sees all of its keys, the one
@@ -70,7 +71,12 @@ def attend_causally(
             f"attend_causally: query {tuple(query.shape)} {query.dtype}, keys {tuple(keys.shape)}, values {tuple(values.shape)} do not fit"
         )
     num_heads, (num_kv, size), value_size = query.shape[1], keys.shape[-2:], values.shape[-1]
-    out = query.new_empty(len(query), num_heads, value_size)
+    if out is None:
+        out = query.new_empty(len(query), num_heads, value_size)
+    elif out.shape != (len(query), num_heads, value_size) or out.dtype != query.dtype or not out.is_contiguous() or out.data_ptr() % 16:
+        raise ValueError(
+            f"attend_causally: out {tuple(out.shape)} {out.dtype} must be {(len(query), num_heads, value_size)} {query.dtype}, contiguous"
+        )
     page = 0 if page_table is None else keys.shape[1]
     rows = ROWS if size < 256 else ROWS // 2
     item, box = query.element_size(), (LINE, 1, min(page, rows) or rows)
@@ -146,13 +152,21 @@ class PromptAttention:
         return read_rows(rows, self._slots[stride], dtype).view(-1, *pages.shape[2:])
 
     def attend(
-        self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, window: int | None = None, cap: float | None = None
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        window: int | None = None,
+        cap: float | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `kernels.step_attention.append_attention`."""
+        scale = query.shape[2] ** -0.5
         if cap is None and can_attend(query, key_pages, value_pages, len(self._lens)):
-            scale = query.shape[2] ** -0.5
-            return attend_causally(query, key_pages, value_pages, self._cu_queries, self._lens, scale, window, self._requests, self._table)
-        return self._attend(query, self._gather(key_pages, query.dtype), self._gather(value_pages, query.dtype), query.shape[2] ** -0.5, window, cap)
+            pages = (self._requests, self._table)
+            return attend_causally(query, key_pages, value_pages, self._cu_queries, self._lens, scale, window, *pages, out)
+        made = self._attend(query, self._gather(key_pages, query.dtype), self._gather(value_pages, query.dtype), scale, window, cap)
+        return made if out is None else out.copy_(made)
 
     def attend_latents(self, query: torch.Tensor, pages: torch.Tensor, key_up: torch.Tensor, value_up: torch.Tensor, scale: float) -> torch.Tensor:
         """See `kernels.step_attention.latent_attention`: keys and values of all heads are made first."""

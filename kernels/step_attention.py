@@ -201,16 +201,19 @@ class StepAttention:
             return self._decode(query, key_pages, value_pages, window, cap, scales, out)
         assert prompts is not None, "refresh() comes first"
 
-        def attend_prompts() -> torch.Tensor:
-            return attend_scaled(lambda q: prompts.attend(q, key_pages, value_pages, window, cap), query[:first], scales)
+        def attend_prompts(target: torch.Tensor | None) -> torch.Tensor:
+            if scales is None:
+                return prompts.attend(query[:first], key_pages, value_pages, window, cap, target)
+            made = attend_scaled(lambda q: prompts.attend(q, key_pages, value_pages, window, cap), query[:first], scales)
+            return made if target is None else target.copy_(made)
 
         if out is None:
             if len(query) == first:
-                return attend_prompts()
+                return attend_prompts(None)
             out = torch.empty_like(query)
         if self._plain is not None:  # first: a kernel may begin while the keys are written
             self._decode(query, key_pages, value_pages, window, cap, scales, out)
-        out[:first].copy_(attend_prompts())
+        attend_prompts(out[:first])
         return out
 
     def _decode(
