@@ -111,7 +111,7 @@ struct Walk {
     tile.newest = num_keys - length + first;
     const int last = min(num_keys, tile.newest + QUERIES);
     tile.begin = window > 0 ? max(0, tile.newest - window + 1) / KEYS : 0;
-    tile.end = (last + KEYS - 1) / KEYS;
+    tile.end = max(tile.begin + 1, (last + KEYS - 1) / KEYS);  // one at least, as both sides wait for each other there
     return true;
   }
 };
