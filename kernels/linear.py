@@ -1,8 +1,8 @@
 """Projections of few tokens at the speed of the memory, with what comes right before and after them.
 
 A row of a result does not depend on how many rows there are, as long as `linear.cu` computes it: a drafted token is verified with
-the sums that plain decoding would have made. From 17 to 192 tokens it is `wide_linear.cu` on Hopper GPUs; longer products, float32 and odd
-shapes go to torch.
+the sums that plain decoding would have made. From 17 to 192 tokens it is `wide_linear.cu` on Hopper GPUs, and for more `prompt_linear.cu`; other
+GPUs' long products, float32 and odd shapes go to torch.
 
 Weights and norm weights are read before the kernel ahead in the stream has ended: they must not be what that one writes.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels import reference, wide_linear
+from kernels import prompt_linear, reference, wide_linear
 from kernels._load import ELEMENTS, gpu_of, load
 from kernels.activation import silu_mul
 from kernels.norm import rms_norm
@@ -89,7 +89,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     _check("linear", x, weight)
     if is_skinny(x, weight):
         return _launch(x, weight, bias)
-    return wide_linear.launch(x, weight, bias) if wide_linear.is_wide(x, weight) else reference.linear(x, weight, bias)
+    if wide_linear.is_wide(x, weight):
+        return wide_linear.launch(x, weight, bias)
+    return prompt_linear.launch(x, weight, bias) if prompt_linear.is_long(x, weight) else reference.linear(x, weight, bias)
 
 
 def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -101,6 +103,8 @@ def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
         return _launch(x, weight, bias, residual)
     if wide_linear.is_wide(x, weight) and residual.data_ptr() % 16 == 0:
         return wide_linear.launch(x, weight, bias, residual)
+    if prompt_linear.is_long(x, weight) and residual.data_ptr() % 16 == 0:
+        return prompt_linear.launch(x, weight, bias, residual)
     if x.is_cuda and bias is None:
         return residual.addmm_(x, weight.t())  # cuBLAS adds in float32
     return reference.add_linear(residual, x, weight, bias)
@@ -108,6 +112,8 @@ def add_linear(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
 
 def write_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Puts linear(x, weight, bias) in the place of what out [M, N] has; returns out."""
+    if prompt_linear.is_long(x, weight) and out.is_contiguous() and out.data_ptr() % 16 == 0:
+        return prompt_linear.launch(x, weight, bias, out=out)
     if x.is_cuda and bias is None and not is_skinny(x, weight) and not wide_linear.is_wide(x, weight):
         return torch.mm(x, weight.t(), out=out)
     return out.copy_(linear(x, weight, bias))
@@ -135,4 +141,6 @@ def norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, we
         return _launch(x, weight, is_gated=True)
     if wide_linear.is_wide(x, weight, is_gated=True):
         return wide_linear.launch(x, weight, is_gated=True)
+    if prompt_linear.is_long(x, weight, is_gated=True):
+        return prompt_linear.launch(x, weight, is_gated=True)
     return silu_mul(reference.linear(x, weight))

@@ -11,6 +11,7 @@
 #define CLUSTER 1
 #include "cluster.cuh"
 #include "pipeline.cuh"
+#include "transpose.cuh"
 #include "wgmma.cuh"
 
 using Element = ELEMENT;
@@ -340,20 +341,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           const float* pair = &sums[(4 * q + i) * 8 / PIECE][(4 * q + i) * 8 % PIECE / 2 + 2 * half];
           words[i] = pack(pair[0] * inverse, pair[1] * inverse);
         }
-        const int t = lane % 4;
-#pragma unroll
-        for (int i = 0; i < 4; i += 2) {
-          const uint32_t other = __shfl_xor_sync(~0u, t & 1 ? words[i] : words[i + 1], 1);
-          if (t & 1) words[i] = other;
-          else words[i + 1] = other;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint32_t other = __shfl_xor_sync(~0u, t & 2 ? words[i] : words[i + 2], 2);
-          if (t & 2) words[i] = other;
-          else words[i + 2] = other;
-        }
-        if (is_there) *reinterpret_cast<uint4*>(target + (4 * q + t) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+        transpose(words);
+        if (is_there) *reinterpret_cast<uint4*>(target + (4 * q + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
   }

@@ -1,8 +1,9 @@
 """Projections whose inputs are rounded to e4m3 (`round_rows.py`), so that tensor cores take codes on both sides and nothing is unpacked.
 
-Inside `rounding_activations` products with e4m3 weights (w8a8) and with digits of 4 bits (w4a8) are these. On Hopper up to 192 rows are multiplied
-by `wide_linear.cu` where a weight's rows have a scale each, up to 128 or 192 in up to two turns by `wide_quantized.cu` where groups have: a row of a
-result does not depend on how many there are. More rows are cuBLAS's, in e4m3 or, where scales are of groups, as the rounded numbers in bfloat16.
+Inside `rounding_activations` products with e4m3 weights (w8a8) and with digits of 4 bits (w4a8) are these. On Hopper rows are multiplied by
+`wide_linear.cu`, and more than 192 by `prompt_linear.cu`, where a weight's rows have a scale each; where groups have, up to 128 or 192 in up to two
+turns by `wide_quantized.cu`. Up to 192 a row of a result does not depend on how many there are. What is left is cuBLAS's, in e4m3 or, where scales
+are of groups, as the rounded numbers in bfloat16.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextvars import ContextVar
 
 import torch
 
-from kernels import wide_linear, wide_quantized
+from kernels import prompt_linear, wide_linear, wide_quantized
 from kernels._load import gpu_of
 from kernels.activation import silu_mul
 from kernels.quantized_weight import PIECE, QuantizedWeight, is_grouped
@@ -68,10 +69,11 @@ def is_rounded(x: torch.Tensor, weight: QuantizedWeight) -> bool:
     )
 
 
-def _is_wide(num_rows: int, weight: QuantizedWeight, is_gated: bool) -> bool:
+def _has_form(weight: QuantizedWeight, is_gated: bool) -> bool:
+    """Whether kernels of ours multiply codes by this weight."""
     out_size, in_size = weight.codes.shape
     is_fit = in_size % wide_linear.LINE == 0 and out_size % (32 if is_gated else 16) == 0
-    return num_rows <= wide_linear.MAX_TOKENS and is_fit and gpu_of(weight.codes.device).generation == 9
+    return is_fit and gpu_of(weight.codes.device).generation == 9
 
 
 def multiply_rounded(
@@ -86,10 +88,11 @@ def multiply_rounded(
     residual [M, N] in place; gated: silu(gate) * up [M, N / 2]."""
     rounded = round_rows(x, norm)
     operands = (rounded, weight.codes, weight.scales, x.dtype)
-    if _is_wide(len(x), weight, is_gated) and (residual is None or residual.data_ptr() % PIECE == 0):
-        return wide_linear.launch_codes(*operands, bias, residual, is_gated)
-    if _is_wide(len(x), weight, False):
-        made = wide_linear.launch_codes(*operands, bias)
+    launch_codes = wide_linear.launch_codes if len(x) <= wide_linear.MAX_TOKENS else prompt_linear.launch_codes
+    if _has_form(weight, is_gated) and (residual is None or residual.data_ptr() % PIECE == 0):
+        return launch_codes(*operands, bias, residual, is_gated)
+    if _has_form(weight, False):
+        made = launch_codes(*operands, bias)
     else:
         codes, scales = rounded.codes[: len(x)], (rounded.scales, weight.scales.view(1, -1))
         made = torch._scaled_mm(codes, weight.codes.t(), *scales, bias, out_dtype=x.dtype, use_fast_accum=True)

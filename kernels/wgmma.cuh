@@ -1,4 +1,4 @@
-// wgmma.m64nNk16, N a multiple of 16 from 16 to 192: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
+// wgmma.m64nNk16, N a multiple of 16 from 16 to 256: 64 rows of A times N rows of B, both with K contiguous in shared memory (128-byte swizzle), added to float32 sums.
 // ELEMENT: __nv_bfloat16, __half, or E4m3 (k32). Thread i of a warpgroup has rows i / 32 * 16 + i % 32 / 4 (+ 8), as PTX's figure says.
 #pragma once
 #include <cuda_bf16.h>
@@ -33,6 +33,14 @@ struct E4m3 {};  // operands of eight bits: twice as many in the same bytes
 #define S88 S80, EIGHT(80)
 #define R96 R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 #define S96 S88, EIGHT(88)
+#define R104 R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define S104 S96, EIGHT(96)
+#define R112 R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define S112 S104, EIGHT(104)
+#define R120 R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define S120 S112, EIGHT(112)
+#define R128 R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define S128 S120, EIGHT(120)
 // By the number of a thread's sums: c is replaced unless is_added. A lies in shared memory, or is what the warpgroup's threads hold: elements 2t, 2t+1 of
 // rows g and g+8, then 2t+8 and 2t+9 of both; of E4m3 4t to 4t+3 of both, then 4t+16 to 4t+19.
 #define PRODUCT(TYPE, N, REGISTERS, A, B, IS_ADDED, LAST)                                                                                  \
@@ -75,6 +83,10 @@ PRODUCTS(72, "n144", R72, S72, "%72", "%73", "%74", "%75", "%76", "%77")
 PRODUCTS(80, "n160", R80, S80, "%80", "%81", "%82", "%83", "%84", "%85")
 PRODUCTS(88, "n176", R88, S88, "%88", "%89", "%90", "%91", "%92", "%93")
 PRODUCTS(96, "n192", R96, S96, "%96", "%97", "%98", "%99", "%100", "%101")
+PRODUCTS(104, "n208", R104, S104, "%104", "%105", "%106", "%107", "%108", "%109")
+PRODUCTS(112, "n224", R112, S112, "%112", "%113", "%114", "%115", "%116", "%117")
+PRODUCTS(120, "n240", R120, S120, "%120", "%121", "%122", "%123", "%124", "%125")
+PRODUCTS(128, "n256", R128, S128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 // What a thread holds of A: four 8 x 8 parts of 16-bit elements, each lane's address of a row of eight.
 __device__ __forceinline__ void load_fragments(uint32_t address, uint32_t (&words)[4]) {

@@ -26,6 +26,7 @@
 #include "wgmma.cuh"
 
 using Element = ELEMENT;
+#include "product_output.cuh"
 using Operand = std::conditional_t<CODES, E4m3, Element>;
 
 constexpr int STEP = CODES ? 128 : 64;  // elements of K in a stage: a swizzled row of 128 bytes
@@ -46,65 +47,6 @@ static_assert(SPLIT == 1 || OWN * PARTS * CONSUMERS * 16 <= STAGES * STAGE_BYTES
 using Sums = float[PIECES][WGMMA_N / 2];
 // A thread's four of a block of the product: two neighbouring columns of each of two tokens.
 __device__ __forceinline__ float* sum(Sums& sums, int block) { return &sums[block * 8 / WGMMA_N][block * 8 % WGMMA_N / 2]; }
-
-// Word i of lane t of four -> word t of lane i.
-__device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
-  const int lane = threadIdx.x % 4;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t other = __shfl_xor_sync(~0u, lane & 1 ? words[i] : words[i + 1], 1);
-    if (lane & 1) words[i] = other;
-    else words[i + 1] = other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t other = __shfl_xor_sync(~0u, lane & 2 ? words[i] : words[i + 2], 2);
-    if (lane & 2) words[i] = other;
-    else words[i + 2] = other;
-  }
-}
-
-struct Output {
-  Element* out;
-  const Element *bias, *residual;
-  const float* column_scales;
-  int num_tokens, width;
-
-  __device__ __forceinline__ bool has(int token, int n) const { return token < num_tokens && n < width; }
-  // Eight columns of a token. Ahead of the stores, which a later load of the same memory would wait for.
-  __device__ __forceinline__ uint4 load_residual(int token, int n) const {
-    return !GATED && residual && has(token, n) ? __ldcg(reinterpret_cast<const uint4*>(residual + size_t(token) * width + n)) : uint4();
-  }
-  // Two columns' sums of a token whose row has this scale.
-  __device__ __forceinline__ uint32_t round(int n, const float* sums, const float* up_sums, float row_scale) const {
-    float c[2] = {sums[0], sums[1]}, up[2] = {up_sums[0], up_sums[1]};
-    if constexpr (CODES) {
-      const auto scale = [&](float(&v)[2], const float* scales) {
-        const float2 own = n < width ? __ldg(reinterpret_cast<const float2*>(scales + n)) : float2();
-        v[0] *= own.x * row_scale, v[1] *= own.y * row_scale;
-      };
-      scale(c, column_scales);
-      if constexpr (GATED) scale(up, column_scales + width);
-    }
-    Element pair[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if constexpr (GATED) pair[i] = gate_mul(from_float<Element>(c[i]), from_float<Element>(up[i]));
-      else pair[i] = from_float<Element>(bias && n < width ? c[i] + to_float(__ldg(bias + n + i)) : c[i]);
-    }
-    return *reinterpret_cast<const uint32_t*>(pair);
-  }
-  __device__ __forceinline__ void store(int token, int n, const uint32_t (&words)[4], uint4 added) const {
-    if (!has(token, n)) return;
-    Vector<Element> v(make_uint4(words[0], words[1], words[2], words[3]));
-    if (!GATED && residual) {
-      const Vector<Element> before(added);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v.values[i] = from_float<Element>(to_float(before.values[i]) + to_float(v.values[i]));
-    }
-    ::store(out + size_t(token) * width + n, v);
-  }
-};
 
 // Grid: a cluster of SPLIT a tile, or without SPLIT blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; scales
 // of codes: of the weights' rows [N], of x's [M]; rows of x to copy, M rounded up to eight.

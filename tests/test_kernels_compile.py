@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import _load, latent_attention, sampling, wide_linear, wide_quantized
+from kernels import _load, latent_attention, prompt_linear, sampling, wide_linear, wide_quantized
 from kernels._load import ARCHITECTURES, SOURCES, Gpu, KernelError, compile_source, find_nvcc, target_of
 from kernels._signature import formats_of, kernels_of
 from kernels.attention import Heads, _shared_bytes, choose_shape
@@ -40,6 +40,7 @@ DEFINES = {
     "prompt_attention": {"ELEMENT": "__nv_bfloat16", "HEAD": 128, "VALUE": 128, "PAGE": 16},
     "route": {"ELEMENT": "__nv_bfloat16"},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
+    "prompt_linear": {"ELEMENT": "__nv_bfloat16", "CODES": 0, "WIDTH": 192, "PAIR": 2, "GATED": 1, "STAGES": 5},
     "quantized_expand": {"ELEMENT": "__nv_bfloat16", "KIND": 1, "ZEROS": 0},
     "quantized_experts": {"ELEMENT": "__nv_bfloat16", "KIND": 2, "ZEROS": 1, "TOKENS": 32, "GROUPED": 1, "GATED": 1, "GATHER": 1},
     "round_rows": {"ELEMENT": "__nv_bfloat16", "VECTORS": 8, "NORM": 1, "SUMS": 128, "BACK": 0},
@@ -200,6 +201,16 @@ def test_tiles_of_wide_products(out_size: int, in_size: int, is_gated: bool, siz
         tokens, width, split, stages = (int(shape[key]) for key in ("TOKENS", "WIDTH", "SPLIT", "STAGES"))
         assert width in wide_linear.WIDTHS and width % (8 * split * (1 + is_gated)) == 0 and width * tokens <= 192 * 224
         assert stages >= 3 and stages * (tokens + width) * 128 + 1024 <= wide_linear.SHARED
+
+
+@pytest.mark.parametrize("codes", [0, 1])
+def test_the_largest_tile_of_prompts_compiles(nvcc: str, codes: int) -> None:
+    form = prompt_linear.choose_form(4096, 28672, 4096 * (2 - codes), 132)
+    forms = [prompt_linear.Form(*form) for form in itertools.product(prompt_linear.WIDTHS, prompt_linear.PAIRS)]
+    assert form == (256, 2) and min(form.stages for form in forms) >= 4
+    defines = {"ELEMENT": "__nv_bfloat16", "CODES": codes, "WIDTH": form.width, "PAIR": form.pair, "GATED": 1, "STAGES": form.stages}
+    log = compile_source("prompt_linear", "sm_90", defines).with_suffix(".log").read_text()
+    assert max(map(int, re.findall(r"(\d+) bytes spill stores", log))) <= 32 and "serialized" not in log
 
 
 @pytest.mark.parametrize("codes", [0, 1])

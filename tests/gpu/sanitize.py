@@ -19,6 +19,8 @@ SECONDS = 480
 RUNS = {
     "attention": ("test_attention.py", "test_correctness"),
     "wide_linear": ("test_linear.py", "test_wide and dtype0 and (32-64 or 96-128 or 576-192 or 4256-320 or 12832-64)"),
+    "prompt_linear": ("test_linear.py", "test_long and dtype0 and (256-32-64 or 193-96 or 257-576)"),
+    "prompt_attention": ("test_prompt_attention.py", "test_pages"),
     "linear": ("test_linear.py", "test_linear and dtype0 and (576-192 or 192-512 or 32-32 or 4256-96)"),
     "rms_norm": ("test_norm.py", ""),
     "append_kv": ("test_append_kv.py", ""),
@@ -33,7 +35,7 @@ RUNS = {
     "commit": ("test_request_table.py", ""),
 }
 """Part of a kernel's name: the tests that launch it, and which of them."""
-IN_CLUSTERS = {"wide_linear": "nvjet", "linear": "nvjet"}
+IN_CLUSTERS = {"wide_linear": "nvjet", "linear": "nvjet", "prompt_linear": "nvjet"}
 """Kernels of others that those tests launch in clusters of blocks, by part of their names: under racecheck (2025.3.1) such a launch ends
 with an illegal address unless the kernel is looked into."""
 

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels.activation import silu_mul
-from kernels.linear import MAX_TOKENS, add_linear, is_skinny, linear, norm_gated_linear, norm_linear
+from kernels.linear import MAX_TOKENS, add_linear, is_skinny, linear, norm_gated_linear, norm_linear, write_linear
 from kernels.norm import rms_norm
+from kernels.prompt_linear import PAIRS, WIDTHS, Form, is_long
+from kernels.prompt_linear import launch as prompt_linear
 from kernels.wide_linear import is_wide
 from kernels.wide_linear import launch as wide_linear
 
@@ -107,7 +109,46 @@ def test_wide_rows_do_not_depend_on_their_number(out_size: int, in_size: int, de
         assert torch.equal(norm_gated_linear(x[start:stop], norm_weight, EPS, weight), gated[start:stop])
 
 
-@pytest.mark.parametrize("num_tokens", [6, 24, 64, 100, 192])
+LONG = [(512, 6144, 4096), (193, 4096, 4096), (640, 28672, 4096), (1500, 4096, 14336), (4100, 3072, 2048)]
+LONG_CORNER = [(256, 32, 64), (193, 96, 128), (257, 576, 192), (385, 4256, 320), (1000, 12832, 64), (200, 128256, 256), (900, 33824, 512)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), LONG + LONG_CORNER)
+def test_long(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, bias, norm_weight, residual = make(num_tokens, out_size, in_size, dtype, device)
+    assert is_long(x, weight)
+    exact = F.linear(x.double(), weight.double())
+    allowed = 2 * relative_error(F.linear(x, weight), exact) + 1e-6
+    out, with_bias = linear(x, weight), linear(x, weight, bias)
+    assert relative_error(out, exact) <= allowed
+    assert relative_error(with_bias, exact + bias.double()) <= allowed
+    written = torch.full_like(out, float("nan"))
+    assert write_linear(written, x, weight) is written and torch.equal(written, out)
+    expected = residual + with_bias
+    assert add_linear(residual, x, weight, bias) is residual
+    assert torch.equal(residual, expected)
+    if is_long(x, weight, is_gated=True):
+        normed = norm_gated_linear(x.contiguous(), norm_weight, EPS, weight)
+        torch.testing.assert_close(normed, silu_mul(linear(rms_norm(x.contiguous(), norm_weight, EPS), weight)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_forms_of_long_products(width: int, pair: int, is_gated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each form makes the same numbers, however many tiles there are to a block."""
+    for num_tokens, out_size, in_size in ((513, 608, 192), (2100, 5152, 1088), (260, 28672, 4096)):
+        x, weight, bias, _, residual = make(num_tokens, out_size, in_size, torch.bfloat16, device)
+        own = (None, None) if is_gated else (bias, residual)
+        outs = []
+        for form in (Form(128, 1), Form(width, pair)):
+            monkeypatch.setattr("kernels.prompt_linear.choose_form", lambda *_, form=form: form)
+            outs.append(prompt_linear(x, weight, own[0], None if is_gated else residual.clone(), is_gated))
+        assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("num_tokens", [6, 24, 64, 100, 192, 193, 600])
 def test_chain_in_graph(num_tokens: int, device: torch.device) -> None:
     """Kernels that begin before the one ahead has ended still see all that it wrote, replay after replay."""
     x, qkv, _, norm_weight, _ = make(num_tokens, 6144, 4096, torch.bfloat16, device)

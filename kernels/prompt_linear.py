@@ -1,0 +1,139 @@
+"""Projections of prompts' tokens on Hopper GPUs, by tiles that fit what is to be computed: see prompt_linear.cu."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from kernels._load import ELEMENTS, Kernel, gpu_of, load
+from kernels.round_rows import RoundedRows
+from kernels.tensor_map import tensor_map
+from kernels.wide_linear import LINE, MAX_TOKENS
+
+MIN_TOKENS = MAX_TOKENS + 1
+"""Fewer are `wide_linear.cu`'s."""
+TOKENS, THREADS = 128, 384
+"""Of a tile; of a block."""
+WIDTHS = (64, 96, 128, 160, 192, 224, 256)
+"""Rows of weights that a tile may have."""
+PAIRS = (1, 2)
+SHARED = 226 * 1024
+"""Bytes of dynamic shared memory."""
+CACHED = 24 << 20
+"""Bytes of tokens that stay in the L2 cache while weights pass."""
+
+
+class Form(NamedTuple):
+    """How `prompt_linear.cu` is compiled for a product."""
+
+    width: int
+    pair: int
+
+    @property
+    def stages(self) -> int:
+        return min(8, (SHARED - 1024) // ((TOKENS + self.width) * LINE))
+
+
+def is_long(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
+    """Whether x weight^T is computed by `prompt_linear.cu`."""
+    return (
+        x.is_cuda
+        and x.shape[0] >= MIN_TOKENS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] * x.element_size() % LINE == 0
+        and weight.shape[0] % (32 if is_gated else 16) == 0
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and gpu_of(x.device).generation == 9
+    )
+
+
+def _estimate(form: Form, num_tokens: int, out_size: int, row_bytes: int, num_multiprocessors: int) -> float:
+    """Clock cycles of a product."""
+    width, pair = form
+    # Of a tile and a line of K: what the tensor cores take, what passes through shared memory, what comes from the L2 cache.
+    products, operands = width * 4, 8 * (2048 + 32 * width)
+    copies, fetched = (TOKENS + width) * LINE, (TOKENS + width / pair) * LINE
+    step = max(products, (operands + copies) / 128, fetched / 56)
+    num_tiles = -(-num_tokens // (TOKENS * pair)) * -(-out_size // width)
+    turns = -(-num_tiles // (num_multiprocessors // pair))
+    return turns * (row_bytes // LINE * step + 1500 + 8 * width)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_form(num_tokens: int, out_size: int, row_bytes: int, num_multiprocessors: int) -> Form:
+    """row_bytes: of a row of weights."""
+    forms = [Form(width, pair) for width in WIDTHS for pair in PAIRS]
+    return min(forms, key=lambda form: (_estimate(form, num_tokens, out_size, row_bytes, num_multiprocessors), -form.width, -form.pair))
+
+
+def _load(device: torch.device, form: Form, dtype: torch.dtype, has_codes: bool, is_gated: bool) -> Kernel:
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[dtype], "CODES": int(has_codes), "WIDTH": form.width, "PAIR": form.pair}
+    defines |= {"GATED": int(is_gated), "STAGES": form.stages}
+    return load(device, "prompt_linear", "prompt_linear", defines, shared=SHARED, programmatic=True)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    is_gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N], in `out` [M, N] if that is given; added to residual [M, N] in place; gated: silu(gate)
+    * up [M, N / 2]."""
+    return _launch(x, len(x), weight, x.dtype, (0, 0), bias, residual, is_gated, out)
+
+
+def launch_codes(
+    x: RoundedRows,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """The same of x [M, K] and weight [N, K] in e4m3: see `wide_linear.launch_codes`."""
+    codes, scales = x.codes.view(torch.uint8), (weight_scales, x.scales)
+    return _launch(codes, len(x.scales), weight.view(torch.uint8), dtype, scales, bias, residual, is_gated, None)
+
+
+def _launch(
+    x: torch.Tensor,
+    num_tokens: int,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    scales: tuple[torch.Tensor | int, torch.Tensor | int],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    is_gated: bool,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    (out_size, in_size), size = weight.shape, x.element_size()
+    if out is None:
+        out = torch.empty(num_tokens, out_size // (1 + is_gated), dtype=dtype, device=x.device) if residual is None else residual
+    num_multiprocessors = gpu_of(x.device).num_multiprocessors
+    row_bytes, step, has_codes = in_size * size, LINE // size, size == 1
+    form = choose_form(num_tokens, out_size, row_bytes, num_multiprocessors)
+    if num_tokens == MIN_TOKENS:  # as many as are run before requests come: what other numbers need is loaded, too
+        for other in (Form(width, pair) for width in WIDTHS for pair in PAIRS):
+            _load(x.device, other, dtype, has_codes, is_gated)
+    kernel = _load(x.device, form, dtype, has_codes, is_gated)
+    rows_at_once = form.width // (2 if is_gated or form.pair == 2 else 1)
+    weights = tensor_map(weight.data_ptr(), x.dtype, (in_size, out_size), (row_bytes,), (step, rows_at_once))
+    tokens = tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * size,), (step, TOKENS))
+    num_pairs, num_widths = -(-num_tokens // (TOKENS * form.pair)), -(-out_size // form.width)
+    group = max(1, min(num_pairs, CACHED // (TOKENS * form.pair * row_bytes)))
+    group = -(-num_pairs // -(-num_pairs // group))
+    clusters = min(num_pairs * num_widths, kernel.count_clusters(form.pair, THREADS) or num_multiprocessors // form.pair)
+    pointers = (*(0 if t is None else t for t in (bias, residual)), *scales)
+    sizes = (num_tokens, out_size, in_size, num_pairs, num_widths, group)
+    kernel((clusters * form.pair, 1), (THREADS, 1, 1), weights, tokens, out, *pointers, *sizes)
+    return out
