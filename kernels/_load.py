@@ -148,6 +148,11 @@ def compiling(device: torch.device) -> Iterator[None]:
     compile_all(jobs, device_of(device).architecture)
 
 
+def is_compiling() -> bool:
+    """Whether kernels do nothing."""
+    return _asked_for is not None
+
+
 def check_device(device: torch.device) -> None:
     """Raises KernelError when kernels cannot run on a GPU that torch sees, saying what is missing."""
     find_nvcc()

@@ -1,11 +1,12 @@
-// Attention of prompts over their pages of keys and values, or over what was gathered of them: causal, with a window, several queries' heads to one of the keys' (FlashAttention-3, Shah et al. 2024).
+// Attention of prompts over their pages of keys and values, or over what was gathered of them: causal, with a window, several queries' heads to one
+// of the keys' (FlashAttention-3, Shah et al. 2024).
 //
 // A block takes 128 queries of one head at a time: a thread of its first warpgroup copies them and 128 keys and values after another to shared
 // memory (bulk tensor copies), each of two further warpgroups has 64 queries. While the values' product with one block's probabilities runs,
 // the next block's scores are made. Keys are walked from the last block on, so that what is masked comes first.
 //
-// ELEMENT: __nv_bfloat16 or __half; HEAD: 64, 128, 192 or 256, of queries and keys; VALUE: 64, 128 or 256, of values; PAGE: tokens of a page, which divide KEYS
-// or are a multiple of it; 0: keys and values are gathered.
+// ELEMENT: __nv_bfloat16 or __half; HEAD: 64, 128, 192 or 256, of queries and keys; VALUE: 64, 128 or 256, of values; PAGE: tokens of a page, which
+// divide KEYS or are a multiple of it; 0: keys and values are gathered.
 #include "dense.cuh"
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define CLUSTER 1
@@ -117,19 +118,21 @@ struct Walk {
   }
 };
 
-// Grid: blocks that take turns. queries [T, num_heads, HEAD], out [T, num_heads, VALUE]; keys [S, num_kv, HEAD], values [S, num_kv, VALUE], or pages of them;
-// cu_queries [num_prompts + 1]; cu_keys: the same, or with pages how many keys each prompt has [num_prompts], and requests [num_prompts]: their rows of page_table;
-// window: how many keys a query sees at most, its own with them, 0: all.
+// Grid: blocks that take turns. queries [T, num_heads, HEAD], out [T, num_heads, VALUE]; keys [S, num_kv, HEAD], values [S, num_kv, VALUE], or pages of
+// them; cu_queries [num_prompts + 1]; cu_keys: the same, or with pages how many keys each prompt has [num_prompts], and requests [num_prompts]: their
+// rows of page_table; window: how many keys a query sees at most, its own with them, 0: all.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prompt_attention(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap keys, const __grid_constant__ CUtensorMap values,
-                     Element* out, const int* cu_queries, const int* cu_keys, const int* requests, const int* page_table, int table_width, int num_prompts, int num_heads, int num_kv, int window, float scale) {
+                     Element* out, const int* cu_queries, const int* cu_keys, const int* requests, const int* page_table, int table_width,
+                     int num_prompts, int num_heads, int num_kv, int window, float scale) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 + 4 * STAGES];
   __shared__ int cu_tiles[MAX_PROMPTS + 1];
   const uint32_t base = (uint32_t(__cvta_generic_to_shared(dynamic_memory)) + 1023) & ~1023u;
   const uint32_t query_place = base, key_places = base + QUERY_BYTES, value_places = key_places + STAGES * KEY_BYTES;
   const uint32_t query_full = uint32_t(__cvta_generic_to_shared(barriers)), query_empty = query_full + 8;
-  const uint32_t key_full = query_empty + 8, key_empty = key_full + 8 * STAGES, value_full = key_empty + 8 * STAGES, value_empty = value_full + 8 * STAGES;
+  const uint32_t key_full = query_empty + 8, key_empty = key_full + 8 * STAGES;
+  const uint32_t value_full = key_empty + 8 * STAGES, value_empty = value_full + 8 * STAGES;
   launch_dependents();
   if (threadIdx.x == 0) {
     prefetch(&queries), prefetch(&keys), prefetch(&values);
@@ -222,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     const auto mask = [&](int block) {
       const int newest = tile.newest + row, oldest = window > 0 ? newest - window + 1 : 0, key = block * KEYS + lane % 4 * 2;
-      const bool is_whole = block * KEYS + KEYS - 1 <= tile.newest + group * 64 && (window <= 0 || block * KEYS >= tile.newest + group * 64 + 63 - window + 1);
-      if (is_whole) return;
+      const int first = tile.newest + group * 64, last = first + 63;  // that the group's first and last query see
+      if (block * KEYS + KEYS - 1 <= first && (window <= 0 || block * KEYS > last - window)) return;  // all of the block's keys are seen by all
 #pragma unroll
       for (int i = 0; i < KEYS / 2; ++i) {
         const int own = key + i / 4 * 8 + i % 2, further = i % 4 / 2 * 8;

@@ -27,8 +27,8 @@ constexpr int PARTS = GATED ? 2 : 1;  // column blocks of the product for one of
 constexpr int OUT_WIDTH = WIDTH / PARTS, BLOCKS = OUT_WIDTH / 8;
 static_assert(WIDTH % (8 * (GATED || PAIR == 2 ? 2 : 1)) == 0, "what is copied at once are whole groups of eight rows");
 
-// Which tokens and rows of weights a tile has. Tiles of `group` neighbouring pairs of blocks of tokens come after one another for each rows of weights:
-// these are read once while the tokens stay in the L2 cache.
+// Which tokens and rows of weights a tile has. Tiles of `group` neighbouring pairs of blocks of tokens come after one another for the same rows of
+// weights: these are read once while the tokens stay in the L2 cache.
 struct Tiles {
   int num_pairs, num_widths, group;
 
@@ -39,11 +39,12 @@ struct Tiles {
   }
 };
 
-// Grid: clusters of PAIR blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; scales of codes: of the weights'
-// rows [N], of x's [M]; num_pairs: of PAIR times 128 tokens; group: see Tiles.
+// Grid: clusters of PAIR blocks that take turns. out [M, N] or [M, N / 2] gated, may be residual; bias [N] may be null; scales of codes: of the
+// weights' rows [N], of x's [M]; num_pairs: of PAIR times 128 tokens; group: see Tiles; is_fresh: the kernel ahead in the stream writes the weights.
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     prompt_linear(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap tokens, Element* out, const Element* bias,
-                  const Element* residual, const float* scales, const float* token_scales, int M, int N, int K, int num_pairs, int num_widths, int group) {
+                  const Element* residual, const float* scales, const float* token_scales, int M, int N, int K, int num_pairs, int num_widths,
+                  int group, int is_fresh) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ __align__(8) uint64_t barriers[2 * STAGES];
   const uint32_t stages = (uint32_t(__cvta_generic_to_shared(dynamic_memory)) + 1023) & ~1023u;
@@ -77,7 +78,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
         copy_box(stages + stage * STAGE_BYTES, &tokens, full + 8 * stage, step * STEP, (pair * PAIR + rank) * TOKENS);
       };
       int pair, width, stage = 0, parity = 0, num_early = 0;
-      if (first < tiles.count()) {
+      if (!is_fresh && first < tiles.count()) {
         tiles.find(first, pair, width);
         num_early = min(STAGES, num_steps);
         for (int s = 0; s < num_early; ++s) copy_weights(s, width, s);

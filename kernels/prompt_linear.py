@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels._load import ELEMENTS, Kernel, gpu_of, load
+from kernels._load import ELEMENTS, Kernel, gpu_of, is_compiling, load
 from kernels.round_rows import RoundedRows
 from kernels.tensor_map import tensor_map
 from kernels.wide_linear import LINE, MAX_TOKENS
@@ -23,6 +23,10 @@ SHARED = 226 * 1024
 """Bytes of dynamic shared memory."""
 CACHED = 24 << 20
 """Bytes of tokens that stay in the L2 cache while weights pass."""
+
+
+_loaded: set[tuple[object, ...]] = set()
+"""Devices and kinds of products whose forms are all loaded."""
 
 
 class Form(NamedTuple):
@@ -85,10 +89,11 @@ def launch(
     residual: torch.Tensor | None = None,
     is_gated: bool = False,
     out: torch.Tensor | None = None,
+    is_fresh: bool = False,
 ) -> torch.Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N], in `out` [M, N] if that is given; added to residual [M, N] in place; gated: silu(gate)
-    * up [M, N / 2]."""
-    return _launch(x, len(x), weight, x.dtype, (0, 0), bias, residual, is_gated, out)
+    * up [M, N / 2]. is_fresh: the weights are made for this product; else they are read before the kernel ahead in the stream has ended."""
+    return _launch(x, len(x), weight, x.dtype, (0, 0), bias, residual, is_gated, out, is_fresh)
 
 
 def launch_codes(
@@ -102,7 +107,7 @@ def launch_codes(
 ) -> torch.Tensor:
     """The same of x [M, K] and weight [N, K] in e4m3: see `wide_linear.launch_codes`."""
     codes, scales = x.codes.view(torch.uint8), (weight_scales, x.scales)
-    return _launch(codes, len(x.scales), weight.view(torch.uint8), dtype, scales, bias, residual, is_gated, None)
+    return _launch(codes, len(x.scales), weight.view(torch.uint8), dtype, scales, bias, residual, is_gated)
 
 
 def _launch(
@@ -114,7 +119,8 @@ def _launch(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     is_gated: bool,
-    out: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    is_fresh: bool = False,
 ) -> torch.Tensor:
     (out_size, in_size), size = weight.shape, x.element_size()
     if out is None:
@@ -122,9 +128,12 @@ def _launch(
     num_multiprocessors = gpu_of(x.device).num_multiprocessors
     row_bytes, step, has_codes = in_size * size, LINE // size, size == 1
     form = choose_form(num_tokens, out_size, row_bytes, num_multiprocessors)
-    if num_tokens == MIN_TOKENS:  # as many as are run before requests come: what other numbers need is loaded, too
+    kind = (x.device.index, dtype, has_codes, is_gated)
+    if kind not in _loaded:  # what other numbers of tokens need, too: the first product comes before requests do
         for other in (Form(width, pair) for width in WIDTHS for pair in PAIRS):
             _load(x.device, other, dtype, has_codes, is_gated)
+        if not is_compiling():
+            _loaded.add(kind)
     kernel = _load(x.device, form, dtype, has_codes, is_gated)
     rows_at_once = form.width // (2 if is_gated or form.pair == 2 else 1)
     weights = tensor_map(weight.data_ptr(), x.dtype, (in_size, out_size), (row_bytes,), (step, rows_at_once))
@@ -134,6 +143,6 @@ def _launch(
     group = -(-num_pairs // -(-num_pairs // group))
     clusters = min(num_pairs * num_widths, kernel.count_clusters(form.pair, THREADS) or num_multiprocessors // form.pair)
     pointers = (*(0 if t is None else t for t in (bias, residual)), *scales)
-    sizes = (num_tokens, out_size, in_size, num_pairs, num_widths, group)
+    sizes = (num_tokens, out_size, in_size, num_pairs, num_widths, group, int(is_fresh))
     kernel((clusters * form.pair, 1), (THREADS, 1, 1), weights, tokens, out, *pointers, *sizes)
     return out

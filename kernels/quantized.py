@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kernels import linear, reference, wide_quantized
+from kernels import linear, prompt_linear, reference, wide_quantized
 from kernels._load import gpu_of, load
 from kernels.activation import silu_mul
 from kernels.norm import rms_norm
@@ -175,11 +175,28 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     return _multiply_written(x, weight, bias)
 
 
-def _multiply_written(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, is_gated: bool = False) -> torch.Tensor:
-    """By torch, with the weights written out."""
+def _multiply_written(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """With the weights written out: the product, added to residual in place, or gated."""
     if is_rounded_for_groups(x, weight, is_gated) or is_rounded_by_twin(x, weight):
         x = as_rounded(x)
-    return F.linear(x, expand_weight(weight, x.dtype), bias) if can_expand(x, weight) else reference.quantized_linear(x, weight, bias)
+    if can_expand(x, weight):
+        written = expand_weight(weight, x.dtype)
+        if prompt_linear.is_long(x, written, is_gated) and (residual is None or residual.data_ptr() % PIECE == 0):
+            return prompt_linear.launch(x, written, bias, residual, is_gated, is_fresh=True)
+        if residual is not None and bias is None:
+            return residual.addmm_(x, written.t())  # cuBLAS adds in float32
+        made = F.linear(x, written, bias)
+    else:
+        made = reference.quantized_linear(x, weight, bias)
+    if is_gated:
+        return silu_mul(made)
+    return made if residual is None else residual.add_(made)
 
 
 def quantized_add_linear(residual: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -194,10 +211,7 @@ def quantized_add_linear(residual: torch.Tensor, x: torch.Tensor, weight: Quanti
     made = _multiply_stored(x, weight, bias, residual) if residual.data_ptr() % 16 == 0 else None
     if made is not None:
         return made
-    if can_expand(x, weight) and bias is None:
-        rows = as_rounded(x) if is_rounded_for_groups(x, weight) else x
-        return residual.addmm_(rows, expand_weight(weight, x.dtype).t())  # cuBLAS adds in float32
-    return residual.add_(_multiply_written(x, weight, bias))
+    return _multiply_written(x, weight, bias, residual)
 
 
 def quantized_norm_linear(
@@ -231,4 +245,4 @@ def quantized_gated_linear(x: torch.Tensor, weight: QuantizedWeight) -> torch.Te
     made = _multiply_stored(x, weight, is_gated=True)
     if made is not None:
         return made
-    return silu_mul(_multiply_written(x, weight, is_gated=True))
+    return _multiply_written(x, weight, is_gated=True)
