@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ TOKENS, THREADS = 128, 384
 """Of a tile; of a block."""
 WIDTHS = (64, 96, 128, 160, 192, 224, 256)
 """Rows of weights that a tile may have."""
-PAIRS = (1, 2)
+CLUSTERS = ((1, 1), (2, 1), (1, 2))
+"""PAIR and SPLIT."""
 SHARED = 226 * 1024
 """Bytes of dynamic shared memory."""
 CACHED = 24 << 20
@@ -34,10 +36,16 @@ class Form(NamedTuple):
 
     width: int
     pair: int
+    split: int = 1
 
     @property
     def stages(self) -> int:
         return min(8, (SHARED - 1024) // ((TOKENS + self.width) * LINE))
+
+
+def forms(is_gated: bool) -> list[Form]:
+    """All that there are."""
+    return [Form(width, *cluster) for width in WIDTHS for cluster in CLUSTERS if not (is_gated and cluster[1] > 1)]
 
 
 def is_long(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
@@ -59,26 +67,28 @@ def is_long(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bo
 
 def _estimate(form: Form, num_tokens: int, out_size: int, row_bytes: int, num_multiprocessors: int) -> float:
     """Clock cycles of a product."""
-    width, pair = form
+    width, pair, split = form
     # Of a tile and a line of K: what the tensor cores take, what passes through shared memory, what comes from the L2 cache.
     products, operands = width * 4, 8 * (2048 + 32 * width)
     copies, fetched = (TOKENS + width) * LINE, (TOKENS + width / pair) * LINE
     step = max(products, (operands + copies) / 128, fetched / 56)
     num_tiles = -(-num_tokens // (TOKENS * pair)) * -(-out_size // width)
-    turns = -(-num_tiles // (num_multiprocessors // pair))
-    return turns * (row_bytes // LINE * step + 1500 + 8 * width)
+    turns = -(-num_tiles // (num_multiprocessors // (pair * split)))
+    if split > 1 and (turns > 1 or row_bytes < 4 * LINE):
+        return math.inf  # parts lie where the next tile would, and nobody has none of K
+    return turns * (row_bytes // LINE // split * step + 1500 + 8 * width + (2000 if split > 1 else 0))
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_form(num_tokens: int, out_size: int, row_bytes: int, num_multiprocessors: int) -> Form:
+def choose_form(num_tokens: int, out_size: int, row_bytes: int, is_gated: bool, num_multiprocessors: int) -> Form:
     """row_bytes: of a row of weights."""
-    forms = [Form(width, pair) for width in WIDTHS for pair in PAIRS]
-    return min(forms, key=lambda form: (_estimate(form, num_tokens, out_size, row_bytes, num_multiprocessors), -form.width, -form.pair))
+    sizes = (num_tokens, out_size, row_bytes, num_multiprocessors)
+    return min(forms(is_gated), key=lambda form: (_estimate(form, *sizes), -form.width, -form.pair))
 
 
 def _load(device: torch.device, form: Form, dtype: torch.dtype, has_codes: bool, is_gated: bool) -> Kernel:
     defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[dtype], "CODES": int(has_codes), "WIDTH": form.width, "PAIR": form.pair}
-    defines |= {"GATED": int(is_gated), "STAGES": form.stages}
+    defines |= {"SPLIT": form.split, "GATED": int(is_gated), "STAGES": form.stages}
     return load(device, "prompt_linear", "prompt_linear", defines, shared=SHARED, programmatic=True)
 
 
@@ -122,27 +132,28 @@ def _launch(
     out: torch.Tensor | None = None,
     is_fresh: bool = False,
 ) -> torch.Tensor:
-    (out_size, in_size), size = weight.shape, x.element_size()
+    (out_size, in_size), item = weight.shape, x.element_size()
     if out is None:
         out = torch.empty(num_tokens, out_size // (1 + is_gated), dtype=dtype, device=x.device) if residual is None else residual
     num_multiprocessors = gpu_of(x.device).num_multiprocessors
-    row_bytes, step, has_codes = in_size * size, LINE // size, size == 1
-    form = choose_form(num_tokens, out_size, row_bytes, num_multiprocessors)
+    row_bytes, step, has_codes = in_size * item, LINE // item, item == 1
+    form = choose_form(num_tokens, out_size, row_bytes, is_gated, num_multiprocessors)
     kind = (x.device.index, dtype, has_codes, is_gated)
     if kind not in _loaded:  # what other numbers of tokens need, too: the first product comes before requests do
-        for other in (Form(width, pair) for width in WIDTHS for pair in PAIRS):
+        for other in forms(is_gated):
             _load(x.device, other, dtype, has_codes, is_gated)
         if not is_compiling():
             _loaded.add(kind)
     kernel = _load(x.device, form, dtype, has_codes, is_gated)
     rows_at_once = form.width // (2 if is_gated or form.pair == 2 else 1)
     weights = tensor_map(weight.data_ptr(), x.dtype, (in_size, out_size), (row_bytes,), (step, rows_at_once))
-    tokens = tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * size,), (step, TOKENS))
+    tokens = tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * item,), (step, TOKENS))
     num_pairs, num_widths = -(-num_tokens // (TOKENS * form.pair)), -(-out_size // form.width)
     group = max(1, min(num_pairs, CACHED // (TOKENS * form.pair * row_bytes)))
     group = -(-num_pairs // -(-num_pairs // group))
-    clusters = min(num_pairs * num_widths, kernel.count_clusters(form.pair, THREADS) or num_multiprocessors // form.pair)
+    size, num_tiles = form.pair * form.split, num_pairs * num_widths
+    clusters = num_tiles if form.split > 1 else min(num_tiles, kernel.count_clusters(size, THREADS) or num_multiprocessors // size)
     pointers = (*(0 if t is None else t for t in (bias, residual)), *scales)
     sizes = (num_tokens, out_size, in_size, num_pairs, num_widths, group, int(is_fresh))
-    kernel((clusters * form.pair, 1), (THREADS, 1, 1), weights, tokens, out, *pointers, *sizes)
+    kernel((clusters * size, 1), (THREADS, 1, 1), weights, tokens, out, *pointers, *sizes)
     return out
