@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       end_products();
     };
     const auto mask = [&](int block) {
-      const int newest = tile.newest + row, oldest = window > 0 ? newest - window + 1 : 0, key = block * KEYS + lane % 4 * 2;
+      const int newest = tile.newest + row, oldest = window > 0 ? newest - window + 1 : -QUERIES, key = block * KEYS + lane % 4 * 2;
       const int first = tile.newest + group * 64, last = first + 63;  // that the group's first and last query see
       if (block * KEYS + KEYS - 1 <= first && (window <= 0 || block * KEYS > last - window)) return;  // all of the block's keys are seen by all
 #pragma unroll
