@@ -22,9 +22,6 @@ constexpr int QUERY_PART = QUERIES * 128, PART_BYTES = KEYS * 128;  // 64 column
 constexpr int QUERY_BYTES = HEAD / 64 * QUERY_PART, KEY_BYTES = HEAD / 64 * PART_BYTES, VALUE_BYTES = VALUE / 64 * PART_BYTES;
 constexpr int PIECE = VALUE > 128 ? 128 : VALUE, PIECES = VALUE / PIECE;  // of values' columns, in a product
 constexpr int MAX_PROMPTS = 1024;
-#ifndef TURNS
-#define TURNS 1
-#endif
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // c += a b, b [16, PIECE] with its columns contiguous: `b` describes rows of 128 bytes, and where the next 64 columns begin.
@@ -211,14 +208,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const auto release = [&](uint32_t barrier) {
     if (lane == 0) arrive(barrier);
   };
-  // One group's products run while the other makes chances of its scores: they have turns.
-  const auto take_turn = [&] {
-    if constexpr (TURNS) asm volatile("bar.sync %0, %1;" ::"r"(2 + group), "n"(CONSUMERS) : "memory");
-  };
-  const auto pass_turn = [&] {
-    if constexpr (TURNS) asm volatile("bar.arrive %0, %1;" ::"r"(2 + (group ^ 1)), "n"(CONSUMERS) : "memory");
-  };
-  if (group == 1) pass_turn();
   for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x, query_parity ^= 1) {
     float sums[PIECES][PIECE / 2], scores[KEYS / 2], most[2] = {-INFINITY, -INFINITY}, totals[2] = {0, 0};
     uint32_t chances[KEYS / 16][4];
@@ -301,9 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     await(query_full, query_parity);
     int block = tile.end - 1;
-    take_turn();
     ask(stage);
-    pass_turn();
     await_products<0>();
     hold(scores);
     release(key_empty + 8 * stage);
@@ -316,10 +303,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (--block; block >= tile.begin; --block) {
       const int before = stage;
       if (++stage == STAGES) stage = 0, parity ^= 1;
-      take_turn();
       ask(stage);
       add_values(before);
-      pass_turn();
       await_products<1>();
       hold(scores);
       release(key_empty + 8 * stage);

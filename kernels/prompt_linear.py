@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-from typing import NamedTuple
 
 import torch
 
@@ -17,10 +15,10 @@ MIN_TOKENS = MAX_TOKENS + 1
 """Fewer are `wide_linear.cu`'s."""
 TOKENS, THREADS = 128, 384
 """Of a tile; of a block."""
+MAX_PLAIN, MAX_PLAIN_CODES = 384, 512
+"""Tokens up to which products are faster here than in cuBLAS that are neither gated nor, of codes, added to anything: of elements, and of codes."""
 WIDTHS = (64, 96, 128, 160, 192, 224, 256)
 """Rows of weights that a tile may have."""
-CLUSTERS = ((1, 1), (2, 1), (1, 2))
-"""PAIR and SPLIT."""
 SHARED = 226 * 1024
 """Bytes of dynamic shared memory."""
 CACHED = 24 << 20
@@ -28,31 +26,18 @@ CACHED = 24 << 20
 
 
 _loaded: set[tuple[object, ...]] = set()
-"""Devices and kinds of products whose forms are all loaded."""
-
-
-class Form(NamedTuple):
-    """How `prompt_linear.cu` is compiled for a product."""
-
-    width: int
-    pair: int
-    split: int = 1
-
-    @property
-    def stages(self) -> int:
-        return min(8, (SHARED - 1024) // ((TOKENS + self.width) * LINE))
-
-
-def forms(is_gated: bool) -> list[Form]:
-    """All that there are."""
-    return [Form(width, *cluster) for width in WIDTHS for cluster in CLUSTERS if not (is_gated and cluster[1] > 1)]
+"""Devices and kinds of products that are loaded with tiles of all widths."""
 
 
 def is_long(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
     """Whether x weight^T is computed by `prompt_linear.cu`."""
+    return x.shape[0] >= MIN_TOKENS and (is_gated or x.shape[0] <= MAX_PLAIN) and can_launch(x, weight, is_gated)
+
+
+def can_launch(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
+    """Whether `prompt_linear.cu` can compute x weight^T."""
     return (
         x.is_cuda
-        and x.shape[0] >= MIN_TOKENS
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[1] * x.element_size() % LINE == 0
         and weight.shape[0] % (32 if is_gated else 16) == 0
@@ -65,30 +50,22 @@ def is_long(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bo
     )
 
 
-def _estimate(form: Form, num_tokens: int, out_size: int, row_bytes: int, num_multiprocessors: int) -> float:
-    """Clock cycles of a product."""
-    width, pair, split = form
-    # Of a tile and a line of K: what the tensor cores take, what passes through shared memory, what comes from the L2 cache.
-    products, operands = width * 4, 8 * (2048 + 32 * width)
-    copies, fetched = (TOKENS + width) * LINE, (TOKENS + width / pair) * LINE
-    step = max(products, (operands + copies) / 128, fetched / 56)
-    num_tiles = -(-num_tokens // (TOKENS * pair)) * -(-out_size // width)
-    turns = -(-num_tiles // (num_multiprocessors // (pair * split)))
-    if split > 1 and (turns > 1 or row_bytes < 4 * LINE):
-        return math.inf  # parts lie where the next tile would, and nobody has none of K
-    return turns * (row_bytes // LINE // split * step + 1500 + 8 * width + (2000 if split > 1 else 0))
-
-
 @functools.lru_cache(maxsize=4096)
-def choose_form(num_tokens: int, out_size: int, row_bytes: int, is_gated: bool, num_multiprocessors: int) -> Form:
-    """row_bytes: of a row of weights."""
-    sizes = (num_tokens, out_size, row_bytes, num_multiprocessors)
-    return min(forms(is_gated), key=lambda form: (_estimate(form, *sizes), -form.width, -form.pair))
+def choose_width(num_tokens: int, out_size: int, row_bytes: int, num_multiprocessors: int) -> int:
+    """Of the tiles of a product that takes the least time; row_bytes: of a row of weights. The figures were fitted to H200's (in clock cycles)."""
+
+    def estimate(width: int) -> float:
+        num_tiles = -(-num_tokens // TOKENS) * -(-out_size // width)
+        line = max(4.2 * width, 300)
+        return -(-num_tiles // num_multiprocessors) * (row_bytes // LINE * line + 1500 + 8 * width)
+
+    return min(WIDTHS, key=lambda width: (estimate(width), -width))
 
 
-def _load(device: torch.device, form: Form, dtype: torch.dtype, has_codes: bool, is_gated: bool) -> Kernel:
-    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[dtype], "CODES": int(has_codes), "WIDTH": form.width, "PAIR": form.pair}
-    defines |= {"SPLIT": form.split, "GATED": int(is_gated), "STAGES": form.stages}
+def _load(device: torch.device, width: int, dtype: torch.dtype, has_codes: bool, is_gated: bool) -> Kernel:
+    stages = min(8, (SHARED - 1024) // ((TOKENS + width) * LINE))
+    defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[dtype], "CODES": int(has_codes), "WIDTH": width}
+    defines |= {"GATED": int(is_gated), "STAGES": stages}
     return load(device, "prompt_linear", "prompt_linear", defines, shared=SHARED, programmatic=True)
 
 
@@ -137,23 +114,20 @@ def _launch(
         out = torch.empty(num_tokens, out_size // (1 + is_gated), dtype=dtype, device=x.device) if residual is None else residual
     num_multiprocessors = gpu_of(x.device).num_multiprocessors
     row_bytes, step, has_codes = in_size * item, LINE // item, item == 1
-    form = choose_form(num_tokens, out_size, row_bytes, is_gated, num_multiprocessors)
+    width = choose_width(num_tokens, out_size, row_bytes, num_multiprocessors)
     kind = (x.device.index, dtype, has_codes, is_gated)
     if kind not in _loaded:  # what other numbers of tokens need, too: the first product comes before requests do
-        for other in forms(is_gated):
+        for other in WIDTHS:
             _load(x.device, other, dtype, has_codes, is_gated)
         if not is_compiling():
             _loaded.add(kind)
-    kernel = _load(x.device, form, dtype, has_codes, is_gated)
-    rows_at_once = form.width // (2 if is_gated or form.pair == 2 else 1)
-    weights = tensor_map(weight.data_ptr(), x.dtype, (in_size, out_size), (row_bytes,), (step, rows_at_once))
+    kernel = _load(x.device, width, dtype, has_codes, is_gated)
+    weights = tensor_map(weight.data_ptr(), x.dtype, (in_size, out_size), (row_bytes,), (step, width // (1 + is_gated)))
     tokens = tensor_map(x.data_ptr(), x.dtype, (in_size, num_tokens), (x.stride(0) * item,), (step, TOKENS))
-    num_pairs, num_widths = -(-num_tokens // (TOKENS * form.pair)), -(-out_size // form.width)
-    group = max(1, min(num_pairs, CACHED // (TOKENS * form.pair * row_bytes)))
-    group = -(-num_pairs // -(-num_pairs // group))
-    size, num_tiles = form.pair * form.split, num_pairs * num_widths
-    clusters = num_tiles if form.split > 1 else min(num_tiles, kernel.count_clusters(size, THREADS) or num_multiprocessors // size)
+    num_heights, num_widths = -(-num_tokens // TOKENS), -(-out_size // width)
+    group = max(1, min(num_heights, CACHED // (TOKENS * row_bytes)))
+    group = -(-num_heights // -(-num_heights // group))
     pointers = (*(0 if t is None else t for t in (bias, residual)), *scales)
-    sizes = (num_tokens, out_size, in_size, num_pairs, num_widths, group, int(is_fresh))
-    kernel((clusters * size, 1), (THREADS, 1, 1), weights, tokens, out, *pointers, *sizes)
+    sizes = (num_tokens, out_size, in_size, num_heights, num_widths, group, int(is_fresh))
+    kernel((min(num_heights * num_widths, num_multiprocessors), 1), (THREADS, 1, 1), weights, tokens, out, *pointers, *sizes)
     return out

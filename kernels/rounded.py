@@ -18,7 +18,7 @@ from kernels import prompt_linear, wide_linear, wide_quantized
 from kernels._load import gpu_of
 from kernels.activation import silu_mul
 from kernels.quantized_weight import PIECE, QuantizedWeight, is_grouped
-from kernels.round_rows import MAX_COLUMNS, Norm, round_rows
+from kernels.round_rows import MAX_COLUMNS, Norm, RoundedRows, round_rows
 
 MIN_ROWS = 385
 """Where `wide_linear.cu` has no form for a product, rows from which on they are rounded: fewer are multiplied with the stored weights alone."""
@@ -89,13 +89,20 @@ def multiply_rounded(
     rounded = round_rows(x, norm)
     operands = (rounded, weight.codes, weight.scales, x.dtype)
     launch_codes = wide_linear.launch_codes if len(x) <= wide_linear.MAX_TOKENS else prompt_linear.launch_codes
+    is_plain = residual is None and not is_gated
+    if is_plain and len(x) > prompt_linear.MAX_PLAIN_CODES:
+        return _multiply_by_cublas(x, rounded, weight, bias)
     if _has_form(weight, is_gated) and (residual is None or residual.data_ptr() % PIECE == 0):
         return launch_codes(*operands, bias, residual, is_gated)
     if _has_form(weight, False):
         made = launch_codes(*operands, bias)
     else:
-        codes, scales = rounded.codes[: len(x)], (rounded.scales, weight.scales.view(1, -1))
-        made = torch._scaled_mm(codes, weight.codes.t(), *scales, bias, out_dtype=x.dtype, use_fast_accum=True)
+        made = _multiply_by_cublas(x, rounded, weight, bias)
     if is_gated:
         return silu_mul(made)
     return made if residual is None else residual.add_(made)
+
+
+def _multiply_by_cublas(x: torch.Tensor, rounded: RoundedRows, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    codes, scales = rounded.codes[: len(x)], (rounded.scales, weight.scales.view(1, -1))
+    return torch._scaled_mm(codes, weight.codes.t(), *scales, bias, out_dtype=x.dtype, use_fast_accum=True)

@@ -124,7 +124,7 @@ def test_captured_and_repeated():
     expected = attend_causally(query, keys, values, *bounds, 0.1)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         outs = [attend_causally(query, keys, values, *bounds, 0.1) for _ in range(5)]
     for _ in range(20):
         graph.replay()
