@@ -125,12 +125,18 @@ def main() -> None:
         target = write_target(arguments.shape, Path(folder))
         if arguments.prompts:
             common: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "enable_prefix_caching": False}
-            llm = LLM(model=str(target), quantization=arguments.quantization, **common)
-            time_prompts(llm)
-            if arguments.uncaptured:
-                print("kernel by kernel:")
-                llm.engine.worker.graphs.pieces = None
+            for budget in arguments.budgets:
+                options: dict[str, Any] = {"max_num_batched_tokens": budget} if budget else {}
+                llm = LLM(model=str(target), quantization=arguments.quantization, **common, **options)
+                print(f"budget {llm.engine.worker.max_num_batched_tokens}:")
                 time_prompts(llm)
+                if arguments.uncaptured:
+                    print("kernel by kernel:")
+                    llm.engine.worker.graphs.pieces = None
+                    time_prompts(llm)
+                del llm
+                gc.collect()
+                torch.cuda.empty_cache()
             return
         columns = ["method", "budget", "limit ms", "tokens/s", "wall s", "first token s p50, p99", "per token ms p50, p99", "idle", "drafting"]
         columns += ["steps (with prompts)", "longest ms"]
@@ -138,7 +144,7 @@ def main() -> None:
         for method in arguments.methods:
             for budget in arguments.budgets:
                 for limit in arguments.max_step_ms:
-                    options: dict[str, Any] = {"max_num_batched_tokens": budget} if budget else {}
+                    options = {"max_num_batched_tokens": budget} if budget else {}
                     speculation = {**METHODS[method], "adaptive": arguments.adaptive, "accept_policy": "simulated"}
                     if (drafter := write_drafter(method, target)) is not None:
                         speculation["model"] = str(drafter)

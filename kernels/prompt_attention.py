@@ -42,9 +42,7 @@ def can_attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, nu
     if keys.dim() == 4 and (keys.shape[1] not in PAGES):
         return False
     is_whole = all(x[0].is_contiguous() and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (query, keys, values) if len(x))
-    return (
-        is_whole and len(query) > 0 and query.is_contiguous() and query.shape[1] % keys.shape[-2] == 0 and keys.dtype == values.dtype == query.dtype
-    )
+    return is_whole and len(query) > 0 and query.shape[1] % keys.shape[-2] == 0 and keys.dtype == values.dtype == query.dtype
 
 
 def attend_causally(
@@ -71,6 +69,7 @@ def attend_causally(
             f"attend_causally: query {tuple(query.shape)} {query.dtype}, keys {tuple(keys.shape)}, values {tuple(values.shape)} do not fit"
         )
     num_heads, (num_kv, size), value_size = query.shape[1], keys.shape[-2:], values.shape[-1]
+    query = query.contiguous()  # latents' is part of wider rows
     if out is None:
         out = query.new_empty(len(query), num_heads, value_size)
     elif out.shape != (len(query), num_heads, value_size) or out.dtype != query.dtype or not out.is_contiguous() or out.data_ptr() % 16:

@@ -15,8 +15,9 @@ MIN_TOKENS = MAX_TOKENS + 1
 """Fewer are `wide_linear.cu`'s."""
 TOKENS, THREADS = 128, 384
 """Of a tile; of a block."""
-MAX_PLAIN, MAX_PLAIN_CODES = 384, 512
-"""Tokens up to which products are faster here than in cuBLAS that are neither gated nor, of codes, added to anything: of elements, and of codes."""
+MAX_PLAIN, MAX_PLAIN_CODES, MAX_CODES = 384, 512, 2048
+"""Tokens up to which products are faster here than in cuBLAS and what comes behind it there: of elements, if they are not gated; of codes, if they
+are neither gated nor added to anything; of codes, if they are."""
 WIDTHS = (64, 96, 128, 160, 192, 224, 256)
 """Rows of weights that a tile may have."""
 SHARED = 226 * 1024

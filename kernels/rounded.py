@@ -89,12 +89,10 @@ def multiply_rounded(
     rounded = round_rows(x, norm)
     operands = (rounded, weight.codes, weight.scales, x.dtype)
     launch_codes = wide_linear.launch_codes if len(x) <= wide_linear.MAX_TOKENS else prompt_linear.launch_codes
-    is_plain = residual is None and not is_gated
-    if is_plain and len(x) > prompt_linear.MAX_PLAIN_CODES:
-        return _multiply_by_cublas(x, rounded, weight, bias)
-    if _has_form(weight, is_gated) and (residual is None or residual.data_ptr() % PIECE == 0):
+    most = prompt_linear.MAX_PLAIN_CODES if residual is None and not is_gated else prompt_linear.MAX_CODES
+    if len(x) <= most and _has_form(weight, is_gated) and (residual is None or residual.data_ptr() % PIECE == 0):
         return launch_codes(*operands, bias, residual, is_gated)
-    if _has_form(weight, False):
+    if len(x) <= most and _has_form(weight, False):
         made = launch_codes(*operands, bias)
     else:
         made = _multiply_by_cublas(x, rounded, weight, bias)

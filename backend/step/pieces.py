@@ -29,6 +29,8 @@ MAX_CAPTURED_ROWS = 4096
 """For more a device takes longer than Python to launch them, whatever the model."""
 FEW, FINE, COARSE = 1024, 64, 256
 """Numbers of rows that forwards are captured for go in fine steps up to so many, and in coarse ones from there."""
+TILE = 128
+"""Rows that a product has whole tiles of."""
 WORDS = {1: "|u1", 2: "<i2", 4: "<i4"}
 """By bytes, as `__cuda_array_interface__` names them."""
 
@@ -42,8 +44,8 @@ def row_counts(most: int) -> list[int]:
 
 
 def whole_rows(num_rows: int) -> int:
-    """The most of these numbers that are no more, where they go in even steps."""
-    step = FINE if num_rows < FEW else COARSE
+    """The most of these numbers that are no more and whole tiles, where there are so many."""
+    step = TILE if num_rows < FEW else COARSE
     return num_rows - num_rows % step
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels._load import gpu_of
-from kernels.prompt_attention import attend_causally
+from kernels.prompt_attention import attend_causally, can_attend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or gpu_of(torch.device("cuda")).generation != 9, reason="needs a Hopper GPU")
 DEVICE = torch.device("cuda")
@@ -91,6 +91,16 @@ def test_pages(page, window):
     found = attend_causally(query, *stored, cu_queries, own[0], 0.1, window, own[1], table)
     expected = exactly(query, keys, values, queries, lens, 0.1, window)
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_queries_of_wider_rows():
+    """As latents' are, whose values are smaller than their keys."""
+    query, keys, values, *bounds = make([(300, 500), (77, 77)], 4, 4, 192, torch.bfloat16, 128)
+    wide = torch.full((len(query), 4 * 192 + 64), float("nan"), device=DEVICE, dtype=query.dtype)
+    wide[:, : 4 * 192] = query.flatten(1)
+    own = wide[:, : 4 * 192].view(len(query), 4, 192)
+    assert can_attend(own, keys, values, 2)
+    assert torch.equal(attend_causally(own, keys, values, *bounds, 0.1), attend_causally(query, keys, values, *bounds, 0.1))
 
 
 def test_large_scores():
