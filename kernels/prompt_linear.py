@@ -63,10 +63,14 @@ def choose_width(num_tokens: int, out_size: int, row_bytes: int, num_multiproces
     return min(WIDTHS, key=lambda width: (estimate(width), -width))
 
 
+def count_stages(width: int) -> int:
+    """Blocks of 128 bytes of K that are under way."""
+    return min(8, (SHARED - 1024) // ((TOKENS + width) * LINE))
+
+
 def _load(device: torch.device, width: int, dtype: torch.dtype, has_codes: bool, is_gated: bool) -> Kernel:
-    stages = min(8, (SHARED - 1024) // ((TOKENS + width) * LINE))
     defines: dict[str, int | str] = {"ELEMENT": ELEMENTS[dtype], "CODES": int(has_codes), "WIDTH": width}
-    defines |= {"GATED": int(is_gated), "STAGES": stages}
+    defines |= {"GATED": int(is_gated), "STAGES": count_stages(width)}
     return load(device, "prompt_linear", "prompt_linear", defines, shared=SHARED, programmatic=True)
 
 
