@@ -186,6 +186,8 @@ class Scheduled:
     """False for a chunk that leaves some of the prompt for later."""
     is_decoding: bool = False
     """Its token is the request's newest one, whatever that is once the steps under way have ended."""
+    is_short: bool = False
+    """There were no pages for drafts, nor for those that a drafter makes at the step's end beyond the first."""
 
 
 @dataclass(slots=True)

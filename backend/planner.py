@@ -216,7 +216,7 @@ class Planner:
         drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, num_model)
         is_current = known.place.has_model and (drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits))
         if num_model and is_current and entry.emits:
-            model_limit = num_model
+            model_limit = 1 if entry.is_short else num_model
             step.num_asked += 1
             step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
         if known.place.has_lookup and entry.emits and (limit := min(self._budget.num_lookup(request), MAX_DRAFTS)):

@@ -185,13 +185,15 @@ class Scheduler:
             if draft_limit is not None and drafts:
                 drafts = min(drafts, draft_limit(request))
             is_held_by_pages = request.num_computed_tokens + request.num_tokens_ahead + 1 + drafts + after <= len(request.page_ids) * size
-            if not is_held_by_pages and not self._reserve(request, 1 + drafts + after, scheduled, batch, may_preempt=False):
+            is_short = not is_held_by_pages and not self._reserve(request, 1 + drafts + after, scheduled, batch, may_preempt=False)
+            if is_short:
                 drafts = 0
-                if not self._reserve(request, 1, scheduled, batch, may_preempt=may_preempt):
+                # A drafter at the step's end keeps what it makes of the newest token, once and for all.
+                if not self._reserve(request, 1 + min(1, after, room - 1), scheduled, batch, may_preempt=may_preempt):
                     batch.is_short = True
                     continue
             scheduled.add(request.request_id)
-            batch.entries.append(Scheduled(request, 1, drafts, len(request.token_ids) - 1, is_decoding=not is_first))
+            batch.entries.append(Scheduled(request, 1, drafts, len(request.token_ids) - 1, is_decoding=not is_first, is_short=is_short))
         budget = self._round_off(budget, batch)
         for request in list(self.running):
             if budget <= 0:

@@ -235,6 +235,8 @@ class World:
                 if len(emitted) > len(drafts) or emitted[-1] != drafts[len(emitted) - 1]:
                     break
             known += emitted
+            is_kept = not emitted or len(known) >= end or len(known) <= len(request.page_ids) * size
+            assert is_kept or not self.num_after, f"{request.request_id}: no page for what a drafter at the step's end keeps of the newest token"
             launched.emitted.append(emitted)
             launched.num_drafts.append(len(drafts))
         # Attention reads after all entries have written, so nobody may have written into what another one reads.
