@@ -7,12 +7,22 @@ from collections.abc import Collection
 from pathlib import Path
 
 from backend.errors import ModelError
-from backend.model_checks import check_config, check_drafter, check_fits_target, check_model, check_same_tokens, check_weights, read_model_config
+from backend.model_checks import (
+    BUFFERS,
+    check_config,
+    check_drafter,
+    check_fits_target,
+    check_model,
+    check_same_tokens,
+    check_weights,
+    read_model_config,
+)
 from backend.model_files import find_pickled, find_weights, read_config
 from backend.models.dflash_spec import DflashSpec, read_dflash
 from backend.models.eagle_spec import MASK_KEYS, PARD_KEYS, EagleSpec, choose_parallel, merge_config, read_eagle, read_eagle3, read_mask_token
 from backend.models.heads_spec import HEADS, HeadsSpec, LstmSpec, Sizes, SpeculatorSpec
 from backend.models.quantized_config import read_checkpoint_quantization
+from backend.models.quantized_spec import CACHE_TENSORS
 from backend.models.spec import WeightList
 from backend.models.values import Values
 from backend.shared_tokens import read_shared_tokens
@@ -20,6 +30,12 @@ from backend.shared_tokens import read_shared_tokens
 DEFAULT_LEN = 2048
 """transformers' of Llama, which some drafters do not name; it matters to extended contexts alone."""
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+HEAD = re.compile(r"(?!.*\.res_connection\.)(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks)\.(\d+)\.")
+LEARNED = re.compile(
+    r"(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks)\."
+    r"|(?:model\.)?(?:(?:layers\.\d+|midlayer|transformer)\.|(?:fc|fc_norm\.\d+|input_norm|embedding_layernorm|hidden_states_layernorm)\.(?:weight|bias)$)"
+)
+"""Weights of a drafter's layers, and of what config.json may or may not say that its inputs go through: none of them is there for nothing."""
 
 
 def check_drafter_folder(
@@ -94,7 +110,10 @@ def read_heads_spec(
     values = Values(read_config(directory), f"{directory}/config.json")
     if read_checkpoint_quantization(read_config(directory), directory) is not None:
         raise ModelError(f"{values.where}: drafting heads are read of plain weights; these are quantized")
-    return HEADS[method](values, names, sizes, target)
+    spec, weights = HEADS[method](values, names, sizes, target), WeightList()
+    spec.list_weights(weights)
+    _check_learned(values, [name for name in names if (found := HEAD.match(name)) and int(found[1]) < spec.num_heads], weights)
+    return spec
 
 
 def read_eagle_spec(
@@ -105,6 +124,9 @@ def read_eagle_spec(
     spec = (read_eagle3 if is_multi_layer else read_eagle)(values, names, num_layers)
     _check_sizes(values, spec.target_hidden_size, hidden_size, vocab_size)
     _check_layers(values, names, len(spec.layers))
+    weights = WeightList()
+    spec.list_weights(weights, vocab_size)
+    _check_learned(values, names, weights)
     return spec
 
 
@@ -116,6 +138,9 @@ def read_dflash_spec(
     spec = read_dflash(values, names, num_layers, is_spark=is_spark)
     _check_sizes(values, spec.target_hidden_size, hidden_size, vocab_size)
     _check_layers(values, names, len(spec.layers))
+    weights = WeightList()
+    spec.list_weights(weights)
+    _check_learned(values, names, weights)
     return spec
 
 
@@ -130,6 +155,17 @@ def _check_layers(values: Values, names: Collection[str], count: int) -> None:
     if extra := [name for name in names if (found := LAYER.match(name)) and int(found[1]) >= count]:
         rule = f"num_hidden_layers is {count}, and the weights are those of another drafter"
         raise ModelError(f"{values.where}: weight {extra[0]} would not be used: {rule}")
+
+
+def _check_learned(values: Values, names: Collection[str], weights: WeightList) -> None:
+    """Raises ModelError where a weight that changes every draft would not be used, however it is stored."""
+    known = {*weights.required, *(name for group in weights.optional for name in group)}
+    parts = {name.rpartition(".")[0] for name in known}
+    for name in names:
+        is_known = name in known if name.endswith((".weight", ".bias")) else name.rpartition(".")[0] in parts
+        if LEARNED.match(name) and not is_known and not BUFFERS.search(name) and not CACHE_TENSORS.search(name):
+            rule = "config.json does not say what it is for, and without it hardly a draft would be right"
+            raise ModelError(f"{values.where}: weight {name} would not be used: {rule}")
 
 
 def _check_sizes(values: Values, target_hidden_size: int, hidden_size: int, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from backend.drafter_checks import check_drafter_folder
 from backend.errors import ConfigError, ModelError
@@ -278,7 +278,27 @@ def test_whether_heads_look_at_tokens_is_known_from_their_weights(target: tuple[
     check_drafter_folder("hydra", edited(tmp_path / "made", tmp_path / "drafter", grounded_heads=...), target[1])
 
 
+def test_weights_that_all_drafts_share(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """A file may repeat them, which is no reason to take others for the same."""
+    kind = KINDS[8]
+    make(kind, tmp_path / "made", target[0])
+    weights = load_file(tmp_path / "made" / "model.safetensors")
+    for number, factor in enumerate((1.0, 2.0)):
+        own = edited(tmp_path / "made", tmp_path / str(number))
+        save_file(
+            weights | {"emb.1.weight": weights["emb.0.weight"].clone(), "proj.2.weight": weights["proj.1.weight"] * factor}, own / "model.safetensors"
+        )
+        check_drafter_folder(kind.method, own, target[1])
+    assert serve(target[1], method=kind.method, model=str(tmp_path / "0"))
+    with pytest.raises(
+        ModelError, match=r"tie_weights is true, and weight proj\.2\.weight is not proj\.1\.weight: say false, or take the weight out"
+    ):
+        serve(target[1], method=kind.method, model=str(tmp_path / "1"))
+
+
 REFUSED = [
+    (1, {"num_hidden_layers": 1}, r"weight blocks\.0\.layers\.1\.weight would not be used: config.json does not say what it is for"),
+    (4, {"hydra_num_layers": 1}, r"weight hydra_mlp\.0\.1\..* would not be used: config.json does not say what it is for"),
     (1, {"hidden_size": 48}, "hidden_size is 48; the target's is 64"),
     (1, {"vocab_size": 300}, "vocab_size is 300; the target's is 301"),
     (1, {"num_heads": 5}, r"weight blocks\.4\.layers\.0\.weight, .* is missing"),

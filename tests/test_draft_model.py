@@ -151,6 +151,16 @@ def test_trees_change_no_token(drafter: tuple[Any, Path], foreign: tuple[Any, Pa
     check_tree_tokens(target, method="draft_model", **other)
 
 
+def test_a_tree_cut_to_one_level_where_one_candidate_is_left(target: Path) -> None:
+    """Beside a whole one: the level below takes the places of candidates that there are not."""
+    params, prompts = SamplingParams(max_tokens=9, temperature=0.8, top_k=1, seed=3, ignore_eos=True), [{"prompt_token_ids": random_tokens(20)}] * 2
+    llm = serve(target, method="draft_model", model=str(target), tree_paths=[[0], [1], [0, 0]], num_speculative_tokens=None)
+    found = [r.outputs[0] for r in llm.generate(prompts, params, speculative=[{"num_speculative_tokens": count} for count in (1, 2)], use_tqdm=False)]
+    plain = llm.generate(prompts[:1], params, speculative={"method": "none"}, use_tqdm=False)[0].outputs[0]
+    assert [out.token_ids for out in found] == [plain.token_ids] * 2
+    assert [sum(out.stats.accepted_per_position) for out in found] == [out.stats.accepted for out in found] and found[0].stats.accepted > 0
+
+
 def test_tokens_are_those_without_drafts_of_another_vocabulary(foreign: tuple[Any, Path, dict[int, int]], target: Path) -> None:
     check_tokens(target, "draft_model", model=str(foreign[1]), draft_vocabulary="shared")
 

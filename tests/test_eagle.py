@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from backend import SamplingParams
 from backend.drafter_checks import check_drafter_folder, read_eagle_spec
 from backend.errors import ModelError
 from backend.model_checks import check_model
 from deploy.launcher import check_model as check_launch
-from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve
-from tests.families import Case, edited, make_model
+from tests.drafting import check_drafts, check_growth, check_static, check_tokens, check_tree_tokens, serve, watched
+from tests.families import Case, edited, make_model, random_tokens
 
 HIDDEN, HEADS, KV_HEADS, SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY, NUM_LAYERS, EPS = 32, 4, 2, 64, 40, 302, 64, 8, 1e-5
 TARGET = Case("llama", config={"num_hidden_layers": NUM_LAYERS, "head_dim": SIZE, "hidden_size": HIDDEN, "vocab_size": VOCABULARY})
@@ -52,6 +53,7 @@ class Kind:
     num_layers: int = 1
     is_norm_residual: bool = False
     has_map: bool = True
+    has_head: bool = True
     has_embedding: bool = False
     has_head_norms: bool = False
     prefix: str = ""
@@ -84,6 +86,7 @@ KINDS = [
     Kind("EAGLE, two layers, HASS", method="eagle", config={"add_para_norm": True}, layer="layers.0", tapped=(), num_layers=2, has_map=False),
     Kind("EAGLE of speculators", method="eagle", layer="transformer", tapped=(), is_speculators=True, has_map=False),
     Kind("of ModelOpt", config={"eagle_config": {IDS: [], "use_aux_hidden_state": True}}, has_map=False),
+    Kind("the target's head", config={"logit_scale": 0.5}, has_map=False, has_head=False),
     Kind("DeepSeek's", config={"target_layer_ids": [1, 3, 4, 7]}, layer="layers.0", tapped=(2, 4, 5, 8), has_map=False, has_head_norms=True),
 ]
 
@@ -147,7 +150,7 @@ class Drafter:
         if kind.method == "eagle":
             return self.model.lm_head(states)
         x = states if kind.config.get("norm_output") else norm(states, own["norm.weight"])
-        found = F.linear(x, own["lm_head.weight"]) * kind.config.get("logit_scale", 1.0)
+        found = F.linear(x, own["lm_head.weight"] if kind.has_head else self.model.lm_head.weight) * kind.config.get("logit_scale", 1.0)
         if not kind.has_map:
             return found
         whole = torch.full((VOCABULARY,), float("-inf"))
@@ -233,7 +236,8 @@ def make_weights(kind: Kind) -> dict[str, torch.Tensor]:
             made |= {f"{name}_layernorm.weight": scale(HIDDEN) for name in ("embedding", "hidden_states")}
         return made
     made |= {"midlayer.hidden_norm.weight": scale(HIDDEN), "norm.weight": scale(HIDDEN)}
-    made["lm_head.weight"] = matrix(DRAFT_VOCABULARY if kind.has_map else VOCABULARY, HIDDEN)
+    if kind.has_head:
+        made["lm_head.weight"] = matrix(DRAFT_VOCABULARY if kind.has_map else VOCABULARY, HIDDEN)
     if kind.mask_token_id is not None:
         shape = (1, 1) if kind.type else (1,)
         made["mask_hidden"] = torch.randn(*shape, len(kind.tapped) * HIDDEN, generator=generator)
@@ -446,6 +450,42 @@ def test_weights_of_more_layers_than_it_says(target: tuple[Any, Path], tmp_path:
         check_drafter_folder("eagle3", own, target[1])
     with pytest.raises(ModelError, match=message):
         serve(target[1], method="eagle3", model=str(own))
+
+
+@pytest.mark.parametrize(
+    ("number", "config", "name"),
+    [
+        (6, {"fc_norm": False}, "fc_norm.0.weight"),
+        (7, {"eagle_config": {}}, "input_norm.weight"),
+        (11, {"add_para_norm": False}, "embedding_layernorm.weight"),
+        (0, {}, "midlayer.self_attn.sinks"),
+        (9, {}, "layers.0.post_feedforward_layernorm.weight"),
+    ],
+    ids=str,
+)
+def test_weights_that_config_json_does_not_speak_of(number: int, config: dict[str, Any], name: str, target: tuple[Any, Path], tmp_path: Path) -> None:
+    """Also of an archive, which is not looked into before the load."""
+    kind = KINDS[number]
+    save_drafter(kind, make_weights(kind) | {name: torch.ones(HIDDEN)}, tmp_path / "made")
+    own = edited(tmp_path / "made", tmp_path / "drafter", **config)
+    message = rf"weight {name.replace('.', r'[.]')} would not be used: config.json does not say what it is for"
+    with pytest.raises(ModelError, match=message):
+        check_drafter_folder(kind.method, own, target[1])
+    torch.save(load_file(own / "model.safetensors"), own / "pytorch_model.bin")
+    (own / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=message):
+        serve(target[1], method=kind.method, model=str(own))
+
+
+def test_a_map_of_all_tokens(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """Of a drafter that has as many as the target, in another order: backwards."""
+    kind, seen = KINDS[6], []
+    for number, offsets in enumerate((torch.zeros(VOCABULARY), VOCABULARY - 1 - 2 * torch.arange(VOCABULARY))):
+        save_drafter(kind, make_weights(kind) | {"d2t": offsets.long()}, tmp_path / str(number))
+        llm = serve(target[1], method="eagle3", model=str(tmp_path / str(number)))
+        seen.append(watched(llm))
+        llm.generate([{"prompt_token_ids": random_tokens(9)}], SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
+    assert torch.equal(seen[0][0], seen[1][0].flip(-1))
 
 
 def test_an_archive_that_is_none(folder: Path, target: tuple[Any, Path], tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from backend import LLM, SamplingParams, trees
+from backend.drafters.recycling import RecyclingDrafter
 from backend.errors import ConfigError
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from backend.trees import make_static, shape_static
@@ -157,3 +159,9 @@ def test_other_servers_names(values: dict[str, Any], expected: dict[str, Any]) -
 def test_other_servers_names_that_are_wrong(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.from_dict({"method": "eagle3", "model": "x", **values})
+
+
+def test_more_candidates_than_tokens() -> None:
+    drafter = RecyclingDrafter(3, 5, torch.device("cpu"))
+    drafter.learn(torch.tensor([1]), torch.tensor([[0.1, 0.3, 0.2]]))
+    assert drafter.recall([torch.tensor([[1], [2]])], 5).tolist() == [[1, 2, 0, -1, -1], [-1] * 5]

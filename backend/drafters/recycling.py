@@ -26,16 +26,17 @@ class RecyclingDrafter:
     tapped_layers: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int, num_candidates: int, device: torch.device) -> None:
-        """num_candidates: that are remembered of each token."""
-        self._candidates = torch.full((vocab_size, min(num_candidates, vocab_size)), -1, dtype=torch.int32, device=device)
+        """num_candidates: that are remembered of each token, within the vocabulary; -1: there are no more."""
+        self._candidates = torch.full((vocab_size, num_candidates), -1, dtype=torch.int32, device=device)
+        self._likeliest = self._candidates[:, :vocab_size]
 
     @property
     def memory(self) -> CandidateMemory:
         return self
 
     def learn(self, token_ids: torch.Tensor, logits: torch.Tensor) -> None:
-        likeliest = logits.topk(self._candidates.shape[1], dim=-1).indices
-        self._candidates.index_copy_(0, token_ids, likeliest.int())
+        likeliest = logits.topk(self._likeliest.shape[1], dim=-1).indices
+        self._likeliest.index_copy_(0, token_ids, likeliest.int())
 
     def recall(self, states: list[torch.Tensor], count: int) -> torch.Tensor:
         return self._candidates[states[0][:, 0], :count]

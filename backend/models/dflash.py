@@ -16,7 +16,7 @@ from backend.drafter_checks import read_dflash_spec
 from backend.errors import ModelError
 from backend.models.decoder_layer import DecoderLayer
 from backend.models.dflash_spec import MAP, MarkovSpec
-from backend.models.drafter_weights import load_embedding, load_target_ids, scatter_logits
+from backend.models.drafter_weights import has_other_order, load_embedding, load_target_ids, scatter_logits
 from backend.models.layers import Weights, own_heads
 from backend.models.loading import Model, open_drafter
 from backend.models.parts import Attention
@@ -95,7 +95,7 @@ class Dflash:
             if name in checkpoint or spec.draft_vocab_size < spec.vocab_size or spec.hidden_size != target.hidden_size:
                 self._head = make_linear(weights.whole(name, (spec.draft_vocab_size, spec.hidden_size)))
             self._target_ids = None
-            if spec.draft_vocab_size < spec.vocab_size:
+            if spec.draft_vocab_size < spec.vocab_size or (self._head is not None and has_other_order(MAP, spec.draft_vocab_size, checkpoint)):
                 self._target_ids = load_target_ids(MAP, spec.draft_vocab_size, checkpoint, target).to(device)
             vocab_sizes = (spec.vocab_size, spec.draft_vocab_size)
             self.markov = None if spec.markov is None else MarkovHead(spec.markov, spec.hidden_size, vocab_sizes, weights)

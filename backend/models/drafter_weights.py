@@ -25,6 +25,11 @@ def load_embedding(name: str, hidden_size: int, checkpoint: Checkpoint, target: 
     return None if can_share and all(torch.equal(own[ids], target.embed(ids)) for ids in rows.split(COMPARED_ROWS)) else own
 
 
+def has_other_order(name: str, count: int, checkpoint: Checkpoint) -> bool:
+    """Whether a drafter of as many tokens as the target says that its ids mean others."""
+    return name in checkpoint and bool(checkpoint.get_ids(name, count).any())
+
+
 def load_target_ids(name: str, count: int, checkpoint: Checkpoint, target: Model) -> torch.Tensor:
     """The target's ids of a drafter's `count` tokens, from how far on each is. Raises ModelError for ids that there are not, or twice."""
     most = target.vocab_size

@@ -135,6 +135,7 @@ class MlpSpeculator:
         self.num_heads, self.tap_width = len(spec.embeddings), spec.hidden_size
         self.tapped_layers: tuple[int, ...] = ()
         shape, inner = (spec.vocab_size, spec.inner), spec.inner
+        _check_copies(spec, checkpoint)
         widths = {name: spec.hidden_size if number == 0 else inner for number, name in reversed(list(enumerate(spec.projections)))}
         embeddings = {name: weights.whole(f"{name}.weight", shape) for name in dict.fromkeys(spec.embeddings)}
         projections = {name: weights.linear(name, inner, width) for name, width in widths.items()}
@@ -160,6 +161,16 @@ class MlpSpeculator:
 
     def logits(self, states: list[torch.Tensor], step: int) -> torch.Tensor:
         return self._scores[step](states[0])
+
+
+def _check_copies(spec: SpeculatorSpec, checkpoint: Checkpoint) -> None:
+    """Raises ModelError where weights that all drafts are to share are several."""
+    for copy, name in spec.copies.items():
+        if copy not in checkpoint.names or name not in checkpoint:
+            continue
+        shape = (spec.inner,) if ".ln." in f".{name}" else (spec.inner, spec.inner) if ".proj." in f".{name}" else (spec.vocab_size, spec.inner)
+        if not torch.equal(checkpoint.get(copy, shape), checkpoint.get(name, shape)):
+            raise ModelError(f"{spec.where}: tie_weights is true, and weight {copy} is not {name}: say false, or take the weight out")
 
 
 class LstmSpeculator:

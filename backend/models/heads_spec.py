@@ -62,6 +62,10 @@ class HeadsSpec:
     map: str | None = None
     """The weight that says which of the target's tokens the scores are of; None: all, in order."""
 
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads)
+
     def list_weights(self, weights: WeightList) -> None:
         for head in self.heads:
             for block in head.blocks:
@@ -91,8 +95,15 @@ class SpeculatorSpec:
     inner: int
     vocab_size: int
     is_input_scaled: bool
+    copies: dict[str, str]
+    """Weights that a file of shared ones may repeat, and what each is a copy of."""
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.embeddings)
 
     def list_weights(self, weights: WeightList) -> None:
+        weights.ignored |= self.copies.keys()
         for number, (embedding, projection, norm, scores) in enumerate(zip(self.embeddings, self.projections, self.norms, self.scores)):
             weights.required |= {f"{name}.weight": (self.vocab_size, self.inner) for name in (embedding, scores)}
             weights.required[f"{projection}.weight"] = (self.inner, self.inner if number else self.hidden_size)
@@ -111,6 +122,10 @@ class LstmSpec:
     inner: int
     vocab_size: int
     is_input_scaled: bool
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_drafts
 
     def list_weights(self, weights: WeightList) -> None:
         prefix, inner = self.prefix, self.inner
@@ -181,6 +196,8 @@ def read_speculator(values: Values, names: Collection[str], sizes: Sizes, target
     def name(part: str, last: int = 0) -> tuple[str, ...]:
         return tuple(f"{prefix}{part}.{min(i, last) if is_tied else i}" for i in range(num_drafts))
 
+    parts = [(part, 1 if part == "proj" else 0, kind) for part in ("emb", "proj", "ln", "head") for kind in ("weight", "bias")]
+    copies = {f"{prefix}{part}.{i}.{kind}": f"{prefix}{part}.{last}.{kind}" for part, last, kind in parts for i in range(last + 1, count)}
     return SpeculatorSpec(
         where=values.where,
         num_predicted=count,
@@ -192,6 +209,7 @@ def read_speculator(values: Values, names: Collection[str], sizes: Sizes, target
         inner=inner,
         vocab_size=sizes.vocab,
         is_input_scaled=values.flag("scale_input"),
+        copies=copies if is_tied else {},
     )
 
 
