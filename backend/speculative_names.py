@@ -1,4 +1,5 @@
-"""What other servers call keys and values of `speculative_config`: vLLM with Arctic's plug-in, SGLang, FastDeploy, and PaddleNLP before it."""
+"""What other servers call keys and values of `speculative_config`: vLLM with Arctic's plug-in, SGLang, TensorRT-LLM, FastDeploy, and PaddleNLP
+before it."""
 
 from __future__ import annotations
 
@@ -29,6 +30,10 @@ ALIASES = {
     "eagle_choices": "tree_paths",
     "dynamic_tree_max_topk": "tree_top_k",
     "max_total_draft_tokens": "tree_nodes",
+    "max_draft_len": "num_speculative_tokens",
+    "max_matching_ngram_size": "max_ngram_size",
+    "speculative_model": "model",
+    "speculative_model_dir": "model",
     "enable_adaptive_verification": "adaptive",
     "suffix_cache_max_depth": "suffix_decoding_max_tree_depth",
     "suffix_cache_max_requests": "suffix_decoding_max_cached_requests",
@@ -38,6 +43,8 @@ ALIASES = {
 """Keys that mean the same."""
 READ_HERE = (
     "speculate_method",
+    "decoding_type",
+    "num_nextn_predict_layers",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
     "speculative_use_rejection_sampling",
@@ -49,6 +56,9 @@ READ_HERE = (
 """Keys that stand for what ALIASES cannot say; `read_other_names` takes them away."""
 PARALLEL = {"pard": "draft_model", "peagle": "eagle3", "p-eagle": "eagle3"}
 """Methods that others have for parallel drafting (TensorRT-LLM, speculators)."""
+DECODING_TYPES = {"ngram": "ngram", "sa": "suffix", "mtp": "mtp", "drafttarget": "draft_model", "pard": "pard", "medusa": "medusa"}
+DECODING_TYPES |= {"eagle": "eagle3", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""TensorRT-LLM's, of which Eagle is EAGLE-3 where it runs on PyTorch."""
 REJECTION_RULES = {"standard": "rejection", "probabilistic": "rejection", "rejection_sampler": "rejection", "strict": "target_match"}
 """vLLM's, of several releases."""
 VERIFY_STRATEGIES = {0: "topp", 1: "greedy", 2: "target_match"}
@@ -74,6 +84,8 @@ NEEDLESS = {
     "disable_lookahead_block_hashes": "a hit in the prefix cache has the drafter's pages too",
     "suffix_decoding_corpus_tokens": "finished answers are kept up to memory's own limit; suffix_decoding_max_cached_requests may say less",
     "index_share_for_mtp_iteration": "no model with an index of its tokens is served",
+    "eagle3_one_model": "drafters run in the step of the model",
+    "mtp_eagle_one_model": "drafters run in the step of the model",
 }
 """Keys that change nothing here, and why."""
 REFUSED = {
@@ -81,6 +93,7 @@ REFUSED = {
     "enable_draft_logprob": "log-probabilities are those of the target",
     "disable_by_batch_size": "adaptive true (the default) measures when drafts pay",
     "num_speculative_tokens_per_batch_size": "adaptive true (the default) measures when drafts pay",
+    "max_concurrency": "adaptive true (the default) measures when drafts pay",
     "hard_disable_by_batch_size": "adaptive true (the default) measures when drafts pay",
     **dict.fromkeys(
         ("synthetic_acceptance_rate", "synthetic_acceptance_rates", "synthetic_acceptance_length"),
@@ -113,6 +126,7 @@ def read_other_names(values: object, where: str = "") -> Any:
     for key, instead in REFUSED.items():
         if key in found and (value := found.pop(key)) not in (None, False, "False", "auto"):
             raise ConfigError(f"{where}{key} {value!r:.80} is no key here: {instead}")
+    _read_tensorrt(found, where)
     if "speculate_method" in found:
         if "method" in found and found["method"] != found["speculate_method"]:
             raise ConfigError(f"{where}method is given twice: {found['method']!r:.80}, and {found['speculate_method']!r:.80} as speculate_method")
@@ -146,6 +160,20 @@ def read_other_names(values: object, where: str = "") -> Any:
     if "benchmark_mode" in found:
         _read_benchmark_mode(found, where)
     return found
+
+
+def _read_tensorrt(found: dict[str, Any], where: str) -> None:
+    """TensorRT-LLM's method, and its number of drafts of models that have modules of their own."""
+    if (count := found.pop("num_nextn_predict_layers", None)) is not None and found.setdefault("max_draft_len", count) != count:
+        raise ConfigError(f"{where}num_nextn_predict_layers {count!r:.80} and max_draft_len {found['max_draft_len']!r:.80} both say how many drafts")
+    if "decoding_type" not in found:
+        return
+    kind = found.pop("decoding_type")
+    method = DECODING_TYPES.get(kind.lower().replace("_", "")) if isinstance(kind, str) else None
+    if method is None:
+        raise ConfigError(f"{where}decoding_type {kind!r:.80} is not one of {', '.join(DECODING_TYPES)} (case-insensitive)")
+    if found.setdefault("method", method) != method:
+        raise ConfigError(f"{where}method is given twice: {found['method']!r:.80}, and {kind!r:.80} as decoding_type")
 
 
 def _read_tree(found: dict[str, Any], where: str) -> None:

@@ -161,6 +161,27 @@ def test_other_servers_names_that_are_wrong(values: dict[str, Any], message: str
         SpeculativeConfig.from_dict({"method": "eagle3", "model": "x", **values})
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"decoding_type": "Eagle3", "max_draft_len": 4, "speculative_model": "x"}, ("eagle3", 4, "x")),
+        ({"decoding_type": "MTP", "num_nextn_predict_layers": 3, "max_draft_len": 3}, ("mtp", 3, None)),
+        ({"decoding_type": "NGram", "max_draft_len": 4, "max_matching_ngram_size": 3}, ("ngram", 4, None)),
+        ({"decoding_type": "Draft_Target", "max_draft_len": 2, "speculative_model_dir": "x"}, ("draft_model", 2, "x")),
+        ({"decoding_type": "Lookahead"}, "decoding_type 'Lookahead' is not one of ngram, sa, mtp, .*dspark"),
+        ({"decoding_type": "MTP", "num_nextn_predict_layers": 3, "max_draft_len": 2}, "num_nextn_predict_layers 3 and max_draft_len 2 both say"),
+        ({"decoding_type": "MTP", "method": "eagle3"}, "method is given twice: 'eagle3', and 'MTP' as decoding_type"),
+    ],
+)
+def test_tensorrts_names(values: dict[str, Any], expected: tuple[object, ...] | str) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            SpeculativeConfig.from_dict(values)
+    else:
+        config = SpeculativeConfig.from_dict(values)
+        assert (config.method, config.num_speculative_tokens, config.model) == expected
+
+
 def test_more_candidates_than_tokens() -> None:
     drafter = RecyclingDrafter(3, 5, torch.device("cpu"))
     drafter.learn(torch.tensor([1]), torch.tensor([[0.1, 0.3, 0.2]]))
