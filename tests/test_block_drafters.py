@@ -422,6 +422,15 @@ def test_a_folder_of_another_method(made: str, method: str, message: str, target
         check_drafter_folder(method, own, target[1])
 
 
+def test_a_drafter_from_before_it_was_said_which_rows_draft(target: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Hardly a draft of it would be right, so there has to be a word about it."""
+    save_drafter(KINDS[7], make_weights(KINDS[7]), tmp_path / "made")
+    check_drafter_folder("dspark", tmp_path / "made", target[1])
+    assert not caplog.text
+    check_drafter_folder("dspark", edited(tmp_path / "made", tmp_path / "drafter", sample_from_anchor=...), target[1])
+    assert "drafter/config.json has no 'sample_from_anchor': the newest token's row drafts" in caplog.text
+
+
 def test_one_draft_of_many(target: tuple[Any, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_drafter(DFLASH, make_weights(DFLASH), tmp_path / "drafter")
     serve(target[1], method="dflash", model=str(tmp_path / "drafter"), num_speculative_tokens=None)

@@ -42,7 +42,11 @@ SPECULATOR = {"n_predict": 4, "emb_dim": HIDDEN, "inner_dim": INNER, "vocab_size
 HYDRA = {"hydra_num_heads": 4, "hydra_num_layers": 1, "grounded_heads": True, "hydra_head_arch": "mlp"}
 KINDS = [
     MEDUSA,
-    Kind("Medusa, two blocks, of vLLM", "medusa", {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_heads": 4, "num_hidden_layers": 2}),
+    Kind(
+        "Medusa, two blocks, of vLLM",
+        "medusa",
+        {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_heads": 4, "num_hidden_layers": 2, "truncated_vocab_size": 0},
+    ),
     Kind("Medusa, few tokens", "medusa", {"num_heads": 4, "truncated_vocab_size": 40, "original_lm_head": True, "vocab_size": VOCABULARY}),
     Kind("Hydra, an archive", "hydra", HYDRA, "hydra_lm_head.pt"),
     Kind("Hydra, two blocks, of an earlier state", "hydra", HYDRA | {"hydra_num_layers": 2, "hidden_state_offset": 1}),

@@ -54,7 +54,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
         text = path.read_text("utf-8-sig")  # some editors begin with a mark of the byte order, which is no part of the text
     except (ModelError, OSError, ValueError) as error:
         raise ConfigError(f"{KEY}: {path} cannot be read: {error}") from None
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         yield str(path), text
         return
     for number, line in enumerate(io.StringIO(text), 1):  # splitlines would cut at U+2028 too, which texts in JSON may have as it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from backend.models.eagle_spec import MAP, TYPE_KEY, has_part, made_for, refuse_
 from backend.models.families.qwen import qwen3_layer
 from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
+
+logger = logging.getLogger(__name__)
 
 Place = Callable[[str], Values]
 
@@ -128,6 +131,9 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
     if is_spark and not is_speculators and made_for(values, "DFlash") and not anchor.has("sample_from_anchor"):  # its first row is not a draft
         raise values.refuse("architectures", "a DSpark drafter's with this method")
     is_anchor_sampled = anchor.flag("sample_from_anchor", default=is_deepseek or is_spark)
+    if is_speculators and is_spark and not anchor.has("sample_from_anchor"):
+        told = "the newest token's row drafts, as speculators has it; those that were trained before it had the key (0.7) need false"
+        logger.warning("%s has no 'sample_from_anchor': %s", values.where, told)
     block = place("block_size").integer("block_size", MAX_BLOCK, low=1 if is_anchor_sampled else 2)
     markov = _read_markov(place, is_spark=is_spark, is_anchor_sampled=is_anchor_sampled, default=256 if is_spark and is_speculators else 0)
     confidence = None

@@ -146,7 +146,7 @@ def read_medusa(values: Values, names: Collection[str], sizes: Sizes, target: Va
     stated = values.integer("num_heads" if is_blocks else "medusa_num_heads", MAX_HEADS, default=None if is_blocks else 5)
     found = _count(names, rf"{prefix}blocks\.(\d+)\." if is_blocks else rf"{prefix}(\d+)\.\d+\.linear\.weight")
     count = stated if is_blocks or not found else found
-    num_scores = values.integer("truncated_vocab_size", sizes.vocab, default=sizes.vocab)
+    num_scores = values.integer("truncated_vocab_size", sizes.vocab, low=0, default=0) or sizes.vocab  # speculators writes 0
     is_shared = values.flag("original_lm_head")
     heads = []
     for i in range(count):
