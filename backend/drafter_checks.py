@@ -30,9 +30,9 @@ from backend.shared_tokens import read_shared_tokens
 DEFAULT_LEN = 2048
 """transformers' of Llama, which some drafters do not name; it matters to extended contexts alone."""
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
-HEAD = re.compile(r"(?!.*\.res_connection\.)(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks)\.(\d+)\.")
+HEAD = re.compile(r"(?!.*\.res_connection\.)(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks|lm_heads)\.(\d+)\.")
 LEARNED = re.compile(
-    r"(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks)\."
+    r"(?:medusa_heads\.)?(?:hydra_mlp|hydra_lm_head|blocks|lm_heads)\."
     r"|(?:model\.)?(?:(?:layers\.\d+|midlayer|transformer)\.|(?:fc|fc_norm\.\d+|input_norm|embedding_layernorm|hidden_states_layernorm)\.(?:weight|bias)$)"
 )
 """Weights of a drafter's layers, and of what config.json may or may not say that its inputs go through: none of them is there for nothing."""

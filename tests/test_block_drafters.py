@@ -382,6 +382,7 @@ REFUSED = [
     (0, {"num_hidden_layers": 1}, r"weight layers\.1\..* would not be used: num_hidden_layers is 1, and the weights are those of another"),
     (0, {"num_hidden_layers": 3}, r"weight layers\.2\..* is missing"),
     (3, {"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'; it must be 'dflash' with this method"),
+    (3, {"speculators_model_type": ...}, "speculators_model_type is None; it must be 'dflash', where there is a transformer_layer_config"),
     (4, {"markov_rank": 0}, "confidence_head_with_markov is True; it must be false where markov_rank is 0"),
     (4, {"markov_head_type": "lstm"}, "markov_head_type 'lstm' is not supported; known: vanilla, gated, rnn"),
     (4, {"markov_head_type": "gated"}, r"weight markov_head\.gate_proj\.(weight.*|bias) is missing"),

@@ -309,6 +309,8 @@ REFUSED = [
     (2, {"truncated_vocab_size": 41}, r"lm_heads\.0\.weight has shape \(40, 64\); config.json makes it \(41, 64\)"),
     (4, {"hydra_head_arch": "eagle-attn"}, "hydra_head_arch 'eagle-attn' is not supported; known: mlp, prefix-mlp"),
     (4, {"grounded_heads": False}, r"hydra_mlp\.0\.0\.linear\.weight has shape \(64, 128\); config.json makes it \(64, 64\)"),
+    (7, {"n_predict": 3}, "n_predict is 3; it must be 4, as many embeddings as the file has"),
+    (1, {"original_lm_head": True}, r"weight lm_heads\.1\.weight would not be used"),
     (7, {"emb_dim": 32}, "emb_dim is 32; the target's is 64"),
     (7, {"num_lookahead_tokens": 5}, r"num_lookahead_tokens is 5; it must be n_predict \(4\) at most, since tie_weights is false"),
     (9, {"tie_lstm_embs": False}, "tie_lstm_embs is False; it must be true where method is sum_lstm"),

@@ -344,6 +344,10 @@ REFUSED = [
     ({IDS: [1, 2, 3], "num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; it must be 3"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False; it must be true"),
     ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; it must be 'eagle3' or 'peagle' with this method"),
+    (
+        {"transformer_layer_config": LAYER},
+        "speculators_model_type is None; it must be 'eagle3' or 'peagle', where there is a transformer_layer_config",
+    ),
     ({"intermediate_size": 41}, r"midlayer\.mlp\.gate_proj\.weight has shape \(40, 32\); config.json makes it \(41, 32\)"),
     ({"norm_before_fc": True}, r"weight input_norm\.weight is missing"),
     ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from backend.errors import ModelError
-from backend.models.eagle_spec import MAP, TYPE_KEY, has_part, made_for, refuse_windows
+from backend.models.eagle_spec import MAP, TYPE_KEY, check_format, has_part, made_for, refuse_windows
 from backend.models.families.qwen import qwen3_layer
 from backend.models.spec import LAYER_TYPES, LayerSpec, Projection, Shapes, WeightList, read_eps, read_layer_types, read_num_layers
 from backend.models.values import Values
@@ -107,6 +107,7 @@ def read_dflash(values: Values, names: Collection[str], num_target_layers: int, 
     """
     method = "dspark" if is_spark else "dflash"
     is_speculators = values.has(TYPE_KEY)
+    check_format(values, method)
     if is_speculators and values.get(TYPE_KEY) != method:
         raise values.refuse(TYPE_KEY, f"{method!r} with this method")
     section = values.section("dflash_config")

@@ -194,7 +194,14 @@ def made_for(values: Values, *parts: str) -> bool:
     return isinstance(names, list) and any(part in str(name) for name in names for part in parts)
 
 
+def check_format(values: Values, *kinds: str) -> None:
+    """Raises ModelError for a speculators' folder that does not say of which kind it is: others count layers in another way."""
+    if values.has(LAYER_KEY) and not values.has(TYPE_KEY):
+        raise values.refuse(TYPE_KEY, f"{' or '.join(map(repr, kinds))}, where there is a {LAYER_KEY}")
+
+
 def _check_type(values: Values, *kinds: str) -> None:
+    check_format(values, *kinds)
     if not _is_speculators(values) and made_for(values, "DFlash", "DSpark"):  # whose tensors may have EAGLE's names and sizes
         raise values.refuse("architectures", "an EAGLE drafter's with this method")
     if _is_speculators(values) and values.get(TYPE_KEY) not in kinds:

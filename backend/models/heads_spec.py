@@ -192,6 +192,8 @@ def read_speculator(values: Values, names: Collection[str], sizes: Sizes, target
     _check_sizes(values, sizes, hidden_key="emb_dim")
     inner = values.integer("inner_dim", 2**17, low=0, default=0) or sizes.hidden
     prefix = "" if "emb.0.weight" in names else "speculator."
+    if (found := _count(names, rf"{re.escape(prefix)}emb\.(\d+)\.")) > max(count, num_drafts):  # how much a token counts for follows from it
+        raise values.refuse("n_predict", f"{found}, as many embeddings as the file has")
 
     def name(part: str, last: int = 0) -> tuple[str, ...]:
         return tuple(f"{prefix}{part}.{min(i, last) if is_tied else i}" for i in range(num_drafts))
