@@ -3,9 +3,9 @@
     pip install xgrammar kubernetes-validate jsonschema
     python -m benchmarks.grammar_libraries [--model DIR] [--schemas 40] [--tokens 64] [--seconds 30]
 
-Schemas are real ones: Kubernetes' own that stand alone, drawn by a seed, and those of OpenAI's Python types. Each library compiles each in a process
-of its own, which has --seconds for it. Masks are timed at every token of answers that are drawn from what the library itself allows, --tokens at most.
-Answers that came to their end are held against the schema by `jsonschema`: one that does not fulfil it was let through.
+Schemas are real ones: Kubernetes' own that stand alone, drawn by a seed, and those of OpenAI's Python types. Each library compiles each in a
+process of its own, which has --seconds for it. Masks are timed at every token of answers that are drawn from what the library itself allows,
+--tokens at most. Answers that came to their end are held against the schema by `jsonschema`: one that does not fulfil it was let through.
 """
 
 from __future__ import annotations
