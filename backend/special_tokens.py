@@ -37,6 +37,8 @@ class SpecialTokens:
     """By id."""
     where: Path
     """The file that says which are added."""
+    has_flags: bool
+    """Of those it says more than their text, which comes before what the tokenizer's file says."""
 
     @property
     def contents(self) -> list[str]:
@@ -79,7 +81,7 @@ def read_special_tokens(directory: Path) -> SpecialTokens:
         if not isinstance(found, dict):
             raise ModelError(f"{path}: added_tokens_decoder is {found!r:.80}; it must be an object")
     added = dict(sorted(_read_added(path, number, token) for number, token in found.items()))
-    return SpecialTokens(settings, by_name, tuple(listed), added, path)
+    return SpecialTokens(settings, by_name, tuple(listed), added, path, path.name == SETTINGS)
 
 
 def content_of(token: Any) -> str | None:

@@ -171,21 +171,29 @@ def _add_tokens(inner: tokenizers.Tokenizer, special: SpecialTokens, path: Path)
 
     A token whose id is not the next one is left out, and it is said: nothing else could have that id.
     """
-    done = []
-    lacking = {number: token for number, token in special.added.items() if inner.token_to_id(token.content) is None}
+    held = {token.content: token for token in inner.get_added_tokens_decoder().values()}
+    named, new, done = set(special.by_name.values()), [], []
+    lacking = {number for number, token in special.added.items() if inner.token_to_id(token.content) is None}
     following = 1 + max(inner.get_vocab().values(), default=-1) if lacking else 0
-    for number, token in lacking.items():
-        if number != following:
+    for number, token in special.added.items():
+        old = held.get(token.content)
+        if number in lacking and number != following:
             what = f"the added token {token.content!r:.40} has id {number}; {path.name} has no such token, and its next id is {following}"
             logger.warning("%s: %s: it is left out, and texts with it are read as any other text", special.where, what)
             continue
-        inner.add_tokens([tokenizers.AddedToken(token.content, special=token.is_special, **token.flags)])
-        done.append(f"{token.content} = {number}")
-        following += 1
-    known = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
-    if found := [text for text in special.contents if text not in known and inner.token_to_id(text) is not None]:
-        inner.add_special_tokens(found)  # which have their ids already
-        done += found
+        following += number in lacking
+        is_special = token.is_special or token.content in named or (old is not None and old.special)
+        own = tokenizers.AddedToken(token.content, special=is_special, **token.flags)
+        if old is None or (special.has_flags and repr(own) != repr(old)):
+            held[token.content] = own
+            new.append(own)
+            done.append(f"{number}: {own!r}")
+    inner.add_tokens(new)  # one that is there gets other flags
+    for text in special.contents:
+        old = held.get(text)
+        if inner.token_to_id(text) is not None and (old is None or (text in named and not old.special)):
+            inner.add_special_tokens([text])  # which has its id already
+            done.append(text)
     first = special.put_before
     first_id = None if first is None else inner.token_to_id(first)
     if first is not None and first_id is not None and first_id not in inner.encode("").ids:

@@ -44,8 +44,9 @@ def token(content: str, **flags: bool) -> dict[str, Any]:
         {"added_tokens.json": {"<more>": 4097, "<new>": 4096}, "tokenizer_config.json": {"eos_token": "<more>"}},
         {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<i>"}, "eos_token": "def"}},
         {"tokenizer_config.json": {"additional_special_tokens": ["def"]}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {"318": token("def", lstrip=True), "4096": token("<new>", rstrip=True, special=False)}}},
     ],
-    ids=["names apart", "names apart count no more", "added", "added, apart", "others by name", "others"],
+    ids=["names apart", "names apart count no more", "added", "added, apart", "others by name", "others", "flags"],
 )  # fmt: skip
 def test_as_transformers_reads_them(files: dict[str, Any], tmp_path: Path) -> None:
     folder, chat = write(tmp_path, files), [{"role": "user", "content": TEXT}]
