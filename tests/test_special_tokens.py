@@ -1,4 +1,4 @@
-"""What files beside a tokenizer say of its tokens: as transformers reads it, or a word that it is not so."""
+"""What files beside a tokenizer say of its tokens: as transformers reads it, or a word that it is not so. Tokenizers that are no model's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import tokenizers
 import transformers
 
-from backend.config import BUNDLED_MODEL
+from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.errors import ModelError
+from backend.intake import Intake
 from backend.model_checks import check_tokenizer
 from backend.text import Tokenizer
 
@@ -104,3 +105,11 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     os.mkfifo(folder / name)
     with pytest.raises(ModelError, match=rf"{name} cannot be read: it is not a regular file"):
         Tokenizer(folder)
+
+
+def test_a_tokenizer_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
+    """Of fewer tokens: nothing would be refused, and answers would lack what it does not know."""
+    for size, is_warned in ((4500, False), (NEXT, False), (5000, True)):
+        caplog.clear()
+        Intake(EngineConfig(), Tokenizer(BUNDLED_MODEL), 64, size, frozenset())
+        assert ("the tokenizer has 4096 tokens of the model's vocabulary of 5000: it may be another model's" in caplog.text) == is_warned
