@@ -95,6 +95,7 @@ def convert_sentencepiece(directory: Path) -> dict[str, Any]:
         Vocabulary(tokens, kinds, str(path)),
         scores,
         has_space_prefix=bool(rules.get(3, 1)) and special.settings.get("add_prefix_space", True) is not False,
+        is_prefixed_once=special.settings.get("legacy") is False,  # as transformers calls it
         before=(first,) if is_put and first < len(tokens) else (),
         after=None,
     )

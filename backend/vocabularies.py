@@ -128,9 +128,18 @@ def byte_level_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre: str
 
 
 def sentencepiece_tokenizer(
-    vocabulary: Vocabulary, scores: Sequence[float], *, has_space_prefix: bool, before: Sequence[int], after: int | None
+    vocabulary: Vocabulary,
+    scores: Sequence[float],
+    *,
+    has_space_prefix: bool,
+    is_prefixed_once: bool = False,
+    before: Sequence[int],
+    after: int | None,
 ) -> dict[str, Any]:
-    """tokenizer.json of a SentencePiece BPE vocabulary with the score of each token. has_space_prefix: texts begin with a space."""
+    """tokenizer.json of a SentencePiece BPE vocabulary with the score of each token.
+
+    has_space_prefix: texts begin with a space, and what stands behind a special token does, unless is_prefixed_once.
+    """
     ids = vocabulary.ids()
     unknown = next((token for token, kind in zip(vocabulary.tokens, vocabulary.kinds) if kind == UNKNOWN), None)
     has_bytes = any(kind == BYTE for kind in vocabulary.kinds)
@@ -138,10 +147,16 @@ def sentencepiece_tokenizer(
     stages: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if has_space_prefix:
         stages.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizer: dict[str, Any] | None = replaced
+    pre_tokenizer = None
+    if has_space_prefix and is_prefixed_once:
+        normalizer, pre_tokenizer = None, {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+    elif has_space_prefix:
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replaced]}
     return _file(
         vocabulary,
-        normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replaced]} if has_space_prefix else replaced,
-        pre_tokenizer=None,
+        normalizer=normalizer,
+        pre_tokenizer=pre_tokenizer,
         decoder={"type": "Sequence", "decoders": stages},
         model={
             "vocab": ids,

@@ -101,6 +101,18 @@ def test_tokens_that_settings_name(folder: Path, tmp_path: Path, monkeypatch: py
     assert Tokenizer(find_model(own)).encode("x")[0] == 1
 
 
+def test_a_space_before_texts_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`legacy` false: what stands behind a special token has none put before it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(folder, own := tmp_path / "own")
+    (own / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
+    tokenizer = Tokenizer(find_model(own))
+    model = json.loads(tokenizer.inner.to_str())["model"]
+    theirs = transformers.LlamaTokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]], legacy=False)
+    for text in (*TEXTS, "<s>def</s> x", "def<s>def", "</s>"):
+        assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False), text
+
+
 def test_files_that_are_wrong(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ModelError, match=r"is no SentencePiece model of pairs \(BPE\)"):
