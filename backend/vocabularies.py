@@ -53,7 +53,14 @@ KIMI_WORDS = (
     rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}*{_NOT_HAN[1]}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}+{_NOT_HAN[1]}*{_ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CODER = PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"))
+O200K_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|\p{{N}}{{1,3}}|{_REST}"
+_RARE = "\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb\U0001df00-\U0001df1e"
+"""Letters with a case that DeepSeek's list of them does not have."""
+_CASED = rf"[\p{{Lu}}\p{{Lt}}\p{{Ll}}&&[^{_RARE}]]"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
+_DEEPSEEK2 = PreTokenizer((r"[\r\n]", rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", _EAST_ASIAN, r"\p{N}"))
+_CODER = PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -67,8 +74,11 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "tekken": PreTokenizer((TEKKEN_WORDS,), is_whole=True, has_bos=True),
     "glm4": _GLM4,
     "chatglm-bpe": _GLM4,
+    "deepseek-llm": _DEEPSEEK2,
     "deepseek-v3": _DEEPSEEK3,
     "deepseek-coder": _CODER,
+    "dbrx": PreTokenizer((LLAMA3_WORDS,)),
+    "gpt-4o": PreTokenizer((O200K_WORDS,)),
     "kimi-k2": PreTokenizer((KIMI_WORDS,), is_whole=True),
 }
 """By the names that llama.cpp gives them (llama-vocab.cpp)."""
