@@ -10,15 +10,6 @@ __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrie
 __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier that block `rank` of the cluster has in the same place.
-__device__ __forceinline__ void arrive_at(uint32_t barrier, int rank) {
-  asm volatile(
-      "{ .reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
 __device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -35,13 +26,6 @@ __device__ __forceinline__ void prefetch(const CUtensorMap* map) { asm volatile(
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int k, int row) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(target), "l"(map),
                "r"(barrier), "r"(k), "r"(row)
-               : "memory");
-}
-
-// The same to the same place of every block of the cluster that `blocks` has a bit for, whose own barriers are told.
-__device__ __forceinline__ void copy_box_to(uint16_t blocks, uint32_t target, const CUtensorMap* map, uint32_t barrier, int k, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-               "l"(map), "r"(barrier), "r"(k), "r"(row), "h"(blocks)
                : "memory");
 }
 
