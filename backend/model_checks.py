@@ -14,7 +14,7 @@ from typing import Any
 
 from backend.errors import ConfigError, ModelError
 from backend.model_files import find_end_tokens, find_weights, has_same_weights, open_weights, read_config, read_json
-from backend.models.families import ARCHITECTURES, DRAFTERS, TEXT_MODELS, WITH_IMAGES
+from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, TEXT_MODELS, WITH_IMAGES
 from backend.models.moe_spec import MoeSpec, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
@@ -76,8 +76,8 @@ def _has_images(config: Mapping[str, Any]) -> bool:
 def find_architecture(config: Mapping[str, Any], directory: str | Path) -> str:
     """The model's family. Raises ModelError when none that it names is known."""
     names, kind = config.get("architectures") or [], config.get("model_type")
-    known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES] if isinstance(names, list) else []
-    if known:
+    listed = [OLDER_NAMES.get(name, name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if known := [name for name in listed if name in ARCHITECTURES]:
         return known[0]
     if config.get("speculators_model_type"):  # which `vllm serve` takes for the model that it drafts for
         raise ModelError(
