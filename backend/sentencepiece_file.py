@@ -15,6 +15,7 @@ from backend.vocabularies import CONTROL, NORMAL, USER_DEFINED, Vocabulary, sent
 FILE = "tokenizer.model"
 NO_BOS = ("Ernie4_5_Tokenizer", "Ernie4_5Tokenizer")
 """Classes that put no token before a text unless they are told to."""
+MAX_GAP = 4096
 UNIGRAM, BPE = 1, 2
 """Kinds of models (TrainerSpec.ModelType): decoders of text have the second."""
 
@@ -102,11 +103,18 @@ def convert_sentencepiece(directory: Path) -> dict[str, Any]:
 
 
 def _add_tokens(special: SpecialTokens, tokens: list[str], kinds: list[int], scores: list[float]) -> None:
-    """Those that are added: of pieces that are there what they are, and behind them new ones. Raises ModelError for a gap."""
+    """Those that are added: of pieces that are there what they are, and behind them new ones. Raises ModelError for what contradicts the pieces.
+
+    added_tokens.json, which slow tokenizers wrote, may leave ids out: no token has them.
+    """
     for number, token in special.added.items():
         kind = CONTROL if token.is_special else USER_DEFINED
-        if number > len(tokens):
+        if number > len(tokens) + (0 if special.has_flags else MAX_GAP):
             raise ModelError(f"{special.where}: the added token {token.content!r:.40} has id {number}; it must be the next id ({len(tokens)})")
+        for unused in range(len(tokens), number):
+            tokens.append(f"<|unused_id_{unused}|>")
+            kinds.append(CONTROL)
+            scores.append(0.0)
         if number == len(tokens):
             tokens.append(token.content)
             kinds.append(kind)

@@ -92,10 +92,10 @@ def test_tokens_that_settings_name(folder: Path, tmp_path: Path, monkeypatch: py
     shutil.copytree(folder, own := tmp_path / "own")
     settings = {"tokenizer_class": "Ernie4_5_Tokenizer", "bos_token": "<s>", "cls_token": piece, "additional_special_tokens": None}
     (own / "tokenizer_config.json").write_text(json.dumps(settings))
-    (own / "added_tokens.json").write_text(json.dumps({"<|LOC_0|>": 700}))
+    (own / "added_tokens.json").write_text(json.dumps({"<|LOC_0|>": 702}))  # no token has the ids before
     tokenizer = Tokenizer(find_model(own))
     token_ids = tokenizer.encode(f"x{piece}<|LOC_0|>")
-    assert token_ids[0] != 1 and token_ids[-1] == 700 and tokenizer.inner.token_to_id(piece) == tokenizer.special_ids[piece] == token_ids[-2]
+    assert token_ids[0] != 1 and token_ids[-1] == 702 and tokenizer.inner.token_to_id(piece) == tokenizer.special_ids[piece] == token_ids[-2]
     assert tokenizer.decode(token_ids) == "x<|LOC_0|>"
     (own / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
     assert Tokenizer(find_model(own)).encode("x")[0] == 1
