@@ -78,7 +78,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             made[family, num_experts] = tmp_path_factory.mktemp(family)
             values = next(case for case in CASES if case.family == family).config
             if num_experts is not None:
-                values |= {key: num_experts for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in values}
+                values = values | {key: num_experts for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in values}
             make_model(Case(family, config=values), made[family, num_experts])
         return made[family, num_experts]
 
