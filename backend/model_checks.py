@@ -115,8 +115,7 @@ def _has_own_drafter(config: Mapping[str, Any]) -> bool:
 
 def check_max_model_len(asked: int | None, own: int) -> None:
     if asked is not None and asked > own:
-        advice = "who stretches a model by rope_scaling writes the longer context there too"
-        raise ConfigError(f"max_model_len {asked} is beyond the model's own limit {own} (max_position_embeddings in config.json: {advice})")
+        raise ConfigError(f"max_model_len {asked} is beyond the model's own limit {own}")
 
 
 def check_tokenizer(directory: Path) -> None:
