@@ -37,6 +37,10 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Text, token ids, or messages for the model's chat template."""
 
 
+MIN_SHARE_OF_TOKENS = 0.9
+"""Of a vocabulary, which a tokenizer has: models are published with some more rows than tokens, 2% at most."""
+
+
 class Intake:
     """Makes requests for one model."""
 
@@ -55,7 +59,11 @@ class Intake:
 
     def _warn_of_unknown_tokens(self) -> None:
         """Not an error: many models are published with tokens that nobody uses, and requests without them are served."""
-        unknown = {i: token for token, i in self._tokenizer.inner.get_vocab().items() if i >= self._vocab_size}
+        vocabulary = self._tokenizer.inner.get_vocab()
+        unknown = {i: token for token, i in vocabulary.items() if i >= self._vocab_size}
+        if (num_known := len(vocabulary) - len(unknown)) < MIN_SHARE_OF_TOKENS * self._vocab_size:
+            what = "it may be another model's; a token of an answer that it does not have writes no text"
+            logger.warning("the tokenizer has %d tokens of the model's vocabulary of %d: %s", num_known, self._vocab_size, what)
         if unknown:
             logger.warning(
                 "the tokenizer has %d tokens that the model does not know, %d (%r) the first: its vocabulary has ids 0 to %d; "

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ConfigError, ModelError
-from backend.model_files import find_end_tokens, find_weights, has_same_weights, is_named, open_weights, read_config, read_json
-from backend.models.families import ARCHITECTURES, DRAFTERS, TEXT_MODELS, WITH_IMAGES
+from backend.model_files import find_end_tokens, find_weights, has_same_weights, open_weights, read_config, read_json
+from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, TEXT_MODELS, WITH_IMAGES
 from backend.models.moe_spec import MoeSpec, settle_shared
 from backend.models.mtp_spec import MtpSpec
 from backend.models.quantized_config import read_checkpoint_quantization
@@ -24,6 +24,7 @@ from backend.models.text_part import LAYERS, place_weights
 from backend.models.values import Values
 from backend.parallel.split import check_divides
 from backend.quantization_config import SCHEMES, STORED, QuantizationConfig
+from backend.special_tokens import read_special_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,8 @@ def _has_images(config: Mapping[str, Any]) -> bool:
 def find_architecture(config: Mapping[str, Any], directory: str | Path) -> str:
     """The model's family. Raises ModelError when none that it names is known."""
     names, kind = config.get("architectures") or [], config.get("model_type")
-    known = [name for name in names if isinstance(name, str) and name in ARCHITECTURES] if isinstance(names, list) else []
-    if known:
+    listed = [OLDER_NAMES.get(name, name) for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if known := [name for name in listed if name in ARCHITECTURES]:
         return known[0]
     if config.get("speculators_model_type"):  # which `vllm serve` takes for the model that it drafts for
         raise ModelError(
@@ -122,9 +123,7 @@ def check_tokenizer(directory: Path) -> None:
     path = directory / "tokenizer.json"
     if not isinstance(read_json(path).get("model"), dict):
         raise ModelError(f"{path} has no object 'model': it is no tokenizer of the tokenizers library")
-    settings = directory / "tokenizer_config.json"
-    if is_named(settings):
-        read_json(settings)
+    read_special_tokens(directory)
 
 
 MAX_FOREIGN_TOKENS = 0.01
@@ -334,6 +333,8 @@ def check_weights(directory: Path, weights: WeightList, num_layers: str, quantiz
         raise ModelError(f"{directory}: weight {_describe(layers)} would not be used: {num_layers}, and the weights are those of another model")
     if unused:
         logger.warning("%s: %d weights are not used: %s", directory, len(unused), _describe(unused))
+    if unspoken := [name for name in files if name in weights.unspoken]:
+        logger.warning("%s: %d biases are used of which config.json does not speak: %s", directory, len(unspoken), _describe(unspoken))
     by_file: dict[Path, list[str]] = {}
     for name in known:
         if name in files:

@@ -19,6 +19,7 @@ from pathlib import Path
 from backend import tiktoken_file
 from backend.errors import ConfigError, ModelError
 from backend.model_files import PICKLED_FILES, SAMPLE_BYTES, SAMPLES, check_regular, sample_bytes, settle_path
+from backend.special_tokens import ADDED, NAMES, SETTINGS
 
 GGUF_SUFFIX = ".gguf"
 SENTENCEPIECE = "tokenizer.model"
@@ -26,8 +27,8 @@ NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """A repository's on the hub."""
 FILES = ("*.json", "*.jinja", SENTENCEPIECE, f"*{tiktoken_file.SUFFIX}", *tiktoken_file.NAMES)
 """Of a repository, what a model is served from, beside its weights."""
-FORMAT = 1
-"""Of converted folders: another number, and files are converted anew."""
+FORMAT, TOKENIZER_FORMAT = 1, 2
+"""Of folders of GGUF files, and of those with a tokenizer's file beside links: another number, and they are made anew."""
 BRANCHES = ("main", "master")
 MOVED = "rename it, or link to it from elsewhere"
 """What to do with a path that a server cannot read."""
@@ -133,8 +134,8 @@ def with_tokenizer(folder: Path) -> Path:
     if ranks is None and not (folder / SENTENCEPIECE).exists():
         return folder
     own = ranks or folder / SENTENCEPIECE
-    digest = hashlib.blake2b(f"{FORMAT} {folder} {own.name}".encode(), digest_size=8)
-    for path in (own, folder / "tokenizer_config.json"):
+    digest = hashlib.blake2b(f"{TOKENIZER_FORMAT} {folder} {own.name}".encode(), digest_size=8)
+    for path in (own, *(folder / name for name in (SETTINGS, NAMES, ADDED))):
         digest.update(path.read_bytes() if path.is_file() else b"")
 
     def link(out: Path) -> None:

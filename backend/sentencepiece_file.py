@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from backend.errors import ModelError
-from backend.model_files import check_regular, read_json
+from backend.model_files import check_regular
+from backend.special_tokens import SpecialTokens, read_special_tokens
 from backend.vocabularies import CONTROL, NORMAL, USER_DEFINED, Vocabulary, sentencepiece_tokenizer
 
 FILE = "tokenizer.model"
+NO_BOS = ("Ernie4_5_Tokenizer", "Ernie4_5Tokenizer")
+"""Classes that put no token before a text unless they are told to."""
+MAX_GAP = 4096
 UNIGRAM, BPE = 1, 2
 """Kinds of models (TrainerSpec.ModelType): decoders of text have the second."""
 
@@ -84,34 +88,42 @@ def convert_sentencepiece(directory: Path) -> dict[str, Any]:
     if rules.get(2) or rules.get(4, 1):
         what = f"rewrites texts before it cuts them ({_text(rules.get(1))}), which is not supported"
         raise ModelError(f"{path} {what}; put the model's tokenizer.json into the folder")
-    settings = read_json(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
-    _add_tokens(path, settings, tokens, kinds, scores)
+    special = read_special_tokens(directory)
+    _add_tokens(special, tokens, kinds, scores)
     first = int(trainer.get(41, 1))  # bos_id; -1, for none, is a large number here
+    is_put = special.settings.get("add_bos_token", special.tokenizer_class not in NO_BOS)
     return sentencepiece_tokenizer(
         Vocabulary(tokens, kinds, str(path)),
         scores,
-        has_space_prefix=bool(rules.get(3, 1)) and settings.get("add_prefix_space", True) is not False,
-        before=(first,) if settings.get("add_bos_token", True) and first < len(tokens) else (),
+        has_space_prefix=bool(rules.get(3, 1)) and special.settings.get("add_prefix_space", True) is not False,
+        is_prefixed_once=special.settings.get("legacy") is False,  # as transformers calls it
+        before=(first,) if is_put and first < len(tokens) else (),
         after=None,
     )
 
 
-def _add_tokens(path: Path, settings: dict[str, Any], tokens: list[str], kinds: list[int], scores: list[float]) -> None:
-    """Those of `added_tokens_decoder`: of pieces that are there what they are, and behind them new ones. Raises ModelError for a gap."""
-    added = settings.get("added_tokens_decoder") or {}
-    if not isinstance(added, dict):
-        raise ModelError(f"{path.with_name('tokenizer_config.json')}: added_tokens_decoder is {added!r:.80}; it must be an object")
-    for key, token in sorted(added.items(), key=lambda item: int(item[0]) if item[0].isdigit() else -1):
-        if not key.isdigit() or not isinstance(token, dict) or not isinstance(token.get("content"), str) or int(key) > len(tokens):
-            what = f"added_tokens_decoder has {key!r:.20}: {token!r:.80}; it must be the next id ({len(tokens)}) or that of a piece, and an object"
-            raise ModelError(f"{path.with_name('tokenizer_config.json')}: {what} with `content`")
-        number, kind = int(key), CONTROL if token.get("special") else USER_DEFINED
+def _add_tokens(special: SpecialTokens, tokens: list[str], kinds: list[int], scores: list[float]) -> None:
+    """Those that are added: of pieces that are there what they are, and behind them new ones. Raises ModelError for what contradicts the pieces.
+
+    added_tokens.json, which slow tokenizers wrote, may leave ids out: no token has them.
+    """
+    for number, token in special.added.items():
+        kind = CONTROL if token.is_special else USER_DEFINED
+        if number > len(tokens) + (0 if special.has_flags else MAX_GAP):
+            raise ModelError(f"{special.where}: the added token {token.content!r:.40} has id {number}; it must be the next id ({len(tokens)})")
+        for unused in range(len(tokens), number):
+            tokens.append(f"<|unused_id_{unused}|>")
+            kinds.append(CONTROL)
+            scores.append(0.0)
         if number == len(tokens):
-            tokens.append(token["content"])
+            tokens.append(token.content)
             kinds.append(kind)
             scores.append(0.0)
-        elif tokens[number] != token["content"]:
-            where = path.with_name("tokenizer_config.json")
-            raise ModelError(f"{where}: added_tokens_decoder makes token {number} {token['content']!r:.40}; in {FILE} it is {tokens[number]!r:.40}")
-        elif token.get("special") and kinds[number] in (NORMAL, USER_DEFINED):
+        elif tokens[number] != token.content:
+            raise ModelError(f"{special.where} makes token {number} {token.content!r:.40}; in {FILE} it is {tokens[number]!r:.40}")
+        elif token.is_special and kinds[number] in (NORMAL, USER_DEFINED):
+            kinds[number] = CONTROL
+    contents = set(special.contents)
+    for number, (token_text, kind) in enumerate(zip(tokens, kinds)):
+        if kind in (NORMAL, USER_DEFINED) and token_text in contents:
             kinds[number] = CONTROL

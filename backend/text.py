@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,11 @@ from backend.detokenizer import (
     read_byte_level,
 )
 from backend.errors import ModelError, RequestError
-from backend.model_files import is_named, name_tokenizers, read_json
+from backend.model_files import check_regular, is_named, name_tokenizers, read_json
+from backend.special_tokens import SpecialTokens, read_special_tokens
 from backend.tools import CALL_TOKENS, ID_CHARACTERS, read_history, shorten_ids
+
+logger = logging.getLogger(__name__)
 
 _DEVELOPER = "developer"
 """What OpenAI's clients call the role that was system."""
@@ -42,8 +46,9 @@ class Tokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         path = Path(directory) / "tokenizer.json"
-        if not path.is_file():
+        if not is_named(path):
             raise ModelError(f"{path} is missing{name_tokenizers(path.parent)}")
+        check_regular(path)
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -52,20 +57,14 @@ class Tokenizer:
         """Of the tokenizer's file: the same token ids mean the same text where it is the same."""
         self.inner.no_truncation()
         self.inner.no_padding()
-        config = Path(directory) / "tokenizer_config.json"
-        settings = read_json(config) if is_named(config) else {}
-        templates = _read_templates(Path(directory), settings)
+        special = read_special_tokens(path.parent)
+        if added := _add_tokens(self.inner, special, path):
+            self.fingerprint = hashlib.blake2b(f"{self.fingerprint} {added}".encode(), digest_size=16).hexdigest()
+        templates = _read_templates(Path(directory), special.settings)
         self._template = templates.get("default")
         self._tool_template = templates.get("tool_use", self._template)
         """Of chats with tools: some models have one of its own, as Hermes 2 Pro."""
-        special = {k: self._content(v) for k, v in settings.items() if k.endswith("_token")}
-        self._special = {k: v for k, v in special.items() if v is not None}
-
-    @staticmethod
-    def _content(token: Any) -> str | None:
-        """A special token's text; None for a setting that is no token (`add_bos_token`)."""
-        text = token.get("content") if isinstance(token, dict) else token
-        return text if isinstance(text, str) else None
+        self._special = special.by_name
 
     @property
     def has_chat_template(self) -> bool:
@@ -167,6 +166,44 @@ class Tokenizer:
         return [ids for ids in sorted(found) if ids]
 
 
+def _add_tokens(inner: tokenizers.Tokenizer, special: SpecialTokens, path: Path) -> list[str]:
+    """Makes of the tokenizer what its settings say and its own file does not; returns that.
+
+    A token whose id is not the next one is left out, and it is said: nothing else could have that id.
+    """
+    held = {token.content: token for token in inner.get_added_tokens_decoder().values()}
+    named, new, done = set(special.by_name.values()), [], []
+    lacking = {number for number, token in special.added.items() if inner.token_to_id(token.content) is None}
+    following = 1 + max(inner.get_vocab().values(), default=-1) if lacking else 0
+    for number, token in special.added.items():
+        old = held.get(token.content)
+        if number in lacking and number != following:
+            what = f"the added token {token.content!r:.40} has id {number}; {path.name} has no such token, and its next id is {following}"
+            logger.warning("%s: %s: it is left out, and texts with it are read as any other text", special.where, what)
+            continue
+        following += number in lacking
+        is_special = token.is_special or token.content in named or (old is not None and old.special)
+        own = tokenizers.AddedToken(token.content, special=is_special, **token.flags)
+        if old is None or (special.has_flags and repr(own) != repr(old)):
+            held[token.content] = own
+            new.append(own)
+            done.append(f"{number}: {own!r}")
+    inner.add_tokens(new)  # one that is there gets other flags
+    for text in special.contents:
+        old = held.get(text)
+        if inner.token_to_id(text) is not None and (old is None or (text in named and not old.special)):
+            inner.add_special_tokens([text])  # which has its id already
+            done.append(text)
+    first = special.put_before
+    first_id = None if first is None else inner.token_to_id(first)
+    if first is not None and first_id is not None and first_id not in inner.encode("").ids:
+        before = tokenizers.processors.TemplateProcessing(single=[first, "$A"], pair=[first, "$A", first, "$B:1"], special_tokens=[(first, first_id)])
+        own = inner.post_processor
+        inner.post_processor = before if own is None else tokenizers.processors.Sequence([own, before])
+        done.append(f"{first} before texts")
+    return done
+
+
 def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
     """A folder's chat templates by name; the one for all chats is `default`. Files of their own come first. Raises ModelError."""
     sources = settings.get("chat_template")
@@ -182,6 +219,7 @@ def _read_templates(directory: Path, settings: dict[str, Any]) -> dict[str, Chat
     for name in ("default", "tool_use"):
         source = sources.get(name)
         if isinstance(source, Path):
+            check_regular(source)
             try:
                 source = source.read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:

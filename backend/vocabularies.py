@@ -53,7 +53,14 @@ KIMI_WORDS = (
     rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}*{_NOT_HAN[1]}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}+{_NOT_HAN[1]}*{_ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CODER = PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"))
+O200K_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|\p{{N}}{{1,3}}|{_REST}"
+_RARE = "\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb\U0001df00-\U0001df1e"
+"""Letters with a case that DeepSeek's list of them does not have."""
+_CASED = rf"[\p{{Lu}}\p{{Lt}}\p{{Ll}}&&[^{_RARE}]]"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_MARKS = "[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
+_DEEPSEEK2 = PreTokenizer((r"[\r\n]", rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", _EAST_ASIAN, r"\p{N}"))
+_CODER = PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"))
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -67,8 +74,11 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "tekken": PreTokenizer((TEKKEN_WORDS,), is_whole=True, has_bos=True),
     "glm4": _GLM4,
     "chatglm-bpe": _GLM4,
+    "deepseek-llm": _DEEPSEEK2,
     "deepseek-v3": _DEEPSEEK3,
     "deepseek-coder": _CODER,
+    "dbrx": PreTokenizer((LLAMA3_WORDS,)),
+    "gpt-4o": PreTokenizer((O200K_WORDS,)),
     "kimi-k2": PreTokenizer((KIMI_WORDS,), is_whole=True),
 }
 """By the names that llama.cpp gives them (llama-vocab.cpp)."""
@@ -128,9 +138,18 @@ def byte_level_tokenizer(vocabulary: Vocabulary, merges: Sequence[str], pre: str
 
 
 def sentencepiece_tokenizer(
-    vocabulary: Vocabulary, scores: Sequence[float], *, has_space_prefix: bool, before: Sequence[int], after: int | None
+    vocabulary: Vocabulary,
+    scores: Sequence[float],
+    *,
+    has_space_prefix: bool,
+    is_prefixed_once: bool = False,
+    before: Sequence[int],
+    after: int | None,
 ) -> dict[str, Any]:
-    """tokenizer.json of a SentencePiece BPE vocabulary with the score of each token. has_space_prefix: texts begin with a space."""
+    """tokenizer.json of a SentencePiece BPE vocabulary with the score of each token.
+
+    has_space_prefix: texts begin with a space, and what stands behind a special token does, unless is_prefixed_once.
+    """
     ids = vocabulary.ids()
     unknown = next((token for token, kind in zip(vocabulary.tokens, vocabulary.kinds) if kind == UNKNOWN), None)
     has_bytes = any(kind == BYTE for kind in vocabulary.kinds)
@@ -138,10 +157,16 @@ def sentencepiece_tokenizer(
     stages: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if has_space_prefix:
         stages.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizer: dict[str, Any] | None = replaced
+    pre_tokenizer = None
+    if has_space_prefix and is_prefixed_once:
+        normalizer, pre_tokenizer = None, {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+    elif has_space_prefix:
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replaced]}
     return _file(
         vocabulary,
-        normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replaced]} if has_space_prefix else replaced,
-        pre_tokenizer=None,
+        normalizer=normalizer,
+        pre_tokenizer=pre_tokenizer,
         decoder={"type": "Sequence", "decoders": stages},
         model={
             "vocab": ids,

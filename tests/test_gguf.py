@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -25,6 +26,7 @@ from backend.models.gguf_file import check_lengths
 from backend.models.gguf_folder import write_folder
 from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
+from backend.vocabularies import Vocabulary, byte_level_tokenizer
 from deploy.cli import main
 from tests.families import Case, make_model, rope
 from tests.gguf_files import TOKENS, add_tokenizer, write_gguf
@@ -178,6 +180,25 @@ def add_pieces(writer: gguf.GGUFWriter) -> None:
     writer.add_token_types([kind for _, _, kind in PIECES])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("dbrx", "It'LL be 12345 é!\n\n x", ["It", "'LL", " be", " ", "123", "45", " é", "!\n\n", " x"]),  # Phi-4
+        ("gpt-4o", "HTTPServer's 12345 //\n don't", ["HTTPServer's", " ", "123", "45", " //\n", " don't"]),  # Phi-4 mini
+        (
+            "deepseek-llm",
+            "Hi 12, 中文。\n λόγος don't  ",
+            ["Hi", " ", "1", "2", ",", " ", "中文", "。", "\n", " λόγος", " don", "'", "t", "  "],
+        ),  # V2
+    ],
+)
+def test_how_text_is_cut(pre: str, text: str, pieces: list[str]) -> None:
+    made = byte_level_tokenizer(Vocabulary(TOKENS, [1] * len(TOKENS), "file"), [], pre, before=(), after=None)
+    patterns = [tokenizers.Regex(own["pattern"]["Regex"]) for own in made["pre_tokenizer"]["pretokenizers"] if own["type"] == "Split"]
+    cuts = tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Split(pattern, "isolated") for pattern in patterns])
+    assert [piece for piece, _ in cuts.pre_tokenize_str(text)] == pieces
 
 
 @pytest.mark.parametrize("has_prefix", [True, False])

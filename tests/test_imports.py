@@ -248,7 +248,7 @@ LEVELS = (
         "sampling_defaults",
         "trees",
     ),
-    ("vocabularies", "shared_tokens", "budget"),
+    ("vocabularies", "special_tokens", "shared_tokens", "budget"),
     (
         "pages",
         "precedence",

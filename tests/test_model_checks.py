@@ -203,6 +203,17 @@ def test_tables_beside_the_weights_pass(folder: Path, tmp_path: Path, caplog: py
     assert "1 weights are not used: score.weight" in caplog.text
 
 
+def test_biases_that_config_does_not_speak_of_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are used, where transformers leaves them out."""
+
+    def add(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(len(weights["model.layers.0.self_attn.o_proj.weight"]))
+
+    reweighted(add)(folder)
+    load_model(folder, torch.float32, CPU, Ranks())
+    assert f"{folder}: 1 biases are used of which config.json does not speak: model.layers.0.self_attn.o_proj.bias" in caplog.text
+
+
 @pytest.mark.parametrize("values", [{"quantization_config": None}, {"quantization_config": {}}, {"eos_token_id": None, "bos_token_id": None}])
 def test_what_says_nothing_passes(folder: Path, tmp_path: Path, values: dict[str, Any]) -> None:
     edited(**values)(folder)

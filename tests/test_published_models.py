@@ -37,6 +37,11 @@ MODELS: dict[str, tuple[float, float | None, dict[str, Any]]] = {
         "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 1536, "moe_gate": "topk",
         "moe_k": 6, "moe_layer_interval": 1, "num_nextn_predict_layers": 1
     }),
+    "ERNIE-4.5-0.3B": (0.36, None, {
+        "architectures": ["Ernie4_5_ForCausalLM"], "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072,
+        "max_position_embeddings": 131072, "num_attention_heads": 16, "num_hidden_layers": 18, "num_key_value_heads": 2, "vocab_size": 103424,
+        "tie_word_embeddings": True
+    }),
     "GLM-4.5-Air": (106.85, 2.38, {
         "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_size": 4096, "partial_rotary_factor":
         0.5, "intermediate_size": 10944, "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "num_attention_heads": 96,

@@ -85,6 +85,34 @@ def test_tokens_that_are_added(folder: Path, tmp_path: Path, monkeypatch: pytest
         assert message in str(caught.value)
 
 
+def test_tokens_that_settings_name(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ERNIE 4.5's folders have them: special ones among the pieces, others in a file of their own, and none put before a text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    piece = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model")).id_to_piece(400).strip("▁")
+    shutil.copytree(folder, own := tmp_path / "own")
+    settings = {"tokenizer_class": "Ernie4_5_Tokenizer", "bos_token": "<s>", "cls_token": piece, "additional_special_tokens": None}
+    (own / "tokenizer_config.json").write_text(json.dumps(settings))
+    (own / "added_tokens.json").write_text(json.dumps({"<|LOC_0|>": 702}))  # no token has the ids before
+    tokenizer = Tokenizer(find_model(own))
+    token_ids = tokenizer.encode(f"x{piece}<|LOC_0|>")
+    assert token_ids[0] != 1 and token_ids[-1] == 702 and tokenizer.inner.token_to_id(piece) == tokenizer.special_ids[piece] == token_ids[-2]
+    assert tokenizer.decode(token_ids) == "x<|LOC_0|>"
+    (own / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
+    assert Tokenizer(find_model(own)).encode("x")[0] == 1
+
+
+def test_a_space_before_texts_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`legacy` false: what stands behind a special token has none put before it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shutil.copytree(folder, own := tmp_path / "own")
+    (own / "tokenizer_config.json").write_text(json.dumps({"legacy": False}))
+    tokenizer = Tokenizer(find_model(own))
+    model = json.loads(tokenizer.inner.to_str())["model"]
+    theirs = transformers.LlamaTokenizer(vocab=model["vocab"], merges=[tuple(merge) for merge in model["merges"]], legacy=False)
+    for text in (*TEXTS, "<s>def</s> x", "def<s>def", "</s>"):
+        assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False), text
+
+
 def test_files_that_are_wrong(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ModelError, match=r"is no SentencePiece model of pairs \(BPE\)"):

@@ -17,6 +17,7 @@ from backend.errors import ConfigError, ModelError
 from backend.kv_store import CacheSpec
 from backend.model_checks import check_drafter, check_model, check_split, find_architecture
 from backend.model_files import find_weights, open_weights, read_config
+from backend.models.families import ARCHITECTURES
 from backend.models.gguf_folder import read_file
 from backend.models.latent_spec import LatentSpec
 from backend.models.layers import ATTENTION
@@ -193,13 +194,15 @@ def _describe(spec: DecoderSpec, config: Mapping[str, Any], load: Load, stored: 
     own = "" if kept == dtype else " in fp8"
     kinds = sorted({type(own.mlp).__name__ == "MoeSpec" for own in spec.layers})
     shape = f"{len(spec.layers)} layers of {spec.hidden_size}, heads {spec.layers[0].attention.heads[0]} / {num_kv}"
+    names = config["architectures"]
+    architecture = next((name for name in names if name in ARCHITECTURES), names[0])
     try:
         check_gpu(spec, dtype)
         gpu = "CPU and GPU"
     except ModelError as error:
         gpu = f"CPU; not on a GPU: {error}"
     return {
-        "architecture": f"{config['architectures'][0]}: {shape}" + (", experts" if kinds[-1] else "") + f", vocabulary {spec.vocab_size}",
+        "architecture": f"{architecture}: {shape}" + (", experts" if kinds[-1] else "") + f", vocabulary {spec.vocab_size}",
         "context": f"{spec.max_model_len} tokens",
         "parameters": _count(spec),
         "memory": f"in {str(dtype).removeprefix('torch.')}{each}: weights {_size(weights)}, a token{own} {_size(token)}, "

@@ -30,6 +30,8 @@ class WeightList:
     required: Shapes = field(default_factory=dict)
     optional: list[Shapes] = field(default_factory=list)
     """Groups of which it has all or none."""
+    unspoken: set[str] = field(default_factory=set)
+    """Those that config.json says nothing of, or that there are none: whoever has them is told that they are used."""
     rounded: dict[str, Literal["dense", "moe"]] = field(default_factory=dict)
     """Projections (without `.weight`) that are rounded where their kind is: see backend/quantization_config.py."""
     ids: Shapes = field(default_factory=dict)
@@ -47,6 +49,7 @@ class WeightList:
         spec.list_weights(other)
         shapes = other.required | {name: shape for group in other.optional for name, shape in group.items()}
         self.optional += [{name: shape} for name, shape in shapes.items()]
+        self.unspoken |= other.unspoken
         self.rounded |= other.rounded
 
     def add_plain(self, projection: Projection, kind: Literal["dense", "moe"] | None = None) -> None:
@@ -64,6 +67,7 @@ class WeightList:
             self.required |= biases
         else:
             self.optional.append(biases)
+            self.unspoken |= biases.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,7 @@ class DecoderSpec:
         else:
             weights.required |= head
         weights.optional.append({f"{self.head}.bias": (self.vocab_size,)})
+        weights.unspoken.add(f"{self.head}.bias")
         for layer in self.layers:
             layer.list_weights(weights)
 

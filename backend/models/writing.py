@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from backend.errors import ConfigError, ModelError
 from backend.model_checks import check_drafter, check_model
 from backend.model_files import INDEX_FILE, find_weights, open_weights, read_config
-from backend.models.families import ARCHITECTURES, DRAFTERS, WITH_IMAGES
+from backend.models.families import ARCHITECTURES, DRAFTERS, OLDER_NAMES, WITH_IMAGES
 from backend.models.quantized_config import CLASS, read_checkpoint_quantization
 from backend.models.shards import ShardWriter, check_new
 from backend.models.spec import WeightList
@@ -58,7 +58,7 @@ def _find_schemes(config: dict[str, Any], directory: Path, quantization: Quantiz
     weights = WeightList()
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed := config.get("architectures"), list) else []
     head = None
-    if any(name in ARCHITECTURES or name in WITH_IMAGES for name in names):
+    if any(name in known for name in names for known in (ARCHITECTURES, OLDER_NAMES, WITH_IMAGES)):
         spec = check_model(directory)
         spec.list_weights(weights)
         for name in names:

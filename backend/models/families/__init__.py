@@ -43,6 +43,9 @@ ARCHITECTURES: dict[str, Callable[[Values], DecoderSpec]] = {
 }
 """By the name that config.json's `architectures` gives."""
 
+OLDER_NAMES = {"Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM"}
+"""Under which models of a family were published before transformers had it."""
+
 WITH_IMAGES = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 """Models that read images too, whose text model is served."""
 

@@ -47,7 +47,7 @@ def ernie4_5(values: Values) -> DecoderSpec:
 
 def ernie4_5_moe(values: Values) -> DecoderSpec:
     sizes, count = read_sizes(values), read_num_layers(values)
-    values.choice("moe_gate", ("topk", "top2"), "topk")
+    values.choice("moe_gate", ("topk", "top2", "topk_fused", "top2_fused"), "topk")
     values.choice("moe_gate_act", ("softmax",), "softmax")
     first, step = values.integer("moe_layer_start_index", 2**16, low=0, default=1), values.integer("moe_layer_interval", 2**16, default=1)
     last = values.integer("moe_layer_end_index", 2**16, low=-1, default=-1)

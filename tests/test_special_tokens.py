@@ -1,0 +1,115 @@
+"""What files beside a tokenizer say of its tokens: as transformers reads it, or a word that it is not so. Tokenizers that are no model's."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+
+from backend.config import BUNDLED_MODEL, EngineConfig
+from backend.errors import ModelError
+from backend.intake import Intake
+from backend.model_checks import check_tokenizer
+from backend.text import Tokenizer
+
+CHAT = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ messages[0].content }}"
+TEXT = "def f <new> <more> x"
+NEXT = 4096
+"""The bundled tokenizer's first free id."""
+
+
+def write(folder: Path, files: dict[str, Any]) -> Path:
+    shutil.copy(BUNDLED_MODEL / "tokenizer.json", folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    for name, values in {"tokenizer_config.json": {}, **files}.items():
+        (folder / name).write_text(json.dumps({"chat_template": CHAT, **values} if name == "tokenizer_config.json" else values))
+    return folder
+
+
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    return {"content": content, "lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"special_tokens_map.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}}, "tokenizer_config.json": {"bos_token": "<b>"}},
+        {"special_tokens_map.json": {"bos_token": "<s>"}, "tokenizer_config.json": {"bos_token": "<b>", "added_tokens_decoder": {}}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {"4097": token("<more>", special=False, lstrip=True), "4096": token("<new>")}}},
+        {"added_tokens.json": {"<more>": 4097, "<new>": 4096}, "tokenizer_config.json": {"eos_token": "<more>"}},
+        {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<i>"}, "eos_token": "def"}},
+        {"tokenizer_config.json": {"additional_special_tokens": ["def"]}},
+        {"tokenizer_config.json": {"added_tokens_decoder": {"318": token("def", lstrip=True), "4096": token("<new>", rstrip=True, special=False)}}},
+    ],
+    ids=["names apart", "names apart count no more", "added", "added, apart", "others by name", "others", "flags"],
+)  # fmt: skip
+def test_as_transformers_reads_them(files: dict[str, Any], tmp_path: Path) -> None:
+    folder, chat = write(tmp_path, files), [{"role": "user", "content": TEXT}]
+    own, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    token_ids = theirs.encode(TEXT)
+    assert own.encode(TEXT) == token_ids
+    assert own.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
+    assert own.render_chat(chat) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer"])
+def test_a_first_token_that_the_settings_ask_for(name: str, tmp_path: Path) -> None:
+    """DeepSeek's tokenizer.json has none: the class that its settings name puts it there."""
+    asked = {"tokenizer_class": name, "bos_token": "<s>", "add_bos_token": True, "added_tokens_decoder": {str(NEXT): token("<s>")}}
+    inner = tokenizers.Tokenizer.from_file(str(write(tmp_path, {"tokenizer_config.json": asked}) / "tokenizer.json"))
+    inner.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    plain, first = inner.encode("def f").ids, [NEXT] if name.startswith("Llama") else []
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("def f") == first + plain and tokenizer.encode("def f", add_special_tokens=False) == plain
+    assert tokenizer.encode("def f", max_tokens=len(first) + 1) == [*first, plain[-1]]
+    assert (tokenizer.fingerprint == Tokenizer(tmp_path).fingerprint) and tokenizer.fingerprint != Tokenizer(BUNDLED_MODEL).fingerprint
+
+
+def test_a_token_that_there_is_no_room_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = Tokenizer(write(tmp_path, {"tokenizer_config.json": {"added_tokens_decoder": {"5000": token("<new>"), "4096": token("<more>")}}}))
+    assert own.encode("<more>")[-1] == NEXT and own.encode("<new>")[-1] != 5000
+    assert "the added token '<new>' has id 5000; tokenizer.json has no such token, and its next id is 4097: it is left out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("added_tokens.json", [1], "must hold a JSON object, got list"),
+        ("special_tokens_map.json", 5, "must hold a JSON object, got int"),
+        ("added_tokens.json", {"<new>": -1}, "an added token is -1"),
+        ("added_tokens.json", {"": NEXT}, "an added token is 4096"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder is [1]; it must be an object"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": token("<new>")}}, "an added token is 'x'"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"4096": "<new>"}}, "an added token is '4096': '<new>'; it must be an id, and a text"),
+    ],
+)
+def test_files_that_are_wrong(name: str, values: Any, message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, {name: values})
+    for read in (Tokenizer, check_tokenizer):
+        with pytest.raises(ModelError) as caught:
+            read(folder)
+        assert message in str(caught.value) and str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, {})
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ModelError, match=rf"{name} cannot be read: it is not a regular file"):
+        Tokenizer(folder)
+
+
+def test_a_tokenizer_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
+    """Of fewer tokens: nothing would be refused, and answers would lack what it does not know."""
+    for size, is_warned in ((4500, False), (NEXT, False), (5000, True)):
+        caplog.clear()
+        Intake(EngineConfig(), Tokenizer(BUNDLED_MODEL), 64, size, frozenset())
+        assert ("the tokenizer has 4096 tokens of the model's vocabulary of 5000: it may be another model's" in caplog.text) == is_warned
