@@ -9,7 +9,7 @@ import torch
 from kernels._load import ELEMENTS, Kernel, gpu_of, is_compiling, load
 from kernels.round_rows import RoundedRows
 from kernels.tensor_map import tensor_map
-from kernels.wide_linear import LINE, MAX_TOKENS
+from kernels.wide_linear import LINE, MAX_TOKENS, takes_operands
 
 MIN_TOKENS = MAX_TOKENS + 1
 """Fewer are `wide_linear.cu`'s."""
@@ -32,23 +32,7 @@ _loaded: set[tuple[object, ...]] = set()
 
 def is_long(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
     """Whether x weight^T is computed by `prompt_linear.cu`."""
-    return x.shape[0] >= MIN_TOKENS and (is_gated or x.shape[0] <= MAX_PLAIN) and can_launch(x, weight, is_gated)
-
-
-def can_launch(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
-    """Whether `prompt_linear.cu` can compute x weight^T."""
-    return (
-        x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and x.shape[1] * x.element_size() % LINE == 0
-        and weight.shape[0] % (32 if is_gated else 16) == 0
-        and x.stride(1) == 1
-        and x.stride(0) % 8 == 0
-        and x.data_ptr() % 16 == 0
-        and weight.is_contiguous()
-        and weight.data_ptr() % 16 == 0
-        and gpu_of(x.device).generation == 9
-    )
+    return x.shape[0] >= MIN_TOKENS and (is_gated or x.shape[0] <= MAX_PLAIN) and takes_operands(x, weight, is_gated)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -27,11 +27,10 @@ SHARED = 222 * 1024
 Defines = dict[str, "int | str"]
 
 
-def is_wide(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
-    """Whether x weight^T is computed by `wide_linear.cu`."""
+def takes_operands(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
+    """Whether x [M, K] and weight [N, K] are such as this kernel and `prompt_linear.cu` copy to shared memory, whatever M."""
     return (
         x.is_cuda
-        and MIN_TOKENS <= x.shape[0] <= MAX_TOKENS
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[1] * x.element_size() % LINE == 0
         and weight.shape[0] % (32 if is_gated else 16) == 0
@@ -42,6 +41,11 @@ def is_wide(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bo
         and weight.data_ptr() % 16 == 0
         and gpu_of(x.device).generation == 9
     )
+
+
+def is_wide(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bool:
+    """Whether x weight^T is computed by `wide_linear.cu`."""
+    return MIN_TOKENS <= x.shape[0] <= MAX_TOKENS and takes_operands(x, weight, is_gated)
 
 
 def _estimate(tokens: int, width: int, split: int, out_size: int, row_bytes: int, num_multiprocessors: int) -> float:

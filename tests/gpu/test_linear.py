@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from kernels.activation import silu_mul
 from kernels.linear import MAX_TOKENS, add_linear, is_skinny, linear, norm_gated_linear, norm_linear, write_linear
 from kernels.norm import rms_norm
-from kernels.prompt_linear import WIDTHS, can_launch
+from kernels.prompt_linear import WIDTHS
 from kernels.prompt_linear import launch as prompt_linear
-from kernels.wide_linear import is_wide
+from kernels.wide_linear import is_wide, takes_operands
 from kernels.wide_linear import launch as wide_linear
 
 EPS = 1e-5
@@ -117,7 +117,7 @@ LONG_CORNER = [(256, 32, 64), (193, 96, 128), (257, 576, 192), (385, 4256, 320),
 @pytest.mark.parametrize(("num_tokens", "out_size", "in_size"), LONG + LONG_CORNER)
 def test_long(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, device: torch.device) -> None:
     x, weight, bias, norm_weight, residual = make(num_tokens, out_size, in_size, dtype, device)
-    assert can_launch(x, weight)
+    assert takes_operands(x, weight)
     exact = F.linear(x.double(), weight.double())
     allowed = 2 * relative_error(F.linear(x, weight), exact) + 1e-6
     out, with_bias = prompt_linear(x, weight), prompt_linear(x, weight, bias)
@@ -131,7 +131,7 @@ def test_long(num_tokens: int, out_size: int, in_size: int, dtype: torch.dtype, 
     assert torch.equal(added, expected)
     assert add_linear(residual, x, weight, bias) is residual
     assert relative_error(residual, expected.double()) <= 2 * torch.finfo(dtype).eps
-    if can_launch(x, weight, is_gated=True):
+    if takes_operands(x, weight, is_gated=True):
         normed = norm_gated_linear(x.contiguous(), norm_weight, EPS, weight)
         torch.testing.assert_close(normed, silu_mul(prompt_linear(rms_norm(x.contiguous(), norm_weight, EPS), weight)), rtol=0, atol=0)
 
