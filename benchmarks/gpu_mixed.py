@@ -1,6 +1,6 @@
-"""The load that users have, on one GPU: prompts come in while others decode. Tokens a second, time to first token, time per token.
+"""The load that users have: prompts come in while others decode. Tokens a second, time to first token, time per token.
 
-    python -m benchmarks.gpu_mixed [--methods none ngram mtp] [--requests 384] [--running 128] [--max-step-ms 0 50]
+    python -m benchmarks.gpu_mixed [--methods none ngram mtp] [--tensor-parallel 2] [--requests 384] [--running 128] [--max-step-ms 0 50]
 
 All requests are there at once, with inputs of 128 to 1,536 tokens of real code and outputs of 32 to 384 (seeded), at most --running of
 them at a time. Weights are random and acceptance is simulated, as in gpu_step. --prompts times prompts alone.
@@ -117,14 +117,22 @@ def main() -> None:
     parser.add_argument("--max-step-ms", type=float, nargs="+", default=[-1.0], help="0: no limit; -1: the default")
     parser.add_argument("--adaptive", action="store_true")
     parser.add_argument("--quantization", help="of the target's weights")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
     parser.add_argument("--prompts", action="store_true", help="times prompts alone, and nothing else")
     parser.add_argument("--uncaptured", action="store_true", help="times forwards with prompts that are launched kernel by kernel, too")
     arguments = parser.parse_args()
+    if arguments.uncaptured and arguments.tensor_parallel > 1:
+        parser.error("--uncaptured is of this process: other ranks would go on replaying")
     print(torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as folder:
         target = write_target(arguments.shape, Path(folder))
         if arguments.prompts:
-            common: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "enable_prefix_caching": False}
+            common: dict[str, Any] = {
+                "load_format": "dummy",
+                "device": "cuda",
+                "enable_prefix_caching": False,
+                "tensor_parallel_size": arguments.tensor_parallel,
+            }
             for budget in arguments.budgets:
                 options: dict[str, Any] = {"max_num_batched_tokens": budget} if budget else {}
                 llm = LLM(model=str(target), quantization=arguments.quantization, **common, **options)
@@ -134,6 +142,7 @@ def main() -> None:
                     print("kernel by kernel:")
                     llm.engine.worker.graphs.pieces = None
                     time_prompts(llm)
+                llm.close()
                 del llm
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -157,6 +166,7 @@ def main() -> None:
                         max_step_ms=limit if limit >= 0 else None,
                         enable_prefix_caching=False,
                         quantization=arguments.quantization,
+                        tensor_parallel_size=arguments.tensor_parallel,
                         speculative_config=speculation,
                         **options,
                     )
@@ -167,6 +177,7 @@ def main() -> None:
                     if arguments.uncaptured:
                         llm.engine.worker.graphs.pieces = None
                         print(f"| {method}, kernel by kernel | {what} | {show(run(llm, load, 'again'))} |", flush=True)
+                    llm.close()
                     del llm
                     gc.collect()
                     torch.cuda.empty_cache()
