@@ -1,8 +1,8 @@
 """Products of tokens with the experts that they take, on a GPU: what `reference.mix_experts` is on CPU.
 
 Nothing of which token takes which expert comes to the host. Few tokens, or another GPU than Hopper: `experts.cu`; more: `wide_experts.cu`, both at
-the speed of the memory, where a row of the result does not depend on how many rows there are. Many rows to an expert: torch's grouped product
-where it has one. float32, for tests, and sizes that no kernel takes: every expert over every token, by torch.
+the speed of the memory, where a row of the result does not depend on how many rows there are. Many rows to an expert: `prompt_linear.cu`, or
+torch's grouped product. float32, for tests, and sizes that no kernel takes: every expert over every token, by torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
-from kernels import wide_experts
+from kernels import prompt_linear, wide_experts
 from kernels._load import ELEMENTS, Gpu, gpu_of, load
 from kernels.route import ExpertGroups
 
@@ -122,7 +122,7 @@ def mix_experts(
     num_chosen = experts.shape[1]
     is_wide = wide_experts.is_wide(num_tokens, hidden, inner, x.dtype, x.device)
     if is_many(num_tokens, num_chosen, num_own, is_wide) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
-        made, places = multiply_sorted(x, experts, lambda: gate_up, lambda: down, num_own, activation, first)
+        made, places = multiply_sorted(x, experts, lambda: gate_up, lambda: down, num_own, activation, is_silu, first)
     elif num_tokens * num_chosen > MAX_PAIRS:
         half = num_tokens // 2
         parts = [slice(0, half), slice(half, num_tokens)]
@@ -248,15 +248,21 @@ def multiply_sorted(
     down: Callable[[], torch.Tensor],
     num_own: int,
     activation: Activation,
+    is_silu: bool,
     first: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each token's experts make of it by torch's grouped product, in the order of the experts, and where in it each pair lies [T, k].
+    """What each token's experts make of it by `prompt_linear.cu`, or where that takes not such sizes by torch's grouped product, in the order of the
+    experts, and where in it each pair lies [T, k].
 
     gate_up and down give the weights [E, 2 inner, hidden] and [E, hidden, inner] when they are needed.
     """
     tokens, places, ends = order_pairs(experts, num_own, first, x.dtype)
-    act = activation(torch._grouped_mm(x.index_select(0, tokens), gate_up().transpose(1, 2), offs=ends))
-    return torch._grouped_mm(act, down().transpose(1, 2), offs=ends), places
+    x, into = x.index_select(0, tokens), gate_up()
+    if not prompt_linear.can_launch_groups(x, num_own, into.shape[1], into.shape[2]):
+        act = activation(torch._grouped_mm(x, into.transpose(1, 2), offs=ends))
+        return torch._grouped_mm(act, down().transpose(1, 2), offs=ends), places
+    act = prompt_linear.launch_groups(x, into, ends, is_silu)
+    return prompt_linear.launch_groups(act if is_silu else activation(act), down(), ends), places
 
 
 def order_pairs(experts: torch.Tensor, num_own: int, first: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -48,6 +48,7 @@ def mix_quantized_experts(
             lambda: expand_weight(down, x.dtype).view(num_own, hidden, inner),
             num_own,
             activation,
+            is_silu,
             first,
         )
     elif not is_skinny:

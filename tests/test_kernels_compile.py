@@ -40,7 +40,7 @@ DEFINES = {
     "prompt_attention": {"ELEMENT": "__nv_bfloat16", "HEAD": 128, "VALUE": 128, "PAGE": 16},
     "route": {"ELEMENT": "__nv_bfloat16"},
     "norm": {"ELEMENT": "__nv_bfloat16", "VECTORS": 2},
-    "prompt_linear": {"ELEMENT": "__nv_bfloat16", "CODES": 0, "WIDTH": 192, "GATED": 1, "STAGES": 5},
+    "prompt_linear": {"ELEMENT": "__nv_bfloat16", "CODES": 0, "WIDTH": 192, "GATED": 1, "GROUPED": 1, "STAGES": 5},
     "quantized_expand": {"ELEMENT": "__nv_bfloat16", "KIND": 1, "ZEROS": 0},
     "quantized_experts": {"ELEMENT": "__nv_bfloat16", "KIND": 2, "ZEROS": 1, "TOKENS": 32, "GROUPED": 1, "GATED": 1, "GATHER": 1},
     "round_rows": {"ELEMENT": "__nv_bfloat16", "VECTORS": 8, "NORM": 1, "SUMS": 128, "BACK": 0},
@@ -203,11 +203,12 @@ def test_tiles_of_wide_products(out_size: int, in_size: int, is_gated: bool, siz
         assert stages >= 3 and stages * (tokens + width) * 128 + 1024 <= wide_linear.SHARED
 
 
+@pytest.mark.parametrize("grouped", [0, 1])
 @pytest.mark.parametrize("codes", [0, 1])
-def test_the_largest_tile_of_prompts_compiles(nvcc: str, codes: int) -> None:
+def test_the_largest_tile_of_prompts_compiles(nvcc: str, codes: int, grouped: int) -> None:
     width = max(prompt_linear.WIDTHS)
-    assert prompt_linear.count_stages(width) >= 4
-    defines = {"ELEMENT": "__nv_bfloat16", "CODES": codes, "WIDTH": width, "GATED": 1, "STAGES": prompt_linear.count_stages(width)}
+    assert (stages := prompt_linear.count_stages(width, bool(grouped))) >= 4
+    defines = {"ELEMENT": "__nv_bfloat16", "CODES": codes, "WIDTH": width, "GATED": 1, "GROUPED": grouped, "STAGES": stages}
     log = compile_source("prompt_linear", "sm_90", defines).with_suffix(".log").read_text()
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", log))) <= 32 and "serialized" not in log
 
