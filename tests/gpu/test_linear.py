@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kernels.activation import silu_mul
 from kernels.linear import MAX_TOKENS, add_linear, is_skinny, linear, norm_gated_linear, norm_linear, write_linear
 from kernels.norm import rms_norm
-from kernels.prompt_linear import WIDTHS
+from kernels.prompt_linear import WIDTHS, can_launch_groups, launch_groups
 from kernels.prompt_linear import launch as prompt_linear
 from kernels.wide_linear import is_wide, takes_operands
 from kernels.wide_linear import launch as wide_linear
@@ -147,6 +147,27 @@ def test_tiles_of_long_products(width: int, is_gated: bool, device: torch.device
             monkeypatch.setattr("kernels.prompt_linear.choose_width", lambda *_, one=one: one)
             outs.append(prompt_linear(x, weight, None if is_gated else bias, None if is_gated else residual.clone(), is_gated))
         assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("counts", [[300], [0, 70, 0, 5, 130, 64, 1, 0], [129] * 40, [64] * 3 + [1000, 0, 65]], ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_groups_of_rows(
+    counts: list[int], width: int, dtype: torch.dtype, is_gated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As products of each expert's rows alone; what is behind the last stays as it is."""
+    monkeypatch.setattr("kernels.prompt_linear.choose_width", lambda *_: width)
+    x = torch.randn(sum(counts) + 37, 192, device=device).to(dtype)
+    weight = (torch.randn(len(counts), 608, 192, device=device) / 192**0.5).to(dtype)
+    ends = torch.tensor(counts, device=device).cumsum(0).int()
+    assert can_launch_groups(x, *weight.shape)
+    made = launch_groups(x, weight, ends, is_gated)
+    first = 0
+    for own, count in zip(weight, counts, strict=True):
+        if count:
+            assert torch.equal(made[first : first + count], prompt_linear(x[first : first + count], own, is_gated=is_gated))
+        first += count
 
 
 @pytest.mark.parametrize("num_tokens", [6, 24, 64, 100, 192, 193, 384])
