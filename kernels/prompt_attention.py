@@ -68,6 +68,23 @@ def attend_causally(
         raise ValueError(
             f"attend_causally: query {tuple(query.shape)} {query.dtype}, keys {tuple(keys.shape)}, values {tuple(values.shape)} do not fit"
         )
+    return _launch(query, keys, values, cu_queries, lens, scale, window, requests, page_table, out)
+
+
+def _launch(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cu_queries: torch.Tensor,
+    lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    requests: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend_causally` of what `can_attend` takes."""
+    count = len(cu_queries) - 1
     num_heads, (num_kv, size), value_size = query.shape[1], keys.shape[-2:], values.shape[-1]
     query = query.contiguous()  # latents' is part of wider rows
     if out is None:
@@ -163,7 +180,7 @@ class PromptAttention:
         scale = query.shape[2] ** -0.5
         if cap is None and can_attend(query, key_pages, value_pages, len(self._lens)):
             pages = (self._requests, self._table)
-            return attend_causally(query, key_pages, value_pages, self._cu_queries, self._lens, scale, window, *pages, out)
+            return _launch(query, key_pages, value_pages, self._cu_queries, self._lens, scale, window, *pages, out)
         made = self._attend(query, self._gather(key_pages, query.dtype), self._gather(value_pages, query.dtype), scale, window, cap)
         return made if out is None else out.copy_(made)
 
@@ -187,7 +204,7 @@ class PromptAttention:
     ) -> torch.Tensor:
         size = query.shape[2]
         if cap is None and can_attend(query, keys, values, len(self._lens)):
-            return attend_causally(query, keys, values, self._cu_queries, self._cu_keys, scale, window)
+            return _launch(query, keys, values, self._cu_queries, self._cu_keys, scale, window)
         if query.dtype == torch.float32 or cap is not None or size % 8 or size > MAX_HEAD_DIM or values.shape[2] != size:
             return self._attend_exactly(query, keys, values, scale, window, cap)
         lens = (self._cu_queries, self._cu_keys, self._max_queries, self._max_keys)
