@@ -76,20 +76,45 @@ struct Slots {
             if (r != rank) values[r] = look(at(mine, r, i));
     }
 
-    // The same, waited for where it had not come yet; its places are empty again.
+    // One of them, waited for where it had not come yet; its place is empty again.
+    __device__ __forceinline__ void take_one(int source, int i, uint4& value) const {
+        uint4* place = at(mine, source, i);
+        while (!has_come(value)) value = look(place);
+        put(place, {NOTHING, NOTHING, NOTHING, NOTHING});
+    }
+
     __device__ __forceinline__ void take(int i, uint4 (&values)[RANKS]) const {
 #pragma unroll
-        for (int r = 0; r < RANKS; ++r) {
-            if (r == rank) continue;
-            uint4* place = at(mine, r, i);
-            while (!has_come(values[r])) values[r] = look(place);
-            put(place, {NOTHING, NOTHING, NOTHING, NOTHING});
-        }
+        for (int r = 0; r < RANKS; ++r)
+            if (r != rank) take_one(r, i, values[r]);
     }
 };
 
+// In the ranks' order: every rank gets the same bits.
+__device__ __forceinline__ V add_parts(const V& own, const uint4 (&others)[RANKS], int rank) {
+    V sum;
+#pragma unroll
+    for (int e = 0; e < V::SIZE; ++e) {
+        float value = 0;
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            const float one = to_float((r == rank ? own : V(others[r])).values[e]);
+            value = r ? value + one : one;
+        }
+        sum.values[e] = from_float<Element>(value);
+    }
+    return sum;
+}
+
+__device__ __forceinline__ V add(const V& old, const V& sum) {
+    V made;
+#pragma unroll
+    for (int e = 0; e < V::SIZE; ++e) made.values[e] = from_float<Element>(to_float(old.values[e]) + to_float(sum.values[e]));
+    return made;
+}
+
 // out = the sum of the ranks' parts, added to residual where that is not null; num_vectors: of 16 bytes each, per_thread of them, at most VECTORS,
-// by each thread. Parts are added in the ranks' order: every rank gets the same bits.
+// by each thread. "One-shot": each rank sends all that it has to every other, and adds it all.
 extern "C" __global__ void __launch_bounds__(THREADS)
     all_reduce(Element* out, const Element* part, const Element* residual, unsigned char* const* memories, uint32_t* turns, int num_vectors, int per_thread,
                int num_regions, int region, int rank) {
@@ -118,19 +143,64 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (i >= per_thread || place >= num_vectors) continue;
         uint4(&values)[RANKS] = others[i % TOGETHER];
         slots.take(i, values);
-        V sum;
+        const V sum = add_parts(own[i], values, rank);
+        store(out + static_cast<size_t>(place) * V::SIZE, residual ? add(old[i], sum) : sum);
+    }
+    slots.end(turns, turn);
+}
+
+// The same sums, to the bit but for zeros' signs, "two-shot": each rank adds a share of them, of which the others send it their parts, and sends the
+// others what it made. A value goes 2 (RANKS - 1) / RANKS times through a link in place of RANKS - 1 times, and one way later. A block has RANKS shares
+// one after the other, per_thread vectors of each by each thread.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    all_reduce_two_shot(Element* out, const Element* part, const Element* residual, unsigned char* const* memories, uint32_t* turns, int num_vectors,
+                        int per_thread, int num_regions, int region, int rank) {
+    const int begin = blockIdx.x * THREADS * per_thread * RANKS + threadIdx.x;
+    launch_dependents();
+    Slots slots(memories, num_regions, region, rank);
+    wait_for_earlier();
+    const uint32_t turn = slots.begin(turns);
+    const auto place_of = [&](int share, int i) { return begin + (share * per_thread + i) * THREADS; };
+    const auto load_at = [&](const Element* values, int place) {
+        return place < num_vectors ? load_fresh(values + static_cast<size_t>(place) * V::SIZE) : V(uint4{0, 0, 0, 0});
+    };
+    for (int i = 0; i < per_thread; ++i) {
+        V parts[RANKS];
 #pragma unroll
-        for (int e = 0; e < V::SIZE; ++e) {
-            float value = 0;
+        for (int r = 0; r < RANKS; ++r)
+            if (r != rank) parts[r] = load_at(part, place_of(r, i));
 #pragma unroll
-            for (int r = 0; r < RANKS; ++r) {
-                const float one = to_float((r == rank ? own[i] : V(values[r])).values[e]);
-                value = r ? value + one : one;
-            }
-            sum.values[e] = from_float<Element>(value);
-            if (residual) sum.values[e] = from_float<Element>(to_float(old[i].values[e]) + to_float(sum.values[e]));
+        for (int r = 0; r < RANKS; ++r)
+            if (r != rank && place_of(r, i) < num_vectors) put(slots.at(slots.memories[r], rank, i), sendable(parts[r].bits));
+    }
+    for (int i = 0; i < per_thread; ++i) {
+        const int place = place_of(rank, i);
+        if (place >= num_vectors) break;
+        uint4 others[RANKS];
+        slots.look_for(i, others);
+        const V own(sendable(load_at(part, place).bits));
+        const V old = residual ? load_at(residual, place) : V(uint4{0, 0, 0, 0});
+        slots.take(i, others);
+        const V sum(sendable(add_parts(own, others, rank).bits));
+        slots.send(per_thread + i, sum.bits);
+        store(out + static_cast<size_t>(place) * V::SIZE, residual ? add(old, sum) : sum);
+    }
+    for (int i = 0; i < per_thread; ++i) {
+        uint4 sums[RANKS];
+        V old[RANKS];
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            if (r == rank || place_of(r, i) >= num_vectors) continue;
+            sums[r] = look(slots.at(slots.mine, r, per_thread + i));
+            if (residual) old[r] = load_at(residual, place_of(r, i));
         }
-        store(out + static_cast<size_t>(place) * V::SIZE, sum);
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            const int place = place_of(r, i);
+            if (r == rank || place >= num_vectors) continue;
+            slots.take_one(r, per_thread + i, sums[r]);
+            store(out + static_cast<size_t>(place) * V::SIZE, residual ? add(old[r], V(sums[r])) : V(sums[r]));
+        }
     }
     slots.end(turns, turn);
 }

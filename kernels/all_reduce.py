@@ -1,7 +1,7 @@
 """Exchanges between ranks on GPUs that can write each other's memory: a kernel each, which may be captured.
 
 What a rank sends is written into the others' memory, and its arrival is seen by the values themselves (NCCL's LL protocol; the one-shot
-kernels of TensorRT-LLM and FlashInfer).
+and two-shot kernels of TensorRT-LLM and FlashInfer).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ THREADS, VECTORS, NUM_REGIONS = 256, 4, 128
 """Blocks that wait for other GPUs must all run at once: any GPU that is served has room for so many."""
 PASS = THREADS * 16
 """Bytes of a block's threads, a vector each."""
-MAX_SUMMED_BYTES = 2 * 2**20
-"""From the other ranks together: above it NCCL, which sends each value once, is as fast."""
+MAX_ONE_SHOT_BYTES, MAX_TWO_SHOT_BYTES = 2 * 2**20, 8 * 2**20
+"""From the other ranks together, where each adds all parts; of one part, where each adds a share: above it NCCL is as fast."""
+TWO_SHOT_SAVES = 640 * 2**10
+"""Bytes less of a rank's link that pay for the way that they go more."""
 MAX_GATHERED_BYTES = 16 * 2**20
 """From the other ranks together, where nothing is sent twice: the scores of 128 tokens, of half a vocabulary of 128k."""
 NOTHING = 0x80000000
@@ -113,19 +115,28 @@ def meet_peers(device: torch.device, rank: int, size: int, exchange: Callable[[s
     return PeerMemory(rank, torch.tensor(addresses, dtype=torch.int64, device=device), turns, (own, *mappings), num_bytes, filler)
 
 
-def _can_exchange(part: torch.Tensor, size: int, max_bytes: int) -> bool:
+def _can_exchange(part: torch.Tensor, max_bytes: int) -> bool:
     num_bytes = part.numel() * part.element_size()
-    return part.is_contiguous() and part.dtype in ELEMENTS and num_bytes > 0 and num_bytes % 16 == 0 and num_bytes * (size - 1) <= max_bytes
+    return part.is_contiguous() and part.dtype in ELEMENTS and 0 < num_bytes <= max_bytes and num_bytes % 16 == 0
+
+
+def _is_two_shot(num_bytes: int, size: int) -> bool:
+    """Whether each of the ranks adds a share of a part's values, in place of all of them."""
+    return num_bytes * (size - 1) * (size - 2) // size > TWO_SHOT_SAVES
 
 
 def can_all_reduce(part: torch.Tensor, size: int) -> bool:
-    """Whether the kernel takes it and is the faster way; the same on every rank, for it looks at shape and type alone."""
-    return _can_exchange(part, size, MAX_SUMMED_BYTES)
+    """Whether a kernel takes it and is the faster way; the same on every rank, for it looks at shape and type alone."""
+    num_bytes = part.numel() * part.element_size()
+    if not _is_two_shot(num_bytes, size):
+        return _can_exchange(part, MAX_ONE_SHOT_BYTES // (size - 1))
+    _, per_thread = _grid(num_bytes // 16, size)
+    return _can_exchange(part, MAX_TWO_SHOT_BYTES) and 2 * per_thread * PASS <= _region_bytes(size)
 
 
 def can_all_gather(part: torch.Tensor, size: int) -> bool:
     """As `can_all_reduce`, of parts [R, N] that are put beside each other."""
-    return part.dim() == 2 and part.shape[1] * part.element_size() % 16 == 0 and _can_exchange(part, size, MAX_GATHERED_BYTES)
+    return part.dim() == 2 and part.shape[1] * part.element_size() % 16 == 0 and _can_exchange(part, MAX_GATHERED_BYTES // (size - 1))
 
 
 def _kernel(part: torch.Tensor, memory: PeerMemory, name: str) -> Kernel:
@@ -133,10 +144,10 @@ def _kernel(part: torch.Tensor, memory: PeerMemory, name: str) -> Kernel:
     return load(part.device, "all_reduce", name, defines, programmatic=True)
 
 
-def _grid(num_vectors: int) -> tuple[int, int]:
-    """Blocks, and vectors of each thread."""
-    per_thread = -(-num_vectors // (THREADS * NUM_REGIONS))
-    return -(-num_vectors // (THREADS * per_thread)), per_thread
+def _grid(num_vectors: int, shares: int = 1) -> tuple[int, int]:
+    """Blocks, and vectors of each thread in each of a block's shares."""
+    per_thread = -(-num_vectors // (THREADS * shares * NUM_REGIONS))
+    return -(-num_vectors // (THREADS * shares * per_thread)), per_thread
 
 
 def all_reduce(part: torch.Tensor, memory: PeerMemory, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -146,16 +157,17 @@ def all_reduce(part: torch.Tensor, memory: PeerMemory, residual: torch.Tensor | 
     type; it waits for all. Raises ValueError for what `can_all_reduce` refuses.
     """
     if not can_all_reduce(part, memory.size):
-        raise ValueError(
-            f"all_reduce: part {tuple(part.shape)} of {part.dtype} must be contiguous, of 16 to {MAX_SUMMED_BYTES // (memory.size - 1)} bytes"
-        )
+        limit = max(MAX_ONE_SHOT_BYTES // (memory.size - 1), MAX_TWO_SHOT_BYTES if memory.size > 2 else 0)
+        raise ValueError(f"all_reduce: part {tuple(part.shape)} of {part.dtype} must be contiguous, of 16 to {limit} bytes")
     if residual is not None and (residual.shape != part.shape or residual.dtype != part.dtype or not residual.is_contiguous()):
         raise ValueError(f"all_reduce: residual {tuple(residual.shape)} of {residual.dtype} must be contiguous and as part, {tuple(part.shape)}")
     num_vectors = part.numel() * part.element_size() // 16
-    blocks, per_thread = _grid(num_vectors)
+    is_two_shot = _is_two_shot(16 * num_vectors, memory.size)
+    blocks, per_thread = _grid(num_vectors, memory.size if is_two_shot else 1)
     out = part if residual is None else residual
     arguments = (memory.addresses, memory.turns, num_vectors, per_thread, NUM_REGIONS, _region_bytes(memory.size), memory.rank)
-    _kernel(part, memory, "all_reduce")((blocks, 1), (THREADS, 1, 1), out, part, 0 if residual is None else residual, *arguments)
+    kernel = _kernel(part, memory, "all_reduce_two_shot" if is_two_shot else "all_reduce")
+    kernel((blocks, 1), (THREADS, 1, 1), out, part, 0 if residual is None else residual, *arguments)
     return out
 
 

@@ -258,7 +258,8 @@ def multiply_sorted(
     """
     tokens, places, ends = order_pairs(experts, num_own, first, x.dtype)
     x, into = x.index_select(0, tokens), gate_up()
-    if not prompt_linear.can_launch_groups(x, num_own, into.shape[1], into.shape[2]):
+    inner, hidden = into.shape[1] // 2, into.shape[2]
+    if not (prompt_linear.can_launch_groups(x, num_own, 2 * inner, hidden) and prompt_linear.can_launch_groups(x, num_own, hidden, inner)):
         act = activation(torch._grouped_mm(x, into.transpose(1, 2), offs=ends))
         return torch._grouped_mm(act, down().transpose(1, 2), offs=ends), places
     act = prompt_linear.launch_groups(x, into, ends, is_silu)

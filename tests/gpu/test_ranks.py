@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -14,18 +15,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import kernels.all_reduce
 from backend import LLM, SamplingParams
 from backend.parallel.ranks import Ranks, make_ranks
 from kernels._load import device_stream
-from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_SUMMED_BYTES, can_all_gather, can_all_reduce, meet_peers
+from kernels.all_reduce import MAX_GATHERED_BYTES, MAX_TWO_SHOT_BYTES, can_all_gather, can_all_reduce, meet_peers
 from tests.conftest import code_prompts, greedy
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 MEET = timedelta(seconds=60)
-SHAPES = [(1, 8), (1, 4096), (3, 4096), (128, 4096), (7, 1032), (64, 8192), (250, 2048), (192, 5120), (2, 16), (33, 576)]
+SHAPES = [(1, 8), (1, 4096), (3, 4096), (128, 4096), (7, 1032), (64, 8192), (250, 2048), (192, 5120), (2, 16), (33, 576), (301, 4104)]
 GATHERED = [(1, 64128), (8, 64128), (32, 64128), (128, 64128), (129, 64128), (5, 8), (3, 1032), (192, 512)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SAVES = (kernels.all_reduce.TWO_SHOT_SAVES, 0)
+"""What is added in shares: large sums, and all that go by the kernels."""
 ODD = [0.0, -0.0, -0.0, -0.0, 0.0, 0.0, -0.0, 0.0, float("inf"), -float("inf"), float("nan"), 1.0]
 """A pair of +0 and -0, or a float32 of -0, has the bits of an empty place."""
 
@@ -39,14 +43,13 @@ def check_sums(rank: int, size: int, port: int) -> None:
         ranks = make_ranks(rank, size, store, device, MEET)
         assert ranks.peers is not None, "these GPUs cannot write each other's memory"
         for turn in range(6):
+            kernels.all_reduce.TWO_SHOT_SAVES = SAVES[turn % 2]
             for dtype in DTYPES:
                 for i, shape in enumerate(SHAPES):
                     generator = torch.Generator().manual_seed(1000 * turn + i)
                     parts = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(size)]
                     residual = torch.randn(shape, generator=generator).to(device, dtype)
                     total = sum((part.float() for part in parts[1:]), parts[0].float()).to(dtype)
-                    num_bytes = parts[rank].numel() * parts[rank].element_size()
-                    assert can_all_reduce(parts[rank], size) == (num_bytes * (size - 1) <= MAX_SUMMED_BYTES)
                     x, summed = residual.clone(), parts[rank].clone()
                     ranks.add_sum(x, parts[rank].clone())
                     ranks.all_reduce(summed)
@@ -61,7 +64,7 @@ def check_sums(rank: int, size: int, port: int) -> None:
                     assert can_all_gather(parts[rank], size) == (num_bytes * (size - 1) <= MAX_GATHERED_BYTES)
                     assert torch.equal(ranks.gather_vocabulary(parts[rank], size * width), torch.cat(parts, dim=1))
                 check_odd_values(ranks, device, dtype)
-        large = torch.full((2 * MAX_SUMMED_BYTES // 4,), float(rank + 1), device=device)
+        large = torch.full((MAX_TWO_SHOT_BYTES // 4 + 4,), float(rank + 1), device=device)
         assert not can_all_reduce(large, size) and float(ranks.all_reduce(large)[-1]) == size * (size + 1) / 2
         # Captured, with many exchanges one after the other: each reads what the one before left.
         x, part = torch.ones(16, 4096, device=device, dtype=torch.bfloat16), torch.ones(16, 4096, device=device, dtype=torch.bfloat16)
@@ -95,7 +98,7 @@ def check_shared_gpus(rank: int, size: int, port: int) -> None:
         peers = meet_peers(device, rank, size, exchange)
         assert peers is not None, "these GPUs cannot write each other's memory"
         ranks = Ranks(rank, size, peers=peers)
-        for dtype in DTYPES:
+        for dtype, kernels.all_reduce.TWO_SHOT_SAVES in itertools.product(DTYPES, SAVES):
             for i, shape in enumerate([*SHAPES, (1, 16032), (8, 16032)]):
                 parts = [torch.randn(shape, generator=torch.Generator().manual_seed(100 * i + r)).to(device, dtype) for r in range(size)]
                 if can_all_reduce(parts[rank], size):
