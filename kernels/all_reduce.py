@@ -23,9 +23,9 @@ THREADS, VECTORS, NUM_REGIONS = 256, 4, 128
 """Blocks that wait for other GPUs must all run at once: any GPU that is served has room for so many."""
 PASS = THREADS * 16
 """Bytes of a block's threads, a vector each."""
-MAX_ONE_SHOT_BYTES, MAX_TWO_SHOT_BYTES = 2 * 2**20, 8 * 2**20
+MAX_ONE_SHOT_BYTES, MAX_TWO_SHOT_BYTES = 2 * 2**20, 10 * 2**20
 """From the other ranks together, where each adds all parts; of one part, where each adds a share: above it NCCL is as fast."""
-TWO_SHOT_SAVES = 640 * 2**10
+TWO_SHOT_SAVES = 2**20
 """Bytes less of a rank's link that pay for the way that they go more."""
 MAX_GATHERED_BYTES = 16 * 2**20
 """From the other ranks together, where nothing is sent twice: the scores of 128 tokens, of half a vocabulary of 128k."""
