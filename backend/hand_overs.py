@@ -99,25 +99,51 @@ class HandOvers:
         if self._fetcher is not None and request.is_remote:
             self._fetcher.stop(request)
 
-    def take(self, request: Request, hand_off: HandOff) -> None:
-        """Another node has computed a prompt, and its pages are here: the request goes on as if the step had been this node's."""
+    def take_first(self, request: Request, hand_off: HandOff) -> None:
+        """Another node has computed a prompt: the first token goes out while the pages are on their way. Should they not come, the request goes on
+        as one that was set back. An only token waits: its prompt's pages are kept for others by then."""
         own = self._open.get(request)
-        if own is None or request not in self._scheduler.fetches:
+        if own is None or request not in self._scheduler.fetches or request.num_output_tokens or request.params.max_tokens == 1:
             return
-        (first,) = hand_off.outcome.token_ids
-        if request.grammar is not None and not request.grammar.allows(first):
-            # The other node's tokenizer or library differs; or nothing can follow, and the step here will say so.
-            logger.error("request %r: the first token, %d, came from another node, and the grammar does not allow it", request.group_id, first)
-            self.give_up(request, "internal")
+        if not self._fits(request, hand_off):
+            return
+        try:
+            self._book_first(own, self._scheduler.take_first(request), hand_off)
+        except Exception as error:  # it belongs to this request only
+            self._open.fail_internally(own, error)
+
+    def take(self, request: Request, hand_off: HandOff) -> None:
+        """Its pages are here: the request goes on as if the step had been this node's."""
+        own = self._open.get(request)
+        if own is None or request not in self._scheduler.fetches or not self._fits(request, hand_off):
             return
         try:
             self._planner.take(request, request.num_computed_tokens // self._scheduler.pool.page_size, hand_off)
-            entry = self._scheduler.end_fetch(request)
+            entry = None if request.num_output_tokens else self._scheduler.take_first(request)
+            self._scheduler.end_fetch(request)
             self.num_fetched += 1
-            self._book(own, entry, hand_off.outcome, [])
-            own.last_tokens = time.monotonic()
-        except Exception as error:  # it belongs to this request only
+            if entry is not None:
+                self._book_first(own, entry, hand_off)
+        except Exception as error:
             self._open.fail_internally(own, error)
+
+    def _book_first(self, own: OpenRequest, entry: Scheduled, hand_off: HandOff) -> None:
+        self._book(own, entry, hand_off.outcome, [])
+        own.last_tokens = time.monotonic()
+
+    def _fits(self, request: Request, hand_off: HandOff) -> bool:
+        """Whether the first token is what this node can go on from. Otherwise the prompt is computed here."""
+        (first,) = hand_off.outcome.token_ids
+        if request.num_output_tokens:
+            if request.token_ids[-1] == first:
+                return True
+            logger.warning("request %r: one node's first token was %d, and another's, which took over, %d", request.group_id, request.token_ids[-1], first)
+        elif request.grammar is None or request.grammar.allows(first):
+            return True
+        else:  # the other node's tokenizer or library differs; or nothing can follow, and the step here will say so
+            logger.error("request %r: the first token, %d, came from another node, and the grammar does not allow it", request.group_id, first)
+        self.give_up(request, "internal")
+        return False
 
     def give_up(self, request: Request, reason: str) -> None:
         """The prompt is computed here after all."""

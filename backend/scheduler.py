@@ -296,21 +296,26 @@ class Scheduler:
         known = len(request.prompt_token_ids) + min(1, self._num_tokens_after_step)
         return self.pool.pages_for(min(known, self.max_model_len))
 
-    def end_fetch(self, request: Request) -> Scheduled:
+    def take_first(self, request: Request) -> Scheduled:
+        """What another node computed of a request, as a step that was launched here and is to be committed: that does not wait for the pages."""
+        self._count_prompt(request)
+        begin = request.num_computed_tokens
+        self._note_launched(entry := Scheduled(request, len(request.prompt_token_ids) - begin, begin=begin))
+        return entry
+
+    def end_fetch(self, request: Request) -> None:
         """Its pages are filled: it runs when there is a place. Should it lose them, they are computed here.
 
-        The other node's work, as a step that was launched here and is to be committed. Its pages are registered when they are looked for, or once
-        the next step was read: neither the first token waits for that, nor the thread that sends it.
+        They are registered when they are looked for, or once the next step was read: neither the first token waits for that, nor the thread that
+        sends it.
         """
         self._queue(self.fetches.end(request))
         request.is_remote = False
         self._pages.postpone(request)
-        self._count_prompt(request)
         bisect.insort(self._ready, request, key=lambda r: (r.priority, r.arrival))
-        begin, end = request.num_computed_tokens, len(request.prompt_token_ids)
-        request.num_computed_tokens = end
-        self._note_launched(entry := Scheduled(request, end - begin, begin=begin))
-        return entry
+        request.num_computed_tokens = len(request.prompt_token_ids)
+        if request.num_output_tokens:  # it was committed before
+            self._give_back(request)
 
     def give_up_fetch(self, request: Request) -> None:
         """Its prompt is to be computed here."""
@@ -342,7 +347,7 @@ class Scheduler:
             request.num_computed_tokens = len(match.page_ids) * self.pool.page_size + match.num_copied
             if match.copy_from >= 0:
                 batch.page_copies.append((match.copy_from, pages[0], match.num_copied))
-        if request.num_preemptions == 0:
+        if request.num_preemptions == 0 and request.num_output_tokens == 0:
             self._count_prompt(request)
         return True
 
@@ -384,7 +389,17 @@ class Scheduler:
         if not was_prompt:  # a step was read since what is postponed came
             self._pages.catch_up()
         request.token_ids.extend(emitted)
+        if request in self.fetches:  # its pages are on their way: the rest is `end_fetch`'s
+            return
         request.num_computed_tokens = num_before + len(emitted) - 1
+        self._give_back(request)
+        if self.prefix_cache is not None:
+            self._pages.register_full(request)
+            if was_prompt:
+                self._pages.register_tail(request)
+
+    def _give_back(self, request: Request) -> None:
+        """Pages past what is computed, and past what steps under way may write."""
         # The newest token is not computed, but a drafter at the step's end has seen it: what it keeps of it is in its page.
         after = self._num_tokens_after_step
         ahead = request.num_tokens_ahead + after if request.num_steps_ahead else min(after, 1)
@@ -393,10 +408,6 @@ class Scheduler:
             for page in reversed(request.page_ids[keep:]):
                 self.pool.release(page)
             del request.page_ids[keep:]
-        if self.prefix_cache is not None:
-            self._pages.register_full(request)
-            if was_prompt:
-                self._pages.register_tail(request)
 
     def check(self) -> None:
         """Asserts that every page is accounted for. For tests and for idle moments."""

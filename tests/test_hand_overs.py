@@ -29,7 +29,7 @@ class Direct:
         self.is_wanted = True
         self.change: Callable[[HandOff], None] = lambda hand_off: None
         """Done to what comes."""
-        self.num_failures = 0
+        self.num_failures = self.num_done = 0
         here.hand_overs.use(self)
         there.hand_overs.sink = self
         here.after_deltas = there.step  # both on one thread, step by step
@@ -64,6 +64,9 @@ class Direct:
         if hand_off.draft_probs is not None:
             sent = probs_to_pages(hand_off.draft_probs, store.page_bytes)
             hand_off = dataclasses.replace(hand_off, draft_probs=probs_from_pages(sent, hand_off.draft_probs.shape))
+        self.num_done += 1
+        if self.num_done % 2:  # the first token comes before the pages as often as with them
+            self.here.call(lambda: self.here.hand_overs.take_first(own, hand_off))
         self.here.call(lambda: self.land(own, num_cached, content, hand_off))
 
     def land(self, request: Request, num_cached: int, content: torch.Tensor, hand_off: HandOff) -> None:
@@ -220,6 +223,34 @@ def test_a_lookup_that_spared_the_drafter_a_prompt(llm_all, pair, monkeypatch) -
         expected, found = (summary(one, [prompt], PARAMETERS["penalties"], choice) for one in (llm_all, llm))
         assert found == expected
     assert 0 < sum(spared) < len(spared) == len(prompts) and not link.here.hand_overs.fallbacks
+    check_idle(link)
+
+
+@pytest.mark.parametrize("method", ["none", "suffix", "mtp"])
+@pytest.mark.parametrize("fault", ["lost", "other"])
+def test_a_first_token_whose_pages_do_not_come(llm_all, pair, monkeypatch, fault, method) -> None:
+    """Or whose prompt another node takes over, which finds another token: the prompt is computed here, and the first token stands."""
+    llm, link = pair(False)
+
+    def land(request: Request, num_cached: int, content: torch.Tensor, hand_off: HandOff) -> None:
+        llm.engine.hand_overs.take_first(request, hand_off)  # again: it is sent once
+        assert request.num_output_tokens == 1
+        if fault == "lost":
+            llm.engine.hand_overs.give_up(request, "transfer")
+        else:
+            wrong = dataclasses.replace(hand_off.outcome, token_ids=[hand_off.outcome.token_ids[0] ^ 1])
+            llm.engine.hand_overs.take(request, dataclasses.replace(hand_off, outcome=wrong))
+
+    monkeypatch.setattr(link, "land", land)
+    before = llm.engine.hand_overs.num_fetched, llm.engine.scheduler.num_prompt_tokens
+    prompts = code_prompts(3, (40, 500), seed=38)
+    for number, params in enumerate((PARAMETERS["penalties"], PARAMETERS["greedy form"], PARAMETERS["logprobs"])):
+        link.num_done = 0
+        expected, found = ([own[:2] for own in summary(one, prompts[number : number + 1], params, {"method": method})] for one in (llm_all, llm))
+        assert found == expected
+    assert llm.engine.hand_overs.fallbacks.pop("transfer" if fault == "lost" else "internal") == 3
+    asked = sum(len(llm.engine.tokenizer.encode(prompt)) for prompt in prompts)
+    assert (llm.engine.hand_overs.num_fetched, llm.engine.scheduler.num_prompt_tokens) == (before[0], before[1] + asked)
     check_idle(link)
 
 

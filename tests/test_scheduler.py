@@ -1081,7 +1081,9 @@ def test_pages_of_a_fetched_prompt_are_found(has_hashes: bool) -> None:
         scheduler.add(request)
         assert scheduler.schedule().fetches == [request]
         request.prompt_hashes = chain_hashes(prompt, 4) if has_hashes else []
-        scheduler.commit(scheduler.end_fetch(request), [7])
+        entry = scheduler.take_first(request)
+        scheduler.end_fetch(request)
+        scheduler.commit(entry, [7])
         if ends_early:
             scheduler.finish(request)
         if is_stepped:

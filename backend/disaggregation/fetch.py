@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 
 from backend.core import Request
 from backend.disaggregation.checks import check_done
@@ -212,8 +213,10 @@ class PageFetcher:
                 logger.error("request %r: node %s: %s", fetch.request.group_id, message.sender, error)
                 self._give_up(fetch, "internal")
                 return
+            assert message.hand_off is not None, "it was checked"
             fetch.done, fetch.hand_off = message, message.hand_off
             fetch.wants_probs = bool(message.probs_pages)
+            self._call(partial(self._engine.hand_overs.take_first, fetch.request, message.hand_off))
             self._read_pages(fetch, message)
 
     def _move(self, fetch: Fetch, node_id: str) -> None:
