@@ -36,6 +36,9 @@ from backend.truncation import Truncation
 
 logger = logging.getLogger(__name__)
 
+POLL_SECONDS = 0.0001
+"""Between two looks whether the last step under way has ended."""
+
 
 def do_nothing() -> None:
     pass
@@ -285,6 +288,8 @@ class Engine:
         self.hand_overs.begin(batch)
         if not batch:
             is_done = not self._in_flight and not batch.preempted
+            if self._in_flight and self._has_news():
+                return True
             self._finish_all()
             self._end_step()
             return not is_done
@@ -299,6 +304,15 @@ class Engine:
         if not self._num_ahead and not step.plan.num_prompts:
             budget.note_rest(seconds - self._phase_seconds)
         return True
+
+    def _has_news(self) -> bool:
+        """Waits for the oldest step under way. True: before that something came in, of which the next step may be launched behind it."""
+        while not self._in_flight[0].read.is_done():
+            with self._wake:
+                if self._inbox or self._is_stopping or self._has_lost_rank:
+                    return True
+                self._wake.wait(POLL_SECONDS)
+        return False
 
     def _find_held(self) -> set[str]:
         """Ids of the running requests that have to sit the next step out for what the host must see of a step under way first.

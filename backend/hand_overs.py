@@ -137,7 +137,9 @@ class HandOvers:
         if request.num_output_tokens:
             if request.token_ids[-1] == first:
                 return True
-            logger.warning("request %r: one node's first token was %d, and another's, which took over, %d", request.group_id, request.token_ids[-1], first)
+            logger.warning(
+                "request %r: one node's first token was %d, and another's, which took over, %d", request.group_id, request.token_ids[-1], first
+            )
         elif request.grammar is None or request.grammar.allows(first):
             return True
         else:  # the other node's tokenizer or library differs; or nothing can follow, and the step here will say so

@@ -13,7 +13,7 @@ from backend.planned import PlannedStep
 from backend.planner import Planner
 from backend.precedence import Precedence
 from backend.scheduler import Scheduler
-from backend.step.worker import Results, Worker
+from backend.step.worker import Launched, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class InFlight:
     """A step that was launched."""
 
     step: PlannedStep
-    read: Callable[[], Results]
+    read: Launched
     """Waits for it."""
     number: int
     """Steps with it."""

@@ -156,18 +156,32 @@ FIGURES: dict[str, Callable[[list[Asked]], float]] = {
 }
 
 
-def compare(address: str, num_prefill: int, costs: Costs, token_ids: list[int], args: argparse.Namespace) -> None:
-    mean = costs.prompt + costs.prefill(0, args.input)
+def compare(address: str, prefill_ports: list[int], costs: Costs, token_ids: list[int], args: argparse.Namespace) -> None:
+    """prefill_ports: of their metrics."""
+    mean, num_prefill = costs.prompt + costs.prefill(0, args.input), len(prefill_ports)
+
+    def alone(asked: Asked) -> float:
+        return costs.prompt + costs.prefill(0, asked.prompt_len)
+
     for share in args.shares:
         made = [make_load(share / mean, args.requests, (args.input, args.output), args.longest) for _ in range(args.repeats)]
+        before = [count_steps(port) for port in prefill_ports]
         for load in made:  # the same one each time: what differs is the machine
             asyncio.run(ask_many(address, load, token_ids))
+        after = [count_steps(port) for port in prefill_ports]
+        steps, seconds = (sum(now[i] - then[i] for now, then in zip(after, before, strict=True)) for i in (0, 1))
         expected = simulate(made[0], num_prefill, costs)
+        show = partial(show_row, f"| {num_prefill} + 1 | {share:g} |")
+        computed = f"computed a prompt, in {steps / args.repeats:.0f} steps"
+        show(computed, [seconds / args.repeats / args.requests], statistics.mean(map(alone, expected)))
         for name, figure in FIGURES.items():
-            found = sorted(1e3 * figure(load) for load in made)
-            said = 1e3 * figure(expected)
-            spread = f"{statistics.median(found):.1f} [{found[0]:.1f}, {found[-1]:.1f}]"
-            print(f"| {num_prefill} + 1 | {share:g} | {name} | {spread} | {said:.1f} | {said / statistics.median(found):.2f} |", flush=True)
+            show(name, [figure(load) for load in made], figure(expected))
+
+
+def show_row(begin: str, name: str, measured: list[float], simulated: float) -> None:
+    """Of one figure, in seconds."""
+    found, median = sorted(1e3 * own for own in measured), 1e3 * statistics.median(measured)
+    print(f"{begin} {name} | {median:.1f} [{found[0]:.1f}, {found[-1]:.1f}] | {1e3 * simulated:.1f} | {1e3 * simulated / median:.2f} |", flush=True)
 
 
 def main() -> None:
@@ -224,7 +238,7 @@ def main() -> None:
             if costs is None:
                 costs = measure_costs(address, {"prefill": running[0][2], "decode": decode[2]}, token_ids, args)
                 print("\n| nodes | load | ms | measured | simulated | simulated / measured |\n|---|---|---|---|---|---|")
-            compare(address, num_prefill, costs, token_ids, args)
+            compare(address, [ports[2] for ports in running], costs, token_ids, args)
         print(f"\nprompts that the decode node computed itself: {read_metric(decode[2], 'foretoken_pd_fallbacks_total'):.0f}")
 
 

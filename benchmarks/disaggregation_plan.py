@@ -18,6 +18,7 @@ import heapq
 import itertools
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -97,24 +98,44 @@ class Clock:
 
 @dataclass
 class Prefill:
-    """Computes prompts, one after the other."""
+    """Steps over the prompts that wait, the first ones first, of so many tokens in all; a prompt is there when the step with its end is."""
 
     clock: Clock
     costs: Costs
     owed: int = 0
-    _free_at: float = 0.0
+    _waiting: deque[tuple[Request, int, Callable[[Request], None]]] = field(default_factory=deque)
+    """And how many tokens of each were computed."""
+    _is_running: bool = False
 
     def compute(self, request: Request, then: Callable[[Request], None]) -> None:
-        costs, tokens = self.costs, request.prompt_len
-        self.owed += tokens
-        self._free_at = max(self.clock.now, self._free_at) + costs.prompt + max(costs.steps[0], costs.prefill(0, tokens))
-        arrives = self._free_at + costs.hand_over + min(tokens, costs.chunk) * costs.moved_token
+        self.owed += request.prompt_len
+        self._waiting.append((request, 0, then))
+        if not self._is_running:
+            self._is_running = True
+            self._begin()
 
-        def end() -> None:
-            self.owed -= tokens
+    def _begin(self) -> None:
+        costs, room, seconds, done = self.costs, self.costs.chunk, self.costs.prompt, []
+        while self._waiting and room:
+            request, begin, then = self._waiting.popleft()
+            end = min(request.prompt_len, begin + room)
+            seconds += costs.prefill(begin, end)
+            room -= end - begin
+            if end < request.prompt_len:
+                self._waiting.appendleft((request, end, then))
+            else:
+                done.append((request, then))
+        self.clock.at(self.clock.now + max(costs.steps[0], seconds), lambda: self._finish(done, costs.chunk - room))
 
-        self.clock.at(self._free_at, end)
-        self.clock.at(arrives, lambda: then(request))
+    def _finish(self, done: list[tuple[Request, Callable[[Request], None]]], num_tokens: int) -> None:
+        costs = self.costs
+        self.owed -= num_tokens
+        for request, then in done:
+            arrives = self.clock.now + costs.hand_over + min(request.prompt_len, costs.chunk) * costs.moved_token
+            self.clock.at(arrives, partial(then, request))
+        self._is_running = bool(self._waiting)
+        if self._is_running:
+            self._begin()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from backend import LLM, SamplingParams, open_requests, planner
 from backend.config import BUNDLED_MODEL
 from backend.core import Delta
 from backend.errors import CapacityError, ConfigError, EngineError, InternalError, RequestError
+from backend.step.worker import Launched
 from tests.conftest import code_prompts, greedy
 
 NEW_TOKENS = 32
@@ -656,3 +658,28 @@ def test_a_request_that_breaks_the_model_does_not_break_others(tmp_path, prompts
             assert "scores after token" in str(deltas[-1].error) and "not finite" in str(deltas[-1].error)
         else:
             assert [t for d in deltas for t in d.token_ids] == expected[i], key
+
+
+def test_what_comes_while_the_last_step_is_under_way_goes_behind_it(llm_ahead, monkeypatch):
+    """A prompt alone under way leaves nothing to launch: the engine waits for it, and for whatever else comes."""
+    engine, under_way, deltas = llm_ahead.engine, threading.Event(), []
+    go_on, launched = engine.worker.go_on, []
+
+    def launch(*args):
+        read = go_on(*args)
+        launched.append(len(launched))
+        return Launched(read.read, under_way.is_set)
+
+    monkeypatch.setattr(engine.worker, "go_on", launch)
+    engine.submit("a", greedy(1), deltas.append, request_id="first")
+    assert engine.step() and launched == [0]
+    waiting = threading.Thread(target=engine.step)  # which has nothing to launch
+    waiting.start()
+    engine.submit("b", greedy(1), deltas.append, request_id="second")
+    waiting.join(30)
+    assert not waiting.is_alive() and not deltas, "the first step has not ended"
+    assert engine.step() and launched == [0, 1] and [d.request_id for d in deltas] == ["first"], "the second is under way as the first is read"
+    under_way.set()
+    while engine.step():
+        pass
+    assert [d.request_id for d in deltas] == ["first", "second"] and all(d.is_final for d in deltas)

@@ -207,7 +207,8 @@ def test_tiles_of_wide_products(out_size: int, in_size: int, is_gated: bool, siz
 @pytest.mark.parametrize("codes", [0, 1])
 def test_the_largest_tile_of_prompts_compiles(nvcc: str, codes: int, grouped: int) -> None:
     width = max(prompt_linear.WIDTHS)
-    assert (stages := prompt_linear.count_stages(width, bool(grouped))) >= 4
+    stages = prompt_linear.count_stages(width, bool(grouped))
+    assert stages >= 4
     defines = {"ELEMENT": "__nv_bfloat16", "CODES": codes, "WIDTH": width, "GATED": 1, "GROUPED": grouped, "STAGES": stages}
     log = compile_source("prompt_linear", "sm_90", defines).with_suffix(".log").read_text()
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", log))) <= 32 and "serialized" not in log
