@@ -3,8 +3,8 @@
     python -m benchmarks.disaggregation_check [--prefill 1 2] [--shares 0.5 0.8] [--threads 4] [--devices cuda:0 cuda:1 cuda:2] [--repeats 3]
         [--shape llama-8b --options '{"kv_cache_memory": "24GiB"}' --input 2048 ...]
 
-First what a node takes when nothing else is to be done: prompts of several lengths on a prefill node (by the node's own clock), what lies between
-their end and the client's first token, and the decode node's steps of several batches. From these the simulation of
+First what a node takes when nothing else is to be done: prompts of several lengths on a prefill node (by the node's own clock, many at once), what
+lies between the end of one alone and the client's first token, and the decode node's steps of several batches. From these the simulation of
 `benchmarks.disaggregation_plan` says what a load gives, and the same requests at the same times are sent to the real nodes. A load's share is
 that of what one prefill node can compute. On CPU every node has --threads cores of its own: there must be as many, and one or two to spare.
 """
@@ -41,6 +41,8 @@ from deploy.demo import free_ports, running_server
 
 LENGTHS, BATCHES = (0.25, 0.5, 1.0, 1.5), (1, 4, 8, 16)
 """Of prompts, in terms of --input; of steps."""
+TOGETHER = 16
+"""Prompts that are computed one after the other: a GPU that works without a pause is slower than one that rests between two."""
 SPREAD = 0.25
 """Standard deviation of lengths, over their mean."""
 SEED = 7
@@ -93,11 +95,13 @@ def measure_costs(address: str, metrics: dict[str, int], token_ids: list[int], a
     lengths = [int(share * args.input) for share in LENGTHS]
     computed, handed = [], []
     for length in lengths:
-        _, before = count_steps(metrics["prefill"])
+        seconds = [count_steps(metrics["prefill"])[1]]
         times = [asyncio.run(_alone(address, fresh(token_ids, length))) for _ in range(args.repeats + 2)]
-        _, after = count_steps(metrics["prefill"])
-        computed.append((after - before) / len(times))
-        handed.append(statistics.median(times) - computed[-1])
+        seconds.append(count_steps(metrics["prefill"])[1])
+        asyncio.run(ask_many(address, [Asked(0.0, length, 1) for _ in range(TOGETHER)], token_ids))
+        seconds.append(count_steps(metrics["prefill"])[1])
+        computed.append((seconds[2] - seconds[1]) / TOGETHER)
+        handed.append(statistics.median(times) - (seconds[1] - seconds[0]) / len(times))
     terms = np.array([[1.0, length, length**2] for length in lengths])
     fixed, by_token, by_pair = np.linalg.lstsq(terms, np.array(computed), rcond=None)[0].tolist()
     steps = []

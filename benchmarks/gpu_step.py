@@ -18,7 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from backend import LLM, SamplingParams
 from backend.config import BUNDLED_MODEL
 from backend.quantization import schemes
 from backend.step.draft_masks import Grammars
-from backend.step.worker import Begun, Results, StepTimes
+from backend.step.worker import Begun, Launched, Results, StepTimes
 from backend.structured_outputs import StructuredOutputs
 from benchmarks.one_rank import one_rank_of
 from benchmarks.step_bytes import counted_experts, profiled, read_bytes
@@ -234,16 +234,16 @@ def watch_steps(llm: LLM) -> Iterator[list[WatchedStep]]:
     worker, steps = llm.engine.worker, []
     go_on = worker.go_on
 
-    def go_on_watched(begun: Begun, masks: np.ndarray, grammars: Grammars | None = None) -> Callable[[], Results]:
-        plan, read = begun.plan, go_on(begun, masks, grammars)
+    def go_on_watched(begun: Begun, masks: np.ndarray, grammars: Grammars | None = None) -> Launched:
+        plan, launched = begun.plan, go_on(begun, masks, grammars)
 
         def read_watched() -> Results:
-            results = read()
+            results = launched.read()
             emitted = sum(len(outcome.token_ids) for outcome in results.outcomes)
             steps.append(WatchedStep(plan.num_rows, plan.prompt_rows, emitted, results.times, time.perf_counter()))
             return results
 
-        return read_watched
+        return dataclasses.replace(launched, read=read_watched)
 
     worker.go_on = go_on_watched  # type: ignore[method-assign]
     try:
