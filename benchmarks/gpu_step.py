@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import math
 import shutil
 import statistics
 import tempfile
@@ -142,12 +143,14 @@ DRAFT_VOCABULARY = 32000
 def write_drafter(method: str, target: Path) -> Path | None:
     """The configuration of a drafter for a target, beside it; None: the method has none."""
     shape = json.loads((target / "config.json").read_text())
-    # Of the target's shape as a Llama of one layer has it.
-    common = {"tie_word_embeddings": False, "eos_token_id": 0, **COMMON}
+    # Of the target's shape as a Llama of one layer has it, with heads of 128 whatever the target's are.
+    num_heads = shape["hidden_size"] // 128
+    heads = {"head_dim": 128, "num_attention_heads": num_heads, "num_key_value_heads": math.gcd(num_heads, 8)}
+    common = {"tie_word_embeddings": False, "eos_token_id": 0, **COMMON, **heads}
     kept = {key: shape[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings")}
     layer = {**common, **kept, "num_hidden_layers": 1}
     tapped = [1 + i * (shape["num_hidden_layers"] - 3) // 4 for i in range(5)]
-    block = {**layer, "num_hidden_layers": 5, "head_dim": 128, "mask_token_id": 1, "target_layer_ids": tapped}
+    block = {**layer, "num_hidden_layers": 5, "mask_token_id": 1, "target_layer_ids": tapped}
     drafters = {
         "mtp": {**layer, "architectures": ["LlamaMTP"], "num_nextn_predict_layers": 1},
         "eagle3": {**layer, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCABULARY},
