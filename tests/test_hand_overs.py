@@ -254,6 +254,26 @@ def test_a_first_token_whose_pages_do_not_come(llm_all, pair, monkeypatch, fault
     check_idle(link)
 
 
+@pytest.mark.parametrize("end", ["cancelled", "stop"])
+def test_a_request_that_ends_before_its_pages_are_here(llm_all, pair, monkeypatch, end) -> None:
+    """What was computed for it is left, and its pages come back."""
+    llm, link = pair(False)
+    (prompt,) = code_prompts(1, (100, 500), seed=39)
+    (first,) = llm_all.generate(prompt, greedy(1), use_tqdm=False)[0].outputs[0].token_ids
+
+    def land(request: Request, num_cached: int, content: torch.Tensor, hand_off: HandOff) -> None:
+        assert request.token_ids[-1] == first
+        llm.engine.cancel(request.group_id)  # or it has ended
+        llm.engine.call(lambda: llm.engine.hand_overs.take(request, hand_off))
+
+    monkeypatch.setattr(link, "land", land)
+    link.num_done = 0
+    params = greedy(20, stop_token_ids=[first] if end == "stop" else [])
+    (answer,) = llm.generate(prompt, params, use_tqdm=False)[0].outputs
+    assert (answer.token_ids, answer.finish_reason) == ([first], end) and not llm.engine.hand_overs.fallbacks
+    check_idle(link)
+
+
 def test_a_first_token_that_the_form_forbids(llm_all, pair, monkeypatch) -> None:
     """As of a node with another tokenizer: the prompt is computed here, and the answer is right."""
     llm, link = pair(False)
