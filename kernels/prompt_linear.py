@@ -39,14 +39,14 @@ def is_long(x: torch.Tensor, weight: torch.Tensor, is_gated: bool = False) -> bo
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_width(num_heights: int, out_size: int, row_bytes: int, num_multiprocessors: int, is_grouped: bool = False) -> int:
-    """Of the tiles of a product of so many times 128 tokens that takes the least time; row_bytes: of a row of weights. The figures were fitted to an
-    H200's (in clock cycles)."""
+def choose_width(num_heights: int, out_size: int, row_bytes: int, num_multiprocessors: int, is_plain: bool = True) -> int:
+    """Of the tiles of a product of so many times 128 tokens that takes the least time; row_bytes: of a row of weights; is_plain: of
+    elements, and of one expert's rows or none's. The figures were fitted to an H200's (in clock cycles), those of many plain rows to an H100's."""
 
     def estimate(width: int) -> float:
         num_tiles = num_heights * -(-out_size // width)
-        # Of many tokens, tiles are bound by what all of them read of the L2 cache, and narrow ones read a token more often (an expert has few).
-        line = max(4.2 * width, 300) if num_heights < MANY_HEIGHTS or is_grouped else 3.6 * width + 143
+        # Of many tokens, tiles are bound by what all of them read of the L2 cache, and narrow ones read a token more often.
+        line = 3.6 * width + 143 if is_plain and num_heights >= MANY_HEIGHTS else max(4.2 * width, 300)
         return -(-num_tiles // num_multiprocessors) * (row_bytes // LINE * line + 1500 + 8 * width)
 
     return min(WIDTHS, key=lambda width: (estimate(width), -width))
@@ -125,7 +125,7 @@ def _launch(
     row_bytes, step, has_codes = in_size * item, LINE // item, item == 1
     # An expert's last rows are half a tile as often as a whole one, and half of the time that takes half as long.
     num_heights = -(-num_tokens // TOKENS) + (num_groups // 4 if is_grouped else 0)
-    width = choose_width(num_heights, out_size, row_bytes, num_multiprocessors, is_grouped)
+    width = choose_width(num_heights, out_size, row_bytes, num_multiprocessors, not (is_grouped or has_codes))
     kind = (x.device.index, dtype, has_codes, is_gated, is_grouped)
     if kind not in _loaded:  # what other numbers of tokens need, too: the first product comes before requests do
         for other in WIDTHS:
