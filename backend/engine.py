@@ -19,13 +19,13 @@ from backend.core import Request
 from backend.devices import on_stream, pick_device
 from backend.drafters.calls import DraftService
 from backend.engine_parts import load_parts
-from backend.errors import ConfigError, EngineError, ModelError, RequestError
+from backend.errors import ConfigError, EngineError, ModelError
 from backend.grammar import Matcher
 from backend.grammar.thinking import FORM
 from backend.group import Greeting, Group
 from backend.hand_overs import HandOvers
 from backend.intake import Intake, Prompt
-from backend.launching import InFlight, Launching
+from backend.launching import Launching
 from backend.metrics import Metrics
 from backend.open_requests import DeltaSink, OpenRequests
 from backend.parallel.ranks import Ranks
@@ -33,11 +33,9 @@ from backend.precedence import Precedence
 from backend.sampling_params import SamplingParams
 from backend.tools import Tools
 from backend.truncation import Truncation
+from backend.under_way import UnderWay
 
 logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.0001
-"""Between two looks whether the last step under way has ended."""
 
 
 def do_nothing() -> None:
@@ -98,14 +96,10 @@ class Engine:
         self._booking.report = self.hand_overs.report
         self._thread: threading.Thread | None = None
         self._launching = Launching(self.worker, self.scheduler, self.planner, self._group, self._device)
-        self._in_flight: deque[InFlight] = deque()
-        self.num_finished = 0
-        """Steps."""
+        self._under_way = UnderWay(self._booking, self.planner, self._open, self.metrics, self._chunks, self._group, self._check_ranks)
         self._is_short = False
         self._has_ended = False
         """A request, since the ranks were told."""
-        self._phase_seconds = 0.0
-        """Of the last step that was read, the drafts of the host with them."""
         # What loading made is seen through now; else the first full collection comes between steps and takes 100 ms.
         gc.collect()
         store = self.worker.store
@@ -128,6 +122,11 @@ class Engine:
     def num_launched(self) -> int:
         """Steps."""
         return self._launching.num_launched
+
+    @property
+    def num_finished(self) -> int:
+        """Steps that were read."""
+        return self._under_way.num_finished
 
     @property
     def precedence(self) -> Precedence:
@@ -273,11 +272,11 @@ class Engine:
         budget = self.budget
         budget.begin([r for r in self.scheduler.running if r.is_decoding])
         if self._is_short:
-            self._finish_all()
+            self._under_way.finish_all()
         held = self._find_held()
         batch = self.scheduler.schedule(
             budget.limit,
-            may_preempt=not self._in_flight,
+            may_preempt=not self._under_way,
             is_held=lambda r: r.request_id in held,
             max_prompt_tokens=self._chunks.choose(self.scheduler.num_decoding) if self._chunks is not None else None,
         )
@@ -287,74 +286,38 @@ class Engine:
             self.planner.stop(request)
         self.hand_overs.begin(batch)
         if not batch:
-            is_done = not self._in_flight and not batch.preempted
-            if self._in_flight and self._has_news():
+            is_done = not self._under_way and not batch.preempted
+            if not self._under_way.await_one(self._wake, self._has_news):
                 return True
-            self._finish_all()
+            self._under_way.finish_all()
             self._end_step()
             return not is_done
         self.drafters.begin_step(batch)
         step = self.planner.plan(batch)
-        self._in_flight.append(self._launching.launch(step, self._finish_all))
-        while len(self._in_flight) > self._num_ahead:
-            self._finish()
+        self._under_way.add(self._launching.launch(step, self._under_way.finish_all))
+        while len(self._under_way) > self._num_ahead:
+            self._under_way.finish()
         self._end_step()
         seconds = time.perf_counter() - started
         self.metrics.add_step(seconds)
         if not self._num_ahead and not step.plan.num_prompts:
-            budget.note_rest(seconds - self._phase_seconds)
+            budget.note_rest(seconds - self._under_way.phase_seconds)
         return True
 
     def _has_news(self) -> bool:
-        """Waits for the oldest step under way. True: before that something came in, of which the next step may be launched behind it."""
-        while not self._in_flight[0].read.is_done():
-            with self._wake:
-                if self._inbox or self._is_stopping or self._has_lost_rank:
-                    return True
-                self._wake.wait(POLL_SECONDS)
-        return False
+        return bool(self._inbox) or self._is_stopping or self._has_lost_rank
 
     def _find_held(self) -> set[str]:
         """Ids of the running requests that have to sit the next step out for what the host must see of a step under way first.
 
         Where they are the half of those that decode, that step is waited for: two halves in turn would take twice as many steps.
         """
-        decoding = [r for r in self.scheduler.running if r.is_decoding] if self._in_flight else []
+        decoding = [r for r in self.scheduler.running if r.is_decoding] if self._under_way else []
         held = {r.request_id for r in decoding if self.planner.is_held(r, self.budget.limit(r))}
         if 2 * len(held) < len(decoding) or not held:
             return held
-        self._finish_all()
+        self._under_way.finish_all()
         return set()
-
-    def _finish(self) -> None:
-        """Reads the oldest step under way, and books it. Requests that ended meanwhile are left out."""
-        oldest = self._in_flight.popleft()
-        step, results = oldest.step, oldest.read()
-        self._check_ranks()
-        self.num_finished = oldest.number
-        if self._group is not None:
-            self._group.verdicts.add(results.rows)
-            if any(entry.request.is_prefill_only for entry in step.entries):
-                self._group.await_done(oldest.number)  # other nodes read the pages of all ranks
-        times = results.times
-        draft_seconds = times.draft + step.host_seconds
-        self._phase_seconds = times.total + step.host_seconds
-        self.metrics.add_times(draft_seconds, times.forward, times.decide)
-        if self._chunks is not None:
-            self._chunks.observe(step.plan.prompt_rows, times.total)
-        self._booking.now = time.monotonic()
-        for number, (entry, outcome) in enumerate(zip(step.entries, results.outcomes, strict=True)):
-            own = self._open.get(entry.request)
-            if own is None:
-                continue  # it ended while this step was under way
-            try:
-                self._booking.book(own, step, number, entry, outcome)
-            except RequestError as error:
-                self._open.fail(own, error)
-            except Exception as error:  # it belongs to this request only
-                self._open.fail_internally(own, error)
-        self.planner.observe(step, results.outcomes, times.forward + times.decide, draft_seconds, times.drafts)
-        self.planner.keep_pages(step.entries)
 
     def _end_step(self) -> None:
         self.after_deltas()
@@ -366,10 +329,6 @@ class Engine:
         """Raises EngineError when one is gone. What a step under way has made without it is nobody's."""
         if self._group is not None and self._group.has_lost:
             self._group.check()
-
-    def _finish_all(self) -> None:
-        while self._in_flight:
-            self._finish()
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -388,7 +347,7 @@ class Engine:
             while not self._is_stopping:
                 if not self.step() and not self._capture():
                     with self._wake:
-                        if not self._inbox and not self._is_stopping and not self._has_lost_rank:
+                        if not self._has_news():
                             self._wake.wait(timeout=self._sleep())
         except Exception as error:
             logger.exception("the engine failed")
@@ -443,5 +402,5 @@ class Engine:
             self._thread.join(timeout)
         self.drafters.close()
         if self._group is not None:  # before the group goes, what holds exchanges
-            self._in_flight.clear()
+            self._under_way.drop()
         self._close_group(self.worker.release)

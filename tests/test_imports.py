@@ -277,6 +277,7 @@ LEVELS = (
     ("planner",),
     ("hand_overs", "booking", "group", "following", "engine_parts"),
     ("launching",),
+    ("under_way",),
     ("engine",),
     ("disaggregation",),
     ("follower",),

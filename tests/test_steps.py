@@ -32,7 +32,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PlannedStep, int]]:
         return step(engine)
 
     def noted_plan(planner: Planner, *arguments) -> PlannedStep:
-        steps.append((plan(planner, *arguments), len(engines[0]._in_flight)))
+        steps.append((plan(planner, *arguments), len(engines[0]._under_way)))
         return steps[-1][0]
 
     monkeypatch.setattr(Engine, "_step", noted_step)
