@@ -389,7 +389,7 @@ class Scheduler:
         if not was_prompt:  # a step was read since what is postponed came
             self._pages.catch_up()
         request.token_ids.extend(emitted)
-        if request in self.fetches:  # its pages are on their way: the rest is `end_fetch`'s
+        if request.is_remote:  # its pages are on their way: the rest is `end_fetch`'s
             return
         request.num_computed_tokens = num_before + len(emitted) - 1
         self._give_back(request)
