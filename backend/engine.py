@@ -286,11 +286,11 @@ class Engine:
             self.planner.stop(request)
         self.hand_overs.begin(batch)
         if not batch:
-            is_done = not self._under_way and not batch.preempted
-            if not self._under_way.await_one(self._wake, self._has_news):
-                return True
-            self._under_way.finish_all()
-            self._end_step()
+            is_done = not self._under_way and not batch.preempted and not batch.fetches
+            self._end_step()  # whoever was ended hears of it before the wait
+            if self._under_way.await_one(self._wake, self._has_news, self._open.next_deadline):
+                self._under_way.finish_all()
+                self._end_step()
             return not is_done
         self.drafters.begin_step(batch)
         step = self.planner.plan(batch)

@@ -17,7 +17,7 @@ from backend.errors import InternalError
 from backend.open_requests import OpenRequest, OpenRequests
 from backend.planned import PlannedStep
 from backend.planner import Planner
-from backend.scheduler import Scheduler
+from backend.scheduler import Scheduler, cut_at_end
 from backend.step.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,9 @@ class HandOvers:
 
     def take_first(self, request: Request, hand_off: HandOff) -> None:
         """Another node has computed a prompt: the first token goes out while the pages are on their way. Should they not come, the request goes on
-        as one that was set back. An only token waits: its prompt's pages are kept for others by then."""
+        as one that was set back. A token that ends it waits: the pages are kept for others, the other completions among them."""
         own = self._open.get(request)
-        if own is None or request not in self._scheduler.fetches or request.num_output_tokens or request.params.max_tokens == 1:
+        if own is None or request not in self._scheduler.fetches or request.num_output_tokens or self._may_end(request, hand_off):
             return
         if not self._fits(request, hand_off):
             return
@@ -111,6 +111,12 @@ class HandOvers:
             self._book_first(own, self._scheduler.take_first(request), hand_off)
         except Exception as error:  # it belongs to this request only
             self._open.fail_internally(own, error)
+
+    def _may_end(self, request: Request, hand_off: HandOff) -> bool:
+        """With its first token."""
+        if request.params.n > 1 and (request.params.stop or request.grammar is not None):
+            return True
+        return cut_at_end(request, hand_off.outcome.token_ids, self._scheduler.max_model_len)[1] is not None
 
     def take(self, request: Request, hand_off: HandOff) -> None:
         """Its pages are here: the request goes on as if the step had been this node's."""
@@ -128,6 +134,7 @@ class HandOvers:
             self._open.fail_internally(own, error)
 
     def _book_first(self, own: OpenRequest, entry: Scheduled, hand_off: HandOff) -> None:
+        self._open.note_run(own.request)
         self._book(own, entry, hand_off.outcome, [])
         own.last_tokens = time.monotonic()
 
@@ -144,6 +151,7 @@ class HandOvers:
             return True
         else:  # the other node's tokenizer or library differs; or nothing can follow, and the step here will say so
             logger.error("request %r: the first token, %d, came from another node, and the grammar does not allow it", request.group_id, first)
+        self.stop(request)  # its pages may still be on their way
         self.give_up(request, "internal")
         return False
 

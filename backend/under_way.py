@@ -52,11 +52,12 @@ class UnderWay:
         """Nobody will read them."""
         self._steps.clear()
 
-    def await_one(self, wake: threading.Condition, has_news: Callable[[], bool]) -> bool:
-        """Waits for the oldest to end. False: before that there was news (asked with `wake` held), of which a step may be launched behind it."""
+    def await_one(self, wake: threading.Condition, has_news: Callable[[], bool], deadline: float | None) -> bool:
+        """Waits for the oldest to end. False: before that there was news (asked with `wake` held), of which a step may be launched behind it, or the
+        time of a request was over (time.monotonic())."""
         while self._steps and not self._steps[0].read.is_done():
             with wake:
-                if has_news():
+                if has_news() or (deadline is not None and time.monotonic() >= deadline):
                     return False
                 wake.wait(POLL_SECONDS)
         return True

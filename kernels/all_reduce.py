@@ -125,13 +125,16 @@ def _is_two_shot(num_bytes: int, size: int) -> bool:
     return num_bytes * (size - 1) * (size - 2) // size > TWO_SHOT_SAVES
 
 
+def _most_summed(num_bytes: int, size: int) -> int:
+    """Bytes of the largest part that goes by the kernel that one of so many goes by."""
+    if not _is_two_shot(num_bytes, size):
+        return MAX_ONE_SHOT_BYTES // (size - 1)
+    return min(MAX_TWO_SHOT_BYTES, _region_bytes(size) // (2 * PASS) * PASS * size * NUM_REGIONS)  # parts come there, and sums
+
+
 def can_all_reduce(part: torch.Tensor, size: int) -> bool:
     """Whether a kernel takes it and is the faster way; the same on every rank, for it looks at shape and type alone."""
-    num_bytes = part.numel() * part.element_size()
-    if not _is_two_shot(num_bytes, size):
-        return _can_exchange(part, MAX_ONE_SHOT_BYTES // (size - 1))
-    _, per_thread = _grid(num_bytes // 16, size)
-    return _can_exchange(part, MAX_TWO_SHOT_BYTES) and 2 * per_thread * PASS <= _region_bytes(size)
+    return _can_exchange(part, _most_summed(part.numel() * part.element_size(), size))
 
 
 def can_all_gather(part: torch.Tensor, size: int) -> bool:
@@ -157,7 +160,7 @@ def all_reduce(part: torch.Tensor, memory: PeerMemory, residual: torch.Tensor | 
     type; it waits for all. Raises ValueError for what `can_all_reduce` refuses.
     """
     if not can_all_reduce(part, memory.size):
-        limit = max(MAX_ONE_SHOT_BYTES // (memory.size - 1), MAX_TWO_SHOT_BYTES if memory.size > 2 else 0)
+        limit = _most_summed(part.numel() * part.element_size(), memory.size)
         raise ValueError(f"all_reduce: part {tuple(part.shape)} of {part.dtype} must be contiguous, of 16 to {limit} bytes")
     if residual is not None and (residual.shape != part.shape or residual.dtype != part.dtype or not residual.is_contiguous()):
         raise ValueError(f"all_reduce: residual {tuple(residual.shape)} of {residual.dtype} must be contiguous and as part, {tuple(part.shape)}")

@@ -660,7 +660,7 @@ def test_a_request_that_breaks_the_model_does_not_break_others(tmp_path, prompts
             assert [t for d in deltas for t in d.token_ids] == expected[i], key
 
 
-def test_what_comes_while_the_last_step_is_under_way_goes_behind_it(llm_ahead, monkeypatch):
+def test_what_comes_while_the_last_step_is_under_way_is_seen_to(llm_ahead, monkeypatch):
     """A prompt alone under way leaves nothing to launch: the engine waits for it, and for whatever else comes."""
     engine, under_way, deltas = llm_ahead.engine, threading.Event(), []
     go_on, launched = engine.worker.go_on, []
@@ -683,3 +683,14 @@ def test_what_comes_while_the_last_step_is_under_way_goes_behind_it(llm_ahead, m
     while engine.step():
         pass
     assert [d.request_id for d in deltas] == ["first", "second"] and all(d.is_final for d in deltas)
+    under_way.clear()
+    told = threading.Event()
+    monkeypatch.setattr(engine, "after_deltas", lambda: len(deltas) == 3 and told.set())
+    engine.submit("c", greedy(1), deltas.append, request_id="late", timeout=0.05)
+    waiting = threading.Thread(target=lambda: [engine.step() for _ in range(3)])  # launches, waits until it is late, ends it
+    waiting.start()
+    assert told.wait(30) and (deltas[2].request_id, deltas[2].finish_reason) == ("late", "timeout"), "its step has not ended"
+    under_way.set()
+    waiting.join(30)
+    assert not waiting.is_alive() and not engine.step()
+    engine.scheduler.check()

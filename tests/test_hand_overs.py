@@ -259,18 +259,49 @@ def test_a_request_that_ends_before_its_pages_are_here(llm_all, pair, monkeypatc
     """What was computed for it is left, and its pages come back."""
     llm, link = pair(False)
     (prompt,) = code_prompts(1, (100, 500), seed=39)
-    (first,) = llm_all.generate(prompt, greedy(1), use_tqdm=False)[0].outputs[0].token_ids
+    (only,) = llm_all.generate(prompt, greedy(1), use_tqdm=False)[0].outputs
 
     def land(request: Request, num_cached: int, content: torch.Tensor, hand_off: HandOff) -> None:
-        assert request.token_ids[-1] == first
+        assert request.token_ids[-1:] == only.token_ids
         llm.engine.cancel(request.group_id)  # or it has ended
         llm.engine.call(lambda: llm.engine.hand_overs.take(request, hand_off))
 
     monkeypatch.setattr(link, "land", land)
     link.num_done = 0
-    params = greedy(20, stop_token_ids=[first] if end == "stop" else [])
+    params = greedy(20, stop=[only.text] if end == "stop" else [])
     (answer,) = llm.generate(prompt, params, use_tqdm=False)[0].outputs
-    assert (answer.token_ids, answer.finish_reason) == ([first], end) and not llm.engine.hand_overs.fallbacks
+    assert (answer.token_ids, answer.finish_reason) == (only.token_ids, end) and not llm.engine.hand_overs.fallbacks
+    check_idle(link)
+
+
+ENDS = ["length", "stop", "context", "form"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_pages_are_kept_of_requests_that_end_with_their_first_token(llm_all, pair, monkeypatch, end) -> None:
+    """It waits for them: whoever asks next finds them, and the other completions do not ask for them one by one."""
+    llm, link = pair(False)
+    monkeypatch.setattr(llm.engine.scheduler.fetches, "min_tokens", 32)
+    (prompt,) = code_prompts(1, (300, 500), seed=40 + ENDS.index(end))
+    tokens = llm.engine.tokenizer.encode(prompt)
+    limit = llm.engine.worker.max_model_len
+    if end == "context":
+        tokens = (tokens * (limit // len(tokens) + 1))[: limit - 1]
+    (only,) = llm_all.generate({"prompt_token_ids": tokens}, greedy(1), use_tqdm=False)[0].outputs
+    params = {
+        "length": greedy(1, n=3),
+        "stop": greedy(20, n=3, stop_token_ids=only.token_ids),
+        "context": greedy(1, n=3),
+        "form": greedy(20, n=3, structured_outputs={"choice": [only.text]}),
+    }[end]
+    before, fetched = llm.engine.hand_overs.num_fetched, 0
+    for number in range(2):
+        link.num_done = 0
+        (result,) = llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)
+        assert [own.token_ids for own in result.outputs] == [only.token_ids] * 3
+        fetched += link.num_done
+        assert number == 0 or result.num_cached_tokens > len(tokens) - 2 * llm.engine.config.page_size
+    assert fetched == 1 and llm.engine.hand_overs.num_fetched == before + fetched and not llm.engine.hand_overs.fallbacks
     check_idle(link)
 
 
@@ -308,4 +339,22 @@ def test_a_drafter_that_is_a_model_of_its_own(strategy) -> None:
     assert here.hand_overs.num_fetched == 4 and not here.hand_overs.fallbacks
     assert here.metrics.accepted_tokens["mtp"] == alone.metrics.accepted_tokens["mtp"] > 0
     assert max(services[1].caught_up) == max(services[0].caught_up) > 200 and not services[2].num_calls
+    check_idle(link)
+
+
+def test_a_prompt_that_cannot_be_asked_for_is_computed_here(llm_all, pair, monkeypatch) -> None:
+    """At once: nothing else wakes the engine."""
+    llm, link = pair(False)
+
+    def begin(request: Request, num_cached_pages: int) -> None:
+        raise OSError("no way")
+
+    monkeypatch.setattr(link, "begin", begin)
+    (prompt,) = code_prompts(1, (40, 300), seed=45)
+    ended: list[Delta] = []
+    llm.engine.submit(prompt, greedy(4), ended.append, request_id="alone")
+    for _ in range(20):
+        if not llm.engine.step():  # the loop would sleep now
+            break
+    assert ended[-1].is_final and llm.engine.hand_overs.fallbacks.pop("internal") == 1
     check_idle(link)

@@ -298,7 +298,7 @@ class PageFetcher:
         self._choice.note_good(fetch.node_id)  # also where all of its pages were here
         request, hand_off = fetch.request, fetch.hand_off
         assert hand_off is not None
-        self._end(request, lambda: self._engine.hand_overs.take(request, hand_off))
+        self._end(fetch, lambda: self._engine.hand_overs.take(request, hand_off))
         self._forget(fetch)
 
     def _give_up(self, fetch: Fetch, reason: str) -> None:
@@ -311,11 +311,13 @@ class PageFetcher:
         if reason != "failed":
             logger.warning("request %r: its prompt is computed here: %s (node %s)", request.group_id, reason, fetch.node_id or "none")
         self._tell_over(fetch)
-        self._end(request, lambda: self._engine.hand_overs.give_up(request, reason))
+        self._end(fetch, lambda: self._engine.hand_overs.give_up(request, reason))
 
-    def _end(self, request: Request, action: Callable[[], None]) -> None:
+    def _end(self, fetch: Fetch, action: Callable[[], None]) -> None:
         def on_engine() -> None:
-            self._jobs.pop(request.request_id, None)
+            request_id = fetch.request.request_id
+            if self._jobs.get(request_id) == fetch.job_id:  # else it has ended, and another one may have its id
+                del self._jobs[request_id]
             action()
 
         self._call(on_engine)
