@@ -662,19 +662,20 @@ def test_a_request_that_breaks_the_model_does_not_break_others(tmp_path, prompts
 
 def test_what_comes_while_the_last_step_is_under_way_is_seen_to(llm_ahead, monkeypatch):
     """A prompt alone under way leaves nothing to launch: the engine waits for it, and for whatever else comes."""
-    engine, under_way, deltas = llm_ahead.engine, threading.Event(), []
+    engine, under_way, asked, deltas = llm_ahead.engine, threading.Event(), threading.Event(), []
     go_on, launched = engine.worker.go_on, []
 
     def launch(*args):
         read = go_on(*args)
         launched.append(len(launched))
-        return Launched(read.read, under_way.is_set)
+        return Launched(read.read, lambda: asked.set() or under_way.is_set())
 
     monkeypatch.setattr(engine.worker, "go_on", launch)
     engine.submit("a", greedy(1), deltas.append, request_id="first")
     assert engine.step() and launched == [0]
     waiting = threading.Thread(target=engine.step)  # which has nothing to launch
     waiting.start()
+    assert asked.wait(30), "it does not wait"
     engine.submit("b", greedy(1), deltas.append, request_id="second")
     waiting.join(30)
     assert not waiting.is_alive() and not deltas, "the first step has not ended"
