@@ -10,7 +10,7 @@
 // Like wide_experts.cu's blocks these let the next kernel's in when their last copies are on their way.
 //
 // ELEMENT, KIND, ZEROS: see quantized.cuh; GROUPED: scales are of group_size columns each, or there are zeros; SPAN: units that share a scale; UNITS: of 64
-// bytes of a row (and as many columns of each part) in a stage, 1 or 2; ROWS: most rows of a chunk, 1 (which is multiplied eight times), 8, 16 or 32; WARPS: of a tile; BLOCKS: to a
+// bytes of a row (and as many columns of each part) in a stage, 1 or 2; ROWS: most rows of a chunk, 8, 16 or 32; WARPS: of a tile; BLOCKS: to a
 // multiprocessor; GATED: weights are gate | up, the output silu(gate) * up, and a tile has as many rows of either; GATHER: rows of x are tokens', those of
 // the output lie in order of the experts, else the other way around; SHARED: bytes of dynamic shared memory.
 #include "expert_groups.cuh"
@@ -27,8 +27,30 @@ constexpr int rest_of(int rows) { return SCALES * SCALE_BYTES + PARTS * rows * P
 constexpr int ROOM = SHARED - 1024, LEAST_ROWS = ROWS < 16 ? ROWS : 16, MAX_STAGES = ROOM / (CODE_BYTES + rest_of(LEAST_ROWS));
 constexpr int SLOTS = 8;  // chunks of a block that are looked up at once
 static_assert(ROOM / (CODE_BYTES + rest_of(ROWS)) >= 2, "shared memory has no room for two stages");
-static_assert(SCALES * SIDES <= 32 && (ROWS == 1 || ROWS == 8 || ROWS == 16 || ROWS == 32), "a lane copies one of a stage's lines of scales, and one row");
+static_assert(SCALES * SIDES <= 32 && (ROWS == 8 || ROWS == 16 || ROWS == 32), "a lane copies one of a stage's lines of scales, and one row");
 static_assert(CODE_BYTES % 1024 == 0 && UNITS % SPAN == 0, "swizzled lines; whole spans");
+
+// Adds to c what part `part` of 64 stored bytes of sixteen rows makes of the columns that belong to it. words: the bytes as load_fragments has them, of
+// both halves of 32; offsets: of the thread's two rows, as `expand` takes them; x: the lane's place in the first eight rows of x, which are `pitch` bytes apart:
+// row lane % 8, its 16 bytes number lane / 8.
+template <int COUNT>
+__device__ __forceinline__ void add_unit(float (&c)[COUNT][4], const uint32_t (&words)[2][4], int part, const uint32_t (&offsets)[2], uint32_t x, int pitch) {
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+        uint32_t a[2][4];
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) expand(digits_of(words[pair][k * 2 + i], part), offsets[i], a[k][i], a[k][2 + i]);
+#pragma unroll
+        for (int block = 0; block < COUNT; ++block) {
+            uint32_t b[4];
+            load_fragments(x + block * 8 * pitch + pair * 64, b);
+            multiply(c[block], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
+            multiply(c[block], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
+        }
+    }
+}
 
 template <int N> struct Count { static constexpr int value = N; };
 
@@ -135,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int step = 0; step < num_steps; ++step) {
             await(full + 8 * stage, parity);
             const uint32_t place = stages + stage * CODE_BYTES + read_start, rest = rests + stage * rest_bytes;
-            const uint32_t x_place = rest + SCALES * SCALE_BYTES + (ROWS < 8 ? 0 : lane % 8 * PITCH) + lane / 8 * 16;
+            const uint32_t x_place = rest + SCALES * SCALE_BYTES + lane % 8 * PITCH + lane / 8 * 16;
             uint32_t words[SPAN][2][4];
 #pragma unroll
             for (int span = 0; span < SPANS; ++span) {
@@ -152,25 +174,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
                     for (int i = 0; i < 2; ++i) offsets[i] = offset_of(load_word(rest + (SPANS + span) * SCALE_BYTES + rows[i] * 4));
                 }
-                float part_sums[GROUPED ? BLOCKS_OF_8 : 1][4] = {};
+                float part_sums[BLOCKS_OF_8][4] = {};
 #pragma unroll
-                for (int u = 0; u < SPAN; ++u)
-#pragma unroll
-                    for (int pair = 0; pair < 2; ++pair) {
-                        uint32_t a[2][4];
-#pragma unroll
-                        for (int k = 0; k < 2; ++k)
-#pragma unroll
-                            for (int i = 0; i < 2; ++i) expand(digits_of(words[u][pair][k * 2 + i], part), offsets[i], a[k][i], a[k][2 + i]);
-#pragma unroll
-                        for (int block = 0; block < BLOCKS_OF_8; ++block) {
-                            uint32_t b[4];
-                            load_fragments(x_place + (part * most_rows + block * 8) * PITCH + (first_unit + u) * UNIT * 2 + pair * 64, b);
-                            float(&target)[4] = GROUPED ? part_sums[GROUPED ? block : 0] : sums[block];
-                            multiply(target, a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
-                            multiply(target, a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
-                        }
-                    }
+                for (int u = 0; u < SPAN; ++u) {
+                    const uint32_t columns = x_place + part * most_rows * PITCH + (first_unit + u) * UNIT * 2;
+                    if constexpr (GROUPED) add_unit(part_sums, words[u], part, offsets, columns, PITCH);
+                    else add_unit(sums, words[u], part, offsets, columns, PITCH);
+                }
                 if constexpr (GROUPED) {
                     const float scale[2] = {load_word(rest + span * SCALE_BYTES + rows[0] * 4), load_word(rest + span * SCALE_BYTES + rows[1] * 4)};
 #pragma unroll
@@ -204,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const int tile = unit % num_tiles;
         if (chunk.z <= 8) process(Count<8>(), tile, chunk);
         else if (chunk.z <= 16) process(Count<(ROWS < 16 ? 8 : 16)>(), tile, chunk);
-        else process(Count<(ROWS < 8 ? 8 : ROWS)>(), tile, chunk);
+        else process(Count<ROWS>(), tile, chunk);
     }
 }
 #endif

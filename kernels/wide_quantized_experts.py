@@ -16,7 +16,7 @@ LEAST_ROWS, MOST_ROWS = 16, 32
 """Of a chunk, by what the most wanted expert takes, where there are more tokens than a chunk of LEAST_ROWS has room for."""
 TILE = 16
 """Rows of weights of a warp."""
-SHARED = {2: 110 * 1024, 4: 55 * 1024}
+SHARED = {2: 110 * 1024, 3: 74 * 1024, 4: 55 * 1024}
 """By the blocks to a multiprocessor: bytes of dynamic shared memory."""
 
 Defines = dict[str, "int | str"]
@@ -44,16 +44,16 @@ def is_wide(gate_up: QuantizedWeight, down: QuantizedWeight, num_own: int, dtype
 
 def choose_rows(num_tokens: int) -> tuple[int, int]:
     """Rows of a chunk, at least and at most, for so many tokens."""
-    for rows in (1, LEAST_ROWS // 2, LEAST_ROWS):
+    for rows in (LEAST_ROWS // 2, LEAST_ROWS):
         if num_tokens <= rows:
             return rows, rows
     return LEAST_ROWS, MOST_ROWS
 
 
-def choose_shape(most_rows: int, row_bytes: int) -> Defines:
+def choose_shape(num_tokens: int, most_rows: int, row_bytes: int) -> Defines:
     """How `wide_quantized_experts.cu` is compiled for chunks of so many rows and weights of so many bytes to a row."""
-    # Small tiles are shared more evenly by the blocks; of large ones rows of x are read less often.
-    warps, blocks = (4, 4) if most_rows < LEAST_ROWS else (8, 2)
+    # Small tiles are shared more evenly by the blocks, of which one token's experts give few something to do; of large ones x is read less often.
+    warps, blocks = (4, 3) if num_tokens == 1 else (4, 4) if most_rows < LEAST_ROWS else (8, 2)
     units = 2 if row_bytes % (2 * STEP) == 0 else 1
     return {"UNITS": units, "ROWS": most_rows, "WARPS": warps, "BLOCKS": blocks, "SHARED": SHARED[blocks]}
 
@@ -75,7 +75,7 @@ def launch(
     num_all, row_bytes = weight.codes.shape
     num_rows = num_all // groups.num_own
     out = x.new_empty(num_pairs, num_rows // 2 if is_gated else num_rows)
-    shape, grouped = choose_shape(groups.rows_per_chunk, row_bytes), is_grouped(weight)
+    shape, grouped = choose_shape(num_pairs // num_chosen, groups.rows_per_chunk, row_bytes), is_grouped(weight)
     units, warps, blocks, shared = (int(shape[key]) for key in ("UNITS", "WARPS", "BLOCKS", "SHARED"))
     # Not of the tokens, or the order in which terms are added would be.
     span = 2 if grouped and units == 2 and weight.group_size % (2 * STEP) == 0 else 1
