@@ -52,14 +52,6 @@ __device__ __forceinline__ void add_unit(float (&c)[COUNT][4], const uint32_t (&
     }
 }
 
-__device__ __forceinline__ void copy_piece(uint32_t target, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-}
-// At the barrier, once what this thread has asked for is there.
-__device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 template <int N> struct Count { static constexpr int value = N; };
 
 // Grid: as many blocks as run at a time. codes: of all experts, one below the other, in lines of LINE bytes; scales and zeros [groups, num_own N], a group
