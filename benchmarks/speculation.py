@@ -300,7 +300,7 @@ def main() -> int:
     args = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cpu = next((row.split(":")[1].strip() for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")), "")
-    gpu = f"{torch.cuda.get_device_name(args.device)}, " if args.device.startswith("cuda") else ""
+    gpu = f"{torch.cuda.get_device_name(args.device)}, " if args.device != "cpu" and torch.cuda.is_available() else ""
     print(f"{gpu}{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, commit {commit}")
     if args.device != "cpu" and args.part != ["planner"]:
         parser.error(f"--device {args.device}: parts other than planner are measured on CPU; say --part planner")
