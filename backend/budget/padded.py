@@ -42,6 +42,8 @@ class PaddedTimes:
         self._share = 0.0  # of steps with prompts
         self._tokens = 0.0  # of a step
         self._prompt_rows = 0.0  # of such a step
+        self._verify: dict[tuple[bool, int], float] = {}  # by rows, for the step that is planned
+        self._draft: dict[tuple[bool, int, int], float] = {}  # by drafts and requests
         self._following = 0.0  # seconds of the model drafter there, where it makes no drafts
 
     @property
@@ -49,6 +51,8 @@ class PaddedTimes:
         return any(costs.is_known for costs in self._device.values())
 
     def begin(self, num_requests: int, num_keys: int) -> None:
+        self._verify.clear()
+        self._draft.clear()
         for costs in self._device.values():
             costs.begin(num_requests, num_keys)
 
@@ -97,7 +101,12 @@ class PaddedTimes:
             rows, following = num_requests * (1 + num_drafts), 0.0
             if has_prompts:
                 rows, following = rows + round(self._prompt_rows), self._following
-            device = costs.verify(rows) + max(costs.draft(num_model, num_asked), following)
+            verify, draft = self._verify.get((has_prompts, rows)), self._draft.get((has_prompts, num_model, num_asked))
+            if verify is None:
+                verify = self._verify[has_prompts, rows] = costs.verify(rows)
+            if draft is None:
+                draft = self._draft[has_prompts, num_model, num_asked] = costs.draft(num_model, num_asked)
+            device = verify + max(draft, following)
             host = self._host[has_prompts, is_waited_for].at(num_requests)
             weight = max(weight, 1e-3)
             total += weight * (device + host if is_waited_for else max(device, host))
