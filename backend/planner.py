@@ -326,14 +326,17 @@ class Planner:
         verified = [(outcomes[number].num_drafts, outcomes[number].num_accepted) for number in may_draft]
         limits = []
         for number in may_draft:
-            made = step.verified[number]
-            limits.append((step.entries[number].request, step.limits[number], made.has_model or (made.is_beside and not self._is_exact)))
+            made, limit = step.verified[number], step.limits[number]
+            if not self._is_exact and made.evidence is None:
+                limit = min(limit, len(made.sources))  # they were made in the step before, under its limit
+            limits.append((step.entries[number].request, limit, made.has_model or (made.is_beside and not self._is_exact)))
         num_model, num_asked = self._count_made(step, outcomes)
         padded = None
         if not self._is_exact:
             draft_seconds -= step.host_seconds  # it is the host's time, which the device does not wait for
             asked_host = [step.verified[number].evidence is not None for number in may_draft]
-            padded = PaddedStep(plan.num_queries - 1, plan.prompt_rows, step.is_waited_for, asked_host)
+            is_behind = plan.num_prompts > 0 and all(entry.is_decoding for entry in step.entries)
+            padded = PaddedStep(plan.num_queries - 1, plan.prompt_rows, step.is_waited_for, is_behind, asked_host)
         self._budget.observe(
             limits,
             verified,

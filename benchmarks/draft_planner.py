@@ -44,6 +44,9 @@ SETS: dict[str, Callable[[int], Requests]] = {
 }
 WORKLOADS = (*SETS, "mix")
 CONCURRENCIES = (1, 4, 16, 64, 128)
+LENGTHS = (1.0, 0.8, 1.15, 0.9, 1.2, 0.75, 1.1)
+"""What answers' lengths are multiplied with, one after the other. Were they equal, requests without drafts would all end in the same step for ever,
+and their prompts share one: on a GPU a step with prompts takes several times as long as one without, and no server's requests end together."""
 MIN_BEST, MIN_MIX, MIN_NONE = 0.97, 1.1, 0.99
 """Of the goals: auto against the best fixed choice, on the mix, and against none."""
 REQUESTS_ON_GPU = {1: 12, 4: 32, 16: 96}
@@ -166,10 +169,10 @@ class Runner:
             """Until so many requests have ended."""
             while num_ended < until:
                 while len(open_ids) < concurrency:
-                    prompt, count = next(turn)
-                    request_id = f"{self._turn}-{next(number)}"
+                    (prompt, count), own = next(turn), next(number)
+                    request_id = f"{self._turn}-{own}"
                     open_ids.add(request_id)
-                    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+                    params = SamplingParams(max_tokens=round(count * LENGTHS[own % len(LENGTHS)]), temperature=0.0, ignore_eos=True)
                     engine.submit(prompt, params, sink, request_id=request_id, speculative=choice)
                 engine.step()
 

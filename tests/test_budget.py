@@ -119,7 +119,7 @@ class Machine:
             num_model=made,
             num_asked=num_asked,
             draft_ends=[draft * (count + 1) / made for count in range(made)] if self.is_exact else (),
-            padded=None if self.is_exact else PaddedStep(max(drafts), num_prompt_rows, False, [False] * len(may)),
+            padded=None if self.is_exact else PaddedStep(max(drafts), num_prompt_rows, False, False, [False] * len(may)),
         )
         self.seconds += verify + draft
         self.emitted += len(own) + sum(right for _, right in outcomes)

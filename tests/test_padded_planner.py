@@ -10,7 +10,7 @@ from backend import LLM
 from backend.budget import Ability, CostClass, DraftBudget, budget, by_match, by_place
 from backend.budget.limits import LEVELS, Choice
 from backend.budget.padded import PaddedStep, PaddedTimes
-from backend.core import Batch, Request, Scheduled, Speculation
+from backend.core import Batch, Outcome, Request, Scheduled, Speculation
 from backend.drafters import Drafters
 from backend.planned import PlannedStep
 from backend.planner import Planner
@@ -121,6 +121,22 @@ def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatc
     assert planner.is_held(request, TOP), "to catch up, the host has to name its rows"
 
 
+def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not against the one that they are verified under: what is tried would look bad in the step before it can bring anything."""
+    planner, drafters = make_planner(method="auto", request_methods=["mtp"])
+    own = SpeculativeConfig(method="auto", request_methods=["mtp"]).resolve(None)
+    request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)))
+    planner.plan(Batch([Scheduled(request, 20)]))
+    request.num_computed_tokens, request.num_steps_ahead, chosen, seen = 20, 1, drafters.budget, []
+    monkeypatch.setattr(chosen, "observe", lambda limits, outcomes, **others: seen.append([limit for _, limit, _ in limits]))
+    for limit in (2, 2, 7, 7):
+        chosen.begin([request])
+        chosen._applied = limit
+        step = planner.plan(Batch([Scheduled(request, 1, limit, 20, is_decoding=True)]))
+        planner.observe(step, [Outcome([1], num_drafts=min(limit, 2))], 1e-3, 1e-3)
+    assert seen[1:] == [[2], [2], [7]]
+
+
 # -- what is chosen ------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +150,7 @@ def test_a_step_takes_the_devices_time_or_the_hosts() -> None:
         times.add_host(1, 3e-4, True, False)
     steps = [times.step(1, 5, num_model, num_model > 0, waits, 2.0) for num_model, waits in ((0, False), (5, False), (0, True))]
     assert steps == pytest.approx([5e-4, 8e-4, 8e-4])
-    for _ in range(100):  # all are beside prompts now, which are launched kernel by kernel
+    for _ in range(300):  # all are beside prompts now, which are launched kernel by kernel
         times.add_device(1, 40, 34, 10, 2, 3e-3, 1e-4, 0, 0)
         times.add_host(1, 4e-3, False, True)
     assert times.step(1, 5, 0, 0, False, 2.0) == pytest.approx(4e-3, rel=0.05), "the host bounds it"
@@ -180,7 +196,7 @@ class Simulation:
                 draft_seconds=self.draft if num_model else 1e-5,
                 num_model=num_model,
                 num_asked=int(num_model > 0),
-                padded=PaddedStep(limit, 0, waits, [waits]),
+                padded=PaddedStep(limit, 0, waits, False, [waits]),
             )
             budget.note_host(1, self.host if waits else 2e-4, waits, False)
             self.choices.append(Choice(limit, num_model > 0, waits))

@@ -21,7 +21,7 @@ from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own, as_promise
 from backend.budget.learning import OWN_SMOOTHING, Learning
-from backend.budget.limits import Group, Limits
+from backend.budget.limits import FEW, Group, Limits
 from backend.budget.padded import PaddedStep, PaddedTimes
 from backend.budget.prices import Prices
 from backend.budget.rule import level, share
@@ -52,8 +52,9 @@ RECOVERY = 0.05
 """Of a request that the model is not asked for: how far what its drafts are held to be worth goes back to what they are worth for all."""
 ALONE_EVERY = 8
 """Steps of a request for which a score from which its lookup drafts alone is kept, where the device is not to wait for Python."""
-LISTEN_EVERY = 4
-"""Steps between two times that a lookup of the host is asked though nobody waits for it."""
+LISTEN_EVERY, LISTEN_OFTEN, MAX_OFTEN = 4, 2, 24
+"""Steps between two times that a lookup of the host is asked though nobody waits for it, of few requests and of many, for which one of them speaks;
+and how many requests' steps it speaks for at most."""
 
 
 class DraftBudget:
@@ -241,13 +242,16 @@ class DraftBudget:
     @property
     def listens(self) -> bool:
         """Whether lookups of the host are to be asked for one request that does not wait for them, to see what they would bring."""
-        return self._padded is not None and self._applied is not None and not self._waits and self._steps % LISTEN_EVERY == 0
+        if self._padded is None or self._applied is None or self._waits:
+            return False
+        return self._steps % (LISTEN_EVERY if self._num_requests <= FEW else LISTEN_OFTEN) == 0
 
     def note_listened(self, request: Request, num_drafts: int, right: int) -> None:
         """What lookups of the host would have brought a request that did not wait for them."""
         own = self._of(request)
         if self._padded is not None and own.ability.may_wait and not self._waits:
-            self._learning.note_listened(request, own, num_drafts, right, LISTEN_EVERY)
+            often = (LISTEN_EVERY if self._num_requests <= FEW else LISTEN_OFTEN) * self._num_requests
+            self._learning.note_listened(request, own, num_drafts, right, min(often, MAX_OFTEN))
 
     def allot(
         self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int, parents: Sequence[Sequence[int]] = ()
@@ -402,7 +406,9 @@ class DraftBudget:
         self._has_prompts = has_prompts
         num_emitted = num_requests + sum(accepted for _, accepted in outcomes)
         if padded is not None and self._padded is not None:
-            if not is_catching_up:
+            if is_catching_up or padded.is_behind:
+                self._padded.add_tokens(num_emitted)
+            else:
                 times = (verify_seconds, draft_seconds, num_model, num_asked)
                 self._padded.add_device(num_requests, num_rows, padded.num_prompt_rows, num_keys, num_emitted, *times)
             if num_requests and self._applied is not None and not has_prompts:
@@ -423,10 +429,11 @@ class DraftBudget:
                 self._prices.observe_lookups(len(limits), draft_seconds)
             self._limits.note_actual(num_emitted, self._costs.verify(num_rows) + self._costs.draft(num_model, num_asked))
 
-    def note_host(self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool) -> None:
-        """What the host was busy for with a step that may be planned while another is under way; is_waited_for: none was."""
+    def note_host(self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, num_model: int = 0) -> None:
+        """What the host was busy for with a step that may be planned while another is under way; is_waited_for: none was; num_model: drafts that the
+        model makes in it."""
         if self._padded is not None:
-            self._padded.add_host(num_requests, seconds, is_waited_for, has_prompts)
+            self._padded.add_host(num_requests, seconds, is_waited_for, has_prompts, num_model)
 
     def note_rest(self, seconds: float) -> None:
         """What the last step took outside its phases."""

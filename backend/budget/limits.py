@@ -20,6 +20,8 @@ MIN_GAIN = 1.03
 MIN_GAIN_OF_NUMBER, MIN_GAIN_OF_MODEL = 1.01, 1.15
 """The same where each request has as many rows as the one with most: of another number of drafts alone; and with the model drafter or without it,
 which takes several times a step's time to catch up."""
+MIN_ALIKE, MIN_GAIN_SOON = 64, 1.5
+"""Steps for which that holds then, unless this is gained."""
 LEVELS = (0, 1, 2, 3, 5, 7, 11)
 """Numbers of drafts that steps of such rows are captured for, beside the highest: one between takes as long as the next of these."""
 MAX_SHIFT = 4.0
@@ -90,6 +92,7 @@ class Limits:
         self._last: tuple[frozenset[Group], int, int] | None = None  # what was chosen for
         self._age = 0  # steps since
         self._num_trials = 0  # since another choice was made
+        self._num_alike = MIN_ALIKE  # steps with the model, or without it, one after the other
         self._fixed: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # tokens and seconds that a limit promised
         self._actual = [0.0, 0.0]
 
@@ -97,6 +100,7 @@ class Limits:
         """Tokens a second of the limit chosen. top: the highest; draft_seconds: of a step, where it is exact; has_prompts: no time can be
         measured."""
         self._age += 1
+        self._num_alike += 1
         wanted = frozenset(groups), bucket_of(num_requests), top
         if self._padded is not None and self._last == wanted and self._age < (EVERY_OF_FEW if num_requests <= FEW else EVERY):
             return self._speeds[self.chosen]
@@ -107,10 +111,14 @@ class Limits:
         similar = (before._replace(limit=limit), Choice(limit, before.is_asked), Choice(limit, True))
         current = next(own for own in (*similar, Choice(top, True)) if own in speeds)
         if self._padded is not None:
-            self.chosen = _pick(speeds, current)
+            found = _pick(speeds, current)
+            is_soon = found.is_asked != current.is_asked and self._num_alike < MIN_ALIKE and speeds[found] < MIN_GAIN_SOON * speeds[current]
+            self.chosen = current if is_soon else found
         else:
             best = max(speeds, key=lambda choice: speeds[choice])
             self.chosen = best if speeds[best] > MIN_GAIN * speeds[current] else current
+        if self.chosen.is_asked != before.is_asked:
+            self._num_alike = 0
         if self.chosen[1:] != before[1:]:
             self._num_trials = 0
         return speeds[self.chosen]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from backend.budget.costs import CostClass, StepCosts
 from backend.budget.times import Times
 
-SMOOTHING = 0.05
-"""Share of the newest step in means."""
+SMOOTHING, SMOOTHING_OF_SHARE = 0.05, 0.02
+"""Share of the newest step in means, and in that of steps with prompts, which come in bursts."""
 
 
 MAX_SHARE = 0.98
@@ -29,6 +29,8 @@ class PaddedStep(NamedTuple):
     num_prompt_rows: int
     is_waited_for: bool
     """No other was under way when it was planned."""
+    is_behind: bool
+    """It has rows as prompts have, but of requests alone whose model drafter caught up."""
     asked_host: Sequence[bool]
     """Of each request that may have drafts: lookups of the host were asked for them."""
 
@@ -38,7 +40,8 @@ class PaddedTimes:
 
     def __init__(self, drafter: CostClass) -> None:
         self._device = {False: StepCosts(drafter), True: StepCosts(drafter)}  # by whether there are prompts in the step
-        self._host: dict[tuple[bool, bool], Times] = defaultdict(Times)  # by that, and by whether it is waited for; over requests
+        # By that, and by whether it is waited for; over requests. With prompts also by the model's drafts, which Python launches one by one there.
+        self._host: dict[tuple[bool, bool], dict[int, Times]] = defaultdict(lambda: defaultdict(Times))
         self._share = 0.0  # of steps with prompts
         self._tokens = 0.0  # of a step
         self._prompt_rows = 0.0  # of such a step
@@ -72,8 +75,7 @@ class PaddedTimes:
         requests."""
         has_prompts = num_prompt_rows > 0
         costs = self._device[has_prompts]
-        self._share += SMOOTHING * (has_prompts - self._share)
-        self._tokens += SMOOTHING * (num_tokens - self._tokens) if self._tokens else num_tokens
+        self.add_tokens(num_tokens, has_prompts)
         costs.add_verify(num_rows, verify, num_requests, num_keys)
         if has_prompts:
             self._prompt_rows += SMOOTHING * (num_prompt_rows - self._prompt_rows) if self._prompt_rows else num_prompt_rows
@@ -82,13 +84,22 @@ class PaddedTimes:
         elif has_prompts:
             self._following += SMOOTHING * (draft - self._following) if self._following else draft
 
-    def add_host(self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool) -> None:
+    def add_tokens(self, num_tokens: int, has_prompts: bool = False) -> None:
+        """Of a step, emitted."""
+        self._share += SMOOTHING_OF_SHARE * (has_prompts - self._share)
+        self._tokens += SMOOTHING_OF_SHARE * (num_tokens - self._tokens) if self._tokens else num_tokens
+
+    def add_host(self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, num_model: int = 0) -> None:
         """is_waited_for: the device had nothing to do meanwhile."""
-        self._host[has_prompts, is_waited_for].add(num_requests, seconds)
+        self._host[has_prompts, is_waited_for][num_model if has_prompts else 0].add(num_requests, seconds)
+
+    def _host_of(self, num_requests: int, is_waited_for: bool, has_prompts: bool, num_model: int) -> float:
+        known = self._host[has_prompts, is_waited_for]
+        return known[min(known, key=lambda number: abs(number - num_model))].at(num_requests) if known else 0.0
 
     def step(self, num_requests: int, num_drafts: int, num_model: int, num_asked: int, is_waited_for: bool, num_tokens: float) -> float:
         """Of a usual step of requests that may have so many drafts each: the device's time, or the host's where that is longer, or both where one
-        waits for the other. 0 before anything was measured.
+        waits for the other (with prompts the device works while Python launches, whoever waits). 0 before anything was measured.
 
         num_tokens: that it emits. Prompts come as requests end: the more tokens a step brings, the more steps have prompts in them.
         """
@@ -107,8 +118,8 @@ class PaddedTimes:
             if draft is None:
                 draft = self._draft[has_prompts, num_model, num_asked] = costs.draft(num_model, num_asked)
             device = verify + max(draft, following)
-            host = self._host[has_prompts, is_waited_for].at(num_requests)
+            host = self._host_of(num_requests, is_waited_for, has_prompts, num_model)
             weight = max(weight, 1e-3)
-            total += weight * (device + host if is_waited_for else max(device, host))
+            total += weight * (device + host if is_waited_for and not has_prompts else max(device, host))
             known += weight
         return total / known if known else 0.0
