@@ -268,7 +268,7 @@ class Engine:
             self.after_deltas()  # a first token that another node computed does not wait for this step
         if self._open.has_deadlines:
             self._open.end_late()
-        started = time.perf_counter()
+        started, num_read, waited = time.perf_counter(), self.num_finished, self._under_way.waited_seconds
         budget = self.budget
         budget.begin([r for r in self.scheduler.running if r.is_decoding])
         if self._is_short:
@@ -300,8 +300,12 @@ class Engine:
         self._end_step()
         seconds = time.perf_counter() - started
         self.metrics.add_step(seconds)
-        if not self._num_ahead and not step.plan.num_prompts:
-            budget.note_rest(seconds - self._under_way.phase_seconds)
+        if not self._num_ahead:
+            if not step.plan.num_prompts:
+                budget.note_rest(seconds - self._under_way.phase_seconds)
+        elif self.num_finished == num_read + 1:
+            busy = seconds - (self._under_way.waited_seconds - waited)
+            budget.note_host(len(step.entries), busy, step.is_waited_for, step.plan.num_prompts > 0, step.plan.num_model_drafts)
         return True
 
     def _has_news(self) -> bool:

@@ -36,6 +36,8 @@ class Drafted:
     """Of a tree's drafts that have chances, the number of the one before each; -1: the newest token."""
     has_model: bool = False
     """The model drafter made the first ones, as far as the host knew."""
+    is_beside: bool = False
+    """The model drafter was asked for some too, in the place of which the host's may have come."""
 
     @property
     def is_alone(self) -> bool:
@@ -145,3 +147,5 @@ class PlannedStep:
     """The model drafter computes tokens of earlier steps for one of them: its time says nothing of other steps."""
     host_seconds: float = 0.0
     """That it took to make them."""
+    is_waited_for: bool = False
+    """No step of its requests that decode was under way when it was planned."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from backend.budget.padded import PaddedStep
 from backend.core import NEVER, Batch, Branches, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters
 from backend.grammar import SOURCE
@@ -86,7 +87,13 @@ class Planner:
             return True
         if not limit or known is None:
             return False
-        return (bool(known.place.host) and known.place.waits) or (known.place.has_model and not known.is_followed and not self._is_exact)
+        if known.place.host and (known.place.waits or self._budget.waits(request)):
+            return True
+        return self._is_behind(request, known)
+
+    def _is_behind(self, request: Request, known: Known) -> bool:
+        """Its drafts are wanted of a model drafter that has to catch up first: of rows that the host names, where workers do not look themselves."""
+        return known.place.has_model and not known.is_followed and not self._is_exact and self._budget.may_ask(request)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +110,7 @@ class Planner:
             own = known[id(entry)] = self._known.get(entry.request.request_id) or self._take(entry, plan)
             (decoding if self._is_decoding(entry, own) else prompts).append(entry)
         entries = [*prompts, *decoding]
-        step = PlannedStep(plan, entries, [], [])
+        step = PlannedStep(plan, entries, [], [], is_waited_for=bool(decoding) and not any(e.request.num_steps_ahead for e in decoding))
         self._drafting.put(step, decoding, known)
         if self._is_exact and prompts:
             self._drafting.foresee(step, prompts, known)
@@ -130,7 +137,9 @@ class Planner:
         plan.num_prompts = len(prompts)
         plan.drafter_counts = plan.fields[DRAFTER_COUNT, : len(prompts)].tolist()
         plan.num_queries = 1 + max((len(v.sources) for v in step.verified[len(prompts) :]), default=0)
-        plan.reports_drafts = any(own.is_reported for own in known.values())
+        # A step that drafts nothing, and computes no prompts, has no third phase.
+        drafts = plan.num_model_drafts > 0 or plan.has_lookup or plan.num_prompts > 0
+        plan.reports_drafts = drafts and any(own.is_reported for own in known.values())
         self._grammars.put(step, self._known)
         if self._cascade_heads is not None and not prompts:
             self._put_prefixes(plan, entries)
@@ -141,9 +150,7 @@ class Planner:
             return False
         if known.is_plain:
             return True
-        is_behind = known.place.has_model and not known.is_followed and not self._is_exact and self._budget.num_model(entry.request) > 0
-        # Rows whose drafter has to catch up are named by the host, where workers do not look themselves.
-        return self._is_exact or not is_behind
+        return not self._is_behind(entry.request, known)
 
     def _take(self, entry: Scheduled, plan: StepPlan) -> Known:
         """What is known of an entry's request, which is new and enters the request table in this step."""
@@ -215,6 +222,8 @@ class Planner:
         num_model = self._budget.num_model(request) if known.place.has_model else 0
         drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, num_model)
         is_current = known.place.has_model and (drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits))
+        if drafter_count < 0 and not num_model:  # it keeps up, which a step does that drafts
+            plan.num_model_drafts = max(plan.num_model_drafts, 1)
         if num_model and is_current and entry.emits:
             model_limit = 1 if entry.is_short else num_model
             step.num_asked += 1
@@ -258,6 +267,8 @@ class Planner:
                 known.num_drafter_tokens = after
                 self._seen.note(request.page_ids, begin, after)
             return count, after
+        if not num_model and self._budget.keeps_up and known.is_followed:
+            return -1, known.num_drafter_tokens
         known.is_followed = num_model > 0 and (known.is_followed or self._is_exact)
         return (-1 if known.is_followed else 0), known.num_drafter_tokens
 
@@ -300,7 +311,9 @@ class Planner:
             if verified.parents:
                 path = follow(drafts[: len(chain)], verified.parents, outcome.token_ids[: outcome.num_accepted])
                 tree = Branches(verified.parents[: len(chain)], path)
-            self._budget.learn(request, chain, outcome.num_accepted, verified.has_model and not verified.is_alone, tree)
+            is_alone = verified.has_model and verified.is_alone
+            has_model = verified.has_model and not is_alone
+            self._budget.learn(request, chain, outcome.num_accepted, has_model, tree, matched=verified.score, is_alone=is_alone)
         return who
 
     def observe(
@@ -311,13 +324,24 @@ class Planner:
         may_draft = [number for number, limit in enumerate(step.limits) if limit]
         num_drafts = sum(outcomes[number].num_drafts for number in may_draft)
         verified = [(outcomes[number].num_drafts, outcomes[number].num_accepted) for number in may_draft]
-        limits = [(step.entries[number].request, step.limits[number], step.verified[number].has_model) for number in may_draft]
+        limits = []
+        for number in may_draft:
+            made, limit = step.verified[number], step.limits[number]
+            if not self._is_exact and made.evidence is None:
+                limit = min(limit, len(made.sources))  # they were made in the step before, under its limit
+            limits.append((step.entries[number].request, limit, made.has_model or (made.is_beside and not self._is_exact)))
         num_model, num_asked = self._count_made(step, outcomes)
+        padded = None
+        if not self._is_exact:
+            draft_seconds -= step.host_seconds  # it is the host's time, which the device does not wait for
+            asked_host = [step.verified[number].evidence is not None for number in may_draft]
+            is_behind = plan.num_prompts > 0 and all(entry.is_decoding for entry in step.entries)
+            padded = PaddedStep(plan.num_queries - 1, plan.prompt_rows, step.is_waited_for, is_behind, asked_host)
         self._budget.observe(
             limits,
             verified,
             num_requests=len(step.entries),
-            num_rows=len(step.entries) + num_drafts if self._is_exact else plan.num_rows * plan.num_queries,
+            num_rows=len(step.entries) + num_drafts if padded is None else plan.num_tokens,
             num_keys=sum(len(entry.request.token_ids) for entry in step.entries),
             has_prompts=plan.num_prompts > 0,
             verify_seconds=verify_seconds,
@@ -326,6 +350,7 @@ class Planner:
             num_model=num_model,
             num_asked=num_asked,
             is_catching_up=step.is_catching_up,
+            padded=padded,
         )
 
     def _count_made(self, step: PlannedStep, outcomes: Sequence[Outcome]) -> tuple[int, int]:

@@ -29,6 +29,8 @@ class StepDrafting:
         for entry, hand_off, own in handed:
             self._take_handed(step, entry, hand_off, own)
         self._ask_host(step, decoding, known)
+        if self._budget.listens:
+            self._listen(step, decoding, known)
         self._fit_made(step, decoding, known)
         for _, hand_off, own in handed:
             self._take_handed_probs(step, hand_off, own)
@@ -76,7 +78,8 @@ class StepDrafting:
         for b, entry in enumerate(asking):
             own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
             num_model = self.count_model(sources)
-            own.drafted = Drafted(sources, evidence=draft.evidence[b])
+            is_asked = bool(own.drafted.sources) and own.drafted.sources[0] == self._drafters.model_name
+            own.drafted = Drafted(sources, evidence=draft.evidence[b], is_beside=is_asked)
             if entry.request.grammar is not None:
                 num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
                 token_ids, own.drafted, num_drawn = self._fit(entry, own, token_ids, num_drawn)
@@ -86,6 +89,16 @@ class StepDrafting:
                 plan.num_drawn_writes += (own.index, 0 if probs is None else len(probs))
             if probs is not None and own.options & Options.REJECTION:
                 step.host_probs.append((own.index, probs))
+
+    def _listen(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
+        """What the host's lookups would draft for the oldest request that does not wait for them."""
+        started = time.perf_counter()
+        for entry in decoding:
+            place = known[id(entry)].place
+            if place.host and not place.waits and entry.max_drafts and entry.request.num_steps_ahead:
+                self._drafters.listen(entry.request)
+                break
+        step.host_seconds += time.perf_counter() - started
 
     def _put_drafts(self, plan: StepPlan, known: Known, token_ids: Sequence[int], first: int = 0) -> None:
         """Those from number `first` on; the workers have the others."""

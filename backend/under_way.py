@@ -41,6 +41,8 @@ class UnderWay:
         """Steps that were read."""
         self.phase_seconds = 0.0
         """Of the last one, the drafts of the host with them."""
+        self.waited_seconds = 0.0
+        """For steps that had not ended when they were to be read, all together."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -65,7 +67,10 @@ class UnderWay:
     def finish(self) -> None:
         """Reads the oldest, and books it. Requests that ended meanwhile are left out."""
         oldest = self._steps.popleft()
-        step, results = oldest.step, oldest.read()
+        step, is_late, started = oldest.step, not oldest.read.is_done(), time.perf_counter()
+        results = oldest.read()
+        if is_late:
+            self.waited_seconds += time.perf_counter() - started
         self._check_ranks()
         self.num_finished = oldest.number
         if self._group is not None:

@@ -1,8 +1,10 @@
-"""Speculative decoding on CPU: every method, number of drafts and concurrency, against plain decoding in the same run.
+"""Speculative decoding: every method, number of drafts and concurrency, against plain decoding in the same run.
 
-    python -m benchmarks.speculation [--part planner grid rounds hybrid noise default placement] [--concurrency N ...] [--json FILE] [--svg FILE]
+    python -m benchmarks.speculation [--part planner grid rounds hybrid noise default placement] [--json FILE] [--svg FILE]
+    python -m benchmarks.speculation --part planner [--device cuda:1] [--workloads completion mix ...] [--concurrency 1 128 ...] [--repeats 3]
 
-Bundled model and drafter, float32, on held-out code. Each speed-up is over a run of `none` on the same requests, shortly before it.
+Bundled model and drafter, on held-out code; on CPU in float32, and but for the part planner there alone. Each speed-up is over a run of `none` on
+the same requests, shortly before it.
 The prefix cache is off (but for `rounds`), so that no run profits from the one before. Times per output token are a request's
 own, from its first token to its last, by tokens.
 """
@@ -10,7 +12,6 @@ own, from its first token to its last, by tokens.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import platform
 import statistics
@@ -26,7 +27,8 @@ from typing import Any
 import torch
 
 from backend import LLM, SamplingParams
-from benchmarks.workloads import Requests, agent_rounds, chat_requests, completion_requests, editing_requests
+from benchmarks import draft_planner
+from benchmarks.workloads import Requests, agent_rounds, completion_requests, editing_requests
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
@@ -123,50 +125,6 @@ class Bench:
             drafting_share=(metrics.propose_seconds - before[0]) / step_seconds,
             verification_share=(metrics.verify_seconds - before[1]) / step_seconds,
         )
-
-    def run_full(self, requests: Requests, concurrency: int, choice: dict[str, Any] | None) -> tuple[float, float]:
-        """Tokens by second of the process's own time, and by step of a request, with always as many requests open: the list over and over. What
-        is measured begins when as many as are open at once have ended, and ends when all of the list have once more: there is no end in which
-        few are open, which would be long for who takes some of them faster than others."""
-        self._turn += 1
-        engine = self.llm.engine
-        turn = itertools.cycle(requests)
-        number = itertools.count()
-        tokens = num_ended = 0
-        open_ids: set[str] = set()
-
-        def sink(delta) -> None:
-            nonlocal tokens, num_ended
-            if delta.error is not None:
-                raise delta.error
-            tokens += len(delta.token_ids)
-            if delta.finish_reason:
-                num_ended += 1
-                open_ids.discard(delta.request_id)
-
-        def go_on(until: int) -> int:
-            """Requests' steps until so many have ended."""
-            request_steps = 0
-            while num_ended < until:
-                while len(open_ids) < concurrency:
-                    prompt, count = next(turn)
-                    request_id = f"{self._turn}-{next(number)}"
-                    open_ids.add(request_id)
-                    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-                    engine.submit(prompt, params, sink, request_id=request_id, speculative=choice)
-                request_steps += len(open_ids)
-                engine.step()
-            return request_steps
-
-        go_on(concurrency)
-        started, before = time.process_time(), tokens
-        request_steps = go_on(num_ended + len(requests))
-        worked, found = time.process_time() - started, tokens - before
-        for request_id in list(open_ids):
-            engine.cancel(request_id)
-        while engine.step():
-            pass
-        return found / worked, found / request_steps
 
     def compare(self, requests: Requests, concurrency: int, choices: list[dict[str, Any]], repeats: int, **sampling: Any) -> list[Run]:
         """Medians by speed-up over `none`, which runs right before them."""
@@ -317,67 +275,36 @@ def placement(repeats: int) -> dict[str, Any]:
     return {"placement": results}
 
 
-FIXED: dict[str, dict[str, Any]] = {
-    "none": NONE,
-    "ngram 5": {"method": "ngram", "num_speculative_tokens": 5},
-    "ngram 10": {"method": "ngram", "num_speculative_tokens": 10},
-    "suffix 5": {"method": "suffix", "num_speculative_tokens": 5},
-    "suffix 12": {"method": "suffix", "num_speculative_tokens": 12},
-    "mtp 2": {"method": "mtp", "num_speculative_tokens": 2},
-    "mtp 3": {"method": "mtp", "num_speculative_tokens": 3},
+PARTS = {
+    "planner": draft_planner.measure,
+    "hybrid": hybrid,
+    "rounds": rounds,
+    "noise": noise,
+    "placement": placement,
+    "default": default,
+    "grid": grid,
 }
-"""Choices that are the same for every request and step."""
-
-
-def planner(repeats: int, concurrencies: tuple[int, ...] = (1, 4, 16, 64, 128)) -> dict[str, Any]:
-    """Method auto against every fixed choice, side by side: by the process's own processor time, on one thread."""
-    speculative = {"method": "auto", "request_methods": ["mtp", "suffix"], "num_speculative_tokens": 12}
-    torch.set_num_threads(1)
-    own = dict[str, Bench]()
-    for name, num_cached in (("", 0), ("agent loop", -1)):
-        config = {**speculative, "suffix_decoding_max_cached_requests": num_cached}
-        own[name] = Bench(LLM(speculative_config=config, enable_prefix_caching=False, num_threads=1, max_batch_size=128))
-    sets = {"completion": completion_requests, "editing": editing_requests, "chat": chat_requests, "agent loop": agent_rounds}
-
-    def mixed(count: int) -> Requests:
-        return [own for group in zip(*(make(-(-count // 4)) for make in sets.values())) for own in group]
-
-    results: dict[str, Any] = {}
-    print(f"\n{'':28s} {'auto x none':>11s} {'best fixed':>22s} {'auto x best':>11s} {'tokens/step':>11s}", flush=True)
-    for concurrency in concurrencies:
-        for set_name, make in (sets | {"mix": mixed}).items():
-            bench, requests = own.get(set_name, own[""]), make(max(6, 2 * concurrency))
-            bench.run_full(requests, concurrency, None)  # learns, as a server has after its first requests
-            runs: dict[str, list[float]] = {name: [] for name in (*FIXED, "auto")}
-            for _ in range(repeats):
-                for name in runs:
-                    choice = {**FIXED[name], "adaptive": False} if name in FIXED else None
-                    speed, length = bench.run_full(requests, concurrency, choice)
-                    runs[name].append(speed)
-            speeds = {name: statistics.median(column) for name, column in runs.items()}
-            auto, best = speeds.pop("auto"), max(speeds, key=lambda name: speeds[name])
-            against = f"{best} ({speeds[best] / speeds['none']:.2f})"
-            over = f"{auto / speeds['none']:11.2f} {against:>22s} {auto / speeds[best]:11.2f} {length:11.2f}"
-            print(f"{f'{set_name}, concurrency {concurrency}':28s} {over}", flush=True)
-            results[f"{set_name}, {concurrency}"] = {"auto": auto, **speeds}
-    return results
-
-
-PARTS = {"planner": planner, "hybrid": hybrid, "rounds": rounds, "noise": noise, "placement": placement, "default": default, "grid": grid}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 4, 16, 64, 128], help="of the part planner")
+    own = parser.add_argument_group("of the part planner")
+    own.add_argument("--concurrency", type=int, nargs="*", default=draft_planner.CONCURRENCIES)
+    own.add_argument("--workloads", nargs="*", choices=draft_planner.WORKLOADS, default=draft_planner.WORKLOADS)
+    own.add_argument("--device", default="cpu", help="cpu (by processor time), cuda or cuda:N (in bfloat16, by the wall's clock)")
+    own.add_argument("--requests", type=int, help="that are measured of each choice")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path, help="draws acceptance by position and speed-up by concurrency; needs the parts grid and default")
     args = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     cpu = next((row.split(":")[1].strip() for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")), "")
-    print(f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, commit {commit}")
-    parts = PARTS | {"planner": lambda repeats: planner(repeats, tuple(args.concurrency))}
+    gpu = f"{torch.cuda.get_device_name(args.device)}, " if args.device != "cpu" and torch.cuda.is_available() else ""
+    print(f"{gpu}{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, commit {commit}")
+    if args.device != "cpu" and args.part != ["planner"]:
+        parser.error(f"--device {args.device}: parts other than planner are measured on CPU; say --part planner")
+    parts = PARTS | {"planner": lambda repeats: draft_planner.measure(repeats, args.concurrency, args.workloads, args.device, args.requests)}
     results = {name: parts[name](args.repeats) for name in args.part}
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -12,6 +12,7 @@ import pytest
 from backend.budget import Ability, CostClass, DraftBudget, by_branch, by_match, by_place, by_probability
 from backend.budget.costs import StepCosts
 from backend.budget.line import Line
+from backend.budget.padded import PaddedStep
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival
 from backend.budget.times import Times
@@ -118,6 +119,7 @@ class Machine:
             num_model=made,
             num_asked=num_asked,
             draft_ends=[draft * (count + 1) / made for count in range(made)] if self.is_exact else (),
+            padded=None if self.is_exact else PaddedStep(max(drafts), num_prompt_rows, False, False, [False] * len(may)),
         )
         self.seconds += verify + draft
         self.emitted += len(own) + sum(right for _, right in outcomes)

@@ -4,7 +4,8 @@ Tokens: one for each request, and the survival of each draft (`backend.budget.su
 (`backend.budget.costs`). Where drafts are known when the step is planned, each is judged by what its drafter says of it, and the best ones
 of all requests are verified (`backend.budget.rule`). Where they are not (a step is under way), or where a step computes as many rows for
 each request as for the one with most drafts (captured graphs), one limit holds for all, from what limits have brought so far
-(`backend.budget.forecast`).
+(`backend.budget.limits`); with captured graphs also whether the model drafts, and whether the host's lookups are waited for, by the time from
+one step to the next (`backend.budget.padded`).
 
 A length may follow the distribution that a draft was drawn from, never the drawn token: `rejection` would not keep the target's
 distribution. So what a lookup found behind drawn drafts has no say in whether they are verified. `target_match` and `greedy` emit the same
@@ -13,19 +14,19 @@ tokens whatever is chosen here.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
-from backend.budget.known import MAX_SCORE, Ability, Means, Own, as_promise
-from backend.budget.limits import Group, Limits
-from backend.budget.prices import SMOOTHING, Prices
+from backend.budget.known import Ability, Own, as_promise
+from backend.budget.learning import OWN_SMOOTHING, Learning
+from backend.budget.limits import FEW, Group, Limits
+from backend.budget.padded import PaddedStep, PaddedTimes
+from backend.budget.prices import Prices
 from backend.budget.rule import level, share
-from backend.budget.survival import Survival, by_match
+from backend.budget.survival import Survival
 from backend.core import NEVER, Branches, Chain, Request
-from backend.metrics import Histogram
 
 UNPACED = ("topp",)
 """Strategies that accept whatever is likely: how many drafts they have decides how often the drafter's taste wins over the target's, so
@@ -47,12 +48,13 @@ SURE = 0.8
 either: its drafts would be left aside."""
 ALONE_SMOOTHING = 0.1
 """Share of the newest step in how often a lookup is preferred to the model, by what lookups promised in the step before, once there were some."""
-OWN_SMOOTHING = 0.1
-"""Share of the newest step in the means of one request, which begin where those of all are."""
 RECOVERY = 0.05
 """Of a request that the model is not asked for: how far what its drafts are held to be worth goes back to what they are worth for all."""
-MAX_PENDING = 16
-DRAFTS = tuple(float(n) for n in range(17))
+ALONE_EVERY = 8
+"""Steps of a request for which a score from which its lookup drafts alone is kept, where the device is not to wait for Python."""
+LISTEN_EVERY, LISTEN_OFTEN, MAX_OFTEN = 4, 2, 24
+"""Steps between two times that a lookup of the host is asked though nobody waits for it, of few requests and of many, for which one of them speaks;
+and how many requests' steps it speaks for at most."""
 
 
 class DraftBudget:
@@ -62,20 +64,26 @@ class DraftBudget:
         """is_exact: a step computes as many rows as it has tokens; drafter: the model drafter's class."""
         self._describe, self._is_exact = describe, is_exact
         self._costs, self._survival = StepCosts(drafter, is_exact=is_exact), Survival()
-        self._limits, self._prices = Limits(self._costs, is_exact), Prices(self._costs)
+        self._padded = None if is_exact else PaddedTimes(drafter)
+        self._limits, self._prices = Limits(self._costs, self._padded), Prices(self._costs, is_exact)
+        self._learning = Learning(self._survival, self._prices, self._limits.forecast, is_exact)
+        self._means = self._learning.means
         self._own: dict[str, Own] = {}
         self._steps = 0
         self._applied: int | None = None  # the limit, or a trial; None: nothing is limited
         self._applied_model = True
+        self._waits = False
+        self.keeps_up = False
+        """The model drafter follows the text in the next step though it is not asked for drafts: the step is a trial without them."""
         self._explorers: frozenset[str] = frozenset()
-        self._is_trial = self._is_plain = False
+        self._is_trial = self._is_plain = self._is_time_to_try = False
         self._next_draft_seconds = 0.0
-        self._means: dict[Kind, Means] = defaultdict(Means)
+        self._num_requests = 1
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
         self._alone: dict[int, tuple[float, int]] = {}  # by promise; of so many steps, one of them a prior
-        self.predicted: Counter[str] = Counter()
+        self.predicted = self._learning.predicted
         """Drafts that were expected to be accepted, of those that were verified, by method."""
-        self.chosen = Histogram(DRAFTS)
+        self.chosen = self._learning.chosen
         """Drafts that were verified for a request in a step."""
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -99,9 +107,9 @@ class DraftBudget:
     def begin(self, requests: Sequence[Request]) -> None:
         """Chooses for the next step of these requests, all of them decoding.
 
-        Nothing is tried beside prompts, where no time could be measured.
+        Where steps compute as many rows as they have tokens, nothing is tried beside prompts, where no time could be measured.
         """
-        groups: Counter[Group] = Counter()
+        groups: dict[Group, list[Own]] = {}
         paced: list[Request] = []
         has_choice = False
         able: list[Own] = []
@@ -111,28 +119,38 @@ class DraftBudget:
                 own = self._of(request)
                 others = bool(own.ability.lookup) or own.ability.has_host
                 if not request.speculation.num_nodes:
-                    groups[Group(own.kind, count, own.ability.num_model, others, own.is_paced)] += 1
+                    groups.setdefault(Group(own.kind, count, own.ability.num_model, others, own.is_paced, own.ability.may_wait), []).append(own)
                 if own.ability.num_model:
                     able.append(own)
                 has_choice |= own.is_paced or (others and own.kind.has_model)
                 if own.is_paced:
                     paced.append(request)
-        self._is_trial = self._is_plain = False
+        self._is_trial = self._is_plain = self._waits = self.keeps_up = False
         self._explorers, self._applied = frozenset(), None
         if not has_choice:
+            if self._padded is not None and not requests and self._limits.chosen.limit >= 0:
+                self._applied, self._applied_model, _ = self._limits.chosen  # what a prompt's last step drafts is for a step like those before
             return
-        num_requests = len(requests)
+        num_requests = self._num_requests = len(requests)
         prices = self._prices
-        self._costs.begin(num_requests, sum(len(request.token_ids) for request in requests))
+        (self._padded or self._costs).begin(num_requests, sum(len(request.token_ids) for request in requests))
         top = max((r.speculation.num_speculative_tokens for r in paced if not r.speculation.num_nodes), default=0)
         speed = self._limits.choose(groups, num_requests, top, prices.draft_seconds * num_requests, self._has_prompts)
-        prices.begin(num_requests, able)
-        prices.speed = prices.usual_speed if self._is_exact else speed
+        if self._is_exact:
+            prices.begin(num_requests, able)
+            prices.speed = prices.usual_speed
+        else:
+            prices.speed = speed
+            self._survival.step += 1
         if not paced:
             return
         self._steps += 1
-        self._applied, self._applied_model = self._limits.chosen
-        if not self._has_prompts and self._steps >= EXPLORE_EVERY and self._steps % EXPLORE_EVERY < TRIAL_STEPS:
+        self._applied, self._applied_model, self._waits = self._limits.chosen
+        if self._steps < EXPLORE_EVERY or self._steps % EXPLORE_EVERY >= TRIAL_STEPS or (self._has_prompts and self._is_exact):
+            return
+        if self._steps % EXPLORE_EVERY == 0:
+            self._is_time_to_try = self._limits.is_time_to_try()
+        if self._is_time_to_try:
             self._explore(paced, top)
 
     def _explore(self, paced: Sequence[Request], top: int) -> None:
@@ -145,9 +163,12 @@ class DraftBudget:
             self._explorers = explorers
             self._is_plain = trial % PLAIN_EVERY == 0 and self._steps % EXPLORE_EVERY == 0
             return
-        self._applied, self._applied_model = self._limits.another(trial, top)
-        if not self._limits.chosen[0]:
+        chosen = self._limits.chosen
+        self._applied, self._applied_model, self._waits = self._limits.another(trial, top)
+        if not chosen.limit or not chosen.is_asked:
             self._explorers = explorers
+        else:  # to catch up afterwards would take more than the trial
+            self.keeps_up = not self._is_exact and not (self._applied and self._applied_model)
 
     def limit(self, request: Request) -> int:
         """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
@@ -160,7 +181,7 @@ class DraftBudget:
             is_worth = request.request_id in self._explorers or self._are_lookups_worth(self._of(request))
             is_limited = request.num_steps_ahead and not request.speculation.num_nodes
             return (min(wanted, self._applied) if is_limited else wanted) if is_worth else 0
-        if self._is_trial and not self._limits.chosen[0] and request.request_id not in self._explorers:
+        if self._is_trial and not self._limits.chosen.limit and request.request_id not in self._explorers:
             return 0
         return min(wanted, self._applied)
 
@@ -175,8 +196,9 @@ class DraftBudget:
         own, survivals = self._of(request), [self._survival.survivals(request.request_id, chain) for chain in chains]
         worth = [self._prices.worth(one) if one else NOTHING for one in survivals]
         best = max(range(len(worth)), key=lambda number: worth[number])
-        beside = max(range(1, len(worth)), key=lambda number: worth[number], default=0)
-        own.note_beside(self._prices.count_worth(survivals[beside] if beside else ()), OWN_SMOOTHING)
+        if self._is_exact:
+            beside = max(range(1, len(worth)), key=lambda number: worth[number], default=0)
+            own.note_beside(self._prices.count_worth(survivals[beside] if beside else ()), OWN_SMOOTHING)
         if own.ability.num_model and not own.ability.is_remote:
             self._note_promise(own, as_promise(worth[1:]), best > 0)
         return best
@@ -210,23 +232,26 @@ class DraftBudget:
 
     def watch(self, request: Request, token_ids: list[int], chain: Chain) -> None:
         """Drafts that were not verified: the text that follows tells how many of them were right."""
-        pending = self._of(request).pending
-        pending.append((len(request.token_ids), token_ids, chain))
-        del pending[:-MAX_PENDING]
+        self._of(request).watch(len(request.token_ids), token_ids, chain)
 
     def compare(self, request: Request) -> None:
         """Learns from what was watched and is known by now."""
-        own, known = self._of(request), request.token_ids
-        waiting = []
-        for place, token_ids, chain in own.pending:
-            right, room = 0, len(known) - place
-            while right < min(len(token_ids), room) and token_ids[right] == known[place + right]:
-                right += 1
-            if right == room and right < len(token_ids):
-                waiting.append((place, token_ids, chain))  # all right so far
-            else:
-                self._survival.learn(request.request_id, chain, right, is_own=False)
-        own.pending = waiting
+        for num_drafts, right in self._learning.compare(request, self._of(request)):
+            self.note_listened(request, num_drafts, right)
+
+    @property
+    def listens(self) -> bool:
+        """Whether lookups of the host are to be asked for one request that does not wait for them, to see what they would bring."""
+        if self._padded is None or self._applied is None or self._waits:
+            return False
+        return self._steps % (LISTEN_EVERY if self._num_requests <= FEW else LISTEN_OFTEN) == 0
+
+    def note_listened(self, request: Request, num_drafts: int, right: int) -> None:
+        """What lookups of the host would have brought a request that did not wait for them."""
+        own = self._of(request)
+        if self._padded is not None and own.ability.may_wait and not self._waits:
+            often = (LISTEN_EVERY if self._num_requests <= FEW else LISTEN_OFTEN) * self._num_requests
+            self._learning.note_listened(request, own, num_drafts, right, min(often, MAX_OFTEN))
 
     def allot(
         self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int, parents: Sequence[Sequence[int]] = ()
@@ -269,7 +294,7 @@ class DraftBudget:
         count = own.ability.num_model
         if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
             if not self._is_exact or request.num_steps_ahead:
-                count = min(count, self.limit(request)) if self._applied_model or request.speculation.num_nodes else 0
+                count = min(count, self.limit(request)) if self._asks_all(request) else 0
             elif request.request_id not in self._explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._share_alone(own)) > 0
                 count = count if is_worth else 0
@@ -280,6 +305,28 @@ class DraftBudget:
         if own.is_paced and own.ability.num_model and not count:
             own.means.note_model(self._means[own.kind].model, self._means[own.kind].gain, RECOVERY)
         return count
+
+    def _asks_all(self, request: Request) -> bool:
+        """Where one choice holds for all requests. In a trial few ask that did not: they have to catch up."""
+        if request.speculation.num_nodes:
+            return True
+        is_new = self._is_trial and not self._is_exact and not self._limits.chosen.is_asked
+        return self._applied_model and (not is_new or request.request_id in self._explorers)
+
+    def waits(self, request: Request) -> bool:
+        """Whether the next step of a request is not planned before the one under way was read, so that lookups of the host can draft for it."""
+        own = self._of(request)
+        return self._waits and own.is_paced and own.ability.may_wait
+
+    def may_ask(self, request: Request) -> bool:
+        """Whether `num_model` will be above 0 in the step that is planned, where steps compute as many rows for each request as for the one with
+        most drafts."""
+        own = self._of(request)
+        if not own.ability.num_model:
+            return False
+        if own.is_paced and self._applied is not None and not request.is_prefill_only:
+            return self.limit(request) > 0 and self._asks_all(request)
+        return not (own.ability.has_host and self._share_alone(own) > SURE) or (own.num_steps + 1) % TRY_EVERY == 0
 
     def num_lookup(self, request: Request) -> int:
         """Drafts that the step's own lookup makes, or lengthens the model's to, at most."""
@@ -293,14 +340,12 @@ class DraftBudget:
         own.num_steps += 1
         if own.num_steps % TRY_EVERY == 0:
             return 1 if own.num_steps // TRY_EVERY % 2 else NEVER
-        low, high, limit, worth = 1, MAX_SCORE + 1, self.num_lookup(request), self._prices.model_worth(own)
-        while low < high:
-            middle = (low + high) // 2
-            if self._worth(request, by_match(own.ability.lookup, middle, limit)) >= worth:
-                high = middle
-            else:
-                low = middle + 1
-        return low if low <= MAX_SCORE else NEVER
+        limit, worth = self.num_lookup(request), self._prices.model_worth(own)
+        if self._is_exact:
+            return self._learning.least_score(request, own.ability.lookup, limit, worth)
+        if limit != own.alone[0] or own.num_steps % ALONE_EVERY == 0:
+            own.alone = limit, self._survival.least_match(request.request_id, own.ability.lookup, limit, worth) or NEVER
+        return own.alone[1]
 
     def least_standing(self) -> float:
         """Requests for which all drafts so far have to stand for one draft more of each to be worth the model's time."""
@@ -319,28 +364,21 @@ class DraftBudget:
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
-    def learn(self, request: Request, chain: Chain, num_accepted: int, has_model: bool, tree: Branches | None = None) -> None:
+    def learn(
+        self,
+        request: Request,
+        chain: Chain,
+        num_accepted: int,
+        has_model: bool,
+        tree: Branches | None = None,
+        *,
+        matched: int = 0,
+        is_alone: bool = False,
+    ) -> None:
         """chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not; tree: that
-        they are, in the place of a chain."""
-        own, name = self._of(request), request.request_id
-        if chain:
-            survivals = self._survival.survivals(name, chain, tree.parents if tree is not None else ())
-            self.predicted[request.speculation.method] += sum(survivals)  # type: ignore[assignment]
-            if tree is None:
-                self._survival.learn(name, chain, num_accepted)
-            else:
-                self._survival.learn_tree(name, chain, tree.parents, tree.path)
-        if not own.ability.model:
-            own.means.note_lookup(num_accepted, OWN_SMOOTHING)
-            self._means[own.kind].note_lookup(num_accepted, SMOOTHING)
-        elif has_model:
-            made = [evidence for evidence in chain if evidence.source == own.ability.model]
-            right = min(num_accepted, len(made))
-            self._prices.note_model(right, made if tree is None else (), len(chain) - own.beside.rows)
-            for means, share_of_step in ((own.means, OWN_SMOOTHING), (self._means[own.kind], SMOOTHING)):
-                means.note_model(right, num_accepted - own.beside.tokens, share_of_step)
-        if request.speculation.num_speculative_tokens:
-            self.chosen.observe(len(chain))
+        they are, in the place of a chain; matched: of the step's lookup, whatever was verified; is_alone: its drafts came in the model's place."""
+        own, number = self._of(request), self._num_requests
+        self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, is_alone=is_alone, num_requests=number)
 
     def observe(
         self,
@@ -357,24 +395,27 @@ class DraftBudget:
         num_asked: int,
         draft_ends: Sequence[float] = (),
         is_catching_up: bool = False,
+        padded: PaddedStep | None = None,
     ) -> None:
         """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its
         drafts that were verified, and those accepted; num_rows: that were computed; num_keys: tokens of its requests; num_model: most drafts that
         the model made for one of num_asked requests; draft_ends: where it is known, when the model had made each of them; is_catching_up: it
-        computed more than the step's own tokens. Steps with prompts in them say nothing about times."""
-        by_kind: dict[Kind, tuple[list[int], list[int], list[int]]] = {}
-        for (request, limit, has_model), (drafts, accepted) in zip(limits, outcomes, strict=True):
-            known = self._own.get(request.request_id)
-            if known is None or request.speculation.num_nodes:
-                continue  # it ended with this step; or limits on a chain's drafts say nothing of it
-            kind = known.kind if self._is_exact else known.kind._replace(has_model=has_model)
-            columns = by_kind.setdefault(kind, ([], [], []))
-            for column, value in zip(columns, (limit, drafts, accepted)):
-                column.append(value)
-        for kind, (own, drafts_of, accepted_of) in by_kind.items():
-            self._limits.forecast.add(kind, own, drafts_of, accepted_of)
+        computed more than the step's own tokens; padded: more of a step whose rows are as many for each request. Where they are not, steps with
+        prompts in them say nothing about times."""
+        self._learning.forecast(self._own, limits, outcomes, padded)
         self._has_prompts = has_prompts
-        if self._is_exact and not self._explorers:
+        num_emitted = num_requests + sum(accepted for _, accepted in outcomes)
+        if padded is not None and self._padded is not None:
+            if is_catching_up or padded.is_behind:
+                self._padded.add_tokens(num_emitted)
+            else:
+                times = (verify_seconds, draft_seconds, num_model, num_asked)
+                self._padded.add_device(num_requests, num_rows, padded.num_prompt_rows, num_keys, num_emitted, *times)
+            if num_requests and self._applied is not None and not has_prompts:
+                seconds = self._padded.step(num_requests, padded.most_drafts, num_model, num_asked, padded.is_waited_for, num_emitted)
+                self._limits.note_actual(num_emitted, seconds)
+            return
+        if not self._explorers:
             more = draft_seconds - self._costs.draft(num_model, num_asked) if has_prompts or is_catching_up else 0.0
             self._prices.observe_following(num_requests, len(limits), num_asked, more)
         if has_prompts:
@@ -382,12 +423,17 @@ class DraftBudget:
         self._costs.add_verify(num_rows, verify_seconds, num_requests, num_keys)
         if num_model and num_asked and not is_catching_up:
             self._prices.observe_draft(num_model, num_asked, draft_seconds, draft_ends)
-        if num_requests and (self._applied is not None or self._is_exact):
+        if num_requests:
             self._prices.observe(num_requests, outcomes, None if is_catching_up else draft_seconds)
             if limits and not num_asked:
                 self._prices.observe_lookups(len(limits), draft_seconds)
-            seconds = self._costs.verify(num_rows) + self._costs.draft(num_model, num_asked)
-            self._limits.note_actual(num_requests + sum(accepted for _, accepted in outcomes), seconds)
+            self._limits.note_actual(num_emitted, self._costs.verify(num_rows) + self._costs.draft(num_model, num_asked))
+
+    def note_host(self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, num_model: int = 0) -> None:
+        """What the host was busy for with a step that may be planned while another is under way; is_waited_for: none was; num_model: drafts that the
+        model makes in it."""
+        if self._padded is not None:
+            self._padded.add_host(num_requests, seconds, is_waited_for, has_prompts, num_model)
 
     def note_rest(self, seconds: float) -> None:
         """What the last step took outside its phases."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,6 +20,8 @@ class Kind(NamedTuple):
     strategy: str
     has_model: bool
     """A model drafter was asked."""
+    has_host: bool = False
+    """Lookups of the host were asked too, for which no step is under way."""
 
 
 class _Counts:
@@ -29,18 +32,30 @@ class _Counts:
         self.drafted: list[float] = []
         self.accepted: list[float] = []
 
-    def add(self, limits: Sequence[int], num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
-        most = max(limits)
-        while len(self.tries) < most:
+    def _extend(self, count: int) -> None:
+        while len(self.tries) < count:
             self.tries.append(PRIOR_WEIGHT)
             self.drafted.append(PRIOR_WEIGHT)
             self.accepted.append(PRIOR_WEIGHT * PRIOR_ACCEPTANCE ** len(self.tries))
-        for place in range(most):
-            tries, drafted, accepted = (sum(value > place for value in values) for values in (limits, num_drafts, num_accepted))
+
+    def add(self, limits: Sequence[int], num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        most = max(limits)
+        self._extend(most)
+        beyond = [_count_beyond(values, most) for values in (limits, num_drafts, num_accepted)]
+        for place, (tries, drafted, accepted) in enumerate(zip(*beyond)):
             kept = MEMORY**tries
             self.tries[place] = self.tries[place] * kept + tries
             self.drafted[place] = self.drafted[place] * kept + drafted
             self.accepted[place] = self.accepted[place] * kept + accepted
+
+    def add_expected(self, count: int, chances: Sequence[float], weight: int) -> None:
+        self._extend(count)
+        kept = MEMORY**weight
+        for place in range(count):
+            chance = chances[place] if place < len(chances) else 0.0
+            self.tries[place] = self.tries[place] * kept + weight
+            self.drafted[place] = self.drafted[place] * kept + weight * bool(chances)
+            self.accepted[place] = self.accepted[place] * kept + weight * chance
 
     def expect(self, top: int) -> list[tuple[float, float]]:
         drafted, accepted, last, ratio = 0.0, 0.0, 1.0, PRIOR_ACCEPTANCE
@@ -57,6 +72,14 @@ class _Counts:
         return found
 
 
+def _count_beyond(values: Sequence[int], most: int) -> list[int]:
+    """How many of them are above 0, 1, ... most - 1."""
+    counts = [0] * (most + 1)
+    for value in values:
+        counts[min(value, most)] += 1
+    return list(itertools.accumulate(reversed(counts[1:])))[::-1]
+
+
 class Forecast:
     """Called by the engine thread only."""
 
@@ -67,6 +90,11 @@ class Forecast:
         """One step's requests of a kind [N]: the limit of each, its drafts, and those accepted."""
         if limits and max(limits):
             self._counts[kind].add(limits, num_drafts, num_accepted)
+
+    def add_expected(self, kind: Kind, count: int, chances: Sequence[float], weight: int = 1) -> None:
+        """Of a step with a limit of `count`, had its drafts been others: how likely each of those would have been accepted, none: there would have
+        been no draft. weight: steps like it."""
+        self._counts[kind].add_expected(count, chances, weight)
 
     def expect(self, kind: Kind, top: int) -> list[tuple[float, float]]:
         """Drafts and accepted drafts of one request's step with a limit of 0 to `top`."""

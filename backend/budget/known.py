@@ -11,6 +11,7 @@ from backend.core import Chain
 
 PRIOR_VALUE = 1.5
 """Before anything is measured: drafts that are right in a step."""
+MAX_PENDING = 16
 MAX_SCORE = 16
 """Scores of lookups, and half tokens that they promise, from which on they are alike."""
 
@@ -27,6 +28,8 @@ class Ability:
     """The lookup in the step; "": none."""
     has_host: bool = False
     """Lookups on the host draft as well."""
+    may_wait: bool = False
+    """They join where no step of the request is under way, which it need not wait for."""
     is_remote: bool = False
     """The model is asked when a step is planned, with all tokens known."""
 
@@ -40,12 +43,17 @@ class Means:
     gain: float = PRIOR_VALUE
     """What they brought beyond the lookups' of the same steps."""
     lookup: float = PRIOR_VALUE
-    """Lookups', where there is no model."""
+    """Lookups', where there is no model; where steps are padded, of the step's own where the model is not asked."""
+    host: float = PRIOR_VALUE
+    """There, of the host's lookups with the step's own."""
 
     def note_model(self, right: float, gain: float, share: float) -> None:
         """share: of this step in the means."""
         self.model += share * (right - self.model)
         self.gain += share * (gain - self.gain)
+
+    def note_host(self, right: float, share: float) -> None:
+        self.host += share * (right - self.host)
 
     def note_lookup(self, right: float, share: float) -> None:
         self.lookup += share * (right - self.lookup)
@@ -74,12 +82,35 @@ class Own:
     """What lookups on the host found when they were asked last."""
     mean_beside: Beside = NO_LOOKUPS
     num_steps: int = 0
+    turn: int = 0
+    """Steps whose drafts were learned from or left out."""
+    alone: tuple[int, int] = (-1, 0)
+    """A limit, and the least score from which a lookup drafts alone under it."""
     promised: int = 0
     """What the host's lookups promised when they were asked last, in half drafts."""
     was_asked: bool = True
     """The model, for the next step."""
     pending: list[tuple[int, list[int], Chain]] = field(default_factory=list)
     """(place, tokens, evidence) of drafts that were not verified, whose text is not all there yet."""
+
+    def watch(self, place: int, token_ids: list[int], chain: Chain) -> None:
+        """Drafts for the text from `place` on that are not verified."""
+        self.pending.append((place, token_ids, chain))
+        del self.pending[:-MAX_PENDING]
+
+    def settle(self, known: Sequence[int]) -> list[tuple[Chain, int]]:
+        """Of those that were watched and that the text by now says all of: how many were right."""
+        waiting, settled = [], []
+        for place, token_ids, chain in self.pending:
+            right, room = 0, len(known) - place
+            while right < min(len(token_ids), room) and token_ids[right] == known[place + right]:
+                right += 1
+            if right == room and right < len(token_ids):
+                waiting.append((place, token_ids, chain))  # all right so far
+            else:
+                settled.append((chain, right))
+        self.pending = waiting
+        return settled
 
     def note_beside(self, beside: Beside, share: float) -> None:
         """share: of this step in the mean."""

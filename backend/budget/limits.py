@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from backend.budget.costs import StepCosts
 from backend.budget.forecast import Forecast, Kind
+from backend.budget.known import Own
+from backend.budget.padded import PaddedTimes
+from backend.budget.times import bucket_of
 
 FAR_EVERY = 8
 """Trials between those of a limit far off."""
 MIN_GAIN = 1.03
 """Another limit has to promise this much more speed, or noise would drive the choice."""
+MIN_GAIN_OF_NUMBER, MIN_GAIN_OF_MODEL = 1.01, 1.15
+"""The same where each request has as many rows as the one with most: of another number of drafts alone; and with the model drafter or without it,
+which takes several times a step's time to catch up."""
+MIN_ALIKE, MIN_GAIN_SOON = 64, 1.5
+"""Steps for which that holds then, unless this is gained."""
+LEVELS = (0, 1, 2, 3, 5, 7, 11)
+"""Numbers of drafts that steps of such rows are captured for, beside the highest: one between takes as long as the next of these."""
+MAX_SHIFT = 4.0
+"""How many times as much drafts are held to bring these requests as others like them, at most."""
+DAMPING = 0.5
+"""Its power: a request's last ten steps say less than hundreds of others' do."""
+FEW, EVERY_OF_FEW, EVERY = 4, 4, 8
+"""Steps between two choices there, unless other requests come: Python would take longer to choose than the device for a small step."""
+SETTLED = 12
+"""Trials after which every other one is left out, if nothing else was chosen meanwhile."""
 REGRET_MEMORY = 0.995
 """What is left of older steps in the regret after one more."""
+
+
+class Choice(NamedTuple):
+    limit: int
+    is_asked: bool
+    """The model drafter makes the first drafts."""
+    waits: bool = False
+    """No step is planned before the one before it was read, so that lookups of the host draft too."""
 
 
 class Group(NamedTuple):
@@ -28,72 +56,141 @@ class Group(NamedTuple):
     """Lookups draft for them as well."""
     is_paced: bool
     """The limit holds for them."""
+    may_wait: bool = False
+    """Lookups of the host would join, if they waited."""
+
+
+def _levels(top: int, is_padded: bool) -> list[int]:
+    """Limits to choose from, with 0."""
+    return sorted({0, top, *(level for level in LEVELS if level < top)}) if is_padded else list(range(top + 1))
+
+
+def _pick(speeds: Mapping[Choice, float], current: Choice) -> Choice:
+    """The fastest that is enough faster than the one now."""
+
+    def best_of(choices: Iterable[Choice]) -> Choice | None:
+        return max(choices, key=lambda choice: speeds[choice], default=None)
+
+    near = best_of(own for own in speeds if own.is_asked == current.is_asked) or current
+    far = best_of(own for own in speeds if own.is_asked != current.is_asked)
+    if far is not None and speeds[far] > MIN_GAIN_OF_MODEL * speeds[near]:
+        return far
+    least = MIN_GAIN_OF_NUMBER if near.waits == current.waits else MIN_GAIN
+    return near if speeds[near] > least * speeds[current] else current
 
 
 class Limits:
-    """A limit, and whether the model drafter makes the first drafts, by what limits have brought so far."""
+    """A limit, whether the model drafter makes the first drafts, and whether the host's lookups are waited for, by what that has brought so far."""
 
-    def __init__(self, costs: StepCosts, is_exact: bool) -> None:
+    def __init__(self, costs: StepCosts, padded: PaddedTimes | None) -> None:
+        """padded: the times of steps, where each request has as many rows as the one with most; None: steps have the rows of their tokens."""
         self.forecast = Forecast()
-        self._costs, self._is_exact = costs, is_exact
-        self.chosen = (-1, True)
-        """The limit (-1: none was chosen yet), and whether the model is asked."""
-        self._has_both = False
+        self._costs, self._padded = costs, padded
+        self.chosen = Choice(-1, True)
+        """Limit -1: none was chosen yet."""
+        self._speeds: dict[Choice, float] = {}
+        self._last: tuple[frozenset[Group], int, int] | None = None  # what was chosen for
+        self._age = 0  # steps since
+        self._num_trials = 0  # since another choice was made
+        self._num_alike = MIN_ALIKE  # steps with the model, or without it, one after the other
         self._fixed: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # tokens and seconds that a limit promised
         self._actual = [0.0, 0.0]
 
-    def choose(self, groups: Counter[Group], num_requests: int, top: int, draft_seconds: float, has_prompts: bool) -> float:
+    def choose(self, groups: Mapping[Group, Sequence[Own]], num_requests: int, top: int, draft_seconds: float, has_prompts: bool) -> float:
         """Tokens a second of the limit chosen. top: the highest; draft_seconds: of a step, where it is exact; has_prompts: no time can be
         measured."""
-        speeds = self._speeds(groups, num_requests, top, draft_seconds, has_prompts)
-        level, is_asked = self.chosen
-        current = (min(level, top) if level >= 0 else top, is_asked)
-        if current not in speeds:
-            current = (current[0], True)
-        best = max(speeds, key=lambda choice: speeds[choice])
-        self.chosen = best if speeds[best] > MIN_GAIN * speeds[current] else current
-        self._has_both = len({is_asked for _, is_asked in speeds}) > 1
+        self._age += 1
+        self._num_alike += 1
+        wanted = frozenset(groups), bucket_of(num_requests), top
+        if self._padded is not None and self._last == wanted and self._age < (EVERY_OF_FEW if num_requests <= FEW else EVERY):
+            return self._speeds[self.chosen]
+        self._last, self._age = wanted, 0
+        speeds = self._speeds = self._find_speeds(groups, num_requests, top, draft_seconds, has_prompts)
+        before = self.chosen
+        limit = min((own.limit for own in speeds if own.limit >= before.limit >= 0), default=top)
+        similar = (before._replace(limit=limit), Choice(limit, before.is_asked), Choice(limit, True))
+        current = next(own for own in (*similar, Choice(top, True)) if own in speeds)
+        if self._padded is not None:
+            found = _pick(speeds, current)
+            is_soon = found.is_asked != current.is_asked and self._num_alike < MIN_ALIKE and speeds[found] < MIN_GAIN_SOON * speeds[current]
+            self.chosen = current if is_soon else found
+        else:
+            best = max(speeds, key=lambda choice: speeds[choice])
+            self.chosen = best if speeds[best] > MIN_GAIN * speeds[current] else current
+        if self.chosen.is_asked != before.is_asked:
+            self._num_alike = 0
+        if self.chosen[1:] != before[1:]:
+            self._num_trials = 0
         return speeds[self.chosen]
 
-    def another(self, trial: int, top: int) -> tuple[int, bool]:
-        """What to try in the place of what was chosen: mostly one draft more, or the other with the model drafter; rarely any limit."""
-        level, is_asked = self.chosen
+    def another(self, trial: int, top: int) -> Choice:
+        """What to try in the place of what was chosen: mostly one draft more, or the other with the model drafter or the host's lookups; rarely any
+        limit."""
+        chosen, speeds = self.chosen, self._speeds
+        levels = _levels(top, self._padded is not None)
         if trial % FAR_EVERY == 0:
-            return trial // FAR_EVERY % (top + 1), is_asked
-        if trial % 2 and level:
-            return level, is_asked != self._has_both
-        return min(level + 1, top), is_asked
+            return chosen._replace(limit=levels[trial // FAR_EVERY % len(levels)])
+        if trial % 2 and chosen.limit:
+            others = [own for own in speeds if own.is_asked != chosen.is_asked and own.waits == chosen.waits]
+            waiting = [own for own in speeds if own.waits != chosen.waits and own.is_asked == chosen.is_asked]
+            found = waiting if waiting and (trial % 4 == 1 or not others) else others
+            if self._padded is not None and found:
+                return max(found, key=lambda own: speeds[own])
+            return chosen._replace(is_asked=chosen.is_asked != bool(others))
+        return chosen._replace(limit=next((level for level in levels if level > chosen.limit), top))
 
-    def _speeds(self, groups: Counter[Group], num_requests: int, top: int, draft_seconds: float, has_prompts: bool) -> dict[tuple[int, bool], float]:
-        """Tokens a second by limit, and whether the model drafter makes the first drafts."""
-        found: dict[tuple[int, bool], float] = {}
-        has_model = not self._is_exact and any(group.kind.has_model and group.is_paced for group in groups)
-        for is_asked in (True, False) if has_model else (True,):
+    def is_time_to_try(self) -> bool:
+        """At a trial's first step."""
+        self._num_trials += 1
+        return self._padded is None or self._num_trials <= SETTLED or self._num_trials % 2 == 0
+
+    def _find_speeds(
+        self, groups: Mapping[Group, Sequence[Own]], num_requests: int, top: int, draft_seconds: float, has_prompts: bool
+    ) -> dict[Choice, float]:
+        """Tokens a second."""
+        found: dict[Choice, float] = {}
+        padded = self._padded
+        has_model = padded is not None and any(group.kind.has_model and group.is_paced for group in groups)
+        may_wait = padded is not None and any(group.may_wait and group.is_paced for group in groups)
+        for is_asked, waits in itertools.product((True, False) if has_model else (True,), (False, True) if may_wait else (False,)):
             expected = {}
-            for kind, count, _, others, is_paced in groups:
-                own = kind._replace(has_model=kind.has_model and (is_asked or not is_paced))
-                is_silent = kind.has_model and is_paced and not is_asked and not others
-                expected[kind, count] = [(0.0, 0.0)] * (count + 1) if is_silent else self.forecast.expect(own, count)
-            for limit in range(0 if is_asked else 1, top + 1):
+            for group, owns in groups.items():
+                is_silent = group.kind.has_model and group.is_paced and not is_asked and not group.has_others
+                count = group.num_wanted
+                expected[group] = [(0.0, 0.0)] * (count + 1) if is_silent else self._expect(group, owns, is_asked, waits)
+            for limit in _levels(top, padded is not None)[0 if is_asked and not waits else 1 :]:
                 rows = tokens = float(num_requests)
                 asked = most = num_model = 0
-                for (kind, count, steps, _, is_paced), number in groups.items():
-                    own_limit = min(limit, count) if is_paced else count
-                    drafted, accepted = expected[kind, count][own_limit]
+                for group, owns in groups.items():
+                    number = len(owns)
+                    own_limit = min(limit, group.num_wanted) if group.is_paced else group.num_wanted
+                    drafted, accepted = expected[group][own_limit]
                     rows += number * drafted
                     tokens += number * accepted
                     most = max(most, own_limit)
-                    if kind.has_model and (is_asked or not is_paced) and own_limit:
-                        asked, num_model = asked + number, max(num_model, min(steps, own_limit))
-                if self._is_exact:
+                    if group.kind.has_model and (is_asked or not group.is_paced) and own_limit:
+                        asked, num_model = asked + number, max(num_model, min(group.num_model, own_limit))
+                if padded is None:
                     seconds = self._costs.verify(rows) + (draft_seconds if limit else 0.0)
                 else:
-                    seconds = self._costs.verify(num_requests * (1 + most)) + self._costs.draft(num_model, asked)
-                found[limit, is_asked] = tokens / seconds if seconds else 0.0
-                if is_asked and not has_prompts:
+                    seconds = padded.step(num_requests, most, num_model, asked, waits, tokens)
+                found[Choice(limit, is_asked, waits)] = tokens / seconds if seconds else 0.0
+                if is_asked and not waits and (padded is not None or not has_prompts):
                     self._fixed[limit][0] += tokens
                     self._fixed[limit][1] += seconds
         return found
+
+    def _expect(self, group: Group, owns: Sequence[Own], is_asked: bool, waits: bool) -> list[tuple[float, float]]:
+        """Drafts and accepted drafts of one request by limit: as it was with others like these, and where steps are padded as much more or less as
+        these have had lately."""
+        has_model, has_host = group.kind.has_model and (is_asked or not group.is_paced), waits and group.may_wait and group.is_paced
+        found = self.forecast.expect(group.kind._replace(has_model=has_model, has_host=has_host), group.num_wanted)
+        if self._padded is None or (has_host and has_model) or not group.num_model or not group.has_others:
+            return found
+        lately = sum(own.means.gain if has_model else own.means.host if has_host else own.means.lookup for own in owns) / len(owns)
+        usual = found[min(max(self.chosen.limit, 0), group.num_wanted) if has_model and self.chosen.is_asked else group.num_wanted][1]
+        shift = min(max(lately / usual, 1 / MAX_SHIFT), MAX_SHIFT) ** DAMPING if usual else 1.0
+        return [(drafted, shift * accepted) for drafted, accepted in found]
 
     def note_actual(self, num_tokens: int, seconds: float) -> None:
         """Of a step: tokens emitted, and what its rows and drafts take by the times measured."""

@@ -33,8 +33,10 @@ SLOPE = 4
 class Prices:
     """Of one engine's steps. Seconds and tokens; `begin` comes before each step, `observe` after it."""
 
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
+    def __init__(self, costs: StepCosts, is_exact: bool = True) -> None:
+        """is_exact: steps have as many rows as tokens; else rows and the model's drafts take their time whether a request wants them or not, so that
+        tokens alone are weighed, and `begin` and `observe` are not called."""
+        self._costs, self._is_exact = costs, is_exact
         self.speed = 0.0
         """Tokens a second that the choice promises."""
         self.row_seconds = 0.0
@@ -112,7 +114,7 @@ class Prices:
         is hard to draft takes as many tokens, however fast other text went. Where lookups promised more a step earlier, it is the speed that they
         bring.
         """
-        return self._beyond_cost(own, own.means.model)
+        return self._beyond_cost(own, own.means.model) if self._is_exact else own.means.model
 
     def model_gain(self, own: Own, alone: float = 0.0) -> float:
         """The same of what they bring beyond lookups' drafts of the same step; alone: how likely they are made for nothing."""
@@ -125,8 +127,8 @@ class Prices:
     def worth(self, survivals: Sequence[float]) -> float:
         """The same of drafts that are there, as many leading ones as bring most, and one at least: below 0 where not even that one is worth its
         row. By the time of whole steps, since the first rows may take longer than later ones."""
-        if not survivals:
-            return 0.0
+        if not survivals or not self._is_exact:
+            return sum(survivals)
         self._time_of(len(survivals))
         times, tokens, gain, best = self._times, 1 + self._other_tokens, 0.0, float("-inf")
         plain = times[0]

@@ -11,6 +11,8 @@ import functools
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from backend.core import Chain, Evidence
 
 MEMORY = 0.998
@@ -21,6 +23,8 @@ OWN_RATE, OWN_MEMORY, MAX_OWN = 0.25, 0.98, 2.5
 """Of the shift of a request's log-odds: what one draft moves it, what is left of it after that, and the most."""
 PLACES = 10000
 """Buckets from there on are of places."""
+PARTS, MAX_AGE = 8, 16
+"""Parts of a shift of log-odds that are told apart where many ask in every step, and the steps for which what stood since then is left out."""
 MAX_MATCH, MAX_PLACES, NUM_SHARES = 16, 4, 10
 """Matches, places and probabilities that are told apart."""
 
@@ -82,12 +86,32 @@ class _Bucket:
         self.log_odds = math.log(share / (1 - share))
 
 
+class _Matches:
+    """What drafts of a lookup are worth by their match, where many requests ask in every step."""
+
+    def __init__(self, log_odds: list[list[float]], step: int) -> None:
+        """log_odds: [M][count], of each draft of each match, from 1 on."""
+        self._log_odds, self.step = np.array(log_odds, ndmin=2), step
+        self._survivals: dict[int, list[list[float]]] = {}  # by the request's own shift, in parts
+
+    def survivals(self, shift: float) -> list[list[float]]:
+        """[M][count]"""
+        part = round(shift * PARTS)
+        found = self._survivals.get(part)
+        if found is None:
+            found = self._survivals[part] = (1 / (1 + np.exp(-self._log_odds - part / PARTS))).cumprod(axis=1).tolist()
+        return found
+
+
 class Survival:
     """Called by the engine thread only."""
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, int], _Bucket] = {}
         self._own: dict[str, dict[str, float]] = {}
+        self._matches: dict[tuple[str, int], _Matches] = {}
+        self.step = 0
+        """Steps so far."""
 
     def stop(self, request_id: str) -> None:
         self._own.pop(request_id, None)
@@ -112,6 +136,23 @@ class Survival:
             left /= 1 + math.exp(-log_odds)
             found.append(left)
         return found
+
+    def _matching(self, request_id: str, source: str, count: int) -> list[list[float]]:
+        found = self._matches.get((source, count))
+        if found is None or self.step - found.step >= MAX_AGE:
+            chains = [by_match(source, matched, count) for matched in range(1, MAX_MATCH + 1)]
+            found = _Matches([[self._bucket(evidence).log_odds for evidence in chain] for chain in chains], self.step)
+            self._matches[source, count] = found
+        return found.survivals((self._own.get(request_id) or {}).get(source, 0.0))
+
+    def of_match(self, request_id: str, source: str, matched: int, count: int) -> list[float]:
+        """The same of so many drafts of a lookup, by what stood lately: for when many ask in every step."""
+        return self._matching(request_id, source, count)[min(matched, MAX_MATCH) - 1] if matched > 0 and count else []
+
+    def least_match(self, request_id: str, source: str, count: int, worth: float) -> int:
+        """The least match of a lookup from which so many drafts of it are worth as many tokens; 0: none is."""
+        found = self._matching(request_id, source, count) if count else []
+        return next((matched for matched, own in enumerate(found, 1) if sum(own) >= worth), 0)
 
     def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> None:
         """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too."""

@@ -183,6 +183,7 @@ class Drafters:
             num_model=num_model if has_model else 0,
             lookup=self.lookup_name if place.has_lookup else "",
             has_host=bool(place.host) and (place.host != self.model_name or request.speculation.mtp_strategy != "default"),
+            may_wait=bool(place.host) and not place.waits,
             is_remote=is_remote,
         )
 
@@ -228,6 +229,13 @@ class Drafters:
         host = self._host.get(key)
         if isinstance(host, HybridDrafter):
             self._guard(key, "foresee", lambda: host.foresee(request))
+
+    def listen(self, request: Request) -> None:
+        """See `HybridDrafter.listen`."""
+        key = self.place(request).host
+        host = self._host.get(key)
+        if isinstance(host, HybridDrafter):
+            self._guard(key, "listen", lambda: host.listen(request))
 
     def put_step_drafts(self, request: Request, token_ids: list[int], sources: list[str], chain: Chain) -> None:
         """What the step made for the request's next one, and what is known of each draft."""

@@ -49,9 +49,17 @@ class HybridDrafter:
         count = request.speculation.num_speculative_tokens
         self._budget.foresee(request, [lookup.lookup_judged(request, (), count)[1] for lookup in self._of(request)])
 
+    def listen(self, request: Request) -> None:
+        """What lookups find for a request that does not wait for them: the text that follows tells what they would have brought."""
+        found = self._look_up(request, request.speculation.num_speculative_tokens)
+        if not found:
+            self._budget.note_listened(request, 0, 0)
+        for token_ids, chain, _ in found[:1]:
+            self._budget.watch(request, token_ids, chain)
+
     def propose(self, entries: Sequence[Scheduled], faults: DraftFaults) -> Draft:
         budget = self._budget
-        found = [self._look_up(entry) for entry in entries]
+        found = [self._look_up(entry.request, entry.max_drafts) for entry in entries]
         draft = Draft([[] for _ in entries], [[] for _ in entries], [() for _ in entries])
         asked = range(len(entries)) if self._model is not None else []
         if self._asks:
@@ -72,12 +80,12 @@ class HybridDrafter:
             self._pick(b, entries[b].request, found[b], draft, None)
         return draft
 
-    def _look_up(self, entry: Scheduled) -> _Found:
-        """Of each lookup that finds something."""
-        lookups = self._of(entry.request)
+    def _look_up(self, request: Request, count: int) -> _Found:
+        """Of each lookup that finds something, at most `count` tokens."""
+        lookups = self._of(request)
         if lookups:
-            self._budget.compare(entry.request)
-        found = [(*lookup.lookup_judged(entry.request, (), entry.max_drafts), lookup.name) for lookup in lookups]
+            self._budget.compare(request)
+        found = [(*lookup.lookup_judged(request, (), count), lookup.name) for lookup in lookups]
         return [one for one in found if one[0]]
 
     def _pick(self, b: int, request: Request, found: _Found, draft: Draft, judged: Chain | None) -> None:

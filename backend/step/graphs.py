@@ -7,10 +7,12 @@ A shape that has no graph runs eagerly, and is captured when nobody waits. Of st
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -45,6 +47,59 @@ def batch_sizes(max_batch_size: int) -> list[int]:
     """Rows that steps are captured for: few enough to capture, and near enough to one another that few rows are idle."""
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, max_batch_size, 16)]
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
+
+
+class Drafting(NamedTuple):
+    """What a step's graph of the phase draft makes: a step that wants less may take it, since each row says how much it wants."""
+
+    num_model: int
+    has_lookup: bool
+    has_lookup_alone: bool
+    is_reported: bool
+
+    def covers(self, shape: StepShape) -> bool:
+        wanted = (shape.num_model_drafts, shape.has_lookup, shape.has_lookup_alone)
+        return all(own >= what for own, what in zip(self, wanted))
+
+
+def captured_drafting(drafts: Iterable[tuple[int, bool]]) -> list[Drafting]:
+    """As plans say it, the least first. Where there is a model drafter the host wants to see how far it came, and a lookup may take its place; where
+    there is a lookup beside it, that drafts without it too: a step for which the model is not worth its time must not compute it."""
+    own = set(drafts)
+    has_model = any(count for count, _ in own)
+    own |= {(0, True)} if has_model and any(has for _, has in own) else set()
+    return sorted(Drafting(count, has, has and count > 0, has_model and (count > 0 or has)) for count, has in own)
+
+
+def fit_drafting(shape: StepShape, captured: Iterable[Drafting]) -> StepShape:
+    """With the drafting of the least graph that does for it."""
+    if not shape.num_model_drafts and not shape.has_lookup:
+        return shape
+    found = next((own for own in captured if own.covers(shape)), None)
+    if found is None:
+        return shape
+    fitted = dataclasses.replace(shape, num_model_drafts=found.num_model, has_lookup=found.has_lookup)
+    if shape.num_prompts:  # it is launched kernel by kernel
+        return fitted
+    return dataclasses.replace(fitted, has_lookup_alone=found.has_lookup_alone, reports_drafts=shape.reports_drafts or found.is_reported)
+
+
+def shapes_to_capture(batches: Sequence[int], widths: Iterable[int], drafts: Sequence[Drafting], tree_width: int = 0) -> list[StepShape]:
+    """Of steps without prompts, the largest batch first."""
+    kinds = list(itertools.product(widths, drafts or [Drafting(0, False, False, False)]))
+    return [
+        StepShape(
+            batch,
+            width,
+            num_model_drafts=own.num_model,
+            has_lookup=own.has_lookup,
+            has_lookup_alone=own.has_lookup_alone,
+            has_trees=width == tree_width,
+            reports_drafts=own.is_reported,
+        )
+        for batch in reversed(batches)
+        for width, own in kinds
+    ]
 
 
 def _phases(shape: StepShape) -> list[Phase]:
@@ -107,7 +162,7 @@ class Graphs:
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=device)
         """What the host sent: the fields first."""
         self._queries: list[int] = []
-        self._drafts: list[tuple[int, bool]] = []
+        self._drafts: list[Drafting] = []
         self._tensors: dict[tuple[int, int, bool], StepTensors] = {}
         """What the graphs of all phases of a batch size and width share, with trees or without."""
         self._graphs: dict[Phase, tuple[torch.cuda.CUDAGraph, StepTensors]] = {}
@@ -130,11 +185,9 @@ class Graphs:
         if shape.has_trees:
             widths = self._tree_widths
         queries = next(n for n in widths if n >= shape.num_queries)
-        drafts = next(((m, has) for m, has in self._drafts if m >= shape.num_model_drafts and has >= shape.has_lookup), None)
         if not shape.num_prompts:
             shape = dataclasses.replace(shape, batch=next(size for size in self._batch_sizes if size >= shape.batch))
-        if drafts is not None and (shape.num_model_drafts or shape.has_lookup):
-            shape = dataclasses.replace(shape, num_model_drafts=drafts[0], has_lookup=drafts[1])
+        shape = fit_drafting(shape, self._drafts)
         if shape.num_prompts and self.pieces is not None:
             num_rows = sum(shape.prompt_lens) + (shape.batch - shape.num_prompts) * queries
             shape = dataclasses.replace(shape, num_rows=self.pieces.fit(num_rows))
@@ -265,14 +318,8 @@ class Graphs:
         """Compiles what any step may need, and captures those of the given widths and drafts (of the model, and whether a lookup follows), of all
         batch sizes."""
         started = time.perf_counter()
-        self._queries, self._drafts = sorted(set(queries)), sorted(set(drafts))
-        kinds = [(n, m, has) for n in self._queries for m, has in (self._drafts or [(0, False)])]
-        # As plans say it: where there is a model drafter the host wants to see how far it came, and a lookup may take its place.
-        shapes = [
-            StepShape(b, n, m, has, has and m > 0, has_trees=n == self._tree_width, reports_drafts=m > 0)
-            for b in reversed(self._batch_sizes)
-            for n, m, has in kinds
-        ]
+        self._queries, self._drafts = sorted(set(queries)), captured_drafting(drafts)
+        shapes = shapes_to_capture(self._batch_sizes, self._queries, self._drafts, self._tree_width)
         if self._is_cascade:
             shapes += [dataclasses.replace(shape, has_prefixes=True) for shape in shapes if shape.batch >= MIN_SHARERS]
         with warm_up.compiling(self.device):
@@ -303,7 +350,7 @@ class Graphs:
                     warm_up.load_attention(self.device, self._tree_widths, most, program.page_size, *own, has_trees=True, is_e4m3=is_e4m3)
         for tree_heads, counts in program.drafting.tree_widths:
             warm_up.load_attention(self.device, counts, most, program.page_size, tree_heads, dtype, has_trees=True)
-        for block_heads, width, rows in program.drafting.block_attention(drafts for drafts, _ in self._drafts):
+        for block_heads, width, rows in program.drafting.block_attention(own.num_model for own in self._drafts):
             warm_up.load_attention(self.device, (width,), most * rows, program.page_size, block_heads, dtype)
         for count in warm_up.TOKEN_COUNTS:
             count = min(count, max_prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ class StepShape:
     batch: int
     num_queries: int
     """Most tokens of a decoding row: its drafts and one more."""
+    _: KW_ONLY
     num_model_drafts: int = 0
     least_standing: float = 0.0
     """See `StepPlan.least_standing`, in requests; captured shapes have 0."""

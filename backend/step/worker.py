@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from backend.config import EngineConfig
-from backend.core import Outcome
+from backend.core import Outcome, Speculation
 from backend.devices import cpu_threads, pick_cache_dtype, pick_device, pick_dtype, threads_for
-from backend.drafters import find_place, load_step_drafter, make_placements, step_drafter_identity, tap_width
+from backend.drafters import Placement, find_place, load_step_drafter, make_placements, step_drafter_identity, tap_width
 from backend.drafters.protocol import HIDDEN
 from backend.kv_store import CacheSpec, KvStore
 from backend.model_checks import check_max_model_len
@@ -99,6 +99,14 @@ class _Read:
     chances: np.ndarray | None = None
 
 
+def steps_to_capture(own: Speculation, place: Placement, num_model: int) -> tuple[set[int], set[tuple[int, bool]]]:
+    """Drafts that steps verify, of requests with the server's own method: most of them, and fewer for large batches and the ends of requests, where
+    a step may be a little wider than it has to be; and those that steps make, by the model and whether a lookup follows. num_model: at most."""
+    most = own.num_nodes or (own.num_speculative_tokens if place.has_lookup or place.host else num_model)
+    counts = {most} if own.num_nodes else {count for count in (1, 2, 3, 5, 7, 11) if count < most} | {most}
+    return counts, {(0, False), *((min(count, num_model), place.has_lookup) for count in counts if most)}
+
+
 class Worker:
     """Called by one thread, on the device's stream (`backend.devices.on_stream`)."""
 
@@ -173,13 +181,8 @@ class Worker:
         own = speculative.resolve(None)
         place = find_place(make_placements(speculative, has_step_drafter=self.drafter is not None), own)
         num_model = min(own.num_model_steps, self.drafter.max_drafts) if place.has_model and self.drafter is not None else 0
-        num_model = own.num_nodes or num_model
-        most = own.num_speculative_tokens if place.has_lookup or place.host else num_model
-        # Fewer drafts than the most are for large batches and the ends of requests: there a step may be a little wider than it has to be.
-        most = own.num_nodes or most
-        counts = [most] if own.num_nodes else sorted({count for count in (1, 2, 3, 5, 7, 11) if count < most} | {most})
-        drafts = {(0, False), *((min(n, num_model), place.has_lookup) for n in counts)}
-        self.graphs.warm_up({1, *(1 + n for n in counts)}, drafts if most else {(0, False)}, self.max_model_len - 1)
+        counts, drafts = steps_to_capture(own, place, own.num_nodes or num_model)
+        self.graphs.warm_up({1, *(1 + n for n in counts)}, drafts, self.max_model_len - 1)
 
     def release(self) -> None:
         """Gives the graphs back. Nothing is launched afterwards."""

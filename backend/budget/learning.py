@@ -1,0 +1,156 @@
+"""What steps say of drafts: how likely they are to stand, and what each way of drafting brings a request."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from backend.budget.forecast import Forecast, Kind
+from backend.budget.known import MAX_SCORE, Means, Own
+from backend.budget.padded import PaddedStep
+from backend.budget.prices import SMOOTHING, Prices
+from backend.budget.survival import Survival, by_match
+from backend.core import NEVER, Branches, Chain, Request
+from backend.metrics import Histogram
+
+OWN_SMOOTHING = 0.1
+"""Share of the newest step in the means of one request, which begin where those of all are."""
+MANY = 16
+"""Requests that learn from each step where the device is not to wait for Python: of more, as many in turn, each for others like it."""
+DRAFTS = tuple(float(n) for n in range(17))
+
+
+class Learning:
+    """Called by the engine thread only."""
+
+    def __init__(self, survival: Survival, prices: Prices, forecast: Forecast, is_exact: bool) -> None:
+        self._survival, self._prices, self._forecast, self._is_exact = survival, prices, forecast, is_exact
+        self.means: dict[Kind, Means] = defaultdict(Means)
+        """Of all requests of a kind."""
+        self.predicted: Counter[str] = Counter()
+        self.chosen = Histogram(DRAFTS)
+
+    def learn(
+        self,
+        request: Request,
+        own: Own,
+        chain: Chain,
+        num_accepted: int,
+        has_model: bool,
+        tree: Branches | None,
+        *,
+        matched: int,
+        is_alone: bool,
+        num_requests: int,
+    ) -> None:
+        """See `DraftBudget.learn`. num_requests: in the step."""
+        if request.speculation.num_speculative_tokens:
+            self.chosen.observe(len(chain))
+        if self._is_exact:
+            self._learn_survival(request, chain, num_accepted, tree, 1)
+            self._learn_exact(own, chain, num_accepted, has_model, tree)
+            return
+        often = max(1, num_requests // MANY)
+        own.turn += 1
+        if own.turn % often:
+            return
+        self._learn_survival(request, chain, num_accepted, tree, often)
+        if not own.ability.model or tree is not None:
+            return
+        if has_model or is_alone:
+            for means, share in self._shares(own, often):
+                means.note_model(num_accepted if has_model else means.model, num_accepted, share)
+        if own.ability.lookup:
+            self._learn_lookup(request, own, num_accepted, has_model or is_alone, matched, often)
+
+    def _shares(self, own: Own, often: int = 1) -> tuple[tuple[Means, float], ...]:
+        """Of a step like so many in the means of a request and of all like it."""
+        return (own.means, 1 - (1 - OWN_SMOOTHING) ** often), (self.means[own.kind], 1 - (1 - SMOOTHING) ** often)
+
+    def _learn_survival(self, request: Request, chain: Chain, num_accepted: int, tree: Branches | None, often: int) -> None:
+        if not chain:
+            return
+        survivals = self._survival.survivals(request.request_id, chain, tree.parents if tree is not None else ())
+        self.predicted[request.speculation.method] += often * sum(survivals)  # type: ignore[assignment]
+        if tree is None:
+            self._survival.learn(request.request_id, chain, num_accepted)
+        else:
+            self._survival.learn_tree(request.request_id, chain, tree.parents, tree.path)
+
+    def _learn_exact(self, own: Own, chain: Chain, num_accepted: int, has_model: bool, tree: Branches | None) -> None:
+        if not own.ability.model:
+            own.means.note_lookup(num_accepted, OWN_SMOOTHING)
+            self.means[own.kind].note_lookup(num_accepted, SMOOTHING)
+        elif has_model:
+            made = [evidence for evidence in chain if evidence.source == own.ability.model]
+            right = min(num_accepted, len(made))
+            self._prices.note_model(right, made if tree is None else (), len(chain) - own.beside.rows)
+            for means, share_of_step in ((own.means, OWN_SMOOTHING), (self.means[own.kind], SMOOTHING)):
+                means.note_model(right, num_accepted - own.beside.tokens, share_of_step)
+
+    def _learn_lookup(self, request: Request, own: Own, num_accepted: int, is_asked: bool, matched: int, often: int) -> None:
+        """What the step's lookup alone brings, or would have brought: how long its match was says that too where the model was asked."""
+        right = float(num_accepted)
+        if is_asked:
+            count = request.speculation.num_speculative_tokens
+            chances = self._survival.of_match(request.request_id, own.ability.lookup, matched, count)
+            right = sum(chances)
+            self._forecast.add_expected(own.kind._replace(has_model=False), count, chances, often)
+        for means, share in self._shares(own, often):
+            means.note_lookup(right, share)
+
+    def forecast(
+        self,
+        owns: Mapping[str, Own],
+        limits: Sequence[tuple[Request, int, bool]],
+        outcomes: Sequence[tuple[int, int]],
+        padded: PaddedStep | None,
+    ) -> None:
+        """See `DraftBudget.observe`. owns: of the requests that are open."""
+        by_kind: dict[Kind, tuple[list[int], list[int], list[int]]] = {}
+        for number, ((request, limit, has_model), (drafts, accepted)) in enumerate(zip(limits, outcomes, strict=True)):
+            known = owns.get(request.request_id)
+            if known is None or request.speculation.num_nodes:
+                continue  # it ended with this step; or limits on a chain's drafts say nothing of it
+            kind = known.kind
+            if padded is not None:
+                kind = kind._replace(has_model=has_model, has_host=known.ability.may_wait and padded.asked_host[number])
+                if kind.has_host:
+                    self.note_host(known, accepted)
+            columns = by_kind.setdefault(kind, ([], [], []))
+            for column, value in zip(columns, (limit, drafts, accepted)):
+                column.append(value)
+        for kind, (own, drafts_of, accepted_of) in by_kind.items():
+            self._forecast.add(kind, own, drafts_of, accepted_of)
+
+    def least_score(self, request: Request, lookup: str, count: int, worth: float) -> int:
+        """The least score from which so many drafts of a lookup are worth as much as the model's."""
+        low, high = 1, MAX_SCORE + 1
+        while low < high:
+            middle = (low + high) // 2
+            survivals = self._survival.survivals(request.request_id, by_match(lookup, middle, count))
+            if self._prices.worth(survivals) >= worth:
+                high = middle
+            else:
+                low = middle + 1
+        return low if low <= MAX_SCORE else NEVER
+
+    # -- lookups of the host ------------------------------------------------------------------------------------------
+
+    def compare(self, request: Request, own: Own) -> list[tuple[int, int]]:
+        """Learns from drafts that were watched and that the text by now says all of -> of each time, how many drafts, and how many were right."""
+        settled = own.settle(request.token_ids)
+        for chain, right in settled:
+            self._survival.learn(request.request_id, chain, right, is_own=False)
+        return [(len(chain), right) for chain, right in settled]
+
+    def note_listened(self, request: Request, own: Own, num_drafts: int, right: int, often: int) -> None:
+        """What lookups of the host would have brought a request that did not wait for them. often: steps for which this one was looked at."""
+        kind, count = own.kind._replace(has_model=False, has_host=True), request.speculation.num_speculative_tokens
+        self._forecast.add_expected(kind, count, [float(place < right) for place in range(num_drafts)], often)
+        self.note_host(own, right, often)
+
+    def note_host(self, own: Own, right: int, often: int = 1) -> None:
+        """Drafts that were right in a step, lookups of the host's among them."""
+        for means, share in self._shares(own, often):
+            means.note_host(right, share)

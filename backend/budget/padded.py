@@ -1,0 +1,125 @@
+"""Seconds from one step to the next where each request has as many rows as the one with most drafts, and a step is planned while another runs.
+
+So it is on a GPU. The device's time is what events say at the ends of phases; the host's is what it is busy for a step. Steps with prompts are
+measured apart: they are launched kernel by kernel, and where requests come and go there are hardly any others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from backend.budget.costs import CostClass, StepCosts
+from backend.budget.times import Times
+
+SMOOTHING, SMOOTHING_OF_SHARE = 0.05, 0.02
+"""Share of the newest step in means, and in that of steps with prompts, which come in bursts."""
+
+
+MAX_SHARE = 0.98
+"""Of steps with prompts, so that it can be said what it would be with fewer tokens."""
+
+
+class PaddedStep(NamedTuple):
+    """What such a step was like."""
+
+    most_drafts: int
+    """That a request was given room for."""
+    num_prompt_rows: int
+    is_waited_for: bool
+    """No other was under way when it was planned."""
+    is_behind: bool
+    """It has rows as prompts have, but of requests alone whose model drafter caught up."""
+    asked_host: Sequence[bool]
+    """Of each request that may have drafts: lookups of the host were asked for them."""
+
+
+class PaddedTimes:
+    """Called by the engine thread only."""
+
+    def __init__(self, drafter: CostClass) -> None:
+        self._device = {False: StepCosts(drafter), True: StepCosts(drafter)}  # by whether there are prompts in the step
+        # By that, and by whether it is waited for; over requests. With prompts also by the model's drafts, which Python launches one by one there.
+        self._host: dict[tuple[bool, bool], dict[int, Times]] = defaultdict(lambda: defaultdict(Times))
+        self._share = 0.0  # of steps with prompts
+        self._tokens = 0.0  # of a step
+        self._prompt_rows = 0.0  # of such a step
+        self._verify: dict[tuple[bool, int], float] = {}  # by rows, for the step that is planned
+        self._draft: dict[tuple[bool, int, int], float] = {}  # by drafts and requests
+        self._following = 0.0  # seconds of the model drafter there, where it makes no drafts
+
+    @property
+    def is_known(self) -> bool:
+        return any(costs.is_known for costs in self._device.values())
+
+    def begin(self, num_requests: int, num_keys: int) -> None:
+        self._verify.clear()
+        self._draft.clear()
+        for costs in self._device.values():
+            costs.begin(num_requests, num_keys)
+
+    def add_device(
+        self,
+        num_requests: int,
+        num_rows: int,
+        num_prompt_rows: int,
+        num_keys: int,
+        num_tokens: int,
+        verify: float,
+        draft: float,
+        num_model: int,
+        num_asked: int,
+    ) -> None:
+        """num_rows: with those of prompts; num_tokens: emitted; verify, draft: seconds; num_model: drafts of the model drafter for each of num_asked
+        requests."""
+        has_prompts = num_prompt_rows > 0
+        costs = self._device[has_prompts]
+        self.add_tokens(num_tokens, has_prompts)
+        costs.add_verify(num_rows, verify, num_requests, num_keys)
+        if has_prompts:
+            self._prompt_rows += SMOOTHING * (num_prompt_rows - self._prompt_rows) if self._prompt_rows else num_prompt_rows
+        if num_model and num_asked:
+            costs.add_draft(num_model, num_asked, draft)
+        elif has_prompts:
+            self._following += SMOOTHING * (draft - self._following) if self._following else draft
+
+    def add_tokens(self, num_tokens: int, has_prompts: bool = False) -> None:
+        """Of a step, emitted."""
+        self._share += SMOOTHING_OF_SHARE * (has_prompts - self._share)
+        self._tokens += SMOOTHING_OF_SHARE * (num_tokens - self._tokens) if self._tokens else num_tokens
+
+    def add_host(self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, num_model: int = 0) -> None:
+        """is_waited_for: the device had nothing to do meanwhile."""
+        self._host[has_prompts, is_waited_for][num_model if has_prompts else 0].add(num_requests, seconds)
+
+    def _host_of(self, num_requests: int, is_waited_for: bool, has_prompts: bool, num_model: int) -> float:
+        known = self._host[has_prompts, is_waited_for]
+        return known[min(known, key=lambda number: abs(number - num_model))].at(num_requests) if known else 0.0
+
+    def step(self, num_requests: int, num_drafts: int, num_model: int, num_asked: int, is_waited_for: bool, num_tokens: float) -> float:
+        """Of a usual step of requests that may have so many drafts each: the device's time, or the host's where that is longer, or both where one
+        waits for the other (with prompts the device works while Python launches, whoever waits). 0 before anything was measured.
+
+        num_tokens: that it emits. Prompts come as requests end: the more tokens a step brings, the more steps have prompts in them.
+        """
+        share = 1 - (1 - min(self._share, MAX_SHARE)) ** (num_tokens / self._tokens) if self._tokens else self._share
+        total = known = 0.0
+        for has_prompts, weight in ((False, 1 - share), (True, share)):
+            costs = self._device[has_prompts]
+            if not costs.is_known:
+                continue
+            rows, following = num_requests * (1 + num_drafts), 0.0
+            if has_prompts:
+                rows, following = rows + round(self._prompt_rows), self._following
+            verify, draft = self._verify.get((has_prompts, rows)), self._draft.get((has_prompts, num_model, num_asked))
+            if verify is None:
+                verify = self._verify[has_prompts, rows] = costs.verify(rows)
+            if draft is None:
+                draft = self._draft[has_prompts, num_model, num_asked] = costs.draft(num_model, num_asked)
+            device = verify + max(draft, following)
+            host = self._host_of(num_requests, is_waited_for, has_prompts, num_model)
+            weight = max(weight, 1e-3)
+            total += weight * (device + host if is_waited_for and not has_prompts else max(device, host))
+            known += weight
+        return total / known if known else 0.0

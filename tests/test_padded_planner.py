@@ -1,0 +1,257 @@
+"""The planner of drafts where each request has as many rows as the one with most, and steps are planned ahead: as on a GPU, without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from backend import LLM
+from backend.budget import Ability, CostClass, DraftBudget, budget, by_match, by_place
+from backend.budget.limits import LEVELS, Choice
+from backend.budget.padded import PaddedStep, PaddedTimes
+from backend.core import Batch, Outcome, Request, Scheduled, Speculation
+from backend.drafters import Drafters
+from backend.planned import PlannedStep
+from backend.planner import Planner
+from backend.sampling_params import SamplingParams
+from backend.speculative_config import SpeculativeConfig
+from backend.step.graphs import captured_drafting, fit_drafting, shapes_to_capture
+from backend.step.tensors import StepShape
+from backend.step.worker import steps_to_capture
+from kernels.structs import DRAFTER_COUNT, FIRST, LOOKUP_LIMIT, MODEL_LIMIT
+from tests.conftest import code_prompts, greedy
+
+TOP, STEPS = 12, 5
+AUTO: dict[str, Any] = {"method": "auto", "request_methods": ["mtp", "suffix"], "suffix_decoding_max_cached_requests": 0}
+
+
+# -- steps that are captured ---------------------------------------------------------------------------------------------
+
+
+def make_drafters(**options: Any) -> tuple[SpeculativeConfig, Drafters]:
+    config = SpeculativeConfig(**options)
+    common = {"make_service": lambda: pytest.fail("nobody needs it"), "fingerprint": "", "encode": list, "is_layout_exact": False}
+    return config, Drafters(config, 100, has_step_drafter=config.model_method != "", **common)
+
+
+def make_planner(**options: Any) -> tuple[Planner, Drafters]:
+    config, drafters = make_drafters(**options)
+    sizes = {"max_batch_size": 4, "max_model_len": 640, "num_pages": 300, "page_size": 8, "max_drafter_tokens": 600}
+    return Planner(config, drafters, **sizes, has_step_drafter=config.model_method != "", is_layout_exact=False), drafters
+
+
+def shape_of(step: PlannedStep) -> StepShape:
+    plan = step.plan
+    wants = {"num_model_drafts": plan.num_model_drafts, "has_lookup": plan.has_lookup, "has_lookup_alone": plan.has_lookup_alone}
+    return StepShape(plan.num_rows, plan.num_queries, **wants, reports_drafts=plan.reports_drafts)
+
+
+def drafting_of(shape: StepShape) -> tuple[object, ...]:
+    return shape.num_model_drafts, shape.has_lookup, shape.has_lookup_alone, shape.reports_drafts
+
+
+@pytest.mark.parametrize("method", ["auto", "ngram", "mtp", "with_ngram"])
+def test_what_is_planned_is_captured(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without a graph is launched kernel by kernel, which takes several times as long: whatever the planner chooses or tries."""
+    monkeypatch.setattr(budget, "EXPLORE_EVERY", 3)
+    options: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
+    if method == "auto":
+        options = {"method": "auto", "request_methods": ["mtp"]}
+    if method == "with_ngram":
+        options = {"method": "mtp", "mtp_strategy": "with_ngram", "num_speculative_tokens": 4, "num_model_steps": 2}
+    planner, drafters = make_planner(**options)
+    own = SpeculativeConfig(**options).resolve(None)
+    requests = [Request(str(i), list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70))) for i in range(2)]
+    place = drafters.place(requests[0])
+    counts, drafts = steps_to_capture(own, place, own.num_model_steps if place.has_model else 0)
+    assert method != "auto" or {*LEVELS, TOP} == {0, *counts}, "the planner chooses among numbers that steps are captured for"
+    captured = captured_drafting(drafts)
+    graphs = shapes_to_capture([1, 2], [1, 5], captured)
+    assert all(not shape.least_standing and shape.trust == 1 for shape in graphs)
+    assert not place.has_lookup or any(shape.has_lookup for shape in graphs), "ngram's steps had no graph: they were captured without their lookup"
+    planner.plan(Batch([Scheduled(r, 20) for r in requests]))
+    seen = set()
+    for number in range(120):
+        for request in requests:
+            request.num_computed_tokens, request.num_steps_ahead = 20 + number, 1
+        drafters.budget.begin(requests)
+        held = [planner.is_held(r, drafters.budget.limit(r)) for r in requests]
+        if any(held):  # it is read first
+            for request in requests:
+                request.num_steps_ahead = 0
+        entries = [Scheduled(r, 1, drafters.budget.limit(r), 20, is_decoding=True) for r in requests]
+        step = planner.plan(Batch(entries))
+        if not step.plan.num_prompts:
+            fitted = fit_drafting(shape_of(step), captured)
+            seen.add(drafting_of(fitted))
+            assert drafting_of(fitted) in {*map(drafting_of, graphs), (0, False, False, False)}
+    assert len(seen) > 1
+
+
+def test_the_least_graph_that_does_is_taken() -> None:
+    captured = captured_drafting({(0, False), (1, True), (5, True)})
+    lookup = fit_drafting(StepShape(4, 6, has_lookup=True), captured)
+    assert drafting_of(lookup) == (0, True, False, True), "a lookup alone does not have the model compute"
+    assert drafting_of(fit_drafting(StepShape(4, 6, num_model_drafts=2), captured)) == (5, True, True, True)
+    prompt = fit_drafting(StepShape(4, 6, num_model_drafts=2, prompt_lens=(7,)), captured)
+    assert drafting_of(prompt) == (5, True, False, False), "launched kernel by kernel, where what is not wanted costs"
+    plain = StepShape(4, 1)
+    assert fit_drafting(plain, captured) == plain
+
+
+def test_a_model_that_a_trial_leaves_out_keeps_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the step after it would be one with prompts for all requests. Who is not asked at all is not waited for either."""
+    planner, drafters = make_planner(method="auto", request_methods=["mtp"])
+    own, pages = SpeculativeConfig(method="auto", request_methods=["mtp"]).resolve(None), list(range(70))
+    request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=pages)
+    planner.plan(Batch([Scheduled(request, 20)]))
+    request.num_computed_tokens, request.num_steps_ahead, chosen = 20, 1, drafters.budget
+
+    def plan(is_asked: bool, keeps_up: bool) -> list[int]:
+        chosen.begin([request])
+        chosen._applied, chosen._applied_model, chosen.keeps_up = TOP, is_asked, keeps_up
+        fields = planner.plan(Batch([Scheduled(request, 1, TOP, 20, is_decoding=True)])).plan.fields
+        return fields[[FIRST, DRAFTER_COUNT, MODEL_LIMIT, LOOKUP_LIMIT], 0].tolist()
+
+    assert plan(True, False) == [-1, -1, STEPS, TOP]
+    assert plan(False, True) == [-1, -1, 0, TOP] and plan(True, False) == [-1, -1, STEPS, TOP]
+    assert plan(False, False) == [-1, 0, 0, TOP] and not planner.is_held(request, TOP), "it runs ahead without the model"
+    chosen._applied_model = True
+    assert planner.is_held(request, TOP), "to catch up, the host has to name its rows"
+
+
+def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not against the one that they are verified under: what is tried would look bad in the step before it can bring anything."""
+    planner, drafters = make_planner(method="auto", request_methods=["mtp"])
+    own = SpeculativeConfig(method="auto", request_methods=["mtp"]).resolve(None)
+    request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)))
+    planner.plan(Batch([Scheduled(request, 20)]))
+    request.num_computed_tokens, request.num_steps_ahead, chosen, seen = 20, 1, drafters.budget, []
+    monkeypatch.setattr(chosen, "observe", lambda limits, outcomes, **others: seen.append([limit for _, limit, _ in limits]))
+    for limit in (2, 2, 7, 7):
+        chosen.begin([request])
+        chosen._applied = limit
+        step = planner.plan(Batch([Scheduled(request, 1, limit, 20, is_decoding=True)]))
+        planner.observe(step, [Outcome([1], num_drafts=min(limit, 2))], 1e-3, 1e-3)
+    assert seen[1:] == [[2], [2], [7]]
+
+
+# -- what is chosen ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_the_devices_time_or_the_hosts() -> None:
+    times = PaddedTimes(CostClass.PER_DRAFT)
+    assert times.step(1, 5, 0, 0, False, 2.0) == 0
+    for _ in range(50):
+        times.add_device(1, 6, 0, 10, 2, 5e-4, 0.0, 0, 0)
+        times.add_device(1, 6, 0, 10, 2, 5e-4, 3e-4, 5, 1)
+        times.add_host(1, 2e-4, False, False)
+        times.add_host(1, 3e-4, True, False)
+    steps = [times.step(1, 5, num_model, num_model > 0, waits, 2.0) for num_model, waits in ((0, False), (5, False), (0, True))]
+    assert steps == pytest.approx([5e-4, 8e-4, 8e-4])
+    for _ in range(300):  # all are beside prompts now, which are launched kernel by kernel
+        times.add_device(1, 40, 34, 10, 2, 3e-3, 1e-4, 0, 0)
+        times.add_host(1, 4e-3, False, True)
+    assert times.step(1, 5, 0, 0, False, 2.0) == pytest.approx(4e-3, rel=0.05), "the host bounds it"
+    share = [times.step(1, 5, 0, 0, False, tokens) for tokens in (0.5, 2.0)]
+    assert share[0] < 0.8 * share[1], "with fewer tokens a step, fewer steps have prompts"
+
+
+class Simulation:
+    """A request's steps on a device whose model drafter takes its time, beside a host whose lookups are as good as they are said to be."""
+
+    def __init__(self, draft: float, host: float) -> None:
+        """Seconds of the model's drafts, and of the host where the device waits for it."""
+        ability = Ability("mtp", STEPS, "ngram", has_host=True, may_wait=True)
+        self.budget = DraftBudget(lambda request: ability, is_exact=False)
+        self.draft, self.host = draft, host
+        self.request = Request("a", [1, 2], SamplingParams(), Speculation("auto", TOP, num_model_steps=STEPS), num_steps_ahead=1)
+        self.choices: list[Choice] = []
+
+    def run(self, steps: int, *, model: int, matched: int, lookup: int, heard: int) -> Choice:
+        """What is chosen mostly at the end. Drafts that are right: the model's, those of the step's lookup for such a match, the host's."""
+        budget, request = self.budget, self.request
+        for _ in range(steps):
+            budget.begin([request])
+            limit, num_model, waits = budget.limit(request), budget.num_model(request), budget.waits(request)
+            if budget.listens:
+                budget.note_listened(request, TOP, heard)
+            alone = budget.alone_score(request, num_model) if limit else 99
+            is_alone = num_model > 0 and matched >= alone
+            right = min(limit, heard if waits else model if num_model and not is_alone else lookup)
+
+            chain = (
+                by_match("ngram", matched, limit) if is_alone or not num_model else [*by_place("mtp", num_model), *by_place("ngram", limit)][:limit]
+            )
+            budget.learn(request, chain, right, num_model > 0 and not is_alone, matched=matched if num_model else 0, is_alone=is_alone)
+            budget.observe(
+                [(request, limit, num_model > 0)],
+                [(limit, right)],
+                num_requests=1,
+                num_rows=1 + limit,
+                num_keys=100,
+                has_prompts=False,
+                verify_seconds=4e-4,
+                draft_seconds=self.draft if num_model else 1e-5,
+                num_model=num_model,
+                num_asked=int(num_model > 0),
+                padded=PaddedStep(limit, 0, waits, False, [waits]),
+            )
+            budget.note_host(1, self.host if waits else 2e-4, waits, False)
+            self.choices.append(Choice(limit, num_model > 0, waits))
+        last = [(choice.is_asked, choice.waits) for choice in self.choices[-100:]]
+        return Choice(TOP, *max(set(last), key=last.count))
+
+
+@pytest.mark.parametrize(
+    ("draft", "host", "brings", "expected"),
+    [
+        (3e-4, 5e-4, {"model": 3, "matched": 2, "lookup": 0, "heard": 0}, (True, False)),
+        (3e-4, 5e-4, {"model": 3, "matched": 16, "lookup": 9, "heard": 3}, (False, False)),
+        (3e-4, 5e-4, {"model": 2, "matched": 2, "lookup": 0, "heard": 11}, (False, True)),
+        (3e-4, 9e-3, {"model": 2, "matched": 2, "lookup": 0, "heard": 11}, (True, False)),
+    ],
+    ids=["model", "lookup alone", "the host's is worth the wait", "the host is slow"],
+)
+def test_the_way_that_brings_most_is_found(draft: float, host: float, brings: dict[str, int], expected: tuple[bool, bool]) -> None:
+    simulation = Simulation(draft, host)
+    assert simulation.run(600, **brings)[1:] == expected
+
+
+def test_it_follows_the_text() -> None:
+    simulation = Simulation(3e-4, 5e-4)
+    assert simulation.run(500, model=3, matched=2, lookup=0, heard=0).is_asked
+    assert not simulation.run(300, model=3, matched=16, lookup=9, heard=3).is_asked
+    assert simulation.run(500, model=3, matched=2, lookup=0, heard=0).is_asked
+
+
+# -- answers -------------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_those_without_drafts(llm_plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is chosen and tried, with steps planned ahead and some waited for."""
+    from backend import engine_parts
+
+    for name in ("Planner", "Drafters"):
+        make = getattr(engine_parts, name)
+
+        def padded(*args: Any, make: Any = make, **options: Any) -> Any:
+            return make(*args, **{**options, "is_layout_exact": False})
+
+        monkeypatch.setattr(engine_parts, name, padded)
+    monkeypatch.setattr(budget, "EXPLORE_EVERY", 4)
+    llm = LLM(speculative_config=AUTO, async_scheduling=True, enable_prefix_caching=False, max_num_batched_tokens=600)
+    prompts = code_prompts(10, (100, 500), seed=3)
+    chosen, limits = set[Choice](), llm.engine.budget._limits
+    another = limits.another
+
+    def noted(trial: int, top: int) -> Choice:
+        chosen.add(found := another(trial, top))
+        return found
+
+    monkeypatch.setattr(limits, "another", noted)
+    found = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy(40), use_tqdm=False)]
+    assert found == [o.outputs[0].token_ids for o in llm_plain.generate(prompts, greedy(40), use_tqdm=False)]
+    assert {choice.is_asked for choice in chosen} == {choice.waits for choice in chosen} == {True, False}
+    llm.engine.scheduler.check()
