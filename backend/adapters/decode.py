@@ -29,6 +29,7 @@ from backend.adapters.request_io import (
     CorpusCall,
     DescribeCall,
     InputLimits,
+    is_first,
     read_corpus_call,
     read_id,
     read_messages,
@@ -58,6 +59,8 @@ WATCH_SECONDS = 0.1
 JOIN_SECONDS = 10.0
 LEAST_SECONDS = 1e-6
 """What is given to a request whose deadline is over when it gets to the engine: which ends it at once, as it ends all that are late."""
+MAX_BESIDE_FIRST = 8
+"""Deltas of a step whose first token the next launch waits for: of larger batches more wait for the launch than for the token."""
 MAX_CHECKS_PER_WATCH = 64
 """Quiet requests whose cancellation is looked at each time, in turn; each look is a round trip."""
 
@@ -119,9 +122,11 @@ class TritonPythonModel:
 
     def _hand_over(self) -> None:
         """One wake-up of the sender for all that a step made."""
-        if self._made:
-            self._responses.put(self._made)
-            self._made = []
+        made, self._made = self._made, []
+        if len(made) <= MAX_BESIDE_FIRST and self._engine.has_steps_under_way and any(delta is not None and is_first(delta) for _, delta in made):
+            self._responses.put_first(made)
+        elif made:
+            self._responses.put(made)
 
     def execute(self, requests: list[Any]) -> None:
         if self._follower is not None:
