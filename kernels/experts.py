@@ -67,31 +67,43 @@ def choose_groups(
 ) -> ExpertGroups | None:
     """How a router is to sort pairs for the products of so many tokens; None: where it is to leave that.
 
-    sizes: hidden and inner of `mix_experts`' weights; None: they are stored in 8 or 4 bits.
+    sizes: hidden and inner of `mix_experts`' weights; None: as `experts.cu` takes them in any case.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not num_tokens:
         return None
     is_wide = sizes is not None and wide_experts.is_wide(num_tokens, *sizes, dtype, device)
-    if is_many(num_tokens, num_chosen, num_own, is_wide) or gpu_of(device).block_memory < LEAST_SHARED[8] + STATIC_SHARED:
+    if is_many(num_tokens, num_chosen, num_own, _most_mean(is_wide)) or gpu_of(device).block_memory < LEAST_SHARED[8] + STATIC_SHARED:
         return None
-    return make_groups(num_tokens, num_chosen, first, num_own, dtype, device, is_wide)
+    return make_groups(num_tokens, num_chosen, first, num_own, dtype, device, _rows(is_wide))
 
 
 def make_groups(
-    num_tokens: int, num_chosen: int, first: int, num_own: int, dtype: torch.dtype, device: torch.device, is_wide: bool = False
+    num_tokens: int,
+    num_chosen: int,
+    first: int,
+    num_own: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: tuple[int, int] | None = None,
 ) -> ExpertGroups:
-    """How pairs are sorted for kernels that take them in chunks. is_wide: for `wide_experts.cu`."""
-    if is_wide:
-        least, most = wide_experts.LEAST_ROWS, wide_experts.MOST_ROWS
-    else:
-        least = most = int(choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu_of(device))[0]["TOKENS"])
+    """How pairs are sorted for kernels that take them in chunks. rows: of a chunk, at least and at most; None: as `experts.cu` has room for."""
+    if rows is None:
+        rows = (int(choose_shape(num_tokens, num_chosen, num_own, dtype, True, gpu_of(device))[0]["TOKENS"]),) * 2
     num_pairs = num_tokens * num_chosen
-    return ExpertGroups(first, num_own, least, most, min(num_own, num_pairs) + num_pairs // least)
+    return ExpertGroups(first, num_own, *rows, min(num_own, num_pairs) + num_pairs // rows[0])
 
 
-def is_many(num_tokens: int, num_chosen: int, num_own: int, is_wide: bool = False) -> bool:
-    """Whether the grouped product is the faster one. is_wide: than `wide_experts.cu`."""
-    return num_tokens >= MIN_MANY_TOKENS and num_tokens * num_chosen > (MAX_WIDE_MEAN_ROWS if is_wide else MAX_MEAN_ROWS) * num_own
+def _rows(is_wide: bool) -> tuple[int, int] | None:
+    return (wide_experts.LEAST_ROWS, wide_experts.MOST_ROWS) if is_wide else None
+
+
+def _most_mean(is_wide: bool) -> int:
+    return MAX_WIDE_MEAN_ROWS if is_wide else MAX_MEAN_ROWS
+
+
+def is_many(num_tokens: int, num_chosen: int, num_own: int, most_mean: int) -> bool:
+    """Whether the grouped product is faster than a kernel that is the faster one up to so many rows to an expert on average."""
+    return num_tokens >= MIN_MANY_TOKENS and num_tokens * num_chosen > most_mean * num_own
 
 
 def mix_experts(
@@ -121,7 +133,7 @@ def mix_experts(
         return made if residual is None else residual.add_(made)
     num_chosen = experts.shape[1]
     is_wide = wide_experts.is_wide(num_tokens, hidden, inner, x.dtype, x.device)
-    if is_many(num_tokens, num_chosen, num_own, is_wide) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
+    if is_many(num_tokens, num_chosen, num_own, _most_mean(is_wide)) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
         made, places = multiply_sorted(x, experts, lambda: gate_up, lambda: down, num_own, activation, is_silu, first)
     elif num_tokens * num_chosen > MAX_PAIRS:
         half = num_tokens // 2
@@ -208,7 +220,7 @@ def _multiply_chunks(
         x = x.contiguous()
     num_pairs, gpu = num_tokens * num_chosen, gpu_of(device)
     is_wide = wide_experts.is_wide(num_tokens, hidden, inner, x.dtype, device)
-    groups = make_groups(num_tokens, num_chosen, first, num_own, x.dtype, device, is_wide)
+    groups = make_groups(num_tokens, num_chosen, first, num_own, x.dtype, device, _rows(is_wide))
     lists = sort_pairs(experts, groups, x.dtype, lists)
     if is_wide:
         act = wide_experts.launch(x, gate_up, lists, groups, num_pairs, num_chosen, is_silu, True)

@@ -22,7 +22,7 @@ from kernels.quantized import (
     quantized_norm_gated_linear,
     quantized_norm_linear,
 )
-from kernels.quantized_experts import count_expanded, mix_quantized_experts
+from kernels.quantized_experts import choose_quantized_groups, count_expanded, mix_quantized_experts
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import E4M3, E4M3_MAX, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
@@ -66,6 +66,7 @@ __all__ = [
     "choose",
     "choose_candidates",
     "choose_groups",
+    "choose_quantized_groups",
     "commit",
     "compact_rows",
     "count_expanded",

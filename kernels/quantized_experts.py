@@ -1,8 +1,8 @@
 """Products of tokens with the experts that they take, whose weights are stored in 8 or 4 bits, on a GPU: `experts.py` for `QuantizedWeight`.
 
-Few rows to an expert: `quantized_experts.cu` reads the stored weights of the experts that are hit, once for each chunk of rows. Many: the weights
-of all experts are written out for torch's grouped product, where they take no more than MAX_EXPANDED_BYTES. What neither takes: one expert
-after the other over all tokens, by torch.
+Few rows to an expert: `wide_quantized_experts.cu`, or on other GPUs than Hopper `quantized_experts.cu`, reads the stored weights of the experts that
+are hit, once for each chunk of rows. Many: the weights of all experts are written out for `experts.multiply_sorted`, where they take no more than
+MAX_EXPANDED_BYTES. What neither takes: one expert after the other over all tokens, by torch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,30 @@ from __future__ import annotations
 import torch
 
 from kernels import experts as plain
+from kernels import wide_quantized_experts
 from kernels._load import gpu_of, load
 from kernels.experts import Activation, combine, is_many, make_groups, mix_every, multiply_sorted, sort_pairs
 from kernels.quantized import THREADS, TILE, can_expand, expand_weight
 from kernels.quantized_weight import STEP, QuantizedWeight, is_grouped, kind_of, pointer
+from kernels.route import ExpertGroups
 
 BLOCKS = 2
 """To a multiprocessor; of chunks of more than 16 rows one."""
 MAX_EXPANDED_BYTES = 2**30
+MAX_WIDE_MEAN_ROWS = 96
+"""Rows to an expert on average up to which `wide_quantized_experts.cu` is faster than writing weights out."""
+
+
+def choose_quantized_groups(
+    num_tokens: int, num_chosen: int, first: int, num_own: int, gate_up: QuantizedWeight, down: QuantizedWeight, dtype: torch.dtype
+) -> ExpertGroups | None:
+    """As `experts.choose_groups`, for `mix_quantized_experts`."""
+    device = down.codes.device
+    if device.type == "cuda" and num_tokens and wide_quantized_experts.is_wide(gate_up, down, num_own, dtype):
+        if is_many(num_tokens, num_chosen, num_own, MAX_WIDE_MEAN_ROWS):
+            return None
+        return make_groups(num_tokens, num_chosen, first, num_own, dtype, device, wide_quantized_experts.choose_rows(num_tokens))
+    return plain.choose_groups(num_tokens, num_chosen, first, num_own, dtype, device)
 
 
 def mix_quantized_experts(
@@ -39,8 +55,10 @@ def mix_quantized_experts(
     if not num_tokens:
         return x.new_empty(0, hidden) if residual is None else residual
     num_chosen = experts.shape[1]
-    is_skinny, is_wide = _is_skinny(x, gate_up, down, hidden, inner), _is_wide(x, gate_up, down, hidden, inner)
-    if is_wide and (not is_skinny or is_many(num_tokens, num_chosen, num_own)):
+    is_wide = x.is_cuda and wide_quantized_experts.is_wide(gate_up, down, num_own, x.dtype)
+    is_read = is_wide or _is_skinny(x, gate_up, down, hidden, inner)
+    most_mean = MAX_WIDE_MEAN_ROWS if is_wide else plain.MAX_MEAN_ROWS
+    if _is_written(x, gate_up, down, hidden, inner) and (not is_read or is_many(num_tokens, num_chosen, num_own, most_mean)):
         made, places = multiply_sorted(
             x,
             experts,
@@ -51,7 +69,7 @@ def mix_quantized_experts(
             is_silu,
             first,
         )
-    elif not is_skinny:
+    elif not is_read:
         own = ((gate_up.part(e, num_own).expand().to(x.dtype), down.part(e, num_own).expand().to(x.dtype)) for e in range(num_own))
         made = mix_every(x, experts, weights, own, activation, first)
         return made if residual is None else residual.add_(made)
@@ -64,7 +82,7 @@ def mix_quantized_experts(
                 out[part] = made
         return out
     else:
-        made, places = _multiply_chunks(x, experts, gate_up, down, num_own, activation, is_silu, first, lists), None
+        made, places = _multiply_chunks(x, experts, gate_up, down, num_own, activation, is_silu, first, lists, is_wide), None
     return combine(made, places, experts, weights, first, num_own, residual)
 
 
@@ -103,7 +121,7 @@ def _is_skinny(x: torch.Tensor, gate_up: QuantizedWeight, down: QuantizedWeight,
     )
 
 
-def _is_wide(x: torch.Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, hidden: int, inner: int) -> bool:
+def _is_written(x: torch.Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, hidden: int, inner: int) -> bool:
     return (
         x.dtype == torch.bfloat16
         and gpu_of(x.device).generation == 9
@@ -125,21 +143,26 @@ def _multiply_chunks(
     is_silu: bool,
     first: int,
     lists: torch.Tensor | None,
+    is_wide: bool,
 ) -> torch.Tensor:
     """What each token's experts make of it [T k, hidden], by pairs; rows of experts that the rank does not hold are not written."""
     (num_tokens, num_chosen), hidden, inner = experts.shape, x.shape[1], down.num_columns
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     num_pairs, gpu = num_tokens * num_chosen, gpu_of(x.device)
-    groups = make_groups(num_tokens, num_chosen, first, num_own, x.dtype, x.device)
+    chunk_rows = wide_quantized_experts.choose_rows(num_tokens) if is_wide else None
+    groups = make_groups(num_tokens, num_chosen, first, num_own, x.dtype, x.device, chunk_rows)
     lists, rows = sort_pairs(experts, groups, x.dtype, lists), groups.rows_per_chunk
+    for weight in (gate_up, down):
+        load(x.device, "quantized_expand", "quantized_expand", kind_of(x.dtype, weight))  # forwards of many tokens must not wait for nvcc either
+    if is_wide:
+        act = wide_quantized_experts.launch(x, gate_up, lists, groups, num_pairs, num_chosen, is_silu, True)
+        return wide_quantized_experts.launch(act if is_silu else activation(act), down, lists, groups, num_pairs, num_chosen, False, False)
     grid = (gpu.num_multiprocessors * (BLOCKS if rows <= 16 else 1), 1)
 
     def multiply(out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, num_rows: int, is_gated: bool, is_gathered: bool) -> torch.Tensor:
-        kind = kind_of(x.dtype, weight)
-        defines = kind | {"TOKENS": rows, "GROUPED": int(is_grouped(weight)), "GATED": int(is_gated), "GATHER": int(is_gathered)}
+        defines = kind_of(x.dtype, weight) | {"TOKENS": rows, "GROUPED": int(is_grouped(weight)), "GATED": int(is_gated), "GATHER": int(is_gathered)}
         kernel = load(x.device, "quantized_experts", "quantized_expert_linear", defines, programmatic=True)
-        load(x.device, "quantized_expand", "quantized_expand", kind)  # forwards of many tokens must not wait for nvcc either
         sizes = (groups.max_chunks, num_pairs, num_chosen, num_rows, weight.codes.shape[1], weight.group_size, weight.scale_stride, x.stride(0))
         kernel(grid, (THREADS, 1, 1), out, x, weight.codes, weight.scales, pointer(weight.zeros), lists, *sizes)
         return out

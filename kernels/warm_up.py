@@ -20,6 +20,7 @@ from kernels.attention import Heads
 __all__ = ["TOKEN_COUNTS", "compiling", "load_attention", "load_step"]
 
 TOKEN_COUNTS = (
+    1,
     8,
     linear.MAX_TOKENS,
     *sorted({*wide_linear.SIZES, *wide_quantized.SIZES}),

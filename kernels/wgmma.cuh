@@ -88,14 +88,6 @@ PRODUCTS(112, "n224", R112, S112, "%112", "%113", "%114", "%115", "%116", "%117"
 PRODUCTS(120, "n240", R120, S120, "%120", "%121", "%122", "%123", "%124", "%125")
 PRODUCTS(128, "n256", R128, S128, "%128", "%129", "%130", "%131", "%132", "%133")
 
-// What a thread holds of A: four 8 x 8 parts of 16-bit elements, each lane's address of a row of eight.
-__device__ __forceinline__ void load_fragments(uint32_t address, uint32_t (&words)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
-}
-
 // Of an operand whose rows are 128 (or 64) bytes, swizzled in groups of eight (four), at an address aligned to eight rows. Thirty-two bytes on are 2 more.
 template <int ROW_BYTES = 128>
 __device__ __forceinline__ uint64_t describe(uint32_t shared) {

@@ -19,6 +19,7 @@
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define CLUSTER SPLIT
 #include "cluster.cuh"
+#include "mma.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 #include "wide_quantized_layout.cuh"

@@ -94,7 +94,7 @@ class QuantizedExperts:
         return ops.count_expanded(self._gate_up, self._down)
 
     def groups(self, x: torch.Tensor, num_chosen: int) -> ops.ExpertGroups | None:
-        return ops.choose_groups(len(x), num_chosen, self._first, self._count, x.dtype, x.device)
+        return ops.choose_quantized_groups(len(x), num_chosen, self._first, self._count, self._gate_up, self._down, x.dtype)
 
     def __call__(self, routing: ops.Routing, residual: torch.Tensor | None = None) -> torch.Tensor:
         own = (self._gate_up, self._down, self._activation, self._is_silu, self._first)

@@ -31,7 +31,8 @@ RUNS = {
     "candidates": ("test_verify.py", "candidates"),
     "draft_ngram": ("test_ngram.py", ""),
     "prepare": ("test_step.py", ""),
-    "quantized_expert_linear": ("test_quantized_experts.py", "test_an_expert or test_a_rank"),
+    "quantized_expert_linear": ("test_quantized_experts.py", "few and (test_an_expert or test_a_rank)"),
+    "wide_quantized_experts": ("test_quantized_experts.py", "wide and (test_an_expert or test_a_rank)"),
     "commit": ("test_request_table.py", ""),
 }
 """Part of a kernel's name: the tests that launch it, and which of them."""
