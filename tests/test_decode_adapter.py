@@ -283,19 +283,20 @@ def test_the_engine_waits_until_a_first_token_is_on_its_way(adapter, monkeypatch
 
 
 def test_which_steps_wait_for_a_first_token(adapter):
-    """Those that bring few requests something, while another one is under way."""
+    """Those of a request that is alone, while another step is under way."""
     from backend.core import Delta
 
-    first, later = Delta("a", 0, [5], num_output_tokens=1), Delta("b", 0, [5], num_output_tokens=9)
+    first, later, end = Delta("a", 0, [5], num_output_tokens=1), Delta("b", 0, [5], num_output_tokens=9), Delta("c", 0, finish_reason="stop")
     put: list[tuple[str, int]] = []
     model = adapter.TritonPythonModel()
     model._responses = SimpleNamespace(put=lambda news: put.append(("put", len(news))), put_first=lambda news: put.append(("first", len(news))))
-    cases = [(True, [first]), (True, [later, None, first]), (False, [first]), (True, [later]), (True, [first] + [later] * 8), (True, [])]
-    for is_ahead, deltas in cases:
+    cases = [(True, 1, [first]), (False, 1, [first]), (True, 2, [first]), (True, 2, [first, later]), (True, 1, [later]), (True, 1, [end])]
+    for is_ahead, num_open, deltas in [*cases, (True, 1, [])]:
         model._engine, model._made = SimpleNamespace(has_steps_under_way=is_ahead), [(None, delta) for delta in deltas]
+        model._exchanges = set(range(num_open))
         model._hand_over()
         assert not model._made
-    assert put == [("first", 1), ("first", 3), ("put", 1), ("put", 1), ("put", 9)]
+    assert put == [("first", 1), ("put", 1), ("put", 1), ("put", 2), ("put", 1), ("put", 1)]
 
 
 def test_counts_are_told_when_no_step_is_launched(model, monkeypatch):

@@ -26,36 +26,34 @@ class IntakeWorkers(Generic[Job]):
         self._handle = handle
         self._max_queued = max_queued
         self._queues: tuple[dict[int, Job], dict[int, Job]] = ({}, {})  # by identity, so that any job can be withdrawn
-        self._lock = threading.Lock()
-        self._changed = (threading.Condition(self._lock), threading.Condition(self._lock))  # of each queue: the other's thread sleeps on
+        self._changed = threading.Condition()
         self._is_stopping = False
         self._threads = [
-            threading.Thread(target=self._run, args=(queue, changed), name=f"{kind} intake", daemon=True)
-            for kind, queue, changed in zip(("short", "long"), self._queues, self._changed, strict=True)
+            threading.Thread(target=self._run, args=(queue,), name=f"{kind} intake", daemon=True)
+            for kind, queue in zip(("short", "long"), self._queues, strict=True)
         ]
         for thread in self._threads:
             thread.start()
 
     def put(self, job: Job, num_characters: int) -> None:
         """Queues a job. Raises CapacityError when too many wait, or none is taken any more."""
-        with self._lock:
+        with self._changed:
             count = sum(map(len, self._queues))
             if self._is_stopping:
                 raise CapacityError("no more requests are taken: the server is shutting down")
             if count >= self._max_queued:
                 raise CapacityError(f"{count} requests wait to be tokenized; the limit is {self._max_queued}: retry later, or raise --max-waiting")
-            is_long = num_characters > LONG_CHARACTERS
-            self._queues[is_long][id(job)] = job
-            self._changed[is_long].notify()
+            self._queues[num_characters > LONG_CHARACTERS][id(job)] = job
+            self._changed.notify_all()
 
     def withdraw(self, job: Job) -> bool:
         """Takes a job out of its queue. False: it was begun, or never queued."""
-        with self._lock:
+        with self._changed:
             return any(queue.pop(id(job), None) is not None for queue in self._queues)
 
     def withdraw_all(self) -> list[Job]:
         """Takes out every job that was not begun."""
-        with self._lock:
+        with self._changed:
             found = [job for queue in self._queues for job in queue.values()]
             for queue in self._queues:
                 queue.clear()
@@ -63,20 +61,19 @@ class IntakeWorkers(Generic[Job]):
 
     def stop(self, timeout: float) -> None:
         """Ends the threads once their queues are empty; waits `timeout` seconds for each at most."""
-        with self._lock:
+        with self._changed:
             self._is_stopping = True
-            for changed in self._changed:
-                changed.notify()
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join(timeout)
 
-    def _run(self, queue: dict[int, Job], changed: threading.Condition) -> None:
+    def _run(self, queue: dict[int, Job]) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 while not queue:
                     if self._is_stopping:
                         return
-                    changed.wait()
+                    self._changed.wait()
                 job = queue.pop(next(iter(queue)))
             try:
                 self._handle(job)
