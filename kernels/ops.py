@@ -23,6 +23,7 @@ from kernels.quantized import (
     quantized_norm_linear,
 )
 from kernels.quantized_experts import choose_quantized_groups, count_expanded, mix_quantized_experts
+from kernels.quantized_weight import STEP as STORED_STEP
 from kernels.quantized_weight import QuantizedWeight
 from kernels.reference import E4M3, E4M3_MAX, apply_penalties, argmax, gelu_mul, mix_experts, norm_heads, route, soft_cap, token_rows
 from kernels.request_state import Admission
@@ -42,6 +43,7 @@ __all__ = [
     "E4M3",
     "E4M3_MAX",
     "SAMPLE_STREAM",
+    "STORED_STEP",
     "Admission",
     "CacheScales",
     "DrafterRows",

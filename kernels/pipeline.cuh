@@ -48,6 +48,15 @@ __device__ __forceinline__ void copy_line(uint32_t target, const void* source, i
                : "memory");
 }
 
+// Sixteen bytes, by this thread.
+__device__ __forceinline__ void copy_piece(uint32_t target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+// At the barrier, once the pieces that this thread has asked for are there.
+__device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // To a block of the cluster, whose barrier is told.
 __device__ __forceinline__ void store_remote(uint32_t address, uint32_t barrier, int rank, const float* v) {
   asm volatile(

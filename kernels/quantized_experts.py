@@ -20,7 +20,7 @@ from kernels.route import ExpertGroups
 BLOCKS = 2
 """To a multiprocessor; of chunks of more than 16 rows one."""
 MAX_EXPANDED_BYTES = 2**30
-MAX_WIDE_MEAN_ROWS = 96
+MAX_WIDE_MEAN_ROWS = 128
 """Rows to an expert on average up to which `wide_quantized_experts.cu` is faster than writing weights out."""
 
 

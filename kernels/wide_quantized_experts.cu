@@ -1,11 +1,11 @@
 // Products of tokens with the experts that they take, whose weights are stored in 8 or 4 bits, at the speed of the stored bytes.
 //
 // A tile is 16 rows of an expert's weights for each of a block's warps but the last, whose mma operands are made of the stored bytes in registers; the rows
-// of a chunk (see expert_groups.cuh) are its columns. The last warp copies to shared memory (bulk copies): one lane the weights, others their scales and
-// zeros, each a row of the chunk, which lie anywhere. As many stages are under way as have room beside the rows of the largest chunk. A warp has all of K
-// for its rows, so that warps never wait for each other, and many of them hide what each waits for. Blocks share all chunks' tiles evenly, neighbouring
-// ones to a block. What shares a scale is summed first, then scaled in float32, in order of K: an output is the same whatever other tokens there are,
-// and however they are chunked.
+// of a chunk (see expert_groups.cuh) are its columns. The last warp copies to shared memory: the weights (bulk tensor copies), their scales and zeros, and
+// the chunk's rows, which lie anywhere. As many stages are under way as have room beside the rows of the largest chunk. A warp has all of K for its rows, so
+// that warps never wait for each other, and many of them hide what each waits for. Blocks share all chunks' tiles evenly, neighbouring ones to a block.
+// What shares a scale is summed first, then scaled in float32, in order of K: an output is the same whatever other tokens there are, and however they
+// are chunked.
 //
 // Like wide_experts.cu's blocks these let the next kernel's in when their last copies are on their way.
 //
@@ -27,7 +27,7 @@ constexpr int rest_of(int rows) { return SCALES * SCALE_BYTES + PARTS * rows * P
 constexpr int ROOM = SHARED - 1024, LEAST_ROWS = ROWS < 16 ? ROWS : 16, MAX_STAGES = ROOM / (CODE_BYTES + rest_of(LEAST_ROWS));
 constexpr int SLOTS = 8;  // chunks of a block that are looked up at once
 static_assert(ROOM / (CODE_BYTES + rest_of(ROWS)) >= 2, "shared memory has no room for two stages");
-static_assert(SCALES * SIDES <= 32 && (ROWS == 8 || ROWS == 16 || ROWS == 32), "a lane copies one of a stage's lines of scales, and one row");
+static_assert(ROWS == 8 || ROWS == 16 || ROWS == 32, "numbers of columns that are known");
 static_assert(CODE_BYTES % 1024 == 0 && UNITS % SPAN == 0, "swizzled lines; whole spans");
 
 // Adds to c what part `part` of 64 stored bytes of sixteen rows makes of the columns that belong to it. words: the bytes as load_fragments has them, of
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const ExpertLists own(lists, max_chunks, num_pairs);
     if (threadIdx.x == 0) {
         prefetch(&codes);
-        for (int s = 0; s < MAX_STAGES; ++s) init_barrier(full + 8 * s, 1), init_barrier(empty + 8 * s, WARPS);
+        for (int s = 0; s < MAX_STAGES; ++s) init_barrier(full + 8 * s, 1 + 32), init_barrier(empty + 8 * s, WARPS);
         publish_barriers();
     }
     // The chunks are older than the kernel ahead where rows of x are what that one makes.
@@ -94,41 +94,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const uint32_t rests = stages + num_stages * CODE_BYTES;  // of a stage scales, zeros, rows of x
 
     if (warp == WARPS) {
-        const int span = lane % SPANS, side = lane / SPANS % SIDES, span_column = span / PARTS * SPAN * UNIT + span % PARTS * row_bytes;
-        const bool is_zero = lane >= SPANS * SIDES;
-        const float* own_scales = (is_zero ? zeros : scales) + side * num_outputs;
-        const uint32_t own_place = (is_zero ? SPANS * SCALE_BYTES : 0) + span * SCALE_BYTES + side * (SCALE_BYTES / 2);
         int4 chunk = chunk_of(first);
+        // All but weights in pieces of 16 bytes: a bulk copy for each line of scales, and row of x, would take longer than the weights.
         const auto copy_weights = [&](int stage, int unit, int step) {
             const uint32_t place = stages + stage * CODE_BYTES, barrier = full + 8 * stage;
-            const int row = unit % num_tiles * OUTPUTS, first_row = chunk.x * N + row, size = min(OUTPUTS, num_outputs - row) * 4;  // size: of the scales that there are
+            const int row = unit % num_tiles * OUTPUTS, first_row = chunk.x * N + row;
             if (lane == 0) {
-                // What other lanes copy may come in before: nobody's wait ends before this lane has said how much there is.
-                arrive_expecting(barrier, CODE_BYTES + SCALES * SIDES * size + chunk.z * PARTS * X_COLUMNS);
+                arrive_expecting(barrier, CODE_BYTES);
                 copy_block(place, &codes, barrier, first_row, step);
                 if constexpr (GATED) copy_block(place + CODE_BYTES / 2, &codes, barrier, first_row + num_outputs, step);
             }
-            if (GROUPED && lane < SCALES * SIDES)
-                copy_line(rests + stage * rest_bytes + own_place, own_scales + size_t((span_column + step * STEP) / group_size) * scale_stride + first_row, size, barrier);
+            constexpr int EACH = SCALE_BYTES / 16;
+#pragma unroll
+            for (int i = 0; i < (SCALES * EACH + 31) / 32; ++i) {
+                const int piece = lane + 32 * i, line = piece / EACH, span = line % SPANS, own_row = piece % EACH * 4;
+                const int side = own_row / OUTPUTS, column = step * STEP + span / PARTS * SPAN * UNIT + span % PARTS * row_bytes;
+                if (line >= SCALES || row + own_row % OUTPUTS >= num_outputs) continue;
+                const float* source = (line < SPANS ? scales : zeros) + size_t(column / group_size) * scale_stride + first_row + side * num_outputs + own_row % OUTPUTS;
+                copy_piece(rests + stage * rest_bytes + piece * 16, source);
+            }
         };
         const int num_early = min(num_stages, num_steps);
         for (int s = 0; s < num_early; ++s) copy_weights(s, first, s);
         if (!GATHER) wait_for_earlier();
-        const Element* source = nullptr;
+        constexpr int PIECES = X_COLUMNS / 16, AT_ONCE = 32 / PIECES;
+        const int slot = lane / PIECES, piece = lane % PIECES;
+        const Element* sources[ROWS / AT_ONCE];
         int stage = 0, parity = 1, num_copied = 0;  // parity: of `empty`, as it was before
         for (int unit = first; unit < end; ++unit) {
             if (unit == first || unit % num_tiles == 0) {
                 chunk = chunk_of(unit);
-                if (lane < chunk.z) source = x + size_t(GATHER ? __ldcg(own.rows + chunk.y + lane) / num_chosen : chunk.y + lane) * x_stride;
+#pragma unroll
+                for (int i = 0; i < ROWS / AT_ONCE; ++i) {
+                    const int place = chunk.y + slot + i * AT_ONCE;
+                    sources[i] = slot + i * AT_ONCE < chunk.z ? x + size_t(GATHER ? __ldcg(own.rows + place) / num_chosen : place) * x_stride + piece * 8 : nullptr;
+                }
             }
             for (int step = 0; step < num_steps; ++step) {
                 await(empty + 8 * stage, parity);
                 if (num_copied++ >= num_early) copy_weights(stage, unit, step);
-                if (lane < chunk.z)
+                const uint32_t place = rests + stage * rest_bytes + SCALES * SCALE_BYTES + slot * PITCH + piece * 16;
 #pragma unroll
-                    for (int part = 0; part < PARTS; ++part)
-                        copy_line(rests + stage * rest_bytes + SCALES * SCALE_BYTES + (part * most_rows + lane) * PITCH, source + part * row_bytes + step * STEP, X_COLUMNS,
-                                  full + 8 * stage);
+                for (int i = 0; i < ROWS / AT_ONCE; ++i)
+                    if (sources[i])
+#pragma unroll
+                        for (int part = 0; part < PARTS; ++part)
+                            copy_piece(place + (part * most_rows + i * AT_ONCE) * PITCH, sources[i] + part * row_bytes + step * STEP);
+                arrive_when_copied(full + 8 * stage);
                 if (++stage == num_stages) stage = 0, parity ^= 1;
             }
         }

@@ -21,7 +21,7 @@ from backend.quantization.dense import DenseLinear, PackedLinear, TransposedLine
 from backend.quantization.experts import stack
 from backend.quantization.quantized_linear import QuantizedLinear
 from backend.quantization.schemes import BLOCK, GROUP
-from backend.quantization.stored import Quantized
+from backend.quantization.stored import Quantized, pad_columns, pad_rows
 from backend.quantization_config import SCHEMES, QuantizationConfig, normalize_quantization, read_quantization
 from kernels import ops
 from kernels.quantized_weight import QuantizedWeight
@@ -217,6 +217,19 @@ def test_what_is_cut_is_what_was_there(kind: str, columns: slice) -> None:
     torch.testing.assert_close(expand(own), expected, rtol=1e-6, atol=1e-6)
     x = torch.randn(3, expected.shape[1], generator=torch.Generator().manual_seed(7))
     torch.testing.assert_close(QuantizedLinear(own)(x), x @ expected.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["one group", "groups", "groups, 8 bits", "groups, zeros", "fp8"])
+def test_what_is_padded_is_zero(kind: str) -> None:
+    """Outputs that are added are zero, inputs that are added take zeros: a gate's and up's, and then down's, change nothing."""
+    stored = quantize(random_weight(), "fp8") if kind == "fp8" else make_stored(kind)
+    plain = stored.expand()
+    taller, wider = pad_rows(stored, 40), pad_columns(stored, 80)
+    assert torch.equal(taller.expand()[: len(plain)], plain) and not taller.expand()[len(plain) :].any()
+    assert torch.equal(wider.expand()[:, : plain.shape[1]], plain)
+    assert wider.pack().num_columns == plain.shape[1] + 80 and wider.pack().order is None
+    x = torch.randn(3, plain.shape[1], generator=torch.Generator().manual_seed(7))
+    torch.testing.assert_close(QuantizedLinear(wider)(F.pad(x, (0, 80))), QuantizedLinear(stored)(x))
 
 
 def test_projections_that_are_stored_differently_are_one() -> None:

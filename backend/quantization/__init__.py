@@ -13,7 +13,8 @@ from backend.quantization.dense import DenseLinear, PackedLinear, TransposedLine
 from backend.quantization.experts import Activation, Experts, QuantizedExperts, SingleExperts, StackedExperts, stack
 from backend.quantization.quantized_linear import JoinedLinear, QuantizedLinear, count_written
 from backend.quantization.schemes import PIECE, quantize
-from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows, join
+from backend.quantization.stored import Quantized, Stored, cut_columns, cut_rows, join, pad_columns, pad_rows
+from kernels import ops
 
 __all__ = [
     "PIECE",
@@ -108,6 +109,17 @@ def make_stored_experts(
             raise ModelError(f"{where}: a GPU serves experts whose projections are all quantized, and alike; use --device cpu")
         return joined[0]
 
+    def missing(down: Quantized) -> int:
+        """Inputs up to whole steps of the kernels, which a rank's share of them may lack."""
+        return -down.codes.shape[1] % (ops.STORED_STEP * (2 if down.bits == 4 else 1))
+
+    def padded(gate_up: Sequence[Stored], down: Quantized) -> Sequence[Stored]:
+        """With as many outputs as `down` has inputs then, all zero."""
+        count = missing(down)
+        return [pad_rows(part, count) if count and isinstance(part, Quantized) else part for part in gate_up]
+
     count = len(experts)
-    into, back = stack((only(own) for own, _ in experts), count, where), stack((only([own]) for _, own in experts), count, where)
+    downs = [only([down]) for _, down in experts]
+    into = stack((only(padded(own, down)) for (own, _), down in zip(experts, downs, strict=True)), count, where)
+    back = stack((pad_columns(down, missing(down)) if missing(down) else down for down in downs), count, where)
     return QuantizedExperts(into, back, count, activation, first, is_silu)

@@ -78,6 +78,23 @@ def _pad_groups(order: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def pad_rows(weight: Quantized, count: int) -> Quantized:
+    """With so many outputs more, which are zero."""
+
+    def pad(part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(count, part.shape[1])])
+
+    codes = pad(weight.codes.view(torch.int8)).view(weight.codes.dtype)
+    return replace(weight, codes=codes, scales=pad(weight.scales), zeros=None if weight.zeros is None else pad(weight.zeros))
+
+
+def pad_columns(weight: Quantized, count: int) -> Quantized:
+    """With so many inputs more, of the last group: for an x that is zero there."""
+    codes = weight.codes.view(torch.int8)
+    codes = torch.cat([codes, codes.new_zeros(len(codes), count)], dim=1).view(weight.codes.dtype)
+    return replace(weight, codes=codes, groups=torch.cat([weight.groups, weight.groups[-1:].expand(count)]))
+
+
 Stored = torch.Tensor | Quantized
 """A weight [out, in] as it is held."""
 

@@ -11,11 +11,13 @@ import torch
 from backend import LLM, SamplingParams
 from backend.errors import ModelError
 from backend.quantization import Quantized, make_stored_experts, quantize
+from backend.quantization.experts import QuantizedExperts
 from kernels import quantized_experts, wide_quantized_experts
 from kernels.activation import silu_mul
 from kernels.quantized import quantized_gated_linear, quantized_linear
 from kernels.quantized_experts import mix_quantized_experts
 from kernels.quantized_weight import QuantizedWeight
+from kernels.route import Routing
 from tests.families import Case, make_model, random_tokens
 from tests.gpu.test_experts import exact, relative_error
 from tests.gpu.test_quantized import exact_weight, make
@@ -129,6 +131,22 @@ def test_experts_that_are_stored_differently(device: torch.device) -> None:
         make_stored_experts(pairs, device, silu_mul, where="layers.0")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="all quantized, and alike"):
         make_stored_experts([([own[0], torch.randn(64, 128, device=device)], own[0])], device, silu_mul, where="layers.0")
+
+
+@pytest.mark.parametrize("scheme", ["wint4", "fp8"])
+@pytest.mark.parametrize("inner", [96, 192, 224])
+def test_a_ranks_share_of_an_experts_inner_size(inner: int, scheme: str, device: torch.device) -> None:
+    """What is no whole number of steps is padded, so that stored weights are read all the same."""
+    count, hidden, num_tokens = 5, 128, 20
+    plain = [[torch.randn(*shape, device=device) / 12 for shape in ((inner, hidden), (inner, hidden), (hidden, inner))] for _ in range(count)]
+    own = [[quantize(weight, scheme) for weight in weights] for weights in plain]
+    pairs: list[tuple[list[Quantized | torch.Tensor], Quantized | torch.Tensor]] = [([gate, up], down) for gate, up, down in own]
+    made = make_stored_experts(pairs, device, silu_mul, is_silu=True)  # type: ignore[arg-type]
+    assert isinstance(made, QuantizedExperts) and wide_quantized_experts.is_wide(made._gate_up, made._down, count, BF16)
+    x, (experts, weights) = torch.randn(num_tokens, hidden, device=device).to(BF16), choose(num_tokens, count, 2, device)
+    into = torch.stack([torch.cat([gate.expand(), up.expand()]) for gate, up, _ in own]).double()
+    expected = exact(x, experts, weights, into, torch.stack([down.expand() for _, _, down in own]).double(), range(count))
+    assert relative_error(made(Routing(x, experts, weights)), expected) < 8e-3
 
 
 @pytest.mark.parametrize("scheme", ["wint4", "wint8", "fp8"])
