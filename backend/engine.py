@@ -129,6 +129,11 @@ class Engine:
         return self._under_way.num_finished
 
     @property
+    def has_steps_under_way(self) -> bool:
+        """The device has something to do while this thread waits."""
+        return bool(self._under_way)
+
+    @property
     def precedence(self) -> Precedence:
         """Of steps that are launched, over what else this process does."""
         return self._launching.precedence

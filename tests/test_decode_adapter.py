@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,9 +240,81 @@ def test_a_response_that_cannot_be_made_is_an_error(adapter, model, monkeypatch)
     assert_idle(model)
 
 
+class SlowSender(Sender):
+    """The server takes as long as it is not opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.opened = threading.Event(), threading.Event()
+
+    def send(self, response: Any, flags: int = 0) -> None:
+        self.begun.set()
+        assert self.opened.wait(60)
+        super().send(response, flags)
+
+
+def test_the_engine_waits_until_a_first_token_is_on_its_way(adapter, monkeypatch):
+    """Not until the server has it, nor where the sender has other work, nor for a token that is kept for an answer that comes whole."""
+    from backend.adapters import responses
+    from backend.adapters.exchange import Exchange
+    from backend.core import Delta
+
+    monkeypatch.setattr(responses, "FIRST_SECONDS", 60.0)
+    nothing = lambda *_: None  # noqa: E731
+    thread = responses.ResponseThread(SimpleNamespace(num_responses=0), nothing, nothing, nothing, nothing)
+    wait, waits = thread._is_begun.wait, []
+    monkeypatch.setattr(thread._is_begun, "wait", lambda seconds: waits.append(wait(seconds)))
+    slow, sender = SlowSender(), Sender()
+
+    def put_first(exchange: Exchange) -> None:
+        thread.put_first([(exchange, Delta("a", 0, [5], "x", ["target"], num_output_tokens=1))])
+
+    thread.start()
+    wait_until(lambda: thread._is_idle)
+    put_first(Exchange(slow))
+    assert waits == [True] and slow.begun.is_set() and not slow.responses
+    put_first(Exchange(sender))
+    assert waits == [True] and not sender.responses
+    slow.opened.set()
+    wait_until(lambda: sender.responses and thread._is_idle)
+    put_first(Exchange(sender, is_streamed=False))
+    thread.stop(60)
+    assert waits == [True, True] and len(slow.responses) == len(sender.responses) == 1
+
+
+def test_which_steps_wait_for_a_first_token(adapter):
+    """Those of a request that is alone, while another step is under way."""
+    from backend.core import Delta
+
+    first, later, end = Delta("a", 0, [5], num_output_tokens=1), Delta("b", 0, [5], num_output_tokens=9), Delta("c", 0, finish_reason="stop")
+    put: list[tuple[str, int]] = []
+    model = adapter.TritonPythonModel()
+    model._responses = SimpleNamespace(put=lambda news: put.append(("put", len(news))), put_first=lambda news: put.append(("first", len(news))))
+    cases = [(True, 1, [first]), (False, 1, [first]), (True, 2, [first]), (True, 2, [first, later]), (True, 1, [later]), (True, 1, [end])]
+    for is_ahead, num_open, deltas in [*cases, (True, 1, [])]:
+        model._engine, model._made = SimpleNamespace(has_steps_under_way=is_ahead), [(None, delta) for delta in deltas]
+        model._exchanges = set(range(num_open))
+        model._hand_over()
+        assert not model._made
+    assert put == [("first", 1), ("put", 1), ("put", 1), ("put", 2), ("put", 1), ("put", 1)]
+
+
+def test_counts_are_told_when_no_step_is_launched(model, monkeypatch):
+    """Each call into the server keeps Python's lock."""
+    from backend.adapters.metrics import MetricsPublisher, pb_utils
+
+    log, own = [], threading.current_thread()
+    for name in ("increment", "set"):
+        monkeypatch.setattr(pb_utils.MetricFamily, name, lambda *_: threading.current_thread() is own and log.append("told"))
+    monkeypatch.setattr(model._engine.precedence, "give_way", lambda: threading.current_thread() is own and log.append("way"))
+    MetricsPublisher(model._engine, "decode").publish()
+    assert log and log == ["way", "told"] * (len(log) // 2)
+
+
 @pytest.mark.parametrize("text", [" x", "", "x" * 100, "\ud800"])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_tensors_that_are_kept_say_what_new_ones_say(adapter, monkeypatch, text, count):
+@pytest.mark.parametrize("num_before", [0, 6])
+def test_tensors_that_are_kept_say_what_new_ones_say(adapter, monkeypatch, text, count, num_before):
     from backend.adapters import request_io
     from backend.core import Delta
 
@@ -249,7 +322,8 @@ def test_tensors_that_are_kept_say_what_new_ones_say(adapter, monkeypatch, text,
         return {t.name(): (t.as_numpy().dtype, t.as_numpy().tolist()) for t in request_io.Answer([delta]).tensors()}
 
     def make(index: int) -> Delta:
-        return Delta("a", index, list(range(count)), text, ["target"] * count, num_output_tokens=9)
+        prompt = {"num_prompt_tokens": 7 + index, "num_cached_tokens": 2, "begins_thinking": index == 1}
+        return Delta("a", index, list(range(count)), text, ["target"] * count, num_output_tokens=num_before + count, **prompt)
 
     kept = [values(make(index)) for index in (0, 1, 0)]
     monkeypatch.setattr(request_io, "_plain_tensors", lambda delta: None)

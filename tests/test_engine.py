@@ -672,7 +672,7 @@ def test_what_comes_while_the_last_step_is_under_way_is_seen_to(llm_ahead, monke
 
     monkeypatch.setattr(engine.worker, "go_on", launch)
     engine.submit("a", greedy(1), deltas.append, request_id="first")
-    assert engine.step() and launched == [0]
+    assert engine.step() and launched == [0] and engine.has_steps_under_way
     waiting = threading.Thread(target=engine.step)  # which has nothing to launch
     waiting.start()
     assert asked.wait(30), "it does not wait"
@@ -683,7 +683,7 @@ def test_what_comes_while_the_last_step_is_under_way_is_seen_to(llm_ahead, monke
     under_way.set()
     while engine.step():
         pass
-    assert [d.request_id for d in deltas] == ["first", "second"] and all(d.is_final for d in deltas)
+    assert [d.request_id for d in deltas] == ["first", "second"] and all(d.is_final for d in deltas) and not engine.has_steps_under_way
     under_way.clear()
     told = threading.Event()
     monkeypatch.setattr(engine, "after_deltas", lambda: len(deltas) == 3 and told.set())

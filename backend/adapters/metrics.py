@@ -161,6 +161,7 @@ class MetricsPublisher:
     def _count(self, name: str, text: str, value: float, **labels: str) -> None:
         metric, key = self._metric(name, text, pb_utils.MetricFamily.COUNTER, labels)
         if (more := value - self._published.get(key, 0.0)) > 0:
+            self._engine.precedence.give_way()
             metric.increment(more)
             self._published[key] = value
             time.sleep(PAUSE_SECONDS)
@@ -168,6 +169,7 @@ class MetricsPublisher:
     def _gauge(self, name: str, text: str, value: float) -> None:
         metric, key = self._metric(name, text, pb_utils.MetricFamily.GAUGE, {})
         if self._published.get(key) != value:
+            self._engine.precedence.give_way()
             metric.set(value)
             self._published[key] = value
             time.sleep(PAUSE_SECONDS)

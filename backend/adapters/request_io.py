@@ -294,14 +294,8 @@ class Answer:
                 for d in deltas
             ]
             logprobs = json.dumps(parts[0] if len(parts) == 1 else parts)
-        if is_final or (len(deltas) == 1 and _is_first(deltas[0])):
-            counts_of = {
-                "prompt_tokens": deltas[0].num_prompt_tokens,
-                "cached_tokens": sum(d.num_cached_tokens for d in deltas),
-                "completion_tokens": sum(d.num_output_tokens for d in deltas),
-                "reasoning_tokens": sum(d.num_thought_tokens for d in deltas),
-            }
-            usage = json.dumps({**counts_of, "begins_thinking": True} if deltas[0].begins_thinking else counts_of)
+        if is_final or (len(deltas) == 1 and is_first(deltas[0])):
+            usage = _usage(deltas)
         if is_final:
             parts_stats = [d.stats.as_dict() for d in deltas if d.stats is not None]
             statistics = json.dumps(parts_stats[0] if len(parts_stats) == 1 else parts_stats)
@@ -318,20 +312,37 @@ class Answer:
         ]
 
 
-def _is_first(delta: Delta) -> bool:
+def is_first(delta: Delta) -> bool:
+    """Whether it has a completion's first token."""
     return 0 < len(delta.token_ids) == delta.num_output_tokens
 
 
+def _usage(deltas: list[Delta]) -> str:
+    counts_of = {
+        "prompt_tokens": deltas[0].num_prompt_tokens,
+        "cached_tokens": sum(d.num_cached_tokens for d in deltas),
+        "completion_tokens": sum(d.num_output_tokens for d in deltas),
+        "reasoning_tokens": sum(d.num_thought_tokens for d in deltas),
+    }
+    return json.dumps({**counts_of, "begins_thinking": True} if deltas[0].begins_thinking else counts_of)
+
+
 def _plain_tensors(delta: Delta) -> list[Any] | None:
-    """Of what most responses are, tokens in the middle of one completion; None: it is more than that."""
-    if delta.finish_reason is not None or delta.logprobs is not None or delta.prompt_token_ids is not None or _is_first(delta):
+    """Of what most responses are, tokens of one completion that does not end with them; None: it is more than that."""
+    if delta.finish_reason is not None or delta.logprobs is not None or delta.prompt_token_ids is not None:
         return None
+    finish_reason, logprobs, usage, speculation = _no_details()
+    if is_first(delta):
+        usage = _string("usage", _usage([delta]))
     token_ids, text = delta.token_ids, delta.text
     return [
         _kept_string("text_output", text) if len(text) <= MAX_KEPT_CHARACTERS else _strings("text_output", [text]),
         _kept_integer("output_ids", token_ids[0]) if len(token_ids) == 1 else _integers("output_ids", token_ids),
         _kept_sources(tuple(delta.sources)),
-        *_no_details(),
+        finish_reason,
+        logprobs,
+        usage,
+        speculation,
         _kept_integer("index", delta.index),
         _kept_integer("num_tokens", len(token_ids)),
     ]

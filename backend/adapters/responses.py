@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 KEEP_ALIVE_SECONDS = 1.5
 """A streamed request that has nothing to say for this long gets an empty response, so that a client can tell waiting from dead."""
+FIRST_SECONDS = 0.001
+"""For which a first token's response is waited for: a step that is under way takes longer, and the next one is launched in time."""
 LOOK_SECONDS = 0.05
 """Between looks whether the client of a request that sends is still there: each is a round trip to the server, of some 50 us."""
 
@@ -50,6 +52,10 @@ class ResponseThread:
         self._give_way = give_way
         self._outbox: queue.SimpleQueue[list[News] | None] = queue.SimpleQueue()
         self._held: list[tuple[Exchange, Answer]] = []  # what waits for other requests' ends
+        self._is_idle = False
+        self._is_awaited = False
+        self._is_begun = threading.Event()
+        """What was awaited is on its way to the server."""
         self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
 
     def start(self) -> None:
@@ -58,6 +64,22 @@ class ResponseThread:
     def put(self, news: list[News]) -> None:
         """From any thread; sent in the order in which they came."""
         self._outbox.put(news)
+
+    def put_first(self, news: list[News]) -> None:
+        """As `put`, by the engine's thread, which waits until a response is on its way, where nothing else is to be sent: else the sender wakes when
+        the next step has been planned, and gives way to its launch (0.3 to 0.7 ms, measured with a device's times put in the place of the CPU's)."""
+        if not self._is_idle:
+            self.put(news)
+            return
+        self._is_begun.clear()
+        self._is_awaited = True
+        self.put(news)
+        self._is_begun.wait(FIRST_SECONDS)
+        self._is_awaited = False
+
+    def _note_begun(self) -> None:
+        if self._is_awaited:
+            self._is_begun.set()
 
     def stop(self, timeout: float) -> None:
         """Sends what was put before, waiting so many seconds for it."""
@@ -68,7 +90,9 @@ class ResponseThread:
         """Sends what the others made, one response per request and step; steps that piled up meanwhile go together."""
         is_open = True
         while is_open:
+            self._is_idle = True
             groups = [self._outbox.get()]
+            self._is_idle = False
             while not self._outbox.empty():
                 groups.append(self._outbox.get())
             is_open = None not in groups
@@ -82,6 +106,7 @@ class ResponseThread:
                     found[1].add(delta)
             for exchange, answer in merged.values():
                 self._send_safely(exchange, answer)
+            self._note_begun()  # or there was nothing to send of it: its answer comes whole
             held, self._held = self._held, []
             for exchange, answer in held:
                 self._send_safely(exchange, answer)
@@ -137,6 +162,7 @@ class ResponseThread:
         if is_last:
             self._send_final(exchange, response)
         else:
+            self._note_begun()
             exchange.sender.send(response)
             self._look(exchange, now)
 
@@ -161,6 +187,7 @@ class ResponseThread:
 
     def _send_final(self, exchange: Exchange, response: Any) -> None:
         exchange.is_closed = True
+        self._note_begun()
         exchange.sender.send(response, flags=FINAL)
         self._close(exchange)
 
