@@ -86,7 +86,6 @@ def compare(name: str, counts: list[int], device: torch.device, codes: str | Non
             with contextlib.ExitStack() as patches:
                 patches.enter_context(mock.patch.object(wide_experts, "MIN_TOKENS", fewest))
                 patches.enter_context(mock.patch.multiple(experts, **limits))
-                patches.enter_context(mock.patch.object(quantized_experts, "MAX_WIDE_MEAN_ROWS", largest))
                 if kind == "few":
                     patches.enter_context(mock.patch.object(wide_quantized_experts, "is_wide", lambda *_: False))
                 routings = route()

@@ -72,7 +72,7 @@ def choose_groups(
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or not num_tokens:
         return None
     is_wide = sizes is not None and wide_experts.is_wide(num_tokens, *sizes, dtype, device)
-    if is_many(num_tokens, num_chosen, num_own, _most_mean(is_wide)) or gpu_of(device).block_memory < LEAST_SHARED[8] + STATIC_SHARED:
+    if is_many(num_tokens, num_chosen, num_own, most_mean_rows(is_wide)) or gpu_of(device).block_memory < LEAST_SHARED[8] + STATIC_SHARED:
         return None
     return make_groups(num_tokens, num_chosen, first, num_own, dtype, device, _rows(is_wide))
 
@@ -97,7 +97,8 @@ def _rows(is_wide: bool) -> tuple[int, int] | None:
     return (wide_experts.LEAST_ROWS, wide_experts.MOST_ROWS) if is_wide else None
 
 
-def _most_mean(is_wide: bool) -> int:
+def most_mean_rows(is_wide: bool) -> int:
+    """Up to which kernels that take pairs in chunks are faster than the grouped product, of stored weights, too. is_wide: those of Hopper."""
     return MAX_WIDE_MEAN_ROWS if is_wide else MAX_MEAN_ROWS
 
 
@@ -133,7 +134,7 @@ def mix_experts(
         return made if residual is None else residual.add_(made)
     num_chosen = experts.shape[1]
     is_wide = wide_experts.is_wide(num_tokens, hidden, inner, x.dtype, x.device)
-    if is_many(num_tokens, num_chosen, num_own, _most_mean(is_wide)) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
+    if is_many(num_tokens, num_chosen, num_own, most_mean_rows(is_wide)) and x.dtype == torch.bfloat16 and gpu_of(x.device).generation == 9:
         made, places = multiply_sorted(x, experts, lambda: gate_up, lambda: down, num_own, activation, is_silu, first)
     elif num_tokens * num_chosen > MAX_PAIRS:
         half = num_tokens // 2

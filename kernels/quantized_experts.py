@@ -20,8 +20,6 @@ from kernels.route import ExpertGroups
 BLOCKS = 2
 """To a multiprocessor; of chunks of more than 16 rows one."""
 MAX_EXPANDED_BYTES = 2**30
-MAX_WIDE_MEAN_ROWS = 128
-"""Rows to an expert on average up to which `wide_quantized_experts.cu` is faster than writing weights out."""
 
 
 def choose_quantized_groups(
@@ -30,7 +28,7 @@ def choose_quantized_groups(
     """As `experts.choose_groups`, for `mix_quantized_experts`."""
     device = down.codes.device
     if device.type == "cuda" and num_tokens and wide_quantized_experts.is_wide(gate_up, down, num_own, dtype):
-        if is_many(num_tokens, num_chosen, num_own, MAX_WIDE_MEAN_ROWS):
+        if is_many(num_tokens, num_chosen, num_own, plain.most_mean_rows(True)):
             return None
         return make_groups(num_tokens, num_chosen, first, num_own, dtype, device, wide_quantized_experts.choose_rows(num_tokens))
     return plain.choose_groups(num_tokens, num_chosen, first, num_own, dtype, device)
@@ -57,7 +55,7 @@ def mix_quantized_experts(
     num_chosen = experts.shape[1]
     is_wide = x.is_cuda and wide_quantized_experts.is_wide(gate_up, down, num_own, x.dtype)
     is_read = is_wide or _is_skinny(x, gate_up, down, hidden, inner)
-    most_mean = MAX_WIDE_MEAN_ROWS if is_wide else plain.MAX_MEAN_ROWS
+    most_mean = plain.most_mean_rows(is_wide)
     if _is_written(x, gate_up, down, hidden, inner) and (not is_read or is_many(num_tokens, num_chosen, num_own, most_mean)):
         made, places = multiply_sorted(
             x,

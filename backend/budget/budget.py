@@ -20,9 +20,10 @@ from dataclasses import replace
 from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own, as_promise
-from backend.budget.learning import OWN_SMOOTHING, Learning
-from backend.budget.limits import FEW, Group, Limits
+from backend.budget.learning import OWN_SMOOTHING, Learning, listen_every
+from backend.budget.limits import Group, Limits
 from backend.budget.padded import PaddedStep, PaddedTimes
+from backend.budget.preference import Preference
 from backend.budget.prices import Prices
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival
@@ -43,18 +44,10 @@ TRY_EVERY = 32
 """Steps of a request between trials of a lookup that hardly matches, and of the model alone."""
 NOTHING = float("-inf")
 """What no drafts are worth beside others: how many of those are verified, if any, is seen with all requests together."""
-SURE = 0.8
-"""Share of steps with such a promise in which a lookup was preferred, from which on the model is not asked by requests with fixed counts
-either: its drafts would be left aside."""
-ALONE_SMOOTHING = 0.1
-"""Share of the newest step in how often a lookup is preferred to the model, by what lookups promised in the step before, once there were some."""
 RECOVERY = 0.05
 """Of a request that the model is not asked for: how far what its drafts are held to be worth goes back to what they are worth for all."""
 ALONE_EVERY = 8
 """Steps of a request for which a score from which its lookup drafts alone is kept, where the device is not to wait for Python."""
-LISTEN_EVERY, LISTEN_OFTEN, MAX_OFTEN = 4, 2, 24
-"""Steps between two times that a lookup of the host is asked though nobody waits for it, of few requests and of many, for which one of them speaks;
-and how many requests' steps it speaks for at most."""
 
 
 class DraftBudget:
@@ -80,7 +73,7 @@ class DraftBudget:
         self._next_draft_seconds = 0.0
         self._num_requests = 1
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
-        self._alone: dict[int, tuple[float, int]] = {}  # by promise; of so many steps, one of them a prior
+        self._preference = Preference()
         self.predicted = self._learning.predicted
         """Drafts that were expected to be accepted, of those that were verified, by method."""
         self.chosen = self._learning.chosen
@@ -200,7 +193,7 @@ class DraftBudget:
             beside = max(range(1, len(worth)), key=lambda number: worth[number], default=0)
             own.note_beside(self._prices.count_worth(survivals[beside] if beside else ()), OWN_SMOOTHING)
         if own.ability.num_model and not own.ability.is_remote:
-            self._note_promise(own, as_promise(worth[1:]), best > 0)
+            self._preference.note(own, as_promise(worth[1:]), best > 0)
         return best
 
     def foresee(self, request: Request, chains: Sequence[Chain]) -> None:
@@ -210,16 +203,6 @@ class DraftBudget:
     def _worth(self, request: Request, chain: Chain) -> float:
         """What drafts bring beyond their cost, in tokens."""
         return self._prices.worth(self._survival.survivals(request.request_id, chain))
-
-    def _note_promise(self, own: Own, promise: int, is_alone: bool) -> None:
-        """How often a lookup comes to be preferred says whether the model should be asked, by what lookups promised a step earlier."""
-        if own.was_asked:
-            before, count = self._alone.get(own.promised, (0.0, 1))
-            self._alone[own.promised] = before + max(ALONE_SMOOTHING, 1 / (count + 1)) * (is_alone - before), count + 1
-        own.promised = promise
-
-    def _share_alone(self, own: Own) -> float:
-        return self._alone.get(own.promised, (0.0, 0))[0]
 
     def asks_model(self, request: Request, chains: Sequence[Chain]) -> bool:
         """Whether a model drafter that can be asked now is worth its time beside other drafts of the request."""
@@ -244,14 +227,13 @@ class DraftBudget:
         """Whether lookups of the host are to be asked for one request that does not wait for them, to see what they would bring."""
         if self._padded is None or self._applied is None or self._waits:
             return False
-        return self._steps % (LISTEN_EVERY if self._num_requests <= FEW else LISTEN_OFTEN) == 0
+        return self._steps % listen_every(self._num_requests) == 0
 
     def note_listened(self, request: Request, num_drafts: int, right: int) -> None:
         """What lookups of the host would have brought a request that did not wait for them."""
         own = self._of(request)
         if self._padded is not None and own.ability.may_wait and not self._waits:
-            often = (LISTEN_EVERY if self._num_requests <= FEW else LISTEN_OFTEN) * self._num_requests
-            self._learning.note_listened(request, own, num_drafts, right, min(often, MAX_OFTEN))
+            self._learning.note_listened(request, own, num_drafts, right, self._num_requests)
 
     def allot(
         self, requests: Sequence[Request], chains: Sequence[Chain], num_drawn: Sequence[int], num_rows: int, parents: Sequence[Sequence[int]] = ()
@@ -296,9 +278,9 @@ class DraftBudget:
             if not self._is_exact or request.num_steps_ahead:
                 count = min(count, self.limit(request)) if self._asks_all(request) else 0
             elif request.request_id not in self._explorers and self._costs.is_known:
-                is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._share_alone(own)) > 0
+                is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._preference.share(own)) > 0
                 count = count if is_worth else 0
-        elif count and own.ability.has_host and self._share_alone(own) > SURE:
+        elif count and own.ability.has_host and self._preference.is_sure(own):
             own.num_steps += 1
             count = count if own.num_steps % TRY_EVERY == 0 else 0
         own.was_asked = count > 0
@@ -326,7 +308,7 @@ class DraftBudget:
             return False
         if own.is_paced and self._applied is not None and not request.is_prefill_only:
             return self.limit(request) > 0 and self._asks_all(request)
-        return not (own.ability.has_host and self._share_alone(own) > SURE) or (own.num_steps + 1) % TRY_EVERY == 0
+        return not (own.ability.has_host and self._preference.is_sure(own)) or (own.num_steps + 1) % TRY_EVERY == 0
 
     def num_lookup(self, request: Request) -> int:
         """Drafts that the step's own lookup makes, or lengthens the model's to, at most."""

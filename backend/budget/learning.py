@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from backend.budget.forecast import Forecast, Kind
 from backend.budget.known import MAX_SCORE, Means, Own
+from backend.budget.limits import FEW
 from backend.budget.padded import PaddedStep
 from backend.budget.prices import SMOOTHING, Prices
 from backend.budget.survival import Survival, by_match
@@ -17,7 +18,14 @@ OWN_SMOOTHING = 0.1
 """Share of the newest step in the means of one request, which begin where those of all are."""
 MANY = 16
 """Requests that learn from each step where the device is not to wait for Python: of more, as many in turn, each for others like it."""
+LISTEN_EVERY, LISTEN_OFTEN, MAX_OFTEN = 4, 2, 24
+"""Steps between two times that a lookup of the host is asked though nobody waits for it, of few requests and of many, for which one of them speaks;
+and how many requests' steps it speaks for at most."""
 DRAFTS = tuple(float(n) for n in range(17))
+
+
+def listen_every(num_requests: int) -> int:
+    return LISTEN_EVERY if num_requests <= FEW else LISTEN_OFTEN
 
 
 class Learning:
@@ -79,14 +87,14 @@ class Learning:
 
     def _learn_exact(self, own: Own, chain: Chain, num_accepted: int, has_model: bool, tree: Branches | None) -> None:
         if not own.ability.model:
-            own.means.note_lookup(num_accepted, OWN_SMOOTHING)
-            self.means[own.kind].note_lookup(num_accepted, SMOOTHING)
+            for means, share in self._shares(own):
+                means.note_lookup(num_accepted, share)
         elif has_model:
             made = [evidence for evidence in chain if evidence.source == own.ability.model]
             right = min(num_accepted, len(made))
             self._prices.note_model(right, made if tree is None else (), len(chain) - own.beside.rows)
-            for means, share_of_step in ((own.means, OWN_SMOOTHING), (self.means[own.kind], SMOOTHING)):
-                means.note_model(right, num_accepted - own.beside.tokens, share_of_step)
+            for means, share in self._shares(own):
+                means.note_model(right, num_accepted - own.beside.tokens, share)
 
     def _learn_lookup(self, request: Request, own: Own, num_accepted: int, is_asked: bool, matched: int, often: int) -> None:
         """What the step's lookup alone brings, or would have brought: how long its match was says that too where the model was asked."""
@@ -144,8 +152,9 @@ class Learning:
             self._survival.learn(request.request_id, chain, right, is_own=False)
         return [(len(chain), right) for chain, right in settled]
 
-    def note_listened(self, request: Request, own: Own, num_drafts: int, right: int, often: int) -> None:
-        """What lookups of the host would have brought a request that did not wait for them. often: steps for which this one was looked at."""
+    def note_listened(self, request: Request, own: Own, num_drafts: int, right: int, num_requests: int) -> None:
+        """What lookups of the host would have brought a request that did not wait for them: one of so many."""
+        often = min(listen_every(num_requests) * num_requests, MAX_OFTEN)
         kind, count = own.kind._replace(has_model=False, has_host=True), request.speculation.num_speculative_tokens
         self._forecast.add_expected(kind, count, [float(place < right) for place in range(num_drafts)], often)
         self.note_host(own, right, often)
