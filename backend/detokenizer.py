@@ -205,9 +205,12 @@ class Detokenizer:
         """The same of several tokens."""
         if not self._is_streamed or self._strip is not None:
             return "".join([self.push(token_id) for token_id in token_ids])
-        known, find = self._pieces, self._decoding.piece
-        pieces = [known[token_id] if token_id in known else find(token_id) for token_id in token_ids]
-        return self._joiner.extend([piece for piece in pieces if piece is not None])
+        known = self._pieces
+        try:
+            pieces = [piece for token_id in token_ids if (piece := known[token_id]) is not None]
+        except KeyError:  # one that did not come before
+            pieces = [piece for token_id in token_ids if (piece := self._decoding.piece(token_id)) is not None]
+        return self._joiner.extend(pieces)
 
     @property
     def num_held(self) -> int:

@@ -38,12 +38,9 @@ class OpenRequest:
 
     def read(self, token_ids: list[int]) -> tuple[list[int], str, bool]:
         """The tokens up to a stop string, their text, and whether there is one."""
-        first, min_tokens = self.request.num_output_tokens, self.request.params.min_tokens
-        if len(token_ids) == 1 and self.thought.is_over:  # as most steps have it
-            return token_ids, *self.stream.append(token_ids[0], first >= min_tokens)
-        if self.thought.is_over and not self.stream.has_stop:
+        if self.thought.is_over and not self.stream.has_stop:  # as most steps have it
             return token_ids, self.stream.extend(token_ids), False
-        text = ""
+        text, first, min_tokens = "", self.request.num_output_tokens, self.request.params.min_tokens
         for count, token_id in enumerate(token_ids, 1):
             if not self.thought.is_over:
                 self.thought.push(token_id)

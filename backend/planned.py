@@ -42,8 +42,10 @@ class Drafted:
     """What the model drafter says of its own, once the step was read."""
     parents: list[int] = field(default_factory=list)
     """Of a tree's drafts that have chances, the number of the one before each; -1: the newest token."""
+    num_model: int = 0
+    """Leading ones that the model drafter made."""
     has_model: bool = False
-    """The model drafter made the first ones, as far as the host knew."""
+    """It made the first ones, as far as the host knew when their step was planned."""
     is_beside: bool = False
     """The model drafter was asked for some too, in the place of which the host's may have come."""
 
@@ -56,9 +58,9 @@ class Drafted:
         """What the step reports. A model that stopped early made fewer drafts than it was asked for, and the lookup went on from there; chances: of
         those that it made; None: the step does not say."""
         self.score, self.chances = score, chances or []
-        for place in range(len(self.sources) if chances is None else len(chances), len(self.sources)):
-            if self.sources[place] == model_name:
-                self.sources[place] = lookup_name
+        if chances is not None and len(chances) < self.num_model:
+            self.num_model = len(chances)
+            self.sources[self.num_model :] = [lookup_name if own == model_name else own for own in self.sources[self.num_model :]]
 
     def who(self, count: int, lookup_name: str) -> list[str]:
         if self.is_alone:
@@ -74,7 +76,7 @@ class Drafted:
         if self.parents:
             return by_branch(model_name, self.chances[:count], self.parents[:count])
         sources = self.sources[:count]
-        num_model = count_model(sources, model_name)
+        num_model = min(self.num_model, len(sources))
         num_longer = len(sources) - num_model
         if (len(self.chances) < num_model or not num_model) and sources.count(lookup_name) == num_longer:  # as on a GPU
             return judge_places(model_name, num_model, lookup_name, num_longer)

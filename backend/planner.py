@@ -15,7 +15,7 @@ from backend.core import NEVER, Batch, Branches, HandOff, Outcome, Request, Sche
 from backend.drafters import Drafters
 from backend.grammar import SOURCE
 from backend.pages import SeenPages
-from backend.planned import Drafted, Known, PlannedStep, count_model, follow
+from backend.planned import Drafted, Known, PlannedStep, follow
 from backend.prefixes import find_shared
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.speculative_config import SpeculativeConfig
@@ -232,7 +232,7 @@ class Planner:
             plan.has_lookup = True
             plan.has_lookup_alone |= alone < NEVER
         made = [self._drafters.model_name] * model_limit + [self._drafters.lookup_name] * (lookup_limit - model_limit)
-        known.drafted = Drafted(made, alone)
+        known.drafted = Drafted(made, alone, num_model=model_limit)
         step.verified.append(verified)
         step.made.append(known.drafted)
         first, count = (entry.begin, entry.num_tokens) if is_prompt else (-1, 1)
@@ -249,7 +249,7 @@ class Planner:
     def _cut(drafted: Drafted, count: int) -> None:
         """Leaves the first drafts."""
         if len(drafted.sources) > count:
-            drafted.sources = drafted.sources[:count]
+            drafted.sources, drafted.num_model = drafted.sources[:count], min(drafted.num_model, count)
             drafted.token_ids = None if drafted.token_ids is None else drafted.token_ids[:count]
 
     def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, num_model: int) -> tuple[int, int]:
@@ -370,9 +370,7 @@ class Planner:
                 continue
             count = 0
             if not made.is_alone and (outcome.next_drafts or not self._is_exact):
-                count = count_model(made.sources, model)
-                if outcome.next_drafts:
-                    count = min(count, len(outcome.next_drafts))
+                count = min(made.num_model, len(outcome.next_drafts)) if outcome.next_drafts else made.num_model
             if not made.sources and verified.evidence is not None:
                 count = sum(evidence.source == model for evidence in verified.evidence)  # of one that is asked by the host
             most, number = max(most, count), number + (count > 0)

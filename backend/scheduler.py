@@ -31,7 +31,9 @@ def cut_at_end(request: Request, token_ids: Sequence[int], max_model_len: int) -
         for count, token_id in enumerate(token_ids[:room], 1):
             if token_id in request.stop_ids and num_before + count > params.min_tokens:
                 return list(token_ids[:count]), "stop"
-    return list(token_ids[:room]), "length" if len(token_ids) >= room else None
+    if len(token_ids) < room:
+        return list(token_ids), None
+    return list(token_ids[:room]), "length"
 
 
 class Scheduler:

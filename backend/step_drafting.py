@@ -79,7 +79,7 @@ class StepDrafting:
             own, token_ids, sources, probs = known[id(entry)], draft.token_ids[b], list(draft.sources[b]), draft.probs.get(b)
             num_model = self.count_model(sources)
             is_asked = bool(own.drafted.sources) and own.drafted.sources[0] == self._drafters.model_name
-            own.drafted = Drafted(sources, evidence=draft.evidence[b], is_beside=is_asked)
+            own.drafted = Drafted(sources, evidence=draft.evidence[b], num_model=num_model, is_beside=is_asked)
             if entry.request.grammar is not None:
                 num_drawn = num_model if own.place.has_model else 0 if probs is None else len(probs)
                 token_ids, own.drafted, num_drawn = self._fit(entry, own, token_ids, num_drawn)
@@ -115,7 +115,7 @@ class StepDrafting:
         limit = min(entry.max_drafts, self._max_masked_drafts)
         num_drawn = num_drawn if known.options & Options.REJECTION else 0
         fitted, sources, num_drawn = fit_drafts(entry.request.grammar, token_ids, sources, num_drawn, limit, self._drafts_forced)
-        return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted), num_drawn
+        return fitted, Drafted(sources, known.drafted.alone_score, known.drafted.score, fitted, num_model=self.count_model(sources)), num_drawn
 
     def count_model(self, sources: Sequence[str]) -> int:
         """Leading drafts that the model drafter made."""
@@ -142,10 +142,12 @@ class StepDrafting:
         if known.place.host:
             if known.place.has_model:
                 sources = hand_off.sources[: len(token_ids)]
-                chain = Drafted(sources).judge(len(token_ids), self._drafters.model_name, self._drafters.lookup_name)
+                drafted = Drafted(sources, num_model=self.count_model(sources))
+                chain = drafted.judge(len(token_ids), self._drafters.model_name, self._drafters.lookup_name)
                 self._drafters.put_step_drafts(entry.request, token_ids, sources, chain)
             return
-        known.drafted = Drafted(hand_off.sources[: len(token_ids)], token_ids=token_ids)
+        sources = hand_off.sources[: len(token_ids)]
+        known.drafted = Drafted(sources, token_ids=token_ids, num_model=self.count_model(sources))
         if entry.request.grammar is not None:  # the other node may have drafted without it, as a GPU does
             token_ids, known.drafted, _ = self._fit(entry, known, token_ids, self.count_model(known.drafted.sources))
         self._put_drafts(step.plan, known, token_ids)

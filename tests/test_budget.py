@@ -439,7 +439,7 @@ def test_how_likely_drafts_stand_is_learned_from_what_the_model_says_of_them() -
 
 def test_drafts_behind_a_model_that_stopped_early_are_the_lookups() -> None:
     def made() -> Drafted:
-        return Drafted(["mtp"] * 5 + ["ngram"] * 3)
+        return Drafted(["mtp"] * 5 + ["ngram"] * 3, num_model=5)
 
     early, whole, unknown, nothing = made(), made(), made(), made()
     early.note(0, [0.9, 0.4], "mtp", "ngram")

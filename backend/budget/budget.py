@@ -20,7 +20,7 @@ from dataclasses import replace
 from backend.budget.costs import CostClass, StepCosts
 from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own, as_promise
-from backend.budget.learning import OWN_SMOOTHING, Learning, listen_every
+from backend.budget.learning import OWN_SMOOTHING, Learning, listen_every, often_of
 from backend.budget.limits import Group, Limits
 from backend.budget.padded import PaddedStep, PaddedTimes
 from backend.budget.preference import Preference
@@ -167,15 +167,14 @@ class DraftBudget:
 
     def limit(self, request: Request) -> int:
         """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
-        wanted = request.speculation.max_drafts
-        if not wanted or self._applied is None or request.is_prefill_only:
-            return wanted
-        return self._limit(request, self._of(request), wanted)
+        if self._applied is None:
+            return request.speculation.max_drafts
+        return self._limit(request, self._of(request))
 
-    def _limit(self, request: Request, own: Own, wanted: int) -> int:
-        """See `limit`, of a step in which there is one."""
-        assert self._applied is not None
-        if not own.is_paced:
+    def _limit(self, request: Request, own: Own) -> int:
+        """The same."""
+        wanted = request.speculation.max_drafts
+        if not wanted or self._applied is None or not own.is_paced or request.is_prefill_only:
             return wanted
         if self._is_exact:
             is_worth = request.request_id in self._explorers or self._are_lookups_worth(own)
@@ -283,7 +282,7 @@ class DraftBudget:
         count = own.ability.num_model
         if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
             if not self._is_exact or request.num_steps_ahead:
-                count = min(count, self._limit(request, own, request.speculation.max_drafts)) if self._asks_all(request) else 0
+                count = min(count, self._limit(request, own)) if self._asks_all(request) else 0
             elif request.request_id not in self._explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._preference.share(own)) > 0
                 count = count if is_worth else 0
@@ -314,7 +313,7 @@ class DraftBudget:
         if not own.ability.num_model:
             return False
         if own.is_paced and self._applied is not None and not request.is_prefill_only:
-            return self._limit(request, own, request.speculation.max_drafts) > 0 and self._asks_all(request)
+            return self._limit(request, own) > 0 and self._asks_all(request)
         return not (own.ability.has_host and self._preference.is_sure(own)) or (own.num_steps + 1) % TRY_EVERY == 0
 
     def num_lookup(self, request: Request) -> int:
@@ -329,7 +328,7 @@ class DraftBudget:
         own.num_steps += 1
         if own.num_steps % TRY_EVERY == 0:
             return 1 if own.num_steps // TRY_EVERY % 2 else NEVER
-        limit = self.limit(request)
+        limit = self._limit(request, own)
         if self._is_exact:
             return self._learning.least_score(request, own.ability.lookup, limit, self._prices.model_worth(own))
         if limit != own.alone[0] or own.num_steps % ALONE_EVERY == 0:
@@ -356,7 +355,13 @@ class DraftBudget:
 
     def note_verified(self, request: Request, num_drafts: int) -> bool:
         """So many drafts of a request were verified. False: there is no time to learn from them (`learn`) in this step."""
-        return self._learning.note_verified(request, self._of(request), num_drafts, self._num_requests)
+        own = self._of(request)
+        if request.speculation.num_speculative_tokens:
+            self.chosen.observe(num_drafts)
+        if self._is_exact:
+            return True
+        own.turn += 1
+        return own.turn % often_of(self._num_requests) == 0
 
     def learn(
         self,

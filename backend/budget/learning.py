@@ -44,15 +44,6 @@ class Learning:
         self.predicted: Counter[str] = Counter()
         self.chosen = Histogram(DRAFTS)
 
-    def note_verified(self, request: Request, own: Own, num_drafts: int, num_requests: int) -> bool:
-        """See `DraftBudget.note_verified`. num_requests: in the step."""
-        if request.speculation.num_speculative_tokens:
-            self.chosen.observe(num_drafts)
-        if self._is_exact:
-            return True
-        own.turn += 1
-        return own.turn % often_of(num_requests) == 0
-
     def learn(
         self,
         request: Request,
