@@ -230,7 +230,7 @@ Chain = Sequence[Evidence]
 class Branches(NamedTuple):
     """Of a request's drafts, where they were a tree."""
 
-    parents: list[int]
+    parents: Sequence[int]
     """Of each the number of the draft before it, which is smaller; -1: the newest token."""
     path: list[int]
     """Numbers of those that were accepted, one after the other."""

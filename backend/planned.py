@@ -38,9 +38,9 @@ class Drafted:
     """Where the host knows them: sources says who made them."""
     evidence: Chain | None = None
     """Of drafts that the host's drafters made."""
-    chances: list[float] = field(default_factory=list)
+    chances: Sequence[float] = ()
     """What the model drafter says of its own, once the step was read."""
-    parents: list[int] = field(default_factory=list)
+    parents: Sequence[int] = ()
     """Of a tree's drafts that have chances, the number of the one before each; -1: the newest token."""
     num_model: int = 0
     """Leading ones that the model drafter made."""
@@ -57,7 +57,7 @@ class Drafted:
     def note(self, score: int, chances: list[float] | None, model_name: str, lookup_name: str) -> None:
         """What the step reports. A model that stopped early made fewer drafts than it was asked for, and the lookup went on from there; chances: of
         those that it made; None: the step does not say."""
-        self.score, self.chances = score, chances or []
+        self.score, self.chances = score, chances or ()
         if chances is not None and len(chances) < self.num_model:
             self.num_model = len(chances)
             self.sources[self.num_model :] = [lookup_name if own == model_name else own for own in self.sources[self.num_model :]]

@@ -167,12 +167,10 @@ class DraftBudget:
 
     def limit(self, request: Request) -> int:
         """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
-        if self._applied is None:
-            return request.speculation.max_drafts
-        return self._limit(request, self._of(request))
+        wanted = request.speculation.max_drafts
+        return self._limit(request, self._of(request)) if wanted and self._applied is not None else wanted
 
     def _limit(self, request: Request, own: Own) -> int:
-        """The same."""
         wanted = request.speculation.max_drafts
         if not wanted or self._applied is None or not own.is_paced or request.is_prefill_only:
             return wanted
