@@ -41,6 +41,24 @@ class StepRows:
         return cls(zeros(4, sizes.rows, dtype=torch.long), *lists, zeros(num_logit_rows, dtype=torch.long), seen)
 
 
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """Rows of a step of any number of requests, prompts among them, in lists of S requests: what graphs of its forward read. See `split_rows`."""
+
+    cu_prompt_rows: torch.Tensor
+    """[S + 1] int32: of requests that are prompts; none of the others."""
+    cu_decoding_rows: torch.Tensor
+    """[S + 1] int32: of the others, which lie behind the prompts'."""
+    seq_lens: torch.Tensor
+    """[S] int32: tokens with the new ones; 0: the request computes nothing."""
+    indices: torch.Tensor
+    """[S] int32: places in the request table; anyone's, of a request that computes nothing."""
+
+    @classmethod
+    def make(cls, count: int, device: torch.device) -> SplitRows:
+        return cls(*(torch.zeros(count + more, dtype=torch.int32, device=device) for more in (1, 1, 0, 0)))
+
+
 @dataclass(slots=True)
 class DrafterRows:
     """What the model drafter computes of known tokens: T' packed rows of B requests."""

@@ -16,7 +16,7 @@ from backend.planned import PlannedStep
 from backend.planner import Planner
 from backend.sampling_params import SamplingParams
 from backend.speculative_config import SpeculativeConfig
-from backend.step.graphs import captured_drafting, fit_drafting, shapes_to_capture
+from backend.step.captured_shapes import captured_drafting, fit_drafting, shapes_to_capture
 from backend.step.tensors import StepShape
 from backend.step.worker import steps_to_capture
 from kernels.structs import DRAFTER_COUNT, FIRST, LOOKUP_LIMIT, MODEL_LIMIT
@@ -95,7 +95,7 @@ def test_the_least_graph_that_does_is_taken() -> None:
     assert drafting_of(lookup) == (0, True, False, True), "a lookup alone does not have the model compute"
     assert drafting_of(fit_drafting(StepShape(4, 6, num_model_drafts=2), captured)) == (5, True, True, True)
     prompt = fit_drafting(StepShape(4, 6, num_model_drafts=2, prompt_lens=(7,)), captured)
-    assert drafting_of(prompt) == (5, True, False, False), "launched kernel by kernel, where what is not wanted costs"
+    assert drafting_of(prompt) == (5, True, True, True), "what follows a forward with prompts is captured as well"
     plain = StepShape(4, 1)
     assert fit_drafting(plain, captured) == plain
 

@@ -21,7 +21,7 @@ REPORT_HEAD = 3
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the phases depend on beside their tensors' contents. Of shapes with prompts no more is captured than what depends on num_rows alone."""
+    """What the phases depend on beside their tensors' contents."""
 
     batch: int
     num_queries: int
@@ -51,6 +51,35 @@ class StepShape:
     def num_prompts(self) -> int:
         return len(self.prompt_lens)
 
+    @property
+    def asks_model(self) -> bool:
+        """Whether the step's model drafter, if there is one, has anything to compute."""
+        return self.num_model_drafts > 0 or any(self.drafter_counts)
+
+    def without_prompts(self) -> StepShape:
+        """What is the same after the forward: of as many requests that all decode."""
+        return dataclasses.replace(self, num_rows=0, prompt_lens=(), prompt_seq_lens=(), drafter_counts=(), drafter_seq_lens=(), scored=())
+
+
+@dataclass(slots=True)
+class Advanced:
+    """What the model drafter's drafts go on from, of B requests."""
+
+    states: list[torch.Tensor]
+    """As `StepDrafter.advance` made them, [B, ...] each."""
+    newest: torch.Tensor | None
+    """[B] int64: the newest known tokens; None: nothing asks for them."""
+
+    def take(self, other: Advanced) -> None:
+        """The other's, in memory that graphs hold the addresses of."""
+        for own, what in zip(self.states, other.states, strict=True):
+            own.copy_(what)
+        if self.newest is not None and other.newest is not None:
+            self.newest.copy_(other.newest)
+
+    def clone(self) -> Advanced:
+        return Advanced([states.clone() for states in self.states], None if self.newest is None else self.newest.clone())
+
 
 @dataclass(slots=True)
 class StepTensors:
@@ -63,10 +92,10 @@ class StepTensors:
     results: torch.Tensor
     """[B, RESULT_HEAD + K + 1] int32: see `ops.pack_results`."""
     pieces: Pieces | None = None
-    """What the forward's are, where it is captured in pieces."""
+    """What has the forward of a step with prompts, where that is captured."""
     rows: step_rows.StepRows | None = None
     """None on CPU before the layout is made, which is exact there."""
-    attention: ops.StepAttention | None = None
+    attention: ops.StepAttention | ops.SplitAttention | None = None
     wanted_attention: ops.StepAttention | None = None
     """Of the rows that logits are wanted of alone, for the last layer of a step with prompts."""
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -77,6 +106,8 @@ class StepTensors:
     """By row."""
     drafter_rows: step_rows.DrafterRows | None = None
     drafter_attention: ops.StepAttention | None = None
+    advanced: Advanced | None = None
+    """Of one graph for another: in memory that all steps of a batch size share."""
     draft_packed: torch.Tensor | None = None
     draft_lens: torch.Tensor | None = None
     draft_attention: ops.StepAttention | None = None
