@@ -53,10 +53,15 @@ class SplitRows:
     """[S] int32: tokens with the new ones; 0: the request computes nothing."""
     indices: torch.Tensor
     """[S] int32: places in the request table; anyone's, of a request that computes nothing."""
+    last_rows: torch.Tensor
+    """[S] int64: see `DrafterRows`; of the model drafter's rows alone."""
 
     @classmethod
     def make(cls, count: int, device: torch.device) -> SplitRows:
-        return cls(*(torch.zeros(count + more, dtype=torch.int32, device=device) for more in (1, 1, 0, 0)))
+        def zeros(length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(length, dtype=dtype, device=device)
+
+        return cls(zeros(count + 1), zeros(count + 1), zeros(count), zeros(count), zeros(count, torch.long))
 
 
 @dataclass(slots=True)

@@ -105,9 +105,11 @@ def test_rows_are_split_into_those_of_prompts_and_of_those_that_decode(num_promp
     counts, lens, indices = [30, 4, 0, 2, 1], [64, 4, 0, 90, 11], [7, 2, 9, 0, 4]
     cu_rows = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     split = SplitRows.make(8, torch.device("cpu"))
-    for tensor in (split.cu_prompt_rows, split.cu_decoding_rows, split.seq_lens, split.indices):
+    for tensor in (split.cu_prompt_rows, split.cu_decoding_rows, split.seq_lens, split.indices, split.last_rows):
         tensor.fill_(-7)
-    split_rows(split, cu_rows, torch.tensor(lens, dtype=torch.int32), torch.tensor(indices, dtype=torch.int32), num_prompts)
+    last_rows = torch.tensor([29, 33, 0, 35, 36])
+    split_rows(split, cu_rows, torch.tensor(lens, dtype=torch.int32), torch.tensor(indices, dtype=torch.int32), num_prompts, last_rows)
+    assert split.last_rows.tolist() == [29, 33, 0, 35, 36, 0, 0, 0]
     prompts, decoding = (cu.diff().tolist() for cu in (split.cu_prompt_rows, split.cu_decoding_rows))
     assert prompts == [*counts[:num_prompts], *[0] * (8 - num_prompts)]
     assert decoding == [*[0] * num_prompts, *counts[num_prompts:], 0, 0, 0]

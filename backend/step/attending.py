@@ -12,6 +12,8 @@ from kernels import ops
 from kernels._load import gpu_of
 from kernels.structs import PREFIX_GROUP, PREFIX_LEN
 
+Kind = tuple[int | None, float | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Attending:
@@ -62,13 +64,14 @@ class Attending:
             is_e4m3=is_e4m3,
         )
 
-    def can_split(self, kinds: Collection[tuple[int | None, float | None]], *, is_e4m3: bool) -> bool:
-        """Whether the target's attention finds prompts by itself. kinds: windows and caps of scores of layers that have any."""
-        gpu = gpu_of(self.page_table.device)
-        return ops.can_split(self.target_heads, self.page_size, self.dtype, gpu, kinds, is_e4m3=is_e4m3)
-
-    def plan_split(self, max_batch: int, max_rows: int, max_queries: int) -> tuple[ops.SplitRows, ops.SplitAttention]:
-        """The target's, of any step of so many requests and rows, whose decoding requests have so many queries, at most."""
-        split = ops.SplitRows.make(max_batch, self.page_table.device)
+    def split(
+        self, heads: ops.Heads, max_batch: int, max_rows: int, max_queries: int, kinds: Collection[Kind] = (), *, is_e4m3: bool = False
+    ) -> tuple[ops.SplitRows, ops.SplitAttention] | None:
+        """Of any step of so many requests and rows, whose decoding requests have so many queries, at most; None: no kernel finds prompts by itself.
+        kinds: windows and caps of scores of layers that have any."""
+        device = self.page_table.device
+        if not ops.can_split(heads, self.page_size, self.dtype, gpu_of(device), kinds, is_e4m3=is_e4m3):
+            return None
+        split = ops.SplitRows.make(max_batch, device)
         sizes = {"max_rows": max_rows, "max_query_len": max_queries, "max_seq_len": self.max_model_len, "page_size": self.page_size}
-        return split, ops.SplitAttention(split, self.page_table, heads=self.target_heads, dtype=self.dtype, **sizes)
+        return split, ops.SplitAttention(split, self.page_table, heads=heads, dtype=self.dtype, **sizes)

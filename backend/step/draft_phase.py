@@ -75,22 +75,32 @@ class DraftPhase:
 
     def advance(self, step: StepTensors) -> None:
         """Has the model drafter compute the tokens that are known now; what drafts go on from is in `step.advanced`, if there is anything."""
-        drafter = self._drafter
-        assert drafter is not None and step.rows is not None
-        known = step.drafter_rows = ops.prepare_drafter(self._table, step.fields, step.rows, self._page_table, step.sizes, step.drafter_rows)
+        known = self.lay_out(step)
         if not known.packed.shape[1]:  # they all ended in the step before, whose tokens the host had not seen yet
             return
         if step.drafter_attention is None:
             self.plan_drafter(step, known)
-        if step.drafter_attention is not None:
-            step.drafter_attention.refresh()
-        states = drafter.advance(_rows_of(known.packed, step.drafter_attention), known.last_rows)
-        is_asked = self._tree is not None or self._block is not None
-        made = Advanced(states, known.packed[0][known.last_rows] if is_asked else None)
+        made = self.compute(known.packed, known.last_rows, step.drafter_attention)
         if step.advanced is None:
             step.advanced = made
         else:
             step.advanced.take(made)
+
+    def lay_out(self, step: StepTensors) -> step_rows.DrafterRows:
+        """The tokens that are known now, in `step.drafter_rows`."""
+        assert step.rows is not None
+        step.drafter_rows = ops.prepare_drafter(self._table, step.fields, step.rows, self._page_table, step.sizes, step.drafter_rows)
+        return step.drafter_rows
+
+    def compute(self, packed: torch.Tensor, last_rows: torch.Tensor, attention: ops.StepAttention | ops.SplitAttention | None) -> Advanced:
+        """packed, last_rows: see `step_rows.DrafterRows`."""
+        drafter = self._drafter
+        assert drafter is not None
+        if attention is not None:
+            attention.refresh()
+        states = drafter.advance(_rows_of(packed, attention), last_rows)
+        is_asked = self._tree is not None or self._block is not None
+        return Advanced(states, packed[0][last_rows] if is_asked else None)
 
     def run(self, step: StepTensors) -> None:
         """The drafts for the next step: a lookup's alone where it promises more, else the model's, lengthened by the lookup. On a GPU the model
@@ -200,6 +210,6 @@ def greatest_probability(logits: torch.Tensor) -> torch.Tensor:
     return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_().nan_to_num_(0.0).clamp_(min=1e-6)
 
 
-def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | None) -> DrafterRows:
+def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | ops.SplitAttention | None) -> DrafterRows:
     token_ids, positions, kv_slots, state_slots, before_slots = packed
     return DrafterRows(token_ids, positions, kv_slots, state_slots, before_slots, attention)

@@ -1,7 +1,7 @@
 """CUDA graphs of the step's phases. Each phase is captured apart, so that their number adds up and does not multiply.
 
 A shape that has no graph runs eagerly, and is captured when nobody waits. A step with prompts has a forward of its own, captured by its number of
-rows (`backend.step.pieces`), and the model drafter computes its tokens kernel by kernel; all else are graphs of steps that decode.
+rows (`backend.step.pieces`), and so has the model drafter (`backend.step.advancing`); all else are graphs of steps that decode.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from backend.config import EngineConfig
 from backend.prefixes import MIN_SHARERS
+from backend.step.advancing import Advancing
 from backend.step.captured_shapes import (
     DISTRIBUTIONS,
     UNCAPTURED,
@@ -108,6 +109,8 @@ class Graphs:
         self._max_prompt_rows = min(config.max_num_batched_tokens_on(device.type), MAX_CAPTURED_ROWS)
         self.pieces: Pieces | None = None
         """Forwards with prompts; None: they are launched kernel by kernel."""
+        self.advancing: Advancing | None = None
+        """The model drafter's, likewise."""
 
     @property
     def _chain_widths(self) -> list[int]:
@@ -121,12 +124,16 @@ class Graphs:
         # What was captured is worth some idle rows.
         queries = next(n for n in trees or (*own, *WIDTHS) if n >= shape.num_queries)
         batch = next(size for size in self._batch_sizes if size >= shape.batch)
-        if shape.num_prompts and not self._can_follow(shape, (batch, queries, shape.has_trees)):
+        num_drafter_rows = 0
+        if shape.num_prompts and self._can_follow(shape, (batch, queries, shape.has_trees)):
+            if self.advancing is not None and shape.asks_model:
+                num_drafter_rows = self.advancing.fit(num_rows - sum(shape.prompt_lens) + sum(shape.drafter_counts))
+        elif shape.num_prompts:
             batch, queries = shape.batch, next(n for n in trees or sorted({*own, *WIDTHS}) if n >= shape.num_queries)
             num_rows = sum(shape.prompt_lens) + (batch - shape.num_prompts) * queries
         shape = fit_drafting(shape, self._drafts)
         if shape.num_prompts and self.pieces is not None:
-            shape = dataclasses.replace(shape, num_rows=self.pieces.fit(num_rows))
+            shape = dataclasses.replace(shape, num_rows=self.pieces.fit(num_rows), num_drafter_rows=num_drafter_rows)
         return dataclasses.replace(shape, batch=batch, num_queries=queries)
 
     def _can_follow(self, shape: StepShape, key: tuple[int, int, bool]) -> bool:
@@ -162,9 +169,10 @@ class Graphs:
         return phases_of(shape, has_model=self._program.drafting.asks_model(shape))
 
     def _begin_with_prompts(self, running: Running, shape: StepShape) -> None:
-        """What reads all rows of a step with prompts: its forward, and the model drafter's, launched kernel by kernel."""
+        """What reads all rows of a step with prompts: its forward, and the model drafter's."""
         program, step = self._program, running.step
-        own = program.make_prompt_tensors(shape, self._tensors[key_of(step.shape)], self.pieces if shape.num_rows else None)
+        advancing = self.advancing if shape.num_drafter_rows else None
+        own = program.make_prompt_tensors(shape, self._tensors[key_of(step.shape)], self.pieces if shape.num_rows else None, advancing)
         own.advanced = self._advanced.get(shape.batch)
 
         def forward() -> None:
@@ -172,7 +180,7 @@ class Graphs:
             program.leave_to(own, step)
 
         def advance() -> None:
-            program.advance(own)
+            program.advance(own, advancing)
             step.advanced = own.advanced
 
         running.left[0] = [forward]
@@ -302,6 +310,7 @@ class Graphs:
         can_be_whole = not self._tree_width and not self._is_cascade
         sizes = (self._max_prompt_rows, self._pool, self._batch_sizes[-1], widest)
         self.pieces = self._program.capture_pieces(*sizes, can_be_whole=can_be_whole)
+        self.advancing = self._program.capture_advancing(self.pieces.counts, *sizes[1:]) if can_be_whole else None
         for number, shape in enumerate(shapes, 1):
             self._capture(shape)
             if number % 64 == 0 or number == len(shapes):

@@ -143,6 +143,11 @@ class Pieces:
         place = bisect.bisect_left(self._counts, num_rows)
         return self._counts[place] if place < len(self._counts) else 0
 
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of rows that were captured, ascending."""
+        return list(self._counts)
+
     # -- running ------------------------------------------------------------------------------------------------------
 
     def packed(self, count: int) -> torch.Tensor:

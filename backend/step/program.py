@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +16,7 @@ from backend.drafters.protocol import HIDDEN, StepDrafter
 from backend.kv_store import KvStore
 from backend.models import ATTENTION, Model, Wanted
 from backend.speculative_config import SpeculativeConfig
+from backend.step.advancing import Advancing
 from backend.step.attending import Attending
 from backend.step.bad_words import BadWords
 from backend.step.distributions import Distributions
@@ -120,9 +122,9 @@ class Program:
                 self.drafting.plan_drafts(step)
         return step
 
-    def make_prompt_tensors(self, shape: StepShape, base: StepTensors, pieces: Pieces | None) -> StepTensors:
+    def make_prompt_tensors(self, shape: StepShape, base: StepTensors, pieces: Pieces | None, advancing: Advancing | None) -> StepTensors:
         """On a GPU, of a step with prompts: lists of requests, and where results go, are those of `base`, of as many requests that decode, whose
-        graphs follow. pieces: the captured forwards, where one has room for the step's rows."""
+        graphs follow. pieces, advancing: captured forwards of the target and of the drafter, where they have room for the step's rows."""
         assert base.rows is not None
         sizes = self._sizes(shape)
         packed = base.rows.packed.new_zeros(4, sizes.rows) if pieces is None else pieces.packed(sizes.rows)
@@ -136,7 +138,9 @@ class Program:
             if base.wanted_attention is None:
                 base.wanted_attention = self._plan_wanted(base, base.rows)
             step.wanted_attention = base.wanted_attention
-        if self.drafting.asks_model(shape):
+        if advancing is not None and shape.num_drafter_rows:
+            step.drafter_rows = advancing.rows(shape.batch, shape.num_drafter_rows)
+        elif self.drafting.asks_model(shape):
             self._plan_drafter(step)
         return step
 
@@ -238,11 +242,28 @@ class Program:
         with the rest, where kernels of up to max_batch requests, of max_queries rows each, find their work by themselves."""
         tapped = frozenset() if self._drafter is None else frozenset(self._drafter.tapped_layers)
         pieces = Pieces(self._model, self._cache, tapped, max_rows, self.dtype, self._table.device, pool, has_end=self._are_all_read)
-        if can_be_whole and self._attending.can_split(self._model.attention_kinds, is_e4m3=self.is_e4m3):
-            pieces.split, pieces.attention = self._attending.plan_split(max_batch, max_rows, max_queries)
+        sizes = (max_batch, max_rows, max_queries)
+        made = self._attending.split(self._model.heads, *sizes, self._model.attention_kinds, is_e4m3=self.is_e4m3) if can_be_whole else None
+        if made is not None:
+            pieces.split, pieces.attention = made
         with ops.rounding_activations(self.rounds_activations):
             pieces.capture_all()
         return pieces
+
+    def capture_advancing(self, counts: Sequence[int], pool: tuple[int, int], max_batch: int, max_queries: int) -> Advancing | None:
+        """The same of the model drafter, of these numbers of rows; None: there is none, or its attention cannot be captured."""
+        if self._drafter is None or not counts:
+            return None
+        split, attention = ops.SplitRows.make(max_batch, self._table.device), None
+        if self._drafter.heads is not None:
+            made = self._attending.split(self._drafter.heads, max_batch, counts[-1], max_queries)
+            if made is None:
+                return None
+            split, attention = made
+        advancing = Advancing(self.drafting, split, attention, counts, pool)
+        with ops.rounding_activations(self.rounds_activations):
+            advancing.capture_all()
+        return advancing
 
     # -- decide -------------------------------------------------------------------------------------------------------
 
@@ -296,8 +317,11 @@ class Program:
 
     # -- draft --------------------------------------------------------------------------------------------------------
 
-    def advance(self, step: StepTensors) -> None:
-        """On a GPU, before `draft`: the model drafter comes to the tokens that are known now."""
+    def advance(self, step: StepTensors, advancing: Advancing | None = None) -> None:
+        """On a GPU, before `draft`: the model drafter comes to the tokens that are known now. advancing: has a graph of so many rows."""
+        if advancing is not None:
+            advancing.run(step)
+            return
         with ops.rounding_activations(self.rounds_activations):
             self.drafting.advance(step)
 

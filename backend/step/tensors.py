@@ -46,6 +46,8 @@ class StepShape:
     scored: tuple[tuple[int, int], ...] = ()
     num_rows: int = 0
     """Of a step with prompts: rows that its forward is captured for, the last ones nobody's; 0: it has its own, and is not captured."""
+    num_drafter_rows: int = 0
+    """The same of the model drafter's rows."""
 
     @property
     def num_prompts(self) -> int:
@@ -58,7 +60,9 @@ class StepShape:
 
     def without_prompts(self) -> StepShape:
         """What is the same after the forward: of as many requests that all decode."""
-        return dataclasses.replace(self, num_rows=0, prompt_lens=(), prompt_seq_lens=(), drafter_counts=(), drafter_seq_lens=(), scored=())
+        return dataclasses.replace(
+            self, num_rows=0, num_drafter_rows=0, prompt_lens=(), prompt_seq_lens=(), drafter_counts=(), drafter_seq_lens=(), scored=()
+        )
 
 
 @dataclass(slots=True)
@@ -71,11 +75,15 @@ class Advanced:
     """[B] int64: the newest known tokens; None: nothing asks for them."""
 
     def take(self, other: Advanced) -> None:
-        """The other's, in memory that graphs hold the addresses of."""
+        """The other's, which may be of more requests, in memory that graphs hold the addresses of."""
         for own, what in zip(self.states, other.states, strict=True):
-            own.copy_(what)
+            own.copy_(what[: len(own)])
         if self.newest is not None and other.newest is not None:
-            self.newest.copy_(other.newest)
+            self.newest.copy_(other.newest[: len(self.newest)])
+
+    def first(self, count: int) -> Advanced:
+        """Of the first requests."""
+        return Advanced([states[:count] for states in self.states], None if self.newest is None else self.newest[:count])
 
     def clone(self) -> Advanced:
         return Advanced([states.clone() for states in self.states], None if self.newest is None else self.newest.clone())

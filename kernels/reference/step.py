@@ -89,9 +89,11 @@ def split_rows(
     cu_decoding_rows: torch.Tensor,
     lens: torch.Tensor,
     owners: torch.Tensor,
+    lasts: torch.Tensor,
     cu_rows: torch.Tensor,
     seq_lens: torch.Tensor,
     indices: torch.Tensor,
+    last_rows: torch.Tensor | None,
     num_prompts: int,
 ) -> None:
     batch, border = len(seq_lens), cu_rows[num_prompts]
@@ -101,6 +103,9 @@ def split_rows(
     lens.zero_()
     lens[:batch] = seq_lens
     owners.copy_(indices[torch.arange(len(owners)).clamp_(max=batch - 1)])
+    if last_rows is not None:
+        lasts.zero_()
+        lasts[:batch] = last_rows
 
 
 def prepare_drafter(

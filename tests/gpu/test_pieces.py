@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from backend import LLM, SamplingParams
+from backend.drafters.protocol import ATTENTION, HIDDEN
 from kernels import ops
 from tests.conftest import code_prompts
 
@@ -120,6 +121,55 @@ def test_whole_forwards_are_those_that_are_launched_kernel_by_kernel():
         wanted = model.forward(*packed[:3], program._cache, pieces.attention)
         for states in got:
             assert torch.equal(states[: sum(counts)], wanted[: sum(counts)]), (counts, num_prompts)
+
+
+@torch.inference_mode()
+def test_a_drafter_comes_through_prompts_as_kernel_by_kernel():
+    llm = LLM(device="cuda", dtype="bfloat16", speculative_config=SPECULATION, max_batch_size=8, max_num_batched_tokens=128)
+    worker = llm.engine.worker
+    advancing, drafting, store = worker.graphs.advancing, worker.program.drafting, worker.store
+    if advancing is None:
+        pytest.skip("this GPU has no attention that finds prompts by itself")
+    generator = torch.Generator("cuda").manual_seed(0)
+    page, strides = store.page_size, [store.stride(name) for name in (ATTENTION, HIDDEN)]
+    worker.page_table[:8] = torch.arange(8 * worker.page_table.shape[1]).view(8, -1).int() % (store.num_pages - 1)
+    store.rows(HIDDEN).normal_(generator=generator)
+    for counts, pasts, num_prompts in (([40, 7, 1, 3], [0, 20, 33, 9], 2), ([100], [0], 1), ([9, 0, 2], [30, 0, 61], 2)):
+        total, places = sum(counts), torch.cat([torch.arange(past, past + own) for own, past in zip(counts, pasts)]).cuda()
+        rows = advancing.rows(len(counts), advancing.fit(total))
+        packed = rows.packed
+        packed.zero_()
+        packed[2], packed[3], packed[4] = (store.scratch_page * strides[n] for n in (0, 1, 1))
+        packed[0, :total] = torch.randint(0, worker.model.vocab_size, (total,), generator=generator, device="cuda")
+        owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).cuda()
+        before = (places - 1).clamp(min=0)
+        packed[1, :total] = places
+        for number, own, stride in ((2, places, strides[0]), (3, places, strides[1]), (4, before, strides[1])):
+            packed[number, :total] = worker.page_table[owners, own // page] * stride + own % page
+        cu_rows = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device="cuda")
+        lens = torch.tensor([own + past if own else 0 for own, past in zip(counts, pasts)], dtype=torch.int32, device="cuda")
+        lasts = (cu_rows[1:] - 1).clamp(min=0).long()
+        ops.split_rows(advancing._split, cu_rows, lens, torch.arange(len(counts), dtype=torch.int32, device="cuda"), num_prompts, lasts)
+        graph, made = advancing._graphs[packed.shape[1]]
+        graph.replay()
+        got = [states.clone() for states in made.first(len(counts)).states]
+        wanted = drafting.compute(packed, advancing._split.last_rows, advancing._attention).first(len(counts)).states
+        for own, states in zip(got, wanted, strict=True):
+            assert torch.isfinite(own.float()).all() and torch.equal(own, states), (counts, num_prompts)
+
+
+def test_a_drafter_is_as_good_after_prompts_that_are_captured():
+    """An off-by-one there shows as drafts that are not accepted, and nowhere else."""
+    llm = LLM(device="cuda", dtype="bfloat16", speculative_config=SPECULATION, max_batch_size=16, max_num_batched_tokens=300)
+    graphs, prompts = llm.engine.worker.graphs, code_prompts(32, seed=4)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    steps = []
+    for advancing in (graphs.advancing, None):
+        graphs.advancing = advancing
+        before = llm.engine.num_finished
+        llm.generate(prompts, params, use_tqdm=False)
+        steps.append(llm.engine.num_finished - before)
+    assert abs(steps[0] - steps[1]) <= 0.1 * steps[1], steps
 
 
 @pytest.mark.parametrize("method", ["mtp", "ngram", "none"])
