@@ -152,7 +152,8 @@ class Graphs:
             if not shape.num_prompts:
                 self._wait_for_capture(shape)
             step = self._program.make_tensors(shape, self._fields(shape.batch))
-            step.pieces = self.pieces if shape.num_rows else None
+            if shape.num_rows and self.pieces is not None and step.rows is not None:
+                step.pieces, step.rows.packed = self.pieces, self.pieces.packed(shape.num_rows)
             phases = self._phases(shape)
             running = Running(step, [[partial(self._run_eagerly, phase, step) for phase in own] for own in phases])
         else:

@@ -160,7 +160,8 @@ def test_a_drafter_comes_through_prompts_as_kernel_by_kernel():
 
 def test_a_drafter_is_as_good_after_prompts_that_are_captured():
     """An off-by-one there shows as drafts that are not accepted, and nowhere else."""
-    llm = LLM(device="cuda", dtype="bfloat16", speculative_config=SPECULATION, max_batch_size=16, max_num_batched_tokens=300)
+    sizes = {"max_batch_size": 16, "max_num_batched_tokens": 300, "enable_prefix_caching": False}
+    llm = LLM(device="cuda", dtype="bfloat16", speculative_config=SPECULATION, **sizes)
     graphs, prompts = llm.engine.worker.graphs, code_prompts(32, seed=4)
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     steps = []
