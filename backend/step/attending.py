@@ -65,13 +65,11 @@ class Attending:
         )
 
     def split(
-        self, heads: ops.Heads, max_batch: int, max_rows: int, max_queries: int, kinds: Collection[Kind] = (), *, is_e4m3: bool = False
-    ) -> tuple[ops.SplitRows, ops.SplitAttention] | None:
-        """Of any step of so many requests and rows, whose decoding requests have so many queries, at most; None: no kernel finds prompts by itself.
+        self, split: ops.SplitRows, heads: ops.Heads, max_rows: int, max_queries: int, kinds: Collection[Kind] = (), *, is_e4m3: bool = False
+    ) -> ops.SplitAttention | None:
+        """Of any step of so many rows, whose decoding requests have so many queries, at most; None: no kernel finds prompts by itself.
         kinds: windows and caps of scores of layers that have any."""
-        device = self.page_table.device
-        if not ops.can_split(heads, self.page_size, self.dtype, gpu_of(device), kinds, is_e4m3=is_e4m3):
+        if not ops.can_split(heads, self.page_size, self.dtype, gpu_of(self.page_table.device), kinds, is_e4m3=is_e4m3):
             return None
-        split = ops.SplitRows.make(max_batch, device)
         sizes = {"max_rows": max_rows, "max_query_len": max_queries, "max_seq_len": self.max_model_len, "page_size": self.page_size}
-        return split, ops.SplitAttention(split, self.page_table, heads=heads, dtype=self.dtype, **sizes)
+        return ops.SplitAttention(split, self.page_table, heads=heads, dtype=self.dtype, **sizes)

@@ -154,6 +154,7 @@ class Graphs:
             step = self._program.make_tensors(shape, self._fields(shape.batch))
             if shape.num_rows and self.pieces is not None and step.rows is not None:
                 step.pieces, step.rows.packed = self.pieces, self.pieces.packed(shape.num_rows)
+                step.attention = self.pieces.attention(shape.num_queries) or step.attention
             phases = self._phases(shape)
             running = Running(step, [[partial(self._run_eagerly, phase, step) for phase in own] for own in phases])
         else:
@@ -307,11 +308,11 @@ class Graphs:
         if self._program.is_e4m3:
             widths = sorted({1, *self._chain_widths})
             check_codes(self.device, self._program.all_heads[0], self._program.page_size, self._program.dtype, {widths[0], widths[-1]})
-        widest = next(n for n in sorted({*WIDTHS, *self._chain_widths}) if n > self._table.max_drafts or n == WIDTHS[-1])
-        can_be_whole = not self._tree_width and not self._is_cascade
-        sizes = (self._max_prompt_rows, self._pool, self._batch_sizes[-1], widest)
-        self.pieces = self._program.capture_pieces(*sizes, can_be_whole=can_be_whole)
-        self.advancing = self._program.capture_advancing(self.pieces.counts, *sizes[1:]) if can_be_whole else None
+        # Trees, and beginnings that are read once, are for attention that is launched.
+        whole = [] if self._tree_width or self._is_cascade else sorted({self._queries[-1], WIDTHS[-1]})
+        self.pieces = self._program.capture_pieces(self._max_prompt_rows, self._pool, self._batch_sizes[-1], whole)
+        if whole:
+            self.advancing = self._program.capture_advancing(self.pieces.counts, self._pool, self._batch_sizes[-1], whole[-1])
         for number, shape in enumerate(shapes, 1):
             self._capture(shape)
             if number % 64 == 0 or number == len(shapes):

@@ -133,10 +133,21 @@ class Pieces:
         self._packed = torch.zeros(4 * max_rows, dtype=torch.long, device=device)
         self.split: ops.SplitRows | None = None
         """What attention reads, where it is captured with the rest: the step's requests are to be there before `forward`."""
-        self.attention: ops.SplitAttention | None = None
+        self._attentions: list[tuple[int, ops.SplitAttention]] = []
+        """By most queries of a request that decodes, the fewest first: a kernel for many has less of each multiprocessor for the keys."""
         self._found = torch.zeros(max_rows, model.heads.num_query, model.value_dim, dtype=dtype, device=device)
         """What a layer's queries found."""
-        self._forwards: dict[int, Forward] = {}
+        self._forwards: dict[tuple[int, ops.Plan | None], Forward] = {}
+        """By rows, and by the attention that is captured with them."""
+
+    def capture_attention(self, split: ops.SplitRows, num_queries: int, attention: ops.SplitAttention) -> None:
+        """Attention is captured with the rest: this one, of steps whose decoding requests have so many queries at most. All of them read `split`."""
+        self.split = split
+        self._attentions = sorted([*self._attentions, (num_queries, attention)], key=lambda own: own[0])
+
+    def attention(self, num_queries: int) -> ops.SplitAttention | None:
+        """Of a step whose decoding requests have so many queries; None: it is launched between the pieces."""
+        return next((own for most, own in self._attentions if most >= num_queries), None)
 
     def fit(self, num_rows: int) -> int:
         """The least number of rows that was captured and holds so many; 0: there is none."""
@@ -155,9 +166,10 @@ class Pieces:
         return self._packed[: 4 * count].view(4, count)
 
     def forward(self, count: int, plan: ops.Plan, wanted: Wanted | None = None, entering: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
-        """See `Model.forward`; of as many rows as were captured, which lie in `packed`. plan: is `attention`, where there is one."""
-        own, found, last = self._forwards[count], self._found[:count], self._model.num_layers - 1
-        if self.attention is None:
+        """See `Model.forward`; of as many rows as were captured, which lie in `packed`. plan: one of `attention`, where there are any."""
+        is_whole = self.split is not None
+        own, found, last = self._forwards[count, plan if is_whole else None], self._found[:count], self._model.num_layers - 1
+        if not is_whole:
             found.zero_()  # rows of nobody are read by products, and choose experts
             for number in range(self._num_pieces - 1):
                 self._model.attend(number, own.replay(number), self._cache[number], plan, found)
@@ -177,7 +189,9 @@ class Pieces:
         self._counts = [count for count in self._counts if count <= most]
         try:
             for count in reversed(self._counts):
-                self._forwards[count] = self._capture(count)
+                attentions: list[ops.SplitAttention | None] = [own for _, own in self._attentions]
+                for attention in attentions or [None]:
+                    self._forwards[count, attention] = self._capture(count, attention)
         except Exception:
             if self._model.ranks.size > 1:
                 raise  # the others wait for this one's part
@@ -203,15 +217,15 @@ class Pieces:
             return passing, self._model.leave(passing)
         return passing, self._model.ask(passing, number, slots, self._cache[number])
 
-    def _run_all(self, count: int) -> tuple[Passing, torch.Tensor]:
-        """All pieces; with attention where it is captured."""
+    def _run_all(self, count: int, attention: ops.SplitAttention | None) -> tuple[Passing, torch.Tensor]:
+        """All pieces, with attention if it is captured."""
         passing, made, found = None, None, self._found[:count]
-        if self.attention is not None:
-            self.attention.refresh()
+        if attention is not None:
+            attention.refresh()
             found.zero_()
         for number in range(self._num_pieces):
-            if made is not None and self.attention is not None:
-                self._model.attend(number - 1, made, self._cache[number - 1], self.attention, found)
+            if made is not None and attention is not None:
+                self._model.attend(number - 1, made, self._cache[number - 1], attention, found)
             passing, made = self._run(number, count, passing)
         assert passing is not None and made is not None
         return passing, made
@@ -221,18 +235,18 @@ class Pieces:
         for _ in range(2):  # the first time loads kernels
             torch.cuda.synchronize(self._device)
             started = time.perf_counter()
-            self._run_all(count)
+            self._run_all(count, self.attention(1))
             launched = time.perf_counter()
             torch.cuda.synchronize(self._device)
         return launched - started, time.perf_counter() - started
 
-    def _capture(self, count: int) -> Forward:
-        self._run_all(count)  # lets cuBLAS choose
+    def _capture(self, count: int, attention: ops.SplitAttention | None) -> Forward:
+        self._run_all(count, attention)  # lets cuBLAS choose
         forward, passing = Forward(), None
-        if self.attention is not None:
-            graph, (passing, made) = capture(functools.partial(self._run_all, count), self._pool)
+        if attention is not None:
+            graph, (passing, made) = capture(functools.partial(self._run_all, count, attention), self._pool)
             forward.add(graph, made)
-        for number in range(self._num_pieces if self.attention is None else 0):
+        for number in range(self._num_pieces if attention is None else 0):
             graph, (passing, made) = capture(functools.partial(self._run, number, count, passing), self._pool)
             forward.add(graph, made)
             del made  # what it takes is the next pieces' then, as it will be when they are replayed

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -130,9 +130,8 @@ class Program:
         packed = base.rows.packed.new_zeros(4, sizes.rows) if pieces is None else pieces.packed(sizes.rows)
         step = StepTensors(shape, sizes, base.fields, base.results, pieces, dataclasses.replace(base.rows, packed=packed))
         assert step.rows is not None
-        if pieces is not None and pieces.attention is not None:
-            step.attention = pieces.attention
-        else:
+        step.attention = None if pieces is None else pieces.attention(shape.num_queries)
+        if step.attention is None:
             self._plan_target(step, step.rows)
         if self._wants_few(shape):
             if base.wanted_attention is None:
@@ -237,15 +236,17 @@ class Program:
             assert step.rows is not None
             torch.index_select(step.hidden, 0, step.rows.logit_rows, out=base.hidden)
 
-    def capture_pieces(self, max_rows: int, pool: tuple[int, int], max_batch: int, max_queries: int, *, can_be_whole: bool) -> Pieces:
-        """Forwards with prompts, of up to so many rows, captured in memory of a pool of graphs. can_be_whole: attention of layers may be captured
-        with the rest, where kernels of up to max_batch requests, of max_queries rows each, find their work by themselves."""
+    def capture_pieces(self, max_rows: int, pool: tuple[int, int], max_batch: int, widths: Collection[int]) -> Pieces:
+        """Forwards with prompts, of up to so many rows, captured in memory of a pool of graphs. widths: most queries of each of up to max_batch
+        requests that decode, for which attention is captured with the rest where kernels find their work by themselves."""
         tapped = frozenset() if self._drafter is None else frozenset(self._drafter.tapped_layers)
         pieces = Pieces(self._model, self._cache, tapped, max_rows, self.dtype, self._table.device, pool, has_end=self._are_all_read)
-        sizes = (max_batch, max_rows, max_queries)
-        made = self._attending.split(self._model.heads, *sizes, self._model.attention_kinds, is_e4m3=self.is_e4m3) if can_be_whole else None
-        if made is not None:
-            pieces.split, pieces.attention = made
+        split = ops.SplitRows.make(max_batch, self._table.device)
+        for width in widths:
+            sizes = (max_rows, width, self._model.attention_kinds)
+            attention = self._attending.split(split, self._model.heads, *sizes, is_e4m3=self.is_e4m3)
+            if attention is not None:
+                pieces.capture_attention(split, width, attention)
         with ops.rounding_activations(self.rounds_activations):
             pieces.capture_all()
         return pieces
@@ -256,10 +257,9 @@ class Program:
             return None
         split, attention = ops.SplitRows.make(max_batch, self._table.device), None
         if self._drafter.heads is not None:
-            made = self._attending.split(self._drafter.heads, max_batch, counts[-1], max_queries)
-            if made is None:
+            attention = self._attending.split(split, self._drafter.heads, counts[-1], max_queries)
+            if attention is None:
                 return None
-            split, attention = made
         advancing = Advancing(self.drafting, split, attention, counts, pool)
         with ops.rounding_activations(self.rounds_activations):
             advancing.capture_all()

@@ -60,9 +60,8 @@ class StepShape:
 
     def without_prompts(self) -> StepShape:
         """What is the same after the forward: of as many requests that all decode."""
-        return dataclasses.replace(
-            self, num_rows=0, num_drafter_rows=0, prompt_lens=(), prompt_seq_lens=(), drafter_counts=(), drafter_seq_lens=(), scored=()
-        )
+        rows = dataclasses.replace(self, num_rows=0, num_drafter_rows=0, has_prefixes=False)
+        return dataclasses.replace(rows, prompt_lens=(), prompt_seq_lens=(), drafter_counts=(), drafter_seq_lens=(), scored=())
 
 
 @dataclass(slots=True)
