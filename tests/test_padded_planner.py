@@ -158,6 +158,18 @@ def test_a_step_takes_the_devices_time_or_the_hosts() -> None:
     assert share[0] < 0.8 * share[1], "with fewer tokens a step, fewer steps have prompts"
 
 
+def test_the_hosts_time_goes_by_what_drafts() -> None:
+    """Drafts are planned and booked one by one. What was never seen is as long as its neighbour, so that it is tried."""
+    times = PaddedTimes(CostClass.PER_DRAFT)
+    for _ in range(20):
+        times.add_device(16, 16, 0, 160, 16, 1e-4, 0.0, 0, 0)
+        times.add_host(16, 1e-3, False, False, has_drafts=True, has_model=True)
+    assert times.step(16, 0, 0, 0, False, 16.0) == times.step(16, 5, 3, 16, False, 16.0) == pytest.approx(1e-3)
+    for _ in range(20):
+        times.add_host(16, 4e-4, False, False)
+    assert [times.step(16, *drafts, False, 16.0) for drafts in ((0, 0, 0), (5, 3, 16))] == pytest.approx([4e-4, 1e-3])
+
+
 class Simulation:
     """A request's steps on a device whose model drafter takes its time, beside a host whose lookups are as good as they are said to be."""
 
