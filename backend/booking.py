@@ -70,16 +70,8 @@ class Booking:
         depth = max(num_accepted, request.speculation.depth_of(outcome.num_drafts)) if outcome.num_drafts else 0
         request.stats.add(outcome.num_drafts, num_accepted, len(token_ids), depth)
         self._metrics.add_verdict(request.speculation.method, outcome.num_drafts, num_accepted, len(token_ids), depth)
-        delta = Delta(
-            request.group_id,
-            request.index,
-            token_ids=token_ids,
-            text=text,
-            sources=drafters[:num_accepted] + ["target"] * (len(token_ids) - num_accepted),
-            logprobs=logprobs,
-            finish_reason="stop" if is_stopped else reason,
-        )
-        self._open.send(own, delta)
+        sources = drafters[:num_accepted] + ["target"] * (len(token_ids) - num_accepted)
+        self._open.send(own, Delta(request.group_id, request.index, token_ids, text, sources, logprobs, "stop" if is_stopped else reason))
 
     def _break(self, own: OpenRequest) -> None:
         """Ends a request whose scores are not finite; the others of the batch go on."""

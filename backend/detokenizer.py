@@ -201,6 +201,14 @@ class Detokenizer:
         text = self._push(piece)
         return text if self._strip is None else self._strip.push(text)
 
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """The same of several tokens."""
+        if not self._is_streamed or self._strip is not None:
+            return "".join([self.push(token_id) for token_id in token_ids])
+        known, find = self._pieces, self._decoding.piece
+        pieces = [known[token_id] if token_id in known else find(token_id) for token_id in token_ids]
+        return self._joiner.extend([piece for piece in pieces if piece is not None])
+
     @property
     def num_held(self) -> int:
         """Whole characters of tokens that were pushed, which are not certain."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import Any
 
 BROKEN = "\ufffd"
@@ -14,6 +15,10 @@ class Joiner:
     def push(self, piece: Any) -> str:
         """The text that is certain now."""
         return piece
+
+    def extend(self, pieces: Sequence[Any]) -> str:
+        """The same of several."""
+        return "".join([self.push(piece) for piece in pieces])
 
     def flush(self) -> str:
         """The rest, when no token follows."""
@@ -48,8 +53,18 @@ class ByteLevel(Joiner):
     """Bytes of UTF-8; what is broken is replaced as soon as that is certain."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.push = self._decoder.decode  # type: ignore[assignment]  # one call less for every token
+        self._decoder: Any = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, piece: bytes) -> str:
+        if not self._decoder.buffer:
+            try:
+                return piece.decode()  # without the incremental decoder, which is Python: every token comes by here
+            except UnicodeDecodeError:
+                pass
+        return self._decoder.decode(piece)
+
+    def extend(self, pieces: Sequence[bytes]) -> str:
+        return self.push(b"".join(pieces))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", True)

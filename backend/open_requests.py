@@ -41,6 +41,8 @@ class OpenRequest:
         first, min_tokens = self.request.num_output_tokens, self.request.params.min_tokens
         if len(token_ids) == 1 and self.thought.is_over:  # as most steps have it
             return token_ids, *self.stream.append(token_ids[0], first >= min_tokens)
+        if self.thought.is_over and not self.stream.has_stop:
+            return token_ids, self.stream.extend(token_ids), False
         text = ""
         for count, token_id in enumerate(token_ids, 1):
             if not self.thought.is_over:

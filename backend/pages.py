@@ -135,5 +135,6 @@ class SeenPages:
         """The drafter has now seen tokens begin to end of a request, and all before them. Tokens past its pages are left out."""
         size = self._page_size
         for number in range(begin // size, min(-(-end // size), len(page_ids))):
-            page = page_ids[number]
-            self._seen[page] = max(self._seen[page], min(size, end - number * size))
+            page, count = page_ids[number], min(size, end - number * size)
+            if count > self._seen[page]:
+                self._seen[page] = count

@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from backend.budget import Chain, by_branch, by_match
 from backend.core import NEVER, Scheduled
 from backend.drafters import Placement
-from backend.drafters.lookup import judge_longer, judge_model
+from backend.drafters.lookup import judge_longer, judge_model, judge_places
 from backend.step.plan import StepPlan
 
 if TYPE_CHECKING:
     import torch
 
     from backend.grammar import Matcher
+
+
+def count_model(sources: Sequence[str], model_name: str) -> int:
+    """Leading drafts that the model drafter made."""
+    for number, source in enumerate(sources):
+        if source != model_name:
+            return number
+    return len(sources)
 
 
 @dataclass(slots=True)
@@ -66,7 +74,10 @@ class Drafted:
         if self.parents:
             return by_branch(model_name, self.chances[:count], self.parents[:count])
         sources = self.sources[:count]
-        num_model = next((place for place, source in enumerate(sources) if source != model_name), len(sources))
+        num_model = count_model(sources, model_name)
+        num_longer = len(sources) - num_model
+        if (len(self.chances) < num_model or not num_model) and sources.count(lookup_name) == num_longer:  # as on a GPU
+            return judge_places(model_name, num_model, lookup_name, num_longer)
         chain = judge_model(model_name, num_model, self.chances)
         if num_model == len(sources):
             return chain

@@ -15,7 +15,7 @@ from backend.core import NEVER, Batch, Branches, HandOff, Outcome, Request, Sche
 from backend.drafters import Drafters
 from backend.grammar import SOURCE
 from backend.pages import SeenPages
-from backend.planned import Drafted, Known, PlannedStep, follow
+from backend.planned import Drafted, Known, PlannedStep, count_model, follow
 from backend.prefixes import find_shared
 from backend.speculative_config import MAX_SPECULATIVE_TOKENS as MAX_DRAFTS
 from backend.speculative_config import SpeculativeConfig
@@ -108,7 +108,8 @@ class Planner:
         decoding: list[Scheduled] = []
         for entry in batch.entries:
             own = known[id(entry)] = self._known.get(entry.request.request_id) or self._take(entry, plan)
-            (decoding if self._is_decoding(entry, own) else prompts).append(entry)
+            is_decoding = entry.is_decoding and own.is_admitted and (own.is_plain or not self._is_behind(entry.request, own))
+            (decoding if is_decoding else prompts).append(entry)
         entries = [*prompts, *decoding]
         step = PlannedStep(plan, entries, [], [], is_waited_for=bool(decoding) and not any(e.request.num_steps_ahead for e in decoding))
         self._drafting.put(step, decoding, known)
@@ -144,13 +145,6 @@ class Planner:
         if self._cascade_heads is not None and not prompts:
             self._put_prefixes(plan, entries)
         return step
-
-    def _is_decoding(self, entry: Scheduled, known: Known) -> bool:
-        if not entry.is_decoding or not known.is_admitted:
-            return False
-        if known.is_plain:
-            return True
-        return not self._is_behind(entry.request, known)
 
     def _take(self, entry: Scheduled, plan: StepPlan) -> Known:
         """What is known of an entry's request, which is new and enters the request table in this step."""
@@ -210,37 +204,37 @@ class Planner:
 
     def _row(self, step: PlannedStep, entry: Scheduled, known: Known, is_prompt: bool) -> tuple[int, ...]:
         """One row's fields up to LOOKUP_ALONE. Notes what the step will have drafted for the request at its end."""
-        request, plan = entry.request, step.plan
+        request, plan, place, budget = entry.request, step.plan, known.place, self._budget
         verified = Drafted() if is_prompt else known.drafted
-        verified.has_model = bool(verified.sources) and verified.sources[0] == self._drafters.model_name
-        if len(verified.sources) > entry.max_drafts:
-            verified.sources = verified.sources[: entry.max_drafts]
-            verified.token_ids = None if verified.token_ids is None else verified.token_ids[: entry.max_drafts]
+        if verified.sources:
+            verified.has_model = verified.sources[0] == self._drafters.model_name
+            self._cut(verified, entry.max_drafts)
+            plan.has_trees |= request.speculation.num_nodes > 0 and bool(verified.sources)
         known.is_admitted = True
         model_limit, lookup_limit, alone = 0, -1, NEVER
-        end = entry.begin + entry.num_tokens
-        num_model = self._budget.num_model(request) if known.place.has_model else 0
-        drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, num_model)
-        is_current = known.place.has_model and (drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits))
-        if drafter_count < 0 and not num_model:  # it keeps up, which a step does that drafts
-            plan.num_model_drafts = max(plan.num_model_drafts, 1)
-        if num_model and is_current and entry.emits:
-            model_limit = 1 if entry.is_short else num_model
-            step.num_asked += 1
-            step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
-        if known.place.has_lookup and entry.emits and (limit := min(self._budget.num_lookup(request), MAX_DRAFTS)):
+        end, drafter_count, drafter_end = entry.begin + entry.num_tokens, 0, known.num_drafter_tokens
+        if place.has_model:
+            num_model = budget.num_model(request)
+            drafter_count, drafter_end = self._count_drafter(entry, known, is_prompt, end, num_model)
+            if drafter_count < 0 and not num_model:  # it keeps up, which a step does that drafts
+                plan.num_model_drafts = max(plan.num_model_drafts, 1)
+            is_current = drafter_count < 0 or (is_prompt and drafter_end == end + entry.emits)
+            if num_model and is_current and entry.emits:
+                model_limit = 1 if entry.is_short else num_model
+                plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
+                step.num_asked += 1
+                step.is_catching_up |= len(request.token_ids) - known.num_drafter_tokens > 1 + MAX_DRAFTS
+        if place.has_lookup and entry.emits and (limit := min(budget.num_lookup(request), MAX_DRAFTS)):
             lookup_limit = limit
-            alone = self._budget.alone_score(request, model_limit)
+            alone = budget.alone_score(request, model_limit)
             if self._is_exact and drafter_count > MAX_LAG:
                 alone = NEVER  # the model follows so much whatever the lookup finds
+            plan.has_lookup = True
+            plan.has_lookup_alone |= alone < NEVER
         made = [self._drafters.model_name] * model_limit + [self._drafters.lookup_name] * (lookup_limit - model_limit)
         known.drafted = Drafted(made, alone)
         step.verified.append(verified)
         step.made.append(known.drafted)
-        plan.num_model_drafts = max(plan.num_model_drafts, model_limit)
-        plan.has_trees |= request.speculation.num_nodes > 0 and bool(verified.sources)
-        plan.has_lookup |= lookup_limit >= 0
-        plan.has_lookup_alone |= lookup_limit >= 0 and alone < NEVER
         first, count = (entry.begin, entry.num_tokens) if is_prompt else (-1, 1)
         if is_prompt:
             plan.prompt_seq_lens.append(end)
@@ -251,10 +245,17 @@ class Planner:
         head = (known.index, len(request.page_ids), known.end, first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone)
 
+    @staticmethod
+    def _cut(drafted: Drafted, count: int) -> None:
+        """Leaves the first drafts."""
+        if len(drafted.sources) > count:
+            drafted.sources = drafted.sources[:count]
+            drafted.token_ids = None if drafted.token_ids is None else drafted.token_ids[:count]
+
     def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, num_model: int) -> tuple[int, int]:
         """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""
         request = entry.request
-        if not known.place.has_model or not request.speculation.num_speculative_tokens:
+        if not request.speculation.num_speculative_tokens:
             return 0, known.num_drafter_tokens
         if is_prompt:
             wanted = end + entry.emits
@@ -291,8 +292,10 @@ class Planner:
         request, verified, made = entry.request, step.verified[number], step.made[number]
         if made is verified:
             return []  # a plain row
-        made.note(outcome.lookup_score, outcome.draft_chances, self._drafters.model_name, self._drafters.lookup_name)
-        who = verified.who(outcome.num_drafts, self._drafters.lookup_name)
+        model, lookup = self._drafters.model_name, self._drafters.lookup_name
+        if outcome.lookup_score or outcome.draft_chances is not None:
+            made.note(outcome.lookup_score, outcome.draft_chances, model, lookup)
+        who = verified.who(outcome.num_drafts, lookup)
         known = self._known.get(request.request_id)
         if known is None:
             return who
@@ -304,10 +307,11 @@ class Planner:
         if known.place.has_model and entry.emits and outcome.num_drafter_tokens:
             self._note_drafter(request, known, outcome)
         if known.place.host and entry.emits and known.is_reported:
-            count, names = len(outcome.next_drafts), (self._drafters.model_name, self._drafters.lookup_name)
-            self._drafters.put_step_drafts(request, outcome.next_drafts, made.who(count, names[1]), made.judge(count, *names))
-        if entry.is_decoding and (verified.parents or not request.speculation.num_nodes):
-            chain, tree = verified.judge(len(who), self._drafters.model_name, self._drafters.lookup_name), None
+            count = len(outcome.next_drafts)
+            self._drafters.put_step_drafts(request, outcome.next_drafts, made.who(count, lookup), made.judge(count, model, lookup))
+        can_learn = entry.is_decoding and (bool(verified.parents) or not request.speculation.num_nodes)
+        if can_learn and self._budget.note_verified(request, len(who)):
+            chain, tree = verified.judge(len(who), model, lookup), None
             if verified.parents:
                 path = follow(drafts[: len(chain)], verified.parents, outcome.token_ids[: outcome.num_accepted])
                 tree = Branches(verified.parents[: len(chain)], path)
@@ -320,21 +324,26 @@ class Planner:
         self, step: PlannedStep, outcomes: Sequence[Outcome], verify_seconds: float, draft_seconds: float, draft_ends: Sequence[float] = ()
     ) -> None:
         """A step's times, after its rows were read. draft_ends: see `StepTimes.drafts`."""
-        plan = step.plan
-        may_draft = [number for number, limit in enumerate(step.limits) if limit]
-        num_drafts = sum(outcomes[number].num_drafts for number in may_draft)
-        verified = [(outcomes[number].num_drafts, outcomes[number].num_accepted) for number in may_draft]
-        limits = []
-        for number in may_draft:
-            made, limit = step.verified[number], step.limits[number]
-            if not self._is_exact and made.evidence is None:
-                limit = min(limit, len(made.sources))  # they were made in the step before, under its limit
-            limits.append((step.entries[number].request, limit, made.has_model or (made.is_beside and not self._is_exact)))
+        plan, is_exact, num_drafts = step.plan, self._is_exact, 0
+        limits: list[tuple[Request, int, bool]] = []
+        verified: list[tuple[int, int]] = []
+        asked_host: list[bool] = []
+        for entry, limit, drafted, outcome in zip(step.entries, step.limits, step.verified, outcomes):
+            if not limit:
+                continue
+            num_drafts += outcome.num_drafts
+            verified.append((outcome.num_drafts, outcome.num_accepted))
+            if is_exact:
+                limits.append((entry.request, limit, drafted.has_model))
+                continue
+            is_asked, most = drafted.evidence is not None, len(drafted.sources)
+            asked_host.append(is_asked)
+            # Where the host was not asked they were made in the step before, under its limit.
+            limits.append((entry.request, limit if is_asked or limit < most else most, drafted.has_model or drafted.is_beside))
         num_model, num_asked = self._count_made(step, outcomes)
         padded = None
-        if not self._is_exact:
+        if not is_exact:
             draft_seconds -= step.host_seconds  # it is the host's time, which the device does not wait for
-            asked_host = [step.verified[number].evidence is not None for number in may_draft]
             is_behind = plan.num_prompts > 0 and all(entry.is_decoding for entry in step.entries)
             padded = PaddedStep(plan.num_queries - 1, plan.prompt_rows, step.is_waited_for, is_behind, asked_host)
         self._budget.observe(
@@ -357,12 +366,13 @@ class Planner:
         """Most drafts that the model drafter made for a request, in the step or when it was planned, and for how many requests."""
         model, most, number = self._drafters.model_name, 0, 0
         for made, verified, outcome in zip(step.made, step.verified, outcomes):
-            if made is verified or made.is_alone:
-                count = 0
-            elif outcome.next_drafts:
-                count = self._drafting.count_model(made.sources[: len(outcome.next_drafts)])
-            else:
-                count = self._drafting.count_model(made.sources) if not self._is_exact else 0
+            if made is verified:  # a plain row
+                continue
+            count = 0
+            if not made.is_alone and (outcome.next_drafts or not self._is_exact):
+                count = count_model(made.sources, model)
+                if outcome.next_drafts:
+                    count = min(count, len(outcome.next_drafts))
             if not made.sources and verified.evidence is not None:
                 count = sum(evidence.source == model for evidence in verified.evidence)  # of one that is asked by the host
             most, number = max(most, count), number + (count > 0)

@@ -244,10 +244,16 @@ class TextStream:
         self._detokenizer = Detokenizer(decoding)
         self._is_streamed = decoding.is_streamed
         self._stop = tuple(stop)
+        self.has_stop = bool(self._stop)
+        """Some text ends the completion."""
         self._max_stop_len = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
         self._held = ""
         self._num_exempt = 0  # characters that the detokenizer holds of tokens that might not stop
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens make certain, where there is no stop string."""
+        return self._detokenizer.extend(token_ids)
 
     def append(self, token_id: int, may_stop: bool = True) -> tuple[str, bool]:
         """The text that this token makes certain, and whether a stop string ends the completion with it."""

@@ -16,7 +16,7 @@ from backend.budget.padded import PaddedStep
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival
 from backend.budget.times import Times
-from backend.core import NEVER, Branches, Evidence, Request, Speculation
+from backend.core import NEVER, Branches, Chain, Evidence, Request, Speculation
 from backend.planned import Drafted
 from backend.sampling_params import SamplingParams
 
@@ -39,6 +39,11 @@ def compute_bound(rows: int) -> float:
 
 def half_bound(rows: int) -> float:
     return 4e-3 + 0.08e-3 * max(0, rows - 4)
+
+
+def learn(budget: DraftBudget, request: Request, chain: Chain, right: int, has_model: bool, tree: Branches | None = None) -> None:
+    if budget.note_verified(request, len(chain)):
+        budget.learn(request, chain, right, has_model, tree)
 
 
 @dataclass
@@ -105,7 +110,7 @@ class Machine:
         rows = num_prompt_rows + (len(own) + sum(drafts) if self.is_exact else len(own) * (1 + max(drafts)))
         verify, draft = noise * self.cost(rows), noise * made * self.draft_cost * (0.97 + 0.03 * num_asked)
         for (request, chain, right), whole in zip(learned, chains):
-            budget.learn(request, chain, right, bool(whole) and whole[0].source == "mtp")
+            learn(budget, request, chain, right, bool(whole) and whole[0].source == "mtp")
         may = [n for n, limit in enumerate(limits) if limit]
         budget.observe(
             [(own[n], limits[n], bool(chains[n]) and chains[n][0].source == "mtp") for n in may],
@@ -260,7 +265,7 @@ def test_good_drafts_are_not_held_against_the_speed_that_they_brought() -> None:
         drafts = (12, 0, 3)[number % 3] if number < 30 else 12
         assert budget.pick(request, [by_probability("mtp", [0.6] * STEPS), copied]) == 1
         verified += budget.allot([request], [copied], [0], 1)
-        budget.learn(request, copied[:drafts], drafts, has_model=False)
+        learn(budget, request, copied[:drafts], drafts, has_model=False)
         seconds = 0.044 - 0.022 * (1 - drafts / 12) ** 3
         observed = {"num_requests": 1, "num_rows": 1 + drafts, "num_keys": 2, "has_prompts": False, "verify_seconds": seconds, "draft_seconds": 1e-4}
         budget.observe([(request, 12, False)], [(drafts, drafts)], num_model=0, num_asked=0, **observed)  # type: ignore[arg-type]
@@ -278,7 +283,7 @@ def test_fixed_counts_do_not_ask_a_model_whose_drafts_are_left_aside() -> None:
         for _ in range(steps):
             budget.begin([request])
             best = budget.pick(request, [by_probability("mtp", [0.6] * STEPS), *([copied] if copied else [])])
-            budget.learn(request, by_match("ngram", 16, TOP) if best else (), TOP * best, has_model=not best)
+            learn(budget, request, by_match("ngram", 16, TOP) if best else (), TOP * best, has_model=not best)
             asked += budget.num_model(request) > 0
         return asked
 
@@ -308,7 +313,7 @@ def test_a_model_is_asked_for_what_it_adds_to_lookups_against_all_that_it_takes(
             best = budget.pick(request, chains)
             verified = chains[best]
             right = next((place for place in range(len(verified)) if numbers.random() > (0.7 if best else 0.75)), len(verified))
-            budget.learn(request, verified, right, has_model=has_model and not best)
+            learn(budget, request, verified, right, has_model=has_model and not best)
             outcomes.append((len(verified), right))
         num_asked, has_prompts = sum(made), step % 3 == 0
         made = [budget.num_model(request) > 0 for request in requests]
@@ -423,11 +428,11 @@ def test_how_likely_drafts_stand_is_learned_from_what_the_model_says_of_them() -
         budget, numbers = DraftBudget(lambda request: ABILITIES["mtp"], is_exact=True), random.Random(3)
         ((request, _),) = make_requests(1)
         before = budget.trust
-        budget.learn(request, by_place("mtp", 3), 3, has_model=True)
+        learn(budget, request, by_place("mtp", 3), 3, has_model=True)
         assert budget.trust == before
         means = list[float]()
         for _ in range(1000):
-            budget.learn(request, by_probability("mtp", [0.5]), int(numbers.random() < chance), has_model=True)
+            learn(budget, request, by_probability("mtp", [0.5]), int(numbers.random() < chance), has_model=True)
             means.append(budget.trust)
         assert low < sum(means[500:]) / 500 < high and 0.55**budget.trust == pytest.approx(chance, abs=0.15)
 
@@ -495,7 +500,7 @@ def test_of_a_tree_the_drafts_that_are_worth_it_are_verified(cost: Cost, is_righ
                 is_next = parents[number] == (path[-1] if path else -1)
                 if is_right and is_next and rng.random() < CHANCES[order[number]]:
                     path.append(number)
-            budget.learn(request, chain[:count], len(path), made > 0, Branches(parents[:count], path))
+            learn(budget, request, chain[:count], len(path), made > 0, Branches(parents[:count], path))
             outcomes.append((count, len(path)))
         verified.append(sum(counts) / 8)
         made = max(budget.num_model(request) for request in requests)

@@ -133,6 +133,16 @@ def test_what_was_given_out_is_never_taken_back(kind: str, token_ids: list[int],
     assert "".join(pieces_of(kind, token_ids)).startswith(before)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(token_ids=IDS, cut=st.integers(0, 24))
+@settings(max_examples=60, deadline=None)
+def test_several_tokens_at_once_are_what_they_are_one_by_one(kind: str, token_ids: list[int], cut: int) -> None:
+    stream = stream_of(kind, ())
+    first = stream.extend(token_ids[:cut])
+    assert first == "".join(pieces_of(kind, token_ids[:cut])[:-1])
+    assert first + stream.extend(token_ids[cut:]) + stream.flush() == "".join(pieces_of(kind, token_ids))
+
+
 def test_the_bundled_tokenizer_and_ids_that_no_tokenizer_has() -> None:
     from backend.config import BUNDLED_MODEL
 

@@ -441,6 +441,9 @@ class TestFences:
                     self.fail("append")
                 return super().append(*args)
 
+            def extend(self, token_ids):
+                return "".join(self.append(token_id)[0] for token_id in token_ids)
+
             def flush(self):
                 self.fail("flush")
                 return super().flush()
@@ -523,6 +526,7 @@ class TestFences:
 
         with monkeypatch.context() as patch:
             patch.setattr(open_requests.TextStream, "append", fail)
+            patch.setattr(open_requests.TextStream, "extend", lambda stream, ids: "".join(fail(stream, token_id)[0] for token_id in ids))
             with pytest.raises(InternalError, match="invalid prefix"):
                 llm_ahead.generate(inputs, greedy(NEW_TOKENS), use_tqdm=False)
             assert engine._open.count == 0 == engine.scheduler.num_open
@@ -531,7 +535,7 @@ class TestFences:
 
     def test_offline_verdicts_of_the_step_are_booked(self, llm_ahead, prompts, monkeypatch):
         """A request that fails in a step does not lose what that step computed for those after it."""
-        emitted, broken = llm_ahead.engine.metrics.emitted_tokens, llm_ahead.engine._booking.book
+        metrics, broken = llm_ahead.engine.metrics, llm_ahead.engine._booking.book
 
         def fail(own, *rest):
             if own.request.prompt_token_ids == prompts[0]:
@@ -539,7 +543,7 @@ class TestFences:
             broken(own, *rest)
 
         monkeypatch.setattr(llm_ahead.engine._booking, "book", fail)
-        before = emitted["none"]
+        before = metrics.emitted_tokens["none"]
         with pytest.raises(InternalError):
             llm_ahead.generate(
                 [{"prompt_token_ids": ids[:20]} if i else {"prompt_token_ids": ids} for i, ids in enumerate(prompts[:6])],
@@ -547,7 +551,7 @@ class TestFences:
                 speculative={"method": "none"},
                 use_tqdm=False,
             )
-        assert emitted["none"] - before >= 5
+        assert metrics.emitted_tokens["none"] - before >= 5
         assert llm_ahead.engine._open.count == 0 == llm_ahead.engine.scheduler.num_open
 
 

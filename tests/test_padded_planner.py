@@ -196,7 +196,8 @@ class Simulation:
             chain = (
                 by_match("ngram", matched, limit) if is_alone or not num_model else [*by_place("mtp", num_model), *by_place("ngram", limit)][:limit]
             )
-            budget.learn(request, chain, right, num_model > 0 and not is_alone, matched=matched if num_model else 0, is_alone=is_alone)
+            if budget.note_verified(request, len(chain)):
+                budget.learn(request, chain, right, num_model > 0 and not is_alone, matched=matched if num_model else 0, is_alone=is_alone)
             budget.observe(
                 [(request, limit, num_model > 0)],
                 [(limit, right)],

@@ -88,7 +88,9 @@ class DraftBudget:
             kind = Kind(speculation.method, speculation.mtp_strategy, ability.num_model > 0)
             # Where a tree's drafts are not known, it is as large as it was configured: what fewer would bring, evidence by place does not say.
             is_paced = speculation.is_adaptive and speculation.verify_strategy not in UNPACED and (self._is_exact or not speculation.num_nodes)
-            own = self._own[request.request_id] = Own(ability, kind, is_paced, replace(self._means[kind]))
+            has_others, may_wait = bool(ability.lookup) or ability.has_host, ability.may_wait
+            group = Group(kind, speculation.num_speculative_tokens, ability.num_model, has_others, is_paced, may_wait)
+            own = self._own[request.request_id] = Own(ability, kind, is_paced, replace(self._means[kind]), group)
         return own
 
     def stop(self, request: Request) -> None:
@@ -107,15 +109,15 @@ class DraftBudget:
         has_choice = False
         able: list[Own] = []
         for request in requests:
-            count = request.speculation.num_speculative_tokens
-            if count:
+            speculation = request.speculation
+            if speculation.num_speculative_tokens:
                 own = self._of(request)
-                others = bool(own.ability.lookup) or own.ability.has_host
-                if not request.speculation.num_nodes:
-                    groups.setdefault(Group(own.kind, count, own.ability.num_model, others, own.is_paced, own.ability.may_wait), []).append(own)
-                if own.ability.num_model:
+                group = own.group
+                if not speculation.num_nodes:
+                    groups.setdefault(group, []).append(own)
+                if group.num_model:
                     able.append(own)
-                has_choice |= own.is_paced or (others and own.kind.has_model)
+                has_choice |= own.is_paced or (group.has_others and own.kind.has_model)
                 if own.is_paced:
                     paced.append(request)
         self._is_trial = self._is_plain = self._waits = self.keeps_up = False
@@ -168,10 +170,15 @@ class DraftBudget:
         wanted = request.speculation.max_drafts
         if not wanted or self._applied is None or request.is_prefill_only:
             return wanted
-        if not self._of(request).is_paced:
+        return self._limit(request, self._of(request), wanted)
+
+    def _limit(self, request: Request, own: Own, wanted: int) -> int:
+        """See `limit`, of a step in which there is one."""
+        assert self._applied is not None
+        if not own.is_paced:
             return wanted
         if self._is_exact:
-            is_worth = request.request_id in self._explorers or self._are_lookups_worth(self._of(request))
+            is_worth = request.request_id in self._explorers or self._are_lookups_worth(own)
             is_limited = request.num_steps_ahead and not request.speculation.num_nodes
             return (min(wanted, self._applied) if is_limited else wanted) if is_worth else 0
         if self._is_trial and not self._limits.chosen.limit and request.request_id not in self._explorers:
@@ -276,7 +283,7 @@ class DraftBudget:
         count = own.ability.num_model
         if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
             if not self._is_exact or request.num_steps_ahead:
-                count = min(count, self.limit(request)) if self._asks_all(request) else 0
+                count = min(count, self._limit(request, own, request.speculation.max_drafts)) if self._asks_all(request) else 0
             elif request.request_id not in self._explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._preference.share(own)) > 0
                 count = count if is_worth else 0
@@ -307,7 +314,7 @@ class DraftBudget:
         if not own.ability.num_model:
             return False
         if own.is_paced and self._applied is not None and not request.is_prefill_only:
-            return self.limit(request) > 0 and self._asks_all(request)
+            return self._limit(request, own, request.speculation.max_drafts) > 0 and self._asks_all(request)
         return not (own.ability.has_host and self._preference.is_sure(own)) or (own.num_steps + 1) % TRY_EVERY == 0
 
     def num_lookup(self, request: Request) -> int:
@@ -322,10 +329,11 @@ class DraftBudget:
         own.num_steps += 1
         if own.num_steps % TRY_EVERY == 0:
             return 1 if own.num_steps // TRY_EVERY % 2 else NEVER
-        limit, worth = self.num_lookup(request), self._prices.model_worth(own)
+        limit = self.limit(request)
         if self._is_exact:
-            return self._learning.least_score(request, own.ability.lookup, limit, worth)
+            return self._learning.least_score(request, own.ability.lookup, limit, self._prices.model_worth(own))
         if limit != own.alone[0] or own.num_steps % ALONE_EVERY == 0:
+            worth = self._prices.model_worth(own)
             own.alone = limit, self._survival.least_match(request.request_id, own.ability.lookup, limit, worth) or NEVER
         return own.alone[1]
 
@@ -346,6 +354,10 @@ class DraftBudget:
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
+    def note_verified(self, request: Request, num_drafts: int) -> bool:
+        """So many drafts of a request were verified. False: there is no time to learn from them (`learn`) in this step."""
+        return self._learning.note_verified(request, self._of(request), num_drafts, self._num_requests)
+
     def learn(
         self,
         request: Request,
@@ -357,7 +369,9 @@ class DraftBudget:
         matched: int = 0,
         is_alone: bool = False,
     ) -> None:
-        """chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not; tree: that
+        """After `note_verified` said so.
+
+        chain: of a request's drafts that were verified; has_model: the model drafter had made the first ones, verified or not; tree: that
         they are, in the place of a chain; matched: of the step's lookup, whatever was verified; is_alone: its drafts came in the model's place."""
         own, number = self._of(request), self._num_requests
         self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, is_alone=is_alone, num_requests=number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,6 +23,12 @@ class Kind(NamedTuple):
     """A model drafter was asked."""
     has_host: bool = False
     """Lookups of the host were asked too, for which no step is under way."""
+
+
+@functools.cache
+def without_model(kind: Kind) -> Kind:
+    """Those that do not ask it."""
+    return kind._replace(has_model=False)
 
 
 class _Counts:
@@ -50,12 +57,12 @@ class _Counts:
 
     def add_expected(self, count: int, chances: Sequence[float], weight: int) -> None:
         self._extend(count)
-        kept = MEMORY**weight
-        for place in range(count):
-            chance = chances[place] if place < len(chances) else 0.0
-            self.tries[place] = self.tries[place] * kept + weight
-            self.drafted[place] = self.drafted[place] * kept + weight * bool(chances)
-            self.accepted[place] = self.accepted[place] * kept + weight * chance
+        tries, drafted, accepted, kept, more = self.tries, self.drafted, self.accepted, MEMORY**weight, float(weight)
+        has_drafts = more if chances else 0.0
+        for place, chance in enumerate([*chances, *[0.0] * (count - len(chances))]):
+            tries[place] = tries[place] * kept + more
+            drafted[place] = drafted[place] * kept + has_drafts
+            accepted[place] = accepted[place] * kept + more * chance
 
     def expect(self, top: int) -> list[tuple[float, float]]:
         drafted, accepted, last, ratio = 0.0, 0.0, 1.0, PRIOR_ACCEPTANCE
@@ -76,7 +83,7 @@ def _count_beyond(values: Sequence[int], most: int) -> list[int]:
     """How many of them are above 0, 1, ... most - 1."""
     counts = [0] * (most + 1)
     for value in values:
-        counts[min(value, most)] += 1
+        counts[value if value < most else most] += 1
     return list(itertools.accumulate(reversed(counts[1:])))[::-1]
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from backend.budget.forecast import Kind
 from backend.core import Chain
+
+if TYPE_CHECKING:
+    from backend.budget.limits import Group
 
 PRIOR_VALUE = 1.5
 """Before anything is measured: drafts that are right in a step."""
@@ -78,6 +81,7 @@ class Own:
     kind: Kind
     is_paced: bool
     means: Means
+    group: Group
     beside: Beside = NO_LOOKUPS
     """What lookups on the host found when they were asked last."""
     mean_beside: Beside = NO_LOOKUPS

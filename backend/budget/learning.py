@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from backend.budget.forecast import Forecast, Kind
+from backend.budget.forecast import Forecast, Kind, without_model
 from backend.budget.known import MAX_SCORE, Means, Own
 from backend.budget.limits import FEW
 from backend.budget.padded import PaddedStep
@@ -28,6 +28,11 @@ def listen_every(num_requests: int) -> int:
     return LISTEN_EVERY if num_requests <= FEW else LISTEN_OFTEN
 
 
+def often_of(num_requests: int) -> int:
+    """Steps that one of a request speaks for, where the device is not to wait for Python."""
+    return max(1, num_requests // MANY)
+
+
 class Learning:
     """Called by the engine thread only."""
 
@@ -35,8 +40,18 @@ class Learning:
         self._survival, self._prices, self._forecast, self._is_exact = survival, prices, forecast, is_exact
         self.means: dict[Kind, Means] = defaultdict(Means)
         """Of all requests of a kind."""
+        self._share_of: dict[int, tuple[float, float]] = {}  # of so many steps
         self.predicted: Counter[str] = Counter()
         self.chosen = Histogram(DRAFTS)
+
+    def note_verified(self, request: Request, own: Own, num_drafts: int, num_requests: int) -> bool:
+        """See `DraftBudget.note_verified`. num_requests: in the step."""
+        if request.speculation.num_speculative_tokens:
+            self.chosen.observe(num_drafts)
+        if self._is_exact:
+            return True
+        own.turn += 1
+        return own.turn % often_of(num_requests) == 0
 
     def learn(
         self,
@@ -52,16 +67,11 @@ class Learning:
         num_requests: int,
     ) -> None:
         """See `DraftBudget.learn`. num_requests: in the step."""
-        if request.speculation.num_speculative_tokens:
-            self.chosen.observe(len(chain))
         if self._is_exact:
             self._learn_survival(request, chain, num_accepted, tree, 1)
             self._learn_exact(own, chain, num_accepted, has_model, tree)
             return
-        often = max(1, num_requests // MANY)
-        own.turn += 1
-        if own.turn % often:
-            return
+        often = often_of(num_requests)
         self._learn_survival(request, chain, num_accepted, tree, often)
         if not own.ability.model or tree is not None:
             return
@@ -73,7 +83,10 @@ class Learning:
 
     def _shares(self, own: Own, often: int = 1) -> tuple[tuple[Means, float], ...]:
         """Of a step like so many in the means of a request and of all like it."""
-        return (own.means, 1 - (1 - OWN_SMOOTHING) ** often), (self.means[own.kind], 1 - (1 - SMOOTHING) ** often)
+        shares = self._share_of.get(often)
+        if shares is None:
+            shares = self._share_of[often] = 1 - (1 - OWN_SMOOTHING) ** often, 1 - (1 - SMOOTHING) ** often
+        return (own.means, shares[0]), (self.means[own.kind], shares[1])
 
     def _learn_survival(self, request: Request, chain: Chain, num_accepted: int, tree: Branches | None, often: int) -> None:
         if not chain:
@@ -101,9 +114,8 @@ class Learning:
         right = float(num_accepted)
         if is_asked:
             count = request.speculation.num_speculative_tokens
-            chances = self._survival.of_match(request.request_id, own.ability.lookup, matched, count)
-            right = sum(chances)
-            self._forecast.add_expected(own.kind._replace(has_model=False), count, chances, often)
+            chances, right = self._survival.of_match(request.request_id, own.ability.lookup, matched, count)
+            self._forecast.add_expected(without_model(own.kind), count, chances, often)
         for means, share in self._shares(own, often):
             means.note_lookup(right, share)
 
@@ -115,21 +127,20 @@ class Learning:
         padded: PaddedStep | None,
     ) -> None:
         """See `DraftBudget.observe`. owns: of the requests that are open."""
-        by_kind: dict[Kind, tuple[list[int], list[int], list[int]]] = {}
+        alike: dict[tuple[Kind, bool, bool], list[tuple[int, int, int]]] = {}
         for number, ((request, limit, has_model), (drafts, accepted)) in enumerate(zip(limits, outcomes, strict=True)):
             known = owns.get(request.request_id)
             if known is None or request.speculation.num_nodes:
                 continue  # it ended with this step; or limits on a chain's drafts say nothing of it
             kind = known.kind
+            key = kind, kind.has_model, kind.has_host
             if padded is not None:
-                kind = kind._replace(has_model=has_model, has_host=known.ability.may_wait and padded.asked_host[number])
-                if kind.has_host:
+                key = kind, has_model, known.ability.may_wait and padded.asked_host[number]
+                if key[2]:
                     self.note_host(known, accepted)
-            columns = by_kind.setdefault(kind, ([], [], []))
-            for column, value in zip(columns, (limit, drafts, accepted)):
-                column.append(value)
-        for kind, (own, drafts_of, accepted_of) in by_kind.items():
-            self._forecast.add(kind, own, drafts_of, accepted_of)
+            alike.setdefault(key, []).append((limit, drafts, accepted))
+        for (kind, has_model, has_host), rows in alike.items():
+            self._forecast.add(kind._replace(has_model=has_model, has_host=has_host), *zip(*rows))
 
     def least_score(self, request: Request, lookup: str, count: int, worth: float) -> int:
         """The least score from which so many drafts of a lookup are worth as much as the model's."""
@@ -155,7 +166,7 @@ class Learning:
     def note_listened(self, request: Request, own: Own, num_drafts: int, right: int, num_requests: int) -> None:
         """What lookups of the host would have brought a request that did not wait for them: one of so many."""
         often = min(listen_every(num_requests) * num_requests, MAX_OFTEN)
-        kind, count = own.kind._replace(has_model=False, has_host=True), request.speculation.num_speculative_tokens
+        kind, count = without_model(own.kind)._replace(has_host=True), request.speculation.num_speculative_tokens
         self._forecast.add_expected(kind, count, [float(place < right) for place in range(num_drafts)], often)
         self.note_host(own, right, often)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,12 +22,16 @@ GUESS_WEIGHT = 6.0
 """Drafts that a drafter's own guess is worth."""
 OWN_RATE, OWN_MEMORY, MAX_OWN = 0.25, 0.98, 2.5
 """Of the shift of a request's log-odds: what one draft moves it, what is left of it after that, and the most."""
+MIN_SHARE = 1e-3
+"""Of a bucket that is held to stand, and to fall."""
 PLACES = 10000
 """Buckets from there on are of places."""
 PARTS, MAX_AGE = 8, 16
 """Parts of a shift of log-odds that are told apart where many ask in every step, and the steps for which what stood since then is left out."""
 MAX_MATCH, MAX_PLACES, NUM_SHARES = 16, 4, 10
 """Matches, places and probabilities that are told apart."""
+NO_SHIFTS: dict[str, float] = {}
+"""Of a request of which nothing was learned."""
 
 
 @functools.cache
@@ -73,17 +78,31 @@ def by_branch(source: str, chances: Sequence[float], parents: Sequence[int]) -> 
 
 
 class _Bucket:
-    __slots__ = ("accepted", "log_odds", "tries")
+    __slots__ = ("accepted", "log_odds", "source", "tries")
 
-    def __init__(self, guess: float) -> None:
-        self.tries, self.accepted = GUESS_WEIGHT, GUESS_WEIGHT * guess
+    def __init__(self, source: str, guess: float) -> None:
+        self.source, self.tries, self.accepted = source, GUESS_WEIGHT, GUESS_WEIGHT * guess
         self.log_odds = math.log(guess / (1 - guess))
 
-    def add(self, is_accepted: bool) -> None:
-        self.tries = self.tries * MEMORY + 1
-        self.accepted = self.accepted * MEMORY + is_accepted
-        share = min(max(self.accepted / self.tries, 1e-3), 1 - 1e-3)
-        self.log_odds = math.log(share / (1 - share))
+    def add(self, is_accepted: float) -> None:
+        """1.0 or 0.0."""
+        self.tries = tries = self.tries * MEMORY + 1.0
+        self.accepted = accepted = self.accepted * MEMORY + is_accepted
+        share = accepted / tries
+        if not MIN_SHARE < share < 1 - MIN_SHARE:
+            share = min(max(share, MIN_SHARE), 1 - MIN_SHARE)
+        self.log_odds = math.log(share / (1.0 - share))
+
+
+class Promise(NamedTuple):
+    """What drafts are likely to bring."""
+
+    survivals: Sequence[float]
+    tokens: float
+    """All together."""
+
+
+NO_PROMISE = Promise((), 0.0)
 
 
 class _Matches:
@@ -92,14 +111,15 @@ class _Matches:
     def __init__(self, log_odds: list[list[float]], step: int) -> None:
         """log_odds: [M][count], of each draft of each match, from 1 on."""
         self._log_odds, self.step = np.array(log_odds, ndmin=2), step
-        self._survivals: dict[int, list[list[float]]] = {}  # by the request's own shift, in parts
+        self._by_shift: dict[int, list[Promise]] = {}  # by the request's own shift, in parts
 
-    def survivals(self, shift: float) -> list[list[float]]:
-        """[M][count]"""
+    def promises(self, shift: float) -> list[Promise]:
+        """[M]"""
         part = round(shift * PARTS)
-        found = self._survivals.get(part)
+        found = self._by_shift.get(part)
         if found is None:
-            found = self._survivals[part] = (1 / (1 + np.exp(-self._log_odds - part / PARTS))).cumprod(axis=1).tolist()
+            survivals = (1 / (1 + np.exp(-self._log_odds - part / PARTS))).cumprod(axis=1).tolist()
+            found = self._by_shift[part] = [Promise(own, sum(own)) for own in survivals]
         return found
 
 
@@ -108,6 +128,7 @@ class Survival:
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, int], _Bucket] = {}
+        self._chains: dict[Chain, list[_Bucket]] = {}
         self._own: dict[str, dict[str, float]] = {}
         self._matches: dict[tuple[str, int], _Matches] = {}
         self.step = 0
@@ -120,55 +141,64 @@ class Survival:
         key = evidence[:2]
         found = self._buckets.get(key)
         if found is None:
-            found = self._buckets[key] = _Bucket(evidence.guess)
+            found = self._buckets[key] = _Bucket(evidence.source, evidence.guess)
+        return found
+
+    def _buckets_of(self, chain: Chain) -> list[_Bucket]:
+        """Tuples are kept: they are those of `by_place`, `by_match` and the like, which come again and again in each step."""
+        if not isinstance(chain, tuple):
+            return [self._bucket(evidence) for evidence in chain]
+        found = self._chains.get(chain)
+        if found is None:
+            found = self._chains[chain] = [self._bucket(evidence) for evidence in chain]
         return found
 
     def survivals(self, request_id: str, chain: Chain, parents: Sequence[int] = ()) -> list[float]:
         """The chance that each draft of a request is accepted, all before it with it. parents: of a tree, the number of the draft before each,
         which is smaller; -1: the newest token; none: each follows the one before it."""
-        own, left, found = self._own.get(request_id), 1.0, list[float]()
-        for number, evidence in enumerate(chain):
-            log_odds = self._bucket(evidence).log_odds
-            if own is not None:
-                log_odds += own.get(evidence.source, 0.0)
+        own, left, found = self._own.get(request_id, NO_SHIFTS), 1.0, list[float]()
+        for number, bucket in enumerate(self._buckets_of(chain)):
             if parents:
                 left = found[parents[number]] if parents[number] >= 0 else 1.0
-            left /= 1 + math.exp(-log_odds)
+            left /= 1.0 + math.exp(-(bucket.log_odds + own.get(bucket.source, 0.0)))
             found.append(left)
         return found
 
-    def _matching(self, request_id: str, source: str, count: int) -> list[list[float]]:
+    def _matching(self, request_id: str, source: str, count: int) -> list[Promise]:
         found = self._matches.get((source, count))
         if found is None or self.step - found.step >= MAX_AGE:
             chains = [by_match(source, matched, count) for matched in range(1, MAX_MATCH + 1)]
             found = _Matches([[self._bucket(evidence).log_odds for evidence in chain] for chain in chains], self.step)
             self._matches[source, count] = found
-        return found.survivals((self._own.get(request_id) or {}).get(source, 0.0))
+        return found.promises(self._own.get(request_id, NO_SHIFTS).get(source, 0.0))
 
-    def of_match(self, request_id: str, source: str, matched: int, count: int) -> list[float]:
+    def of_match(self, request_id: str, source: str, matched: int, count: int) -> Promise:
         """The same of so many drafts of a lookup, by what stood lately: for when many ask in every step."""
-        return self._matching(request_id, source, count)[min(matched, MAX_MATCH) - 1] if matched > 0 and count else []
+        return self._matching(request_id, source, count)[min(matched, MAX_MATCH) - 1] if matched > 0 and count else NO_PROMISE
 
     def least_match(self, request_id: str, source: str, count: int, worth: float) -> int:
         """The least match of a lookup from which so many drafts of it are worth as many tokens; 0: none is."""
         found = self._matching(request_id, source, count) if count else []
-        return next((matched for matched, own in enumerate(found, 1) if sum(own) >= worth), 0)
+        return next((matched for matched, own in enumerate(found, 1) if own.tokens >= worth), 0)
 
     def learn(self, request_id: str, chain: Chain, num_accepted: int, is_own: bool = True) -> None:
         """chain: of the drafts that were verified. Those past the first one that fell say nothing. is_own: they shift the request's odds too."""
-        for place, evidence in enumerate(chain[: num_accepted + 1]):
-            self._add(request_id, evidence, place < num_accepted, is_own)
+        own = self._own.setdefault(request_id, {}) if chain else {}
+        for place, bucket in enumerate(self._buckets_of(chain)[: num_accepted + 1]):
+            self._add(own, bucket, 1.0 if place < num_accepted else 0.0, is_own)
 
     def learn_tree(self, request_id: str, chain: Chain, parents: Sequence[int], path: Collection[int]) -> None:
         """The same of a tree; path: the numbers of the drafts that were accepted. Those that follow none of them say nothing."""
-        for number, (evidence, parent) in enumerate(zip(chain, parents)):
+        own = self._own.setdefault(request_id, {})
+        for number, (bucket, parent) in enumerate(zip(self._buckets_of(chain), parents)):
             if parent < 0 or parent in path:
-                self._add(request_id, evidence, number in path, True)
+                self._add(own, bucket, 1.0 if number in path else 0.0, True)
 
-    def _add(self, request_id: str, evidence: Evidence, is_accepted: bool, is_own: bool) -> None:
-        own, bucket = self._own.setdefault(request_id, {}), self._bucket(evidence)
+    @staticmethod
+    def _add(own: dict[str, float], bucket: _Bucket, is_accepted: float, is_own: bool) -> None:
         if is_own:
-            shift = own.get(evidence.source, 0.0)
-            chance = 1 / (1 + math.exp(-bucket.log_odds - shift))
-            own[evidence.source] = min(max(OWN_MEMORY * shift + OWN_RATE * (is_accepted - chance), -MAX_OWN), MAX_OWN)
+            shift = own.get(bucket.source, 0.0)
+            chance = 1.0 / (1.0 + math.exp(-bucket.log_odds - shift))
+            shift = OWN_MEMORY * shift + OWN_RATE * (is_accepted - chance)
+            own[bucket.source] = shift if -MAX_OWN <= shift <= MAX_OWN else math.copysign(MAX_OWN, shift)
         bucket.add(is_accepted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from backend.budget import Chain, by_place, by_probability
@@ -74,6 +75,12 @@ class StepDrafts:
 def judge_model(name: str, count: int, chances: Sequence[float]) -> Chain:
     """Evidence of the first `count` drafts of a model; chances: the greatest probability at each, where it was looked at."""
     return by_probability(name, chances[:count]) if len(chances) >= count else by_place(name, count)
+
+
+@functools.cache
+def judge_places(model: str, num_model: int, lookup: str, num_longer: int) -> Chain:
+    """Of a model that says nothing of its drafts, and of the lookup that lengthened them."""
+    return (*by_place(model, num_model), *judge_longer(lookup, num_model, num_longer))
 
 
 def judge_longer(name: str, begin: int, count: int) -> Chain:
