@@ -51,6 +51,7 @@ class ChunkLimit:
         self._max_seconds, self._longest_seconds = max_seconds, longest_seconds
         self._first = first
         self._steps: deque[tuple[int, float]] = deque(maxlen=self.WINDOW)
+        self._line: tuple[float, float] | None = None  # through these, once somebody asked
 
     def choose(self, num_decoding: int) -> int | None:
         """None: as many as the budget allows."""
@@ -59,7 +60,9 @@ class ChunkLimit:
             return self._first
         if math.isinf(limit):
             return None
-        fixed, per_token = self._fit()
+        if self._line is None:
+            self._line = self._fit()
+        fixed, per_token = self._line
         room = max(limit - fixed, fixed / 2 if num_decoding else fixed)
         count = room / per_token if per_token > 0 else self.GROWTH * max(count for count, _ in self._steps)
         last, seconds = self._steps[-1]
@@ -76,6 +79,7 @@ class ChunkLimit:
         """Of a step with so many tokens of prompts."""
         if num_prompt_tokens:
             self._steps.append((num_prompt_tokens, seconds))
+            self._line = None
 
     def _fit(self) -> tuple[float, float]:
         """Seconds of a step whatever it holds, and of each token."""

@@ -87,13 +87,13 @@ def describe_rank(config: EngineConfig, rank: int, meeting_place: tuple[str, int
     return {"config": values, "rank": rank, "host": host, "port": port, "ring": ring, "reports": reports, "parent": os.getpid()}
 
 
-def start_rank(spec: dict[str, Any]) -> subprocess.Popen[str]:
-    """A process of this host, by what `describe_rank` says; its reports come on its output."""
+def start_rank(spec: dict[str, Any], module: str = "backend.follower") -> subprocess.Popen[str]:
+    """A process of this host, by what `describe_rank` says; its reports come on its output. module: that it runs."""
     root = str(Path(__file__).parents[1])
     # Within the server this process is its stub, which embeds the python3 on PATH.
     python = sys.executable if Path(sys.executable or "").name.startswith("python") else shutil.which("python3") or "python3"
     output = subprocess.PIPE if spec["reports"] else None
-    child = subprocess.Popen([python, "-m", "backend.follower"], stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
+    child = subprocess.Popen([python, "-m", module], stdin=subprocess.PIPE, stdout=output, text=True, cwd=root)
     assert child.stdin is not None
     child.stdin.write(json.dumps(spec) + "\n")
     child.stdin.flush()

@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of a model with random weights, in place of --model")
     parser.add_argument("--readers", type=int, default=1, help="processes that read the streams")
     parser.add_argument("--options", type=json.loads, default={}, help="of all servers, as in a configuration file: JSON")
-    parser.add_argument("--devices", nargs=2, default=["cpu", "cpu"], help="of the prefill and of the decode node; the one server has the first")
+    parser.add_argument("--devices", nargs=2, default=["cpu", "cpu"], help="of the two nodes, or of their first ranks; the one server has the first")
     parser.add_argument("--speculative-config", default='{"method": "mtp", "num_speculative_tokens": 3}')
     parser.add_argument("--backend-directory", help="Triton's backends, where the server on PATH has none beside it")
     parser.add_argument("--json", metavar="FILE")

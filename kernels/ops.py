@@ -31,9 +31,10 @@ from kernels.request_table import RequestTable, commit
 from kernels.rounded import rounding_activations
 from kernels.route import ExpertGroups, Routing, route_tokens, split_gate
 from kernels.sampling import choose, process_and_choose, sample
-from kernels.step import append_draft, append_tree, pack_results, prepare_drafter, prepare_step, simulate_acceptance, write_values
+from kernels.split_attention import SplitAttention, can_split
+from kernels.step import append_draft, append_tree, pack_results, prepare_drafter, prepare_step, simulate_acceptance, split_rows, write_values
 from kernels.step_attention import Plan, StepAttention, append_attention, latent_attention, plan_attention
-from kernels.step_rows import DrafterRows, StepRows
+from kernels.step_rows import DrafterRows, SplitRows, StepRows
 from kernels.structs import DRAFT_STREAM, SAMPLE_STREAM, Policy, StepSizes
 from kernels.token_mask import mask_logits
 from kernels.verify import sample_candidates, top_p_candidates, verify, verify_drafts, verify_rejection, verify_top_p, verify_tree
@@ -54,6 +55,8 @@ __all__ = [
     "QuantizedWeight",
     "RequestTable",
     "Routing",
+    "SplitAttention",
+    "SplitRows",
     "StepAttention",
     "StepRows",
     "StepSizes",
@@ -65,6 +68,7 @@ __all__ = [
     "append_tree",
     "apply_penalties",
     "argmax",
+    "can_split",
     "choose",
     "choose_candidates",
     "choose_groups",
@@ -105,6 +109,7 @@ __all__ = [
     "simulate_acceptance",
     "soft_cap",
     "split_gate",
+    "split_rows",
     "token_rows",
     "top_p_candidates",
     "verify",

@@ -103,6 +103,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
+// A step's rows by request, [batch + 1], as two lists of `most` requests: of the first num_prompts, and of those that decode. Each is as long as the
+// step may have requests, a request has no rows in the other's list, and those behind the step's have none in either. lasts [most], of last_rows
+// [batch], if that is not null: 0 behind the step's.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    split_rows(int* cu_prompt_rows, int* cu_decoding_rows, int* lens, int* owners, int64_t* lasts, const int* cu_rows, const int* seq_lens,
+               const int* indices, const int64_t* last_rows, int batch, int num_prompts, int most) {
+  const int border = cu_rows[num_prompts];
+  for (int b = threadIdx.x; b <= most; b += THREADS) {
+    const int begin = cu_rows[min(b, batch)];
+    cu_prompt_rows[b] = min(begin, border);
+    cu_decoding_rows[b] = max(begin, border);
+    if (b == most) break;
+    lens[b] = b < batch ? seq_lens[b] : 0;
+    owners[b] = indices[min(b, batch - 1)];
+    if (last_rows) lasts[b] = b < batch ? last_rows[b] : 0;
+  }
+}
+
 // packed [5][rows]: token ids, positions, KV slots of the drafter, tap slots, and tap slots of the tokens before. Rows of rejected drafts go
 // on with the newest token, and are written over later. One block notes how far the drafter is then; of several none may, as the others read it.
 extern "C" __global__ void __launch_bounds__(THREADS)

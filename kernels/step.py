@@ -12,7 +12,7 @@ import torch
 from kernels._load import Kernel, load
 from kernels.reference import step as reference
 from kernels.request_state import RequestState
-from kernels.step_rows import DrafterRows, StepRows
+from kernels.step_rows import DrafterRows, SplitRows, StepRows
 from kernels.structs import INDEX, MAX_BATCH, MAX_NODES, NUM_FIELDS, RESULT_HEAD, StepSizes
 
 THREADS = MAX_BATCH
@@ -69,6 +69,31 @@ def prepare_step(table: RequestState, fields: torch.Tensor, page_table: torch.Te
     grid = (_num_blocks(sizes.rows), 1)
     kernel(grid, (THREADS, 1, 1), *outputs, len(rows.logit_rows), table.arguments, fields, page_table, sizes)
     return rows
+
+
+def split_rows(
+    split: SplitRows,
+    cu_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    indices: torch.Tensor,
+    num_prompts: int,
+    last_rows: torch.Tensor | None = None,
+) -> None:
+    """Writes the rows of B requests, cu_rows [B + 1], of which the first num_prompts are prompts, as lists of prompts and of those that decode.
+    last_rows [B] int64: of the model drafter's rows."""
+    batch, most = len(seq_lens), len(split.seq_lens)
+    if not 0 < batch <= most or not 0 <= num_prompts <= batch:
+        raise ValueError(f"{num_prompts} prompts of {batch} requests are to be split in lists of {most}")
+    _check("cu_rows", cu_rows, (batch + 1,))
+    _check("indices", indices, (batch,))
+    if last_rows is not None:
+        _check("last_rows", last_rows, (batch,), torch.int64)
+    outputs = (split.cu_prompt_rows, split.cu_decoding_rows, split.seq_lens, split.indices, split.last_rows)
+    if not cu_rows.is_cuda:
+        reference.split_rows(*outputs, cu_rows, seq_lens, indices, last_rows, num_prompts)
+        return
+    inputs = (cu_rows, seq_lens, indices, 0 if last_rows is None else last_rows)
+    _kernel(cu_rows, "split_rows")((1, 1), (THREADS, 1, 1), *outputs, *inputs, batch, num_prompts, most)
 
 
 def prepare_drafter(

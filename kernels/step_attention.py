@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from kernels.latent import head_linear
 from kernels.plain_attention import PlainAttention
 from kernels.prompt_attention import PromptAttention
 from kernels.structs import MAX_DEPTH
+
+if TYPE_CHECKING:
+    from kernels.split_attention import SplitAttention
 
 MAX_SHORT_QUERIES = 17
 """Lists of requests with at most this many query tokens each are what `append_attention` is for."""
@@ -64,6 +68,8 @@ class StepAttention:
     """[T] int64: what rows that decode see of their request's, where some are trees: see `step_rows.StepRows`."""
     is_e4m3: bool = False
     """Whether pages hold codes of e4m3."""
+    max_first_row: int = 0
+    """Where rows that decode begin at most, if others lie before them and num_prompts does not say so."""
     _decoding: attention.AttentionPlan | latents.LatentPlan | None = field(default=None, init=False)
     """Where a kernel computes rows that decode."""
     _kinds: dict[tuple[int | None, float | None], attention.AttentionPlan] = field(default_factory=dict, init=False)
@@ -136,7 +142,7 @@ class StepAttention:
             heads=self.heads[:3],
             dtype=self.dtype,
             prefixes=None if groups is None or lens is None else (groups, lens),
-            first_token=self._first,
+            first_token=self._first or self.max_first_row,
             window=window,
             cap=cap,
             seen=self.seen,
@@ -339,8 +345,8 @@ def plan_attention(
     return plan
 
 
-Plan = StepAttention | reference.AttentionPlan
-"""How attention is computed: of a step, and by the twin for lists of lengths."""
+Plan: TypeAlias = "StepAttention | SplitAttention | reference.AttentionPlan"
+"""How attention is computed: of a step, of one that is captured whatever its prompts, and by the twin for lists of lengths."""
 
 
 def append_attention(
@@ -359,7 +365,7 @@ def append_attention(
     sees, itself with them; cap: scores become cap tanh(score / cap). scales: of pages in e4m3. out [T, H, D]: where a step's results go.
     """
     check_scales(key_pages, scales)
-    if isinstance(plan, StepAttention):
+    if not isinstance(plan, reference.AttentionPlan):
         return plan.attend(query, key_pages, value_pages, window, cap, scales, out)
     assert out is None, "of a step alone"
     return attend_scaled(lambda q: reference.append_attention(q, key_pages, value_pages, plan, window, cap), query, scales)
@@ -384,5 +390,5 @@ def latent_attention(
     check_scales(pages, scales)
     if isinstance(plan, StepAttention):
         return plan.attend_latents(query, pages, key_up, value_up, scale, absorb, scales, out)
-    assert out is None, "of a step alone"
+    assert out is None and isinstance(plan, reference.AttentionPlan), "of a step alone, and of keys and values where prompts are found by kernels"
     return attend_scaled(lambda q: reference.latent_attention(q, pages, plan, key_up, value_up, scale), query, scales, key_up.shape[1])

@@ -41,6 +41,29 @@ class StepRows:
         return cls(zeros(4, sizes.rows, dtype=torch.long), *lists, zeros(num_logit_rows, dtype=torch.long), seen)
 
 
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """Rows of a step of any number of requests, prompts among them, in lists of S requests: what graphs of its forward read. See `split_rows`."""
+
+    cu_prompt_rows: torch.Tensor
+    """[S + 1] int32: of requests that are prompts; none of the others."""
+    cu_decoding_rows: torch.Tensor
+    """[S + 1] int32: of the others, which lie behind the prompts'."""
+    seq_lens: torch.Tensor
+    """[S] int32: tokens with the new ones; 0: the request computes nothing."""
+    indices: torch.Tensor
+    """[S] int32: places in the request table; anyone's, of a request that computes nothing."""
+    last_rows: torch.Tensor
+    """[S] int64: see `DrafterRows`; of the model drafter's rows alone."""
+
+    @classmethod
+    def make(cls, count: int, device: torch.device) -> SplitRows:
+        def zeros(length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(length, dtype=dtype, device=device)
+
+        return cls(zeros(count + 1), zeros(count + 1), zeros(count), zeros(count), zeros(count, torch.long))
+
+
 @dataclass(slots=True)
 class DrafterRows:
     """What the model drafter computes of known tokens: T' packed rows of B requests."""

@@ -16,7 +16,7 @@ from backend.planned import PlannedStep
 from backend.planner import Planner
 from backend.sampling_params import SamplingParams
 from backend.speculative_config import SpeculativeConfig
-from backend.step.graphs import captured_drafting, fit_drafting, shapes_to_capture
+from backend.step.captured_shapes import captured_drafting, fit_drafting, shapes_to_capture
 from backend.step.tensors import StepShape
 from backend.step.worker import steps_to_capture
 from kernels.structs import DRAFTER_COUNT, FIRST, LOOKUP_LIMIT, MODEL_LIMIT
@@ -95,7 +95,7 @@ def test_the_least_graph_that_does_is_taken() -> None:
     assert drafting_of(lookup) == (0, True, False, True), "a lookup alone does not have the model compute"
     assert drafting_of(fit_drafting(StepShape(4, 6, num_model_drafts=2), captured)) == (5, True, True, True)
     prompt = fit_drafting(StepShape(4, 6, num_model_drafts=2, prompt_lens=(7,)), captured)
-    assert drafting_of(prompt) == (5, True, False, False), "launched kernel by kernel, where what is not wanted costs"
+    assert drafting_of(prompt) == (5, True, True, True), "what follows a forward with prompts is captured as well"
     plain = StepShape(4, 1)
     assert fit_drafting(plain, captured) == plain
 
@@ -156,6 +156,18 @@ def test_a_step_takes_the_devices_time_or_the_hosts() -> None:
     assert times.step(1, 5, 0, 0, False, 2.0) == pytest.approx(4e-3, rel=0.05), "the host bounds it"
     share = [times.step(1, 5, 0, 0, False, tokens) for tokens in (0.5, 2.0)]
     assert share[0] < 0.8 * share[1], "with fewer tokens a step, fewer steps have prompts"
+
+
+def test_the_hosts_time_goes_by_what_drafts() -> None:
+    """Drafts are planned and booked one by one. What was never seen is as long as its neighbour, so that it is tried."""
+    times = PaddedTimes(CostClass.PER_DRAFT)
+    for _ in range(20):
+        times.add_device(16, 16, 0, 160, 16, 1e-4, 0.0, 0, 0)
+        times.add_host(16, 1e-3, False, False, has_drafts=True, has_model=True)
+    assert times.step(16, 0, 0, 0, False, 16.0) == times.step(16, 5, 3, 16, False, 16.0) == pytest.approx(1e-3)
+    for _ in range(20):
+        times.add_host(16, 4e-4, False, False)
+    assert [times.step(16, *drafts, False, 16.0) for drafts in ((0, 0, 0), (5, 3, 16))] == pytest.approx([4e-4, 1e-3])
 
 
 class Simulation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.ops import Admission, RequestTable, StepSizes, append_draft, commit, pack_results, prepare_drafter, prepare_step
+from kernels.ops import Admission, RequestTable, SplitRows, StepSizes, append_draft, commit, pack_results, prepare_drafter, prepare_step, split_rows
 from kernels.reference import step as reference
 from kernels.structs import (
     COUNT,
@@ -97,6 +98,25 @@ class Step:
 
 
 CASES = [(1, 0), (1, 1), (5, 2), (16, 0), (24, 6), (24, 24)]
+
+
+@pytest.mark.parametrize("num_prompts", [0, 2, 5])
+def test_rows_are_split_into_those_of_prompts_and_of_those_that_decode(num_prompts: int) -> None:
+    counts, lens, indices = [30, 4, 0, 2, 1], [64, 4, 0, 90, 11], [7, 2, 9, 0, 4]
+    cu_rows = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    split = SplitRows.make(8, torch.device("cpu"))
+    for tensor in (split.cu_prompt_rows, split.cu_decoding_rows, split.seq_lens, split.indices, split.last_rows):
+        tensor.fill_(-7)
+    last_rows = torch.tensor([29, 33, 0, 35, 36])
+    split_rows(split, cu_rows, torch.tensor(lens, dtype=torch.int32), torch.tensor(indices, dtype=torch.int32), num_prompts, last_rows)
+    assert split.last_rows.tolist() == [29, 33, 0, 35, 36, 0, 0, 0]
+    prompts, decoding = (cu.diff().tolist() for cu in (split.cu_prompt_rows, split.cu_decoding_rows))
+    assert prompts == [*counts[:num_prompts], *[0] * (8 - num_prompts)]
+    assert decoding == [*[0] * num_prompts, *counts[num_prompts:], 0, 0, 0]
+    assert (int(split.cu_prompt_rows[0]), int(split.cu_decoding_rows[0])) == (0, sum(counts[:num_prompts]))
+    assert (split.seq_lens.tolist(), split.indices.tolist()) == ([*lens, 0, 0, 0], [*indices, 4, 4, 4])
+    with pytest.raises(ValueError, match="6 prompts of 5 requests are to be split in lists of 8"):
+        split_rows(split, cu_rows, torch.tensor(lens), torch.tensor(indices), 6)
 
 
 @pytest.mark.parametrize("seed", range(8))

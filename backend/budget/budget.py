@@ -428,11 +428,13 @@ class DraftBudget:
                 self._prices.observe_lookups(len(limits), draft_seconds)
             self._limits.note_actual(num_emitted, self._costs.verify(num_rows) + self._costs.draft(num_model, num_asked))
 
-    def note_host(self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, num_model: int = 0) -> None:
-        """What the host was busy for with a step that may be planned while another is under way; is_waited_for: none was; num_model: drafts that the
-        model makes in it."""
+    def note_host(
+        self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, *, has_drafts: bool = False, has_model: bool = False
+    ) -> None:
+        """What the host was busy for with a step that may be planned while another is under way; is_waited_for: none was; the others: see
+        `PaddedTimes.add_host`."""
         if self._padded is not None:
-            self._padded.add_host(num_requests, seconds, is_waited_for, has_prompts, num_model)
+            self._padded.add_host(num_requests, seconds, is_waited_for, has_prompts, has_drafts=has_drafts, has_model=has_model)
 
     def note_rest(self, seconds: float) -> None:
         """What the last step took outside its phases."""

@@ -1,7 +1,7 @@
 """Seconds from one step to the next where each request has as many rows as the one with most drafts, and a step is planned while another runs.
 
 So it is on a GPU. The device's time is what events say at the ends of phases; the host's is what it is busy for a step. Steps with prompts are
-measured apart: they are launched kernel by kernel, and where requests come and go there are hardly any others.
+measured apart: there is more to launch, and where requests come and go there are hardly any others.
 """
 
 from __future__ import annotations
@@ -35,12 +35,17 @@ class PaddedStep(NamedTuple):
     """Of each request that may have drafts: lookups of the host were asked for them."""
 
 
+def _effort(has_drafts: bool, has_model: bool) -> int:
+    """The more of these, the more there is to plan and to book of each request; neighbours stand in for what was never seen."""
+    return 2 if has_model else int(has_drafts)
+
+
 class PaddedTimes:
     """Called by the engine thread only."""
 
     def __init__(self, drafter: CostClass) -> None:
         self._device = {False: StepCosts(drafter), True: StepCosts(drafter)}  # by whether there are prompts in the step
-        # By that, and by whether it is waited for; over requests. With prompts also by the model's drafts, which Python launches one by one there.
+        # By that, and by whether it is waited for; by what drafts in it, and over requests: drafts are booked one by one.
         self._host: dict[tuple[bool, bool], dict[int, Times]] = defaultdict(lambda: defaultdict(Times))
         self._share = 0.0  # of steps with prompts
         self._tokens = 0.0  # of a step
@@ -89,13 +94,15 @@ class PaddedTimes:
         self._share += SMOOTHING_OF_SHARE * (has_prompts - self._share)
         self._tokens += SMOOTHING_OF_SHARE * (num_tokens - self._tokens) if self._tokens else num_tokens
 
-    def add_host(self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, num_model: int = 0) -> None:
-        """is_waited_for: the device had nothing to do meanwhile."""
-        self._host[has_prompts, is_waited_for][num_model if has_prompts else 0].add(num_requests, seconds)
+    def add_host(
+        self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, *, has_drafts: bool = False, has_model: bool = False
+    ) -> None:
+        """is_waited_for: the device had nothing to do meanwhile; has_drafts: requests had some, or were looked up; has_model: the model made some."""
+        self._host[has_prompts, is_waited_for][_effort(has_drafts, has_model)].add(num_requests, seconds)
 
-    def _host_of(self, num_requests: int, is_waited_for: bool, has_prompts: bool, num_model: int) -> float:
+    def _host_of(self, num_requests: int, is_waited_for: bool, has_prompts: bool, effort: int) -> float:
         known = self._host[has_prompts, is_waited_for]
-        return known[min(known, key=lambda number: abs(number - num_model))].at(num_requests) if known else 0.0
+        return known[min(known, key=lambda own: abs(own - effort))].at(num_requests) if known else 0.0
 
     def step(self, num_requests: int, num_drafts: int, num_model: int, num_asked: int, is_waited_for: bool, num_tokens: float) -> float:
         """Of a usual step of requests that may have so many drafts each: the device's time, or the host's where that is longer, or both where one
@@ -118,7 +125,7 @@ class PaddedTimes:
             if draft is None:
                 draft = self._draft[has_prompts, num_model, num_asked] = costs.draft(num_model, num_asked)
             device = verify + max(draft, following)
-            host = self._host_of(num_requests, is_waited_for, has_prompts, num_model)
+            host = self._host_of(num_requests, is_waited_for, has_prompts, _effort(num_drafts > 0, num_model > 0))
             weight = max(weight, 1e-3)
             total += weight * (device + host if is_waited_for and not has_prompts else max(device, host))
             known += weight

@@ -162,13 +162,7 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        meeting = dist.PrefixStore("peers", store)
-
-        def exchange(name: str, words: bytes) -> list[bytes]:
-            meeting.set(f"{name} {rank}", words.hex())
-            return [bytes.fromhex(meeting.get(f"{name} {r}").decode()) for r in range(size)]
-
-        peers = None if address else meet_peers(device, rank, size, exchange)  # memory is one host's
+        peers = None if address else meet_through(store, device, rank, size)  # memory is one host's
         if peers is None and rank == 0:
             logger.warning("tensor_parallel_size %d: the GPUs cannot write each other's memory; all sums go through NCCL", size)
         ranks = Ranks(rank, size, dist.ProcessGroupNCCL(own, rank, size, options), peers)
@@ -181,6 +175,17 @@ def make_ranks(rank: int, size: int, store: dist.Store, device: torch.device, ti
     group = dist.ProcessGroupGloo(own, rank, size, gloo)
     group.barrier().wait()  # type: ignore[attr-defined]
     return Ranks(rank, size, group, sockets=frozenset(_open_sockets().values()) - before)
+
+
+def meet_through(store: dist.Store, device: torch.device, rank: int, size: int) -> PeerMemory | None:
+    """`meet_peers`, by the store that all ranks of this host reach."""
+    meeting = dist.PrefixStore("peers", store)
+
+    def exchange(name: str, words: bytes) -> list[bytes]:
+        meeting.set(f"{name} {rank}", words.hex())
+        return [bytes.fromhex(meeting.get(f"{name} {r}").decode()) for r in range(size)]
+
+    return meet_peers(device, rank, size, exchange)
 
 
 def _open_sockets() -> dict[int, str]:

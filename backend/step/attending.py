@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from backend.step.tensors import StepTensors
 from kernels import ops
+from kernels._load import gpu_of
 from kernels.structs import PREFIX_GROUP, PREFIX_LEN
+
+Kind = tuple[int | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +63,13 @@ class Attending:
             seen=seen,
             is_e4m3=is_e4m3,
         )
+
+    def split(
+        self, split: ops.SplitRows, heads: ops.Heads, max_rows: int, max_queries: int, kinds: Collection[Kind] = (), *, is_e4m3: bool = False
+    ) -> ops.SplitAttention | None:
+        """Of any step of so many rows, whose decoding requests have so many queries, at most; None: no kernel finds prompts by itself.
+        kinds: windows and caps of scores of layers that have any."""
+        if not ops.can_split(heads, self.page_size, self.dtype, gpu_of(self.page_table.device), kinds, is_e4m3=is_e4m3):
+            return None
+        sizes = {"max_rows": max_rows, "max_query_len": max_queries, "max_seq_len": self.max_model_len, "page_size": self.page_size}
+        return ops.SplitAttention(split, self.page_table, heads=heads, dtype=self.dtype, **sizes)

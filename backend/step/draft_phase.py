@@ -14,7 +14,7 @@ from backend.step.block import BlockForward
 from backend.step.distributions import Distributions
 from backend.step.draft_masks import Grammars, mask_draft
 from backend.step.options import Options
-from backend.step.tensors import REPORT_HEAD, StepShape, StepTensors, select_drafting
+from backend.step.tensors import REPORT_HEAD, Advanced, StepShape, StepTensors, select_drafting
 from backend.step.trees import TreeForward
 from kernels import ops, step_rows
 from kernels.request_table import RequestTable
@@ -52,7 +52,7 @@ class DraftPhase:
 
     def asks_model(self, shape: StepShape) -> bool:
         """Whether the step's drafter has anything to compute."""
-        return self._drafter is not None and (shape.num_model_drafts > 0 or any(shape.drafter_counts))
+        return self._drafter is not None and shape.asks_model
 
     def count_known(self, shape: StepShape) -> int:
         """Tokens of a decoding row that the model drafter may have to compute."""
@@ -73,8 +73,38 @@ class DraftPhase:
         ones = torch.arange(step.shape.batch + 1, dtype=torch.int32, device=step.fields.device)
         step.draft_attention = self._attending.plan(step, ones, step.draft_lens, (), (), self._drafter.heads, 1)
 
+    def advance(self, step: StepTensors) -> None:
+        """Has the model drafter compute the tokens that are known now; what drafts go on from is in `step.advanced`, if there is anything."""
+        known = self.lay_out(step)
+        if not known.packed.shape[1]:  # they all ended in the step before, whose tokens the host had not seen yet
+            return
+        if step.drafter_attention is None:
+            self.plan_drafter(step, known)
+        made = self.compute(known.packed, known.last_rows, step.drafter_attention)
+        if step.advanced is None:
+            step.advanced = made
+        else:
+            step.advanced.take(made)
+
+    def lay_out(self, step: StepTensors) -> step_rows.DrafterRows:
+        """The tokens that are known now, in `step.drafter_rows`."""
+        assert step.rows is not None
+        step.drafter_rows = ops.prepare_drafter(self._table, step.fields, step.rows, self._page_table, step.sizes, step.drafter_rows)
+        return step.drafter_rows
+
+    def compute(self, packed: torch.Tensor, last_rows: torch.Tensor, attention: ops.StepAttention | ops.SplitAttention | None) -> Advanced:
+        """packed, last_rows: see `step_rows.DrafterRows`."""
+        drafter = self._drafter
+        assert drafter is not None
+        if attention is not None:
+            attention.refresh()
+        states = drafter.advance(_rows_of(packed, attention), last_rows)
+        is_asked = self._tree is not None or self._block is not None
+        return Advanced(states, packed[0][last_rows] if is_asked else None)
+
     def run(self, step: StepTensors) -> None:
-        """The drafts for the next step: a lookup's alone where it promises more, else the model's, lengthened by the lookup."""
+        """The drafts for the next step: a lookup's alone where it promises more, else the model's, lengthened by the lookup. On a GPU the model
+        drafter has come to the known tokens before, by `advance`."""
         shape, table, fields = step.shape, self._table, step.fields
         is_alone = scores = None
         if shape.has_lookup_alone:
@@ -116,23 +146,18 @@ class DraftPhase:
             step, is_alone = select_drafting(step, is_alone), None
             if not step.shape.batch:
                 return
-        sizes, shape, fields = step.sizes, step.shape, step.fields
-        assert drafter is not None and step.rows is not None
-        known = step.drafter_rows = ops.prepare_drafter(table, fields, step.rows, self._page_table, sizes, step.drafter_rows)
-        if not known.packed.shape[1]:  # they all ended in the step before, whose tokens the host had not seen yet
+            self.advance(step)
+        sizes, shape, fields, advanced = step.sizes, step.shape, step.fields, step.advanced
+        if advanced is None or not shape.num_model_drafts:
             return
-        if step.drafter_attention is None:
-            self.plan_drafter(step, known)
-        if step.drafter_attention is not None:
-            step.drafter_attention.refresh()
-        states = drafter.advance(_rows_of(known.packed, step.drafter_attention), known.last_rows)
-        if not shape.num_model_drafts:
-            return
+        assert drafter is not None
+        states, newest = advanced.states, advanced.newest
         if self._tree is not None:
-            self._tree.draft(fields, known.packed[0][known.last_rows], states, shape.num_model_drafts, sizes, step.chances)
+            assert newest is not None
+            self._tree.draft(fields, newest, states, shape.num_model_drafts, sizes, step.chances)
             return
         if self._block is not None:
-            newest = known.packed[0][known.last_rows]
+            assert newest is not None
             states = self._block.run(fields, newest, states, shape.num_model_drafts, sizes, is_alone)
         elif step.draft_attention is None:
             self.plan_drafts(step)
@@ -185,6 +210,6 @@ def greatest_probability(logits: torch.Tensor) -> torch.Tensor:
     return (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).float().exp_().nan_to_num_(0.0).clamp_(min=1e-6)
 
 
-def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | None) -> DrafterRows:
+def _rows_of(packed: torch.Tensor, attention: ops.StepAttention | ops.SplitAttention | None) -> DrafterRows:
     token_ids, positions, kv_slots, state_slots, before_slots = packed
     return DrafterRows(token_ids, positions, kv_slots, state_slots, before_slots, attention)

@@ -1,7 +1,7 @@
 """CUDA graphs of the step's phases. Each phase is captured apart, so that their number adds up and does not multiply.
 
-A shape that has no graph runs eagerly, and is captured when nobody waits. Of steps with prompts the forward is captured in pieces: see
-`backend.step.pieces`.
+A shape that has no graph runs eagerly, and is captured when nobody waits. A step with prompts has a forward of its own, captured by its number of
+rows (`backend.step.pieces`), and so has the model drafter (`backend.step.advancing`); all else are graphs of steps that decode.
 """
 
 from __future__ import annotations
@@ -11,18 +11,32 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from backend.config import EngineConfig
 from backend.prefixes import MIN_SHARERS
+from backend.step.advancing import Advancing
+from backend.step.captured_shapes import (
+    DISTRIBUTIONS,
+    UNCAPTURED,
+    WIDTHS,
+    Drafting,
+    Phase,
+    batch_sizes,
+    captured_drafting,
+    fit_drafting,
+    key_of,
+    phases_of,
+    shapes_to_capture,
+)
 from backend.step.options import Options
 from backend.step.pieces import MAX_CAPTURED_ROWS, Pieces, capture
 from backend.step.plan import StepPlan
 from backend.step.program import Program
-from backend.step.tensors import StepShape, StepTensors
+from backend.step.tensors import Advanced, StepShape, StepTensors
 from kernels import warm_up
 from kernels.code_check import check_codes
 from kernels.request_table import RequestTable
@@ -32,88 +46,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING, MAX_LATER = 256, 128
 """Shapes that wait to be captured, and graphs that were captured while serving: the least used goes first."""
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17)
-"""Tokens of a decoding row that kernels are compiled for in advance, whatever the server's own method: an eager step takes the next wider."""
-DISTRIBUTIONS = Options.REJECTION | Options.TOP_P | Options.FILTERS
-"""What of the options the draft phase depends on."""
-UNCAPTURED = Options.BAD_WORDS
-"""Their memory may move."""
 
-Phase = tuple[str, int, int, tuple[object, ...]]
-"""Name, batch, queries, and what else the phase depends on."""
-
-
-def batch_sizes(max_batch_size: int) -> list[int]:
-    """Rows that steps are captured for: few enough to capture, and near enough to one another that few rows are idle."""
-    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, *range(40, 129, 8), *range(144, max_batch_size, 16)]
-    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
-
-
-class Drafting(NamedTuple):
-    """What a step's graph of the phase draft makes: a step that wants less may take it, since each row says how much it wants."""
-
-    num_model: int
-    has_lookup: bool
-    has_lookup_alone: bool
-    is_reported: bool
-
-    def covers(self, shape: StepShape) -> bool:
-        wanted = (shape.num_model_drafts, shape.has_lookup, shape.has_lookup_alone)
-        return all(own >= what for own, what in zip(self, wanted))
-
-
-def captured_drafting(drafts: Iterable[tuple[int, bool]]) -> list[Drafting]:
-    """As plans say it, the least first. Where there is a model drafter the host wants to see how far it came, and a lookup may take its place; where
-    there is a lookup beside it, that drafts without it too: a step for which the model is not worth its time must not compute it."""
-    own = set(drafts)
-    has_model = any(count for count, _ in own)
-    own |= {(0, True)} if has_model and any(has for _, has in own) else set()
-    return sorted(Drafting(count, has, has and count > 0, has_model and (count > 0 or has)) for count, has in own)
-
-
-def fit_drafting(shape: StepShape, captured: Iterable[Drafting]) -> StepShape:
-    """With the drafting of the least graph that does for it."""
-    if not shape.num_model_drafts and not shape.has_lookup:
-        return shape
-    found = next((own for own in captured if own.covers(shape)), None)
-    if found is None:
-        return shape
-    fitted = dataclasses.replace(shape, num_model_drafts=found.num_model, has_lookup=found.has_lookup)
-    if shape.num_prompts:  # it is launched kernel by kernel
-        return fitted
-    return dataclasses.replace(fitted, has_lookup_alone=found.has_lookup_alone, reports_drafts=shape.reports_drafts or found.is_reported)
-
-
-def shapes_to_capture(batches: Sequence[int], widths: Iterable[int], drafts: Sequence[Drafting], tree_width: int = 0) -> list[StepShape]:
-    """Of steps without prompts, the largest batch first."""
-    kinds = list(itertools.product(widths, drafts or [Drafting(0, False, False, False)]))
-    return [
-        StepShape(
-            batch,
-            width,
-            num_model_drafts=own.num_model,
-            has_lookup=own.has_lookup,
-            has_lookup_alone=own.has_lookup_alone,
-            has_trees=width == tree_width,
-            reports_drafts=own.is_reported,
-        )
-        for batch in reversed(batches)
-        for width, own in kinds
-    ]
-
-
-def _phases(shape: StepShape) -> list[Phase]:
-    batch, queries = shape.batch, shape.num_queries
-    trees = shape.has_trees
-    phases: list[Phase] = [("forward", batch, queries, (shape.has_prefixes, trees)), ("decide", batch, queries, (shape.options, trees))]
-    if shape.num_model_drafts or shape.has_lookup or shape.reports_drafts:
-        what = (shape.num_model_drafts, shape.has_lookup, shape.has_lookup_alone, shape.reports_drafts, shape.options & DISTRIBUTIONS, trees)
-        phases.append(("draft", batch, queries, what))
-    return phases
-
-
-def _key(shape: StepShape) -> tuple[int, int, bool]:
-    return shape.batch, shape.num_queries, shape.has_trees
+Launch = Callable[[], None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,16 +55,17 @@ class Running:
     """A step whose phases are launched one after the other."""
 
     step: StepTensors
-    left: list[Phase]
-    run_phase: Callable[[Phase], None]
+    left: list[list[Launch]]
+    """By phase."""
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = dataclasses.field(default_factory=list)
     """Events at each phase's beginning and end."""
 
     def launch(self, count: int) -> None:
         """The next so many phases, if there are as many."""
         begin = _record()
-        for phase in self.left[:count]:
-            self.run_phase(phase)
+        for launches in self.left[:count]:
+            for launch in launches:
+                launch()
             end = _record()
             self.spans.append((begin, end))
             begin = end
@@ -165,53 +100,94 @@ class Graphs:
         self._drafts: list[Drafting] = []
         self._tensors: dict[tuple[int, int, bool], StepTensors] = {}
         """What the graphs of all phases of a batch size and width share, with trees or without."""
+        self._advanced: dict[int, Advanced] = {}
+        """By batch size: what the model drafter's graphs leave to those of drafts."""
         self._graphs: dict[Phase, tuple[torch.cuda.CUDAGraph, StepTensors]] = {}
         self._later: OrderedDict[Phase, None] = OrderedDict()
         self._waiting: OrderedDict[StepShape, None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
         self._max_prompt_rows = min(config.max_num_batched_tokens_on(device.type), MAX_CAPTURED_ROWS)
         self.pieces: Pieces | None = None
-        """Of forwards with prompts; None: they are launched kernel by kernel."""
+        """Forwards with prompts; None: they are launched kernel by kernel."""
+        self.advancing: Advancing | None = None
+        """The model drafter's, likewise."""
 
     @property
     def _chain_widths(self) -> list[int]:
         return [width for width in self._queries if width != self._tree_width]
 
     def fit(self, shape: StepShape) -> StepShape:
-        """The least shape made in advance that such a step fits in; a step with prompts keeps its requests."""
-        # What was captured is worth some idle rows; a step with prompts is not captured anyway.
-        own = self._chain_widths
-        widths: Sequence[int] = sorted({*own, *WIDTHS}) if shape.num_prompts else (*own, *WIDTHS)
-        if shape.has_trees:
-            widths = self._tree_widths
-        queries = next(n for n in widths if n >= shape.num_queries)
-        if not shape.num_prompts:
-            shape = dataclasses.replace(shape, batch=next(size for size in self._batch_sizes if size >= shape.batch))
+        """The least shape made in advance that such a step fits in. Of a step with prompts that is what follows its forward; where nothing made in
+        advance follows, it keeps its requests."""
+        own, trees = self._chain_widths, self._tree_widths if shape.has_trees else None
+        num_rows = sum(shape.prompt_lens) + (shape.batch - shape.num_prompts) * shape.num_queries
+        # What was captured is worth some idle rows.
+        queries = next(n for n in trees or (*own, *WIDTHS) if n >= shape.num_queries)
+        batch = next(size for size in self._batch_sizes if size >= shape.batch)
+        num_drafter_rows = 0
+        if shape.num_prompts and self._can_follow(shape, (batch, queries, shape.has_trees)):
+            if self.advancing is not None and shape.asks_model:
+                num_drafter_rows = self.advancing.fit(num_rows - sum(shape.prompt_lens) + sum(shape.drafter_counts))
+        elif shape.num_prompts:
+            batch, queries = shape.batch, next(n for n in trees or sorted({*own, *WIDTHS}) if n >= shape.num_queries)
+            num_rows = sum(shape.prompt_lens) + (batch - shape.num_prompts) * queries
         shape = fit_drafting(shape, self._drafts)
         if shape.num_prompts and self.pieces is not None:
-            num_rows = sum(shape.prompt_lens) + (shape.batch - shape.num_prompts) * queries
-            shape = dataclasses.replace(shape, num_rows=self.pieces.fit(num_rows))
-        return dataclasses.replace(shape, num_queries=queries)
+            shape = dataclasses.replace(shape, num_rows=self.pieces.fit(num_rows), num_drafter_rows=num_drafter_rows)
+        return dataclasses.replace(shape, batch=batch, num_queries=queries)
+
+    def _can_follow(self, shape: StepShape, key: tuple[int, int, bool]) -> bool:
+        """Whether graphs of steps that decode may follow a forward with prompts: of scores of prompts, and of what looks at rows once more, there are
+        none."""
+        return key in self._tensors and not (shape.scored or self._tree_width or self._program.remembers_rows)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def run(self, shape: StepShape) -> Running:
         """Starts a step whose plan was staged with its forward; the caller finishes it."""
-        phases = _phases(shape)
-        if shape.num_prompts or _key(shape) not in self._tensors:
+        later = shape.without_prompts() if shape.num_prompts else shape
+        is_followed = self._can_follow(shape, key_of(shape)) if shape.num_prompts else key_of(shape) in self._tensors
+        if not is_followed:
             if not shape.num_prompts:
                 self._wait_for_capture(shape)
             step = self._program.make_tensors(shape, self._fields(shape.batch))
-            step.pieces = self.pieces if shape.num_rows else None
-            running = Running(step, phases, lambda phase: self._run_eagerly(phase, step))
+            if shape.num_rows and self.pieces is not None and step.rows is not None:
+                step.pieces, step.rows.packed = self.pieces, self.pieces.packed(shape.num_rows)
+                step.attention = self.pieces.attention(shape.num_queries) or step.attention
+            phases = self._phases(shape)
+            running = Running(step, [[partial(self._run_eagerly, phase, step) for phase in own] for own in phases])
         else:
-            step = self._select(shape)
-            running = Running(step, phases, lambda phase: self._replay(phase, step))
-            if any(phase not in self._graphs for phase in phases):
-                self._wait_for_capture(shape)
+            step, phases = self._select(later), self._phases(shape)
+            if any(phase not in self._graphs for phase in itertools.chain(*self._phases(later))):
+                self._wait_for_capture(later)
+            running = Running(step, [[partial(self._replay, phase, step) for phase in own] for own in phases])
+            if shape.num_prompts:
+                self._begin_with_prompts(running, shape)
         running.launch(1)
         return running
+
+    def _phases(self, shape: StepShape) -> list[list[Phase]]:
+        return phases_of(shape, has_model=self._program.drafting.asks_model(shape))
+
+    def _begin_with_prompts(self, running: Running, shape: StepShape) -> None:
+        """What reads all rows of a step with prompts: its forward, and the model drafter's."""
+        program, step = self._program, running.step
+        advancing = self.advancing if shape.num_drafter_rows else None
+        own = program.make_prompt_tensors(shape, self._tensors[key_of(step.shape)], self.pieces if shape.num_rows else None, advancing)
+        own.advanced = self._advanced.get(shape.batch)
+
+        def forward() -> None:
+            program.forward(own)
+            program.leave_to(own, step)
+
+        def advance() -> None:
+            program.advance(own, advancing)
+            step.advanced = own.advanced
+
+        running.left[0] = [forward]
+        if program.drafting.asks_model(shape):
+            running.left[2][0] = advance
 
     def _replay(self, phase: Phase, step: StepTensors) -> None:
         """Or, where there is no graph of it yet, eagerly."""
@@ -230,8 +206,8 @@ class Graphs:
             step.report = own.report
 
     def _run_eagerly(self, phase: Phase, step: StepTensors) -> None:
-        {"forward": self._program.forward, "decide": self._program.decide, "draft": self._program.draft}[phase[0]](step)
-        base = self._tensors.get(_key(step.shape))
+        getattr(self._program, phase[0])(step)
+        base = self._tensors.get(key_of(step.shape))
         if phase[0] == "forward" and base is not None and base is not step and step.hidden.shape == base.hidden.shape:
             base.hidden.copy_(step.hidden)
             step.hidden = base.hidden
@@ -241,13 +217,13 @@ class Graphs:
 
     def _select(self, shape: StepShape) -> StepTensors:
         """Tensors for a step of this shape over those that the phases' graphs share."""
-        base = self._tensors[_key(shape)]
+        base, advanced = self._tensors[key_of(shape)], self._advanced.get(shape.batch)
         plain = not (shape.has_prefixes or shape.num_model_drafts or shape.reports_drafts or Options.LOGPROBS in shape.options)
-        if plain or all(phase in self._graphs for phase in _phases(shape)):
-            return dataclasses.replace(base, shape=shape)
+        if plain or all(phase in self._graphs for phase in itertools.chain(*self._phases(shape))):
+            return dataclasses.replace(base, shape=shape, advanced=advanced)
         step = self._program.make_tensors(shape, base.fields, base.rows)
         attention = step.attention if shape.has_prefixes else base.attention
-        return dataclasses.replace(step, attention=attention, hidden=base.hidden, results=base.results)
+        return dataclasses.replace(step, attention=attention, hidden=base.hidden, results=base.results, advanced=advanced)
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
@@ -275,20 +251,24 @@ class Graphs:
     def _capture(self, shape: StepShape) -> list[Phase]:
         """The phases of a shape that have no graph yet."""
         self._clear_fields(shape.batch)
-        key = _key(shape)
+        key = key_of(shape)
         if key not in self._tensors:
             plain = StepShape(shape.batch, shape.num_queries, has_trees=shape.has_trees)
             base = self._program.make_tensors(plain, self._fields(shape.batch))
-            self._graphs[_phases(plain)[0]] = (self._capture_phase(self._program.forward, base), base)
+            self._graphs[self._phases(plain)[0][0]] = (self._capture_phase(self._program.forward, base), base)
             self._tensors[key] = base
         made = []
         step = None
-        for phase in _phases(shape):
+        for phase in itertools.chain(*self._phases(shape)):
             if phase in self._graphs:
                 continue
             if step is None:
                 step = self._select(shape)
-            run = {"forward": self._forward_into(self._tensors[key]), "decide": self._program.decide, "draft": self._program.draft}[phase[0]]
+            if phase[0] == "advance" and shape.batch not in self._advanced:
+                self._program.advance(step)
+                assert step.advanced is not None
+                step.advanced = self._advanced[shape.batch] = step.advanced.clone()
+            run = self._forward_into(self._tensors[key]) if phase[0] == "forward" else getattr(self._program, phase[0])
             self._graphs[phase] = (self._capture_phase(run, step), step)
             made.append(phase)
         return made
@@ -328,7 +308,11 @@ class Graphs:
         if self._program.is_e4m3:
             widths = sorted({1, *self._chain_widths})
             check_codes(self.device, self._program.all_heads[0], self._program.page_size, self._program.dtype, {widths[0], widths[-1]})
-        self.pieces = self._program.capture_pieces(self._max_prompt_rows, self._pool)
+        # Trees, and beginnings that are read once, are for attention that is launched.
+        whole = [] if self._tree_width or self._is_cascade else sorted({self._queries[-1], WIDTHS[-1]})
+        self.pieces = self._program.capture_pieces(self._max_prompt_rows, self._pool, self._batch_sizes[-1], whole)
+        if whole:
+            self.advancing = self._program.capture_advancing(self.pieces.counts, self._pool, self._batch_sizes[-1], whole[-1])
         for number, shape in enumerate(shapes, 1):
             self._capture(shape)
             if number % 64 == 0 or number == len(shapes):
@@ -362,5 +346,5 @@ class Graphs:
     def _run_once(self, shape: StepShape) -> None:
         self._clear_fields(shape.batch, shape.prompt_lens[0] if shape.num_prompts else 0)
         step = self._program.make_tensors(shape, self._fields(shape.batch))
-        for phase in _phases(shape):
+        for phase in itertools.chain(*self._phases(shape)):
             self._run_eagerly(phase, step)

@@ -1,7 +1,5 @@
-"""A forward with prompts in it, captured in pieces: what layers compute between their attention (vLLM's piecewise graphs).
-
-Attention depends on how many requests there are and how long their contexts; all else but on how many rows. So the graphs are
-of numbers of rows, attention is launched from Python in between, and what Python takes for a step does not grow with what a layer consists of.
+"""A forward with prompts in it, captured by its number of rows: whole, where kernels of attention find by themselves which requests there are and how
+long their contexts; else in pieces, which layers compute between their attention, and that is launched from Python (vLLM's piecewise graphs).
 """
 
 from __future__ import annotations
@@ -90,6 +88,9 @@ class Forward:
         """By graph: the queries of a layer, or the states at the end."""
         self._passing: Passing | None = None
 
+    def __len__(self) -> int:
+        return len(self._graphs)
+
     def add(self, graph: torch.cuda.CUDAGraph, made: torch.Tensor) -> None:
         self._graphs.append(graph)
         self._made.append(_unheld(made))
@@ -127,44 +128,54 @@ class Pieces:
     ) -> None:
         """tapped: layers whose entering states are wanted; has_end: the states of all rows are wanted, so that the last layer is captured, too."""
         self._model, self._cache, self._tapped, self._device, self._pool = model, cache, tapped, device, pool
-        self._num_pieces = model.num_layers + has_end
+        self._has_end, self._num_pieces = has_end, model.num_layers + has_end
         self._counts = row_counts(max_rows)
-        self._inputs = torch.zeros(3, max_rows, dtype=torch.long, device=device)
-        """Token ids, positions, slots."""
+        self._packed = torch.zeros(4 * max_rows, dtype=torch.long, device=device)
+        self.split: ops.SplitRows | None = None
+        """What attention reads, where it is captured with the rest: the step's requests are to be there before `forward`."""
+        self._attentions: list[tuple[int, ops.SplitAttention]] = []
+        """By most queries of a request that decodes, the fewest first: a kernel for many has less of each multiprocessor for the keys."""
         self._found = torch.zeros(max_rows, model.heads.num_query, model.value_dim, dtype=dtype, device=device)
         """What a layer's queries found."""
-        self._forwards: dict[int, Forward] = {}
+        self._forwards: dict[tuple[int, ops.Plan | None], Forward] = {}
+        """By rows, and by the attention that is captured with them."""
+
+    def capture_attention(self, split: ops.SplitRows, num_queries: int, attention: ops.SplitAttention) -> None:
+        """Attention is captured with the rest: this one, of steps whose decoding requests have so many queries at most. All of them read `split`."""
+        self.split = split
+        self._attentions = sorted([*self._attentions, (num_queries, attention)], key=lambda own: own[0])
+
+    def attention(self, num_queries: int) -> ops.SplitAttention | None:
+        """Of a step whose decoding requests have so many queries; None: it is launched between the pieces."""
+        return next((own for most, own in self._attentions if most >= num_queries), None)
 
     def fit(self, num_rows: int) -> int:
         """The least number of rows that was captured and holds so many; 0: there is none."""
         place = bisect.bisect_left(self._counts, num_rows)
         return self._counts[place] if place < len(self._counts) else 0
 
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of rows that were captured, ascending."""
+        return list(self._counts)
+
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        cache: list[tuple[torch.Tensor, ...]],
-        plan: ops.Plan,
-        wanted: Wanted | None = None,
-        entering: dict[int, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """See `Model.forward`; of as many rows as were captured."""
-        count, last = len(token_ids), self._model.num_layers - 1
-        own, found = self._forwards[count], self._found[:count]
-        torch.stack((token_ids, positions, slots), out=self._inputs[:, :count])
-        found.zero_()  # rows of nobody are read by products, and choose experts
-        for number in range(last):
-            self._model.attend(number, own.replay(number), cache[number], plan, found)
-        query, passing = own.replay(last), own.passing
-        if last + 1 < self._num_pieces:
-            self._model.attend(last, query, cache[last], plan, found)
-            states = own.replay(last + 1)
-        else:
-            states = self._model.finish(passing, query, cache[last], plan, wanted)
+    def packed(self, count: int) -> torch.Tensor:
+        """Where the rows of a forward of so many are to lie [4, count]: see `step_rows.StepRows`."""
+        return self._packed[: 4 * count].view(4, count)
+
+    def forward(self, count: int, plan: ops.Plan, wanted: Wanted | None = None, entering: dict[int, torch.Tensor] | None = None) -> torch.Tensor:
+        """See `Model.forward`; of as many rows as were captured, which lie in `packed`. plan: one of `attention`, where there are any."""
+        is_whole = self.split is not None
+        own, found, last = self._forwards[count, plan if is_whole else None], self._found[:count], self._model.num_layers - 1
+        if not is_whole:
+            found.zero_()  # rows of nobody are read by products, and choose experts
+            for number in range(self._num_pieces - 1):
+                self._model.attend(number, own.replay(number), self._cache[number], plan, found)
+        states, passing = own.replay(len(own) - 1), own.passing
+        if not self._has_end:
+            states = self._model.finish(passing, states, self._cache[last], plan, wanted)
         if entering is not None:
             entering.update(passing.entering)
         return states
@@ -178,7 +189,9 @@ class Pieces:
         self._counts = [count for count in self._counts if count <= most]
         try:
             for count in reversed(self._counts):
-                self._forwards[count] = self._capture(count)
+                attentions: list[ops.SplitAttention | None] = [own for _, own in self._attentions]
+                for attention in attentions or [None]:
+                    self._forwards[count, attention] = self._capture(count, attention)
         except Exception:
             if self._model.ranks.size > 1:
                 raise  # the others wait for this one's part
@@ -195,7 +208,7 @@ class Pieces:
 
     def _run(self, number: int, count: int, passing: Passing | None) -> tuple[Passing, torch.Tensor]:
         """Piece `number` -> what it hands on, and its result: queries, or the states at the end."""
-        token_ids, positions, slots = self._inputs[:, :count]
+        token_ids, positions, slots, _ = self.packed(count)
         if passing is None:
             passing = self._model.enter(token_ids, positions, dict.fromkeys(self._tapped, token_ids))
         else:
@@ -204,25 +217,36 @@ class Pieces:
             return passing, self._model.leave(passing)
         return passing, self._model.ask(passing, number, slots, self._cache[number])
 
-    def _run_all(self, count: int) -> None:
-        passing = None
+    def _run_all(self, count: int, attention: ops.SplitAttention | None) -> tuple[Passing, torch.Tensor]:
+        """All pieces, with attention if it is captured."""
+        passing, made, found = None, None, self._found[:count]
+        if attention is not None:
+            attention.refresh()
+            found.zero_()
         for number in range(self._num_pieces):
-            passing, _ = self._run(number, count, passing)
+            if made is not None and attention is not None:
+                self._model.attend(number - 1, made, self._cache[number - 1], attention, found)
+            passing, made = self._run(number, count, passing)
+        assert passing is not None and made is not None
+        return passing, made
 
     def _time_launched(self, count: int) -> tuple[float, float]:
         """Seconds until everything is launched, and until it is computed."""
         for _ in range(2):  # the first time loads kernels
             torch.cuda.synchronize(self._device)
             started = time.perf_counter()
-            self._run_all(count)
+            self._run_all(count, self.attention(1))
             launched = time.perf_counter()
             torch.cuda.synchronize(self._device)
         return launched - started, time.perf_counter() - started
 
-    def _capture(self, count: int) -> Forward:
-        self._run_all(count)  # lets cuBLAS choose
+    def _capture(self, count: int, attention: ops.SplitAttention | None) -> Forward:
+        self._run_all(count, attention)  # lets cuBLAS choose
         forward, passing = Forward(), None
-        for number in range(self._num_pieces):
+        if attention is not None:
+            graph, (passing, made) = capture(functools.partial(self._run_all, count, attention), self._pool)
+            forward.add(graph, made)
+        for number in range(self._num_pieces if attention is None else 0):
             graph, (passing, made) = capture(functools.partial(self._run, number, count, passing), self._pool)
             forward.add(graph, made)
             del made  # what it takes is the next pieces' then, as it will be when they are replayed

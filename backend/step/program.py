@@ -5,7 +5,9 @@ What one phase leaves to the next lies in the request table, the paged memory an
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -14,6 +16,7 @@ from backend.drafters.protocol import HIDDEN, StepDrafter
 from backend.kv_store import KvStore
 from backend.models import ATTENTION, Model, Wanted
 from backend.speculative_config import SpeculativeConfig
+from backend.step.advancing import Advancing
 from backend.step.attending import Attending
 from backend.step.bad_words import BadWords
 from backend.step.distributions import Distributions
@@ -99,14 +102,54 @@ class Program:
 
     def make_tensors(self, shape: StepShape, fields: torch.Tensor, rows: step_rows.StepRows | None = None) -> StepTensors:
         """fields: [NUM_FIELDS, B], where the plan's will be when the phases run; rows: to be shared with other phases' graphs."""
-        table, store, batch = self._table, self._store, shape.batch
-        prompt_rows, num_decoding = sum(shape.prompt_lens), batch - shape.num_prompts
-        num_rows = shape.num_rows or prompt_rows + num_decoding * shape.num_queries
-        sizes = StepSizes(
-            batch=batch,
+        table, batch, device = self._table, shape.batch, fields.device
+        results = torch.zeros(batch, RESULT_HEAD + table.max_drafts + 1, dtype=torch.int32, device=device)
+        step = StepTensors(shape, self._sizes(shape), fields, results)
+        if Options.LOGPROBS in shape.options:
+            step.scores = results.new_zeros(batch, shape.num_queries, score_width(table.vocab_size))
+        if shape.num_model_drafts:
+            step.draft_packed = torch.zeros(3, batch, dtype=torch.long, device=device)
+            step.draft_lens = results.new_zeros(batch)
+        if shape.reports_drafts:
+            step.report = results.new_zeros(batch, REPORT_HEAD + table.drafts.shape[1] * (1 + table.has_trees))
+            step.chances = self._chances
+        if device.type == "cuda":
+            num_logit_rows = shape.num_prompts + (batch - shape.num_prompts) * shape.num_queries
+            step.rows = rows or step_rows.StepRows.make(step.sizes, num_logit_rows, device)
+            self._plan_target(step, step.rows)
+            if self.drafting.asks_model(shape):
+                self._plan_drafter(step)
+                self.drafting.plan_drafts(step)
+        return step
+
+    def make_prompt_tensors(self, shape: StepShape, base: StepTensors, pieces: Pieces | None, advancing: Advancing | None) -> StepTensors:
+        """On a GPU, of a step with prompts: lists of requests, and where results go, are those of `base`, of as many requests that decode, whose
+        graphs follow. pieces, advancing: captured forwards of the target and of the drafter, where they have room for the step's rows."""
+        assert base.rows is not None
+        sizes = self._sizes(shape)
+        packed = base.rows.packed.new_zeros(4, sizes.rows) if pieces is None else pieces.packed(sizes.rows)
+        step = StepTensors(shape, sizes, base.fields, base.results, pieces, dataclasses.replace(base.rows, packed=packed))
+        assert step.rows is not None
+        step.attention = None if pieces is None else pieces.attention(shape.num_queries)
+        if step.attention is None:
+            self._plan_target(step, step.rows)
+        if self._wants_few(shape):
+            if base.wanted_attention is None:
+                base.wanted_attention = self._plan_wanted(base, base.rows)
+            step.wanted_attention = base.wanted_attention
+        if advancing is not None and shape.num_drafter_rows:
+            step.drafter_rows = advancing.rows(shape.batch, shape.num_drafter_rows)
+        elif self.drafting.asks_model(shape):
+            self._plan_drafter(step)
+        return step
+
+    def _sizes(self, shape: StepShape) -> StepSizes:
+        table, store, prompt_rows = self._table, self._store, sum(shape.prompt_lens)
+        return StepSizes(
+            batch=shape.batch,
             num_prompts=shape.num_prompts,
             prompt_rows=prompt_rows,
-            rows=num_rows,
+            rows=shape.num_rows or prompt_rows + (shape.batch - shape.num_prompts) * shape.num_queries,
             max_tokens=table.max_len,
             max_drafts=table.drafts.shape[1],
             table_width=self._page_table.shape[1],
@@ -118,26 +161,18 @@ class Program:
             dummy_index=table.dummy_index,
             has_trees=int(shape.has_trees),
         )
-        device = fields.device
-        results = torch.zeros(batch, RESULT_HEAD + table.max_drafts + 1, dtype=torch.int32, device=device)
-        step = StepTensors(shape, sizes, fields, results)
-        if Options.LOGPROBS in shape.options:
-            step.scores = results.new_zeros(batch, shape.num_queries, score_width(table.vocab_size))
-        if shape.num_model_drafts:
-            step.draft_packed = torch.zeros(3, batch, dtype=torch.long, device=device)
-            step.draft_lens = results.new_zeros(batch)
-        if shape.reports_drafts:
-            step.report = results.new_zeros(batch, REPORT_HEAD + table.drafts.shape[1] * (1 + table.has_trees))
-            step.chances = self._chances
-        if device.type == "cuda":
-            step.rows = rows or step_rows.StepRows.make(sizes, shape.num_prompts + num_decoding * shape.num_queries, device)
-            self._plan_target(step, step.rows)
-            if self.drafting.asks_model(shape):
-                drafter_rows = sum(shape.drafter_counts) + num_decoding * self.drafting.count_known(shape)
-                step.drafter_rows = step_rows.DrafterRows.make(sizes, drafter_rows, device)
-                self.drafting.plan_drafter(step, step.drafter_rows)
-                self.drafting.plan_drafts(step)
-        return step
+
+    def _plan_drafter(self, step: StepTensors) -> None:
+        shape = step.shape
+        num_rows = sum(shape.drafter_counts) + (shape.batch - shape.num_prompts) * self.drafting.count_known(shape)
+        step.drafter_rows = step_rows.DrafterRows.make(step.sizes, num_rows, step.fields.device)
+        self.drafting.plan_drafter(step, step.drafter_rows)
+
+    def _plan_wanted(self, step: StepTensors, rows: step_rows.StepRows) -> ops.StepAttention:
+        """Of the rows alone that logits are wanted of."""
+        seen = None if rows.seen is None else rows.seen[rows.logit_rows]
+        lists = (rows.cu_logit_rows, rows.seq_lens, (), ())
+        return self._attending.plan(step, *lists, self._model.heads, seen=seen, is_e4m3=self.is_e4m3)
 
     def _plan_target(self, step: StepTensors, rows: step_rows.StepRows) -> None:
         shape, lists = step.shape, (rows.cu_query_lens, rows.seq_lens)
@@ -153,20 +188,25 @@ class Program:
             return
         if step.attention is None:
             self._plan_target(step, rows)
-        assert step.attention is not None
-        step.attention.refresh()
+        attention, pieces = step.attention, step.pieces
+        assert attention is not None
+        if pieces is not None and pieces.split is not None:
+            ops.split_rows(pieces.split, rows.cu_query_lens, rows.seq_lens, step.indices, step.sizes.num_prompts)
+        else:
+            attention.refresh()
         token_ids, positions, slots, tap_slots = rows.packed
         wanted = None
         if self._wants_few(step.shape):
-            seen = None if rows.seen is None else rows.seen[rows.logit_rows]
-            lists = (rows.cu_logit_rows, rows.seq_lens, (), ())
-            step.wanted_attention = self._attending.plan(step, *lists, self._model.heads, seen=seen, is_e4m3=self.is_e4m3)
+            if step.wanted_attention is None:
+                step.wanted_attention = self._plan_wanted(step, rows)
             step.wanted_attention.refresh()
             wanted = Wanted(rows.logit_rows, step.wanted_attention)
         entering = dict.fromkeys(self._drafter.tapped_layers, slots) if self._drafter is not None else {}
-        forward = self._model.forward if step.pieces is None else step.pieces.forward
         with ops.rounding_activations(self.rounds_activations):
-            step.hidden = forward(token_ids, positions, slots, self._cache, step.attention, wanted, entering)
+            if pieces is None:
+                step.hidden = self._model.forward(token_ids, positions, slots, self._cache, attention, wanted, entering)
+            else:
+                step.hidden = pieces.forward(step.sizes.rows, attention, wanted, entering)
         if self._tap is not None:
             kept = step.hidden if self._drafter is None else self._drafter.tap(step.hidden, entering)
             self._tap.index_copy_(0, tap_slots, kept)
@@ -179,17 +219,51 @@ class Program:
         return bool(shape.num_prompts) and not self._are_all_read and not shape.scored
 
     @property
+    def remembers_rows(self) -> bool:
+        """Whether what decides looks at the tokens of the rows that it decides on."""
+        return self._drafter is not None and self._drafter.memory is not None
+
+    @property
     def _are_all_read(self) -> bool:
         """Whether a drafter reads the states of all rows."""
         return self._tap is not None or (self._drafter is not None and self._model.num_layers in self._drafter.tapped_layers)
 
-    def capture_pieces(self, max_rows: int, pool: tuple[int, int]) -> Pieces:
-        """Forwards with prompts, of up to so many rows, captured in memory of a pool of graphs."""
+    def leave_to(self, step: StepTensors, base: StepTensors) -> None:
+        """After a forward with prompts: the states that logits are made of go to where graphs of `base` read them."""
+        if self._wants_few(step.shape):
+            base.hidden.copy_(step.hidden)
+        else:
+            assert step.rows is not None
+            torch.index_select(step.hidden, 0, step.rows.logit_rows, out=base.hidden)
+
+    def capture_pieces(self, max_rows: int, pool: tuple[int, int], max_batch: int, widths: Collection[int]) -> Pieces:
+        """Forwards with prompts, of up to so many rows, captured in memory of a pool of graphs. widths: most queries of each of up to max_batch
+        requests that decode, for which attention is captured with the rest where kernels find their work by themselves."""
         tapped = frozenset() if self._drafter is None else frozenset(self._drafter.tapped_layers)
         pieces = Pieces(self._model, self._cache, tapped, max_rows, self.dtype, self._table.device, pool, has_end=self._are_all_read)
+        split = ops.SplitRows.make(max_batch, self._table.device)
+        for width in widths:
+            sizes = (max_rows, width, self._model.attention_kinds)
+            attention = self._attending.split(split, self._model.heads, *sizes, is_e4m3=self.is_e4m3)
+            if attention is not None:
+                pieces.capture_attention(split, width, attention)
         with ops.rounding_activations(self.rounds_activations):
             pieces.capture_all()
         return pieces
+
+    def capture_advancing(self, counts: Sequence[int], pool: tuple[int, int], max_batch: int, max_queries: int) -> Advancing | None:
+        """The same of the model drafter, of these numbers of rows; None: there is none, or its attention cannot be captured."""
+        if self._drafter is None or not counts:
+            return None
+        split, attention = ops.SplitRows.make(max_batch, self._table.device), None
+        if self._drafter.heads is not None:
+            attention = self._attending.split(split, self._drafter.heads, counts[-1], max_queries)
+            if attention is None:
+                return None
+        advancing = Advancing(self.drafting, split, attention, counts, pool)
+        with ops.rounding_activations(self.rounds_activations):
+            advancing.capture_all()
+        return advancing
 
     # -- decide -------------------------------------------------------------------------------------------------------
 
@@ -242,6 +316,14 @@ class Program:
             step.prompt_scores[row] = score_prompt(states, following, self._model.logits, self._table.vocab_size)
 
     # -- draft --------------------------------------------------------------------------------------------------------
+
+    def advance(self, step: StepTensors, advancing: Advancing | None = None) -> None:
+        """On a GPU, before `draft`: the model drafter comes to the tokens that are known now. advancing: has a graph of so many rows."""
+        if advancing is not None:
+            advancing.run(step)
+            return
+        with ops.rounding_activations(self.rounds_activations):
+            self.drafting.advance(step)
 
     def draft(self, step: StepTensors) -> None:
         """The drafts for the next step: a lookup's alone where it promises more, else the model's, lengthened by the lookup."""

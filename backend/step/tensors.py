@@ -21,7 +21,7 @@ REPORT_HEAD = 3
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the phases depend on beside their tensors' contents. Of shapes with prompts no more is captured than what depends on num_rows alone."""
+    """What the phases depend on beside their tensors' contents."""
 
     batch: int
     num_queries: int
@@ -46,10 +46,46 @@ class StepShape:
     scored: tuple[tuple[int, int], ...] = ()
     num_rows: int = 0
     """Of a step with prompts: rows that its forward is captured for, the last ones nobody's; 0: it has its own, and is not captured."""
+    num_drafter_rows: int = 0
+    """The same of the model drafter's rows."""
 
     @property
     def num_prompts(self) -> int:
         return len(self.prompt_lens)
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether the step's model drafter, if there is one, has anything to compute."""
+        return self.num_model_drafts > 0 or any(self.drafter_counts)
+
+    def without_prompts(self) -> StepShape:
+        """What is the same after the forward: of as many requests that all decode."""
+        rows = dataclasses.replace(self, num_rows=0, num_drafter_rows=0, has_prefixes=False)
+        return dataclasses.replace(rows, prompt_lens=(), prompt_seq_lens=(), drafter_counts=(), drafter_seq_lens=(), scored=())
+
+
+@dataclass(slots=True)
+class Advanced:
+    """What the model drafter's drafts go on from, of B requests."""
+
+    states: list[torch.Tensor]
+    """As `StepDrafter.advance` made them, [B, ...] each."""
+    newest: torch.Tensor | None
+    """[B] int64: the newest known tokens; None: nothing asks for them."""
+
+    def take(self, other: Advanced) -> None:
+        """The other's, which may be of more requests, in memory that graphs hold the addresses of."""
+        for own, what in zip(self.states, other.states, strict=True):
+            own.copy_(what[: len(own)])
+        if self.newest is not None and other.newest is not None:
+            self.newest.copy_(other.newest[: len(self.newest)])
+
+    def first(self, count: int) -> Advanced:
+        """Of the first requests."""
+        return Advanced([states[:count] for states in self.states], None if self.newest is None else self.newest[:count])
+
+    def clone(self) -> Advanced:
+        return Advanced([states.clone() for states in self.states], None if self.newest is None else self.newest.clone())
 
 
 @dataclass(slots=True)
@@ -63,10 +99,10 @@ class StepTensors:
     results: torch.Tensor
     """[B, RESULT_HEAD + K + 1] int32: see `ops.pack_results`."""
     pieces: Pieces | None = None
-    """What the forward's are, where it is captured in pieces."""
+    """What has the forward of a step with prompts, where that is captured."""
     rows: step_rows.StepRows | None = None
     """None on CPU before the layout is made, which is exact there."""
-    attention: ops.StepAttention | None = None
+    attention: ops.StepAttention | ops.SplitAttention | None = None
     wanted_attention: ops.StepAttention | None = None
     """Of the rows that logits are wanted of alone, for the last layer of a step with prompts."""
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
@@ -77,6 +113,8 @@ class StepTensors:
     """By row."""
     drafter_rows: step_rows.DrafterRows | None = None
     drafter_attention: ops.StepAttention | None = None
+    advanced: Advanced | None = None
+    """Of one graph for another: in memory that all steps of a batch size share."""
     draft_packed: torch.Tensor | None = None
     draft_lens: torch.Tensor | None = None
     draft_attention: ops.StepAttention | None = None

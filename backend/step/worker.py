@@ -249,8 +249,9 @@ class Worker:
         table, begin = self.table, 0
         targets = (self.page_table, table.drafts, table.parents, table.num_drafts, self.program.distributions.num_drawn)
         for target, pairs in zip(targets, plan.write_lists):
-            ops.write_values(target, words[begin:], len(pairs) // 2)
-            begin += len(pairs)
+            if pairs:
+                ops.write_values(target, words[begin:], len(pairs) // 2)
+                begin += len(pairs)
 
     def _shape(self, plan: StepPlan, batch: int) -> StepShape:
         return StepShape(

@@ -84,6 +84,30 @@ def prepare_step(table: RequestState, fields: torch.Tensor, page_table: torch.Te
     return rows
 
 
+def split_rows(
+    cu_prompt_rows: torch.Tensor,
+    cu_decoding_rows: torch.Tensor,
+    lens: torch.Tensor,
+    owners: torch.Tensor,
+    lasts: torch.Tensor,
+    cu_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    indices: torch.Tensor,
+    last_rows: torch.Tensor | None,
+    num_prompts: int,
+) -> None:
+    batch, border = len(seq_lens), cu_rows[num_prompts]
+    begins = cu_rows[torch.arange(len(cu_prompt_rows)).clamp_(max=batch)]
+    cu_prompt_rows.copy_(begins.clamp(max=border))
+    cu_decoding_rows.copy_(begins.clamp(min=border))
+    lens.zero_()
+    lens[:batch] = seq_lens
+    owners.copy_(indices[torch.arange(len(owners)).clamp_(max=batch - 1)])
+    if last_rows is not None:
+        lasts.zero_()
+        lasts[:batch] = last_rows
+
+
 def prepare_drafter(
     table: RequestState, fields: torch.Tensor, target: StepRows, page_table: torch.Tensor, sizes: StepSizes, most_rows: int | None
 ) -> DrafterRows:
