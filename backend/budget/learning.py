@@ -139,7 +139,7 @@ class Learning:
         while low < high:
             middle = (low + high) // 2
             survivals = self._survival.survivals(request.request_id, by_match(lookup, middle, count))
-            if self._prices.worth(survivals) >= worth:
+            if self._prices.worth(survivals, worth) >= worth:
                 high = middle
             else:
                 low = middle + 1

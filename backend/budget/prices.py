@@ -124,9 +124,9 @@ class Prices:
         seconds = self._asking_seconds
         return gain - max(self._speed_with(gain, seconds), self._speed_with(own.promised / 2, 0.0)) * seconds
 
-    def worth(self, survivals: Sequence[float]) -> float:
+    def worth(self, survivals: Sequence[float], enough: float = float("inf")) -> float:
         """The same of drafts that are there, as many leading ones as bring most, and one at least: below 0 where not even that one is worth its
-        row. By the time of whole steps, since the first rows may take longer than later ones."""
+        row. By the time of whole steps, since the first rows may take longer than later ones. enough: whether there is more is not asked."""
         if not survivals or not self._is_exact:
             return sum(survivals)
         self._time_of(len(survivals))
@@ -137,6 +137,8 @@ class Prices:
             found = gain - (tokens + gain) / whole * (whole - plain) if plain else gain
             if found > best:
                 best = found
+                if best >= enough:
+                    break
         return best
 
     def count_worth(self, survivals: Sequence[float]) -> Beside:

@@ -156,12 +156,13 @@ class Survival:
     def survivals(self, request_id: str, chain: Chain, parents: Sequence[int] = ()) -> list[float]:
         """The chance that each draft of a request is accepted, all before it with it. parents: of a tree, the number of the draft before each,
         which is smaller; -1: the newest token; none: each follows the one before it."""
-        own, left, found = self._own.get(request_id, NO_SHIFTS), 1.0, list[float]()
-        for number, bucket in enumerate(self._buckets_of(chain)):
-            if parents:
-                left = found[parents[number]] if parents[number] >= 0 else 1.0
-            left /= 1.0 + math.exp(-(bucket.log_odds + own.get(bucket.source, 0.0)))
-            found.append(left)
+        own, exp, left = self._own.get(request_id, NO_SHIFTS), math.exp, 1.0
+        weights = [1.0 + exp(-(bucket.log_odds + own.get(bucket.source, 0.0))) for bucket in self._buckets_of(chain)]
+        if not parents:
+            return [left := left / weight for weight in weights]
+        found: list[float] = []
+        for parent, weight in zip(parents, weights):
+            found.append((found[parent] if parent >= 0 else 1.0) / weight)
         return found
 
     def _matching(self, request_id: str, source: str, count: int) -> list[Promise]:
