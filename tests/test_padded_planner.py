@@ -140,6 +140,17 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
 # -- what is chosen ------------------------------------------------------------------------------------------------------
 
 
+def test_of_many_requests_with_fixed_counts_some_are_learned_from_in_each_step() -> None:
+    budget = DraftBudget(lambda request: Ability(lookup="ngram"), is_exact=False)
+    own = Speculation("ngram", TOP, is_adaptive=False)
+    requests = [Request(str(number), [1, 2], SamplingParams(), speculation=own) for number in range(128)]
+    learned = 0
+    for _ in range(8):
+        budget.begin(requests)
+        learned += sum(budget.note_verified(request, TOP) for request in requests)
+    assert learned == 128 and budget.chosen.count == 8 * 128, "each once in eight steps"
+
+
 def test_a_step_takes_the_devices_time_or_the_hosts() -> None:
     times = PaddedTimes(CostClass.PER_DRAFT)
     assert times.step(1, 5, 0, 0, False, 2.0) == 0

@@ -122,11 +122,11 @@ class DraftBudget:
                     paced.append(request)
         self._is_trial = self._is_plain = self._waits = self.keeps_up = False
         self._explorers, self._applied = frozenset(), None
+        num_requests = self._num_requests = max(1, len(requests))
         if not has_choice:
             if self._padded is not None and not requests and self._limits.chosen.limit >= 0:
                 self._applied, self._applied_model, _ = self._limits.chosen  # what a prompt's last step drafts is for a step like those before
             return
-        num_requests = self._num_requests = len(requests)
         prices = self._prices
         (self._padded or self._costs).begin(num_requests, sum(len(request.token_ids) for request in requests))
         top = max((r.speculation.num_speculative_tokens for r in paced if not r.speculation.num_nodes), default=0)
