@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from backend.grammar import Matcher
 
 
-def count_model(sources: Sequence[str], model_name: str) -> int:
-    """Leading drafts that the model drafter made."""
-    for number, source in enumerate(sources):
-        if source != model_name:
-            return number
-    return len(sources)
-
-
 @dataclass(slots=True)
 class Drafted:
     """Who made the drafts that the next step verifies. It may hold fewer than these."""
@@ -61,6 +53,11 @@ class Drafted:
         if chances is not None and len(chances) < self.num_model:
             self.num_model = len(chances)
             self.sources[self.num_model :] = [lookup_name if own == model_name else own for own in self.sources[self.num_model :]]
+
+    def cut(self, count: int) -> None:
+        """Leaves so many first ones."""
+        self.sources, self.num_model = self.sources[:count], min(self.num_model, count)
+        self.token_ids = None if self.token_ids is None else self.token_ids[:count]
 
     def who(self, count: int, lookup_name: str) -> list[str]:
         if self.is_alone:

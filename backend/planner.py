@@ -208,7 +208,8 @@ class Planner:
         verified = Drafted() if is_prompt else known.drafted
         if verified.sources:
             verified.has_model = verified.sources[0] == self._drafters.model_name
-            self._cut(verified, entry.max_drafts)
+            if len(verified.sources) > entry.max_drafts:
+                verified.cut(entry.max_drafts)
             plan.has_trees |= request.speculation.num_nodes > 0 and bool(verified.sources)
         known.is_admitted = True
         model_limit, lookup_limit, alone = 0, -1, NEVER
@@ -244,13 +245,6 @@ class Planner:
                 plan.scored.append((len(plan.prompt_seq_lens) - 1, min(end, last) - entry.begin))
         head = (known.index, len(request.page_ids), known.end, first, count, int(entry.emits), len(verified.sources))
         return (*head, drafter_count, model_limit, lookup_limit, alone)
-
-    @staticmethod
-    def _cut(drafted: Drafted, count: int) -> None:
-        """Leaves the first drafts."""
-        if len(drafted.sources) > count:
-            drafted.sources, drafted.num_model = drafted.sources[:count], min(drafted.num_model, count)
-            drafted.token_ids = None if drafted.token_ids is None else drafted.token_ids[:count]
 
     def _count_drafter(self, entry: Scheduled, known: Known, is_prompt: bool, end: int, num_model: int) -> tuple[int, int]:
         """DRAFTER_COUNT of a row, and the tokens that the model drafter has computed after it where the host names them."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from backend.core import Draft, HandOff, Scheduled
 from backend.drafters import Drafters
 from backend.grammar import fit_drafts
-from backend.planned import Drafted, Known, PlannedStep, count_model
+from backend.planned import Drafted, Known, PlannedStep
 from backend.step.options import Options
 from backend.step.plan import StepPlan
 
@@ -119,7 +119,7 @@ class StepDrafting:
 
     def count_model(self, sources: Sequence[str]) -> int:
         """Leading drafts that the model drafter made."""
-        return count_model(sources, self._drafters.model_name)
+        return next((i for i, who in enumerate(sources) if who != self._drafters.model_name), len(sources))
 
     def _fit_made(self, step: PlannedStep, decoding: Sequence[Scheduled], known: dict[int, Known]) -> None:
         """Of requests with a grammar whose drafts, if any, the last step made, if that was read."""

@@ -230,11 +230,10 @@ class Program:
 
     def leave_to(self, step: StepTensors, base: StepTensors) -> None:
         """After a forward with prompts: the states that logits are made of go to where graphs of `base` read them."""
-        if self._wants_few(step.shape):
-            base.hidden.copy_(step.hidden)
-        else:
-            assert step.rows is not None
-            torch.index_select(step.hidden, 0, step.rows.logit_rows, out=base.hidden)
+        assert step.rows is not None
+        # By a copy: where the forward was captured, its states are in memory that `base` may have a part of since.
+        states = step.hidden if self._wants_few(step.shape) else step.hidden[step.rows.logit_rows]
+        base.hidden.copy_(states)
 
     def capture_pieces(self, max_rows: int, pool: tuple[int, int], max_batch: int, widths: Collection[int]) -> Pieces:
         """Forwards with prompts, of up to so many rows, captured in memory of a pool of graphs. widths: most queries of each of up to max_batch
