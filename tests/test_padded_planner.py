@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from backend import LLM
-from backend.budget import Ability, CostClass, DraftBudget, budget, by_match, by_place
+from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, trials
 from backend.budget.limits import LEVELS, Choice
 from backend.budget.padded import PaddedStep, PaddedTimes
 from backend.core import Batch, Outcome, Request, Scheduled, Speculation
@@ -54,7 +54,7 @@ def drafting_of(shape: StepShape) -> tuple[object, ...]:
 @pytest.mark.parametrize("method", ["auto", "ngram", "mtp", "with_ngram"])
 def test_what_is_planned_is_captured(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without a graph is launched kernel by kernel, which takes several times as long: whatever the planner chooses or tries."""
-    monkeypatch.setattr(budget, "EXPLORE_EVERY", 3)
+    monkeypatch.setattr(trials, "EXPLORE_EVERY", 3)
     options: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
     if method == "auto":
         options = {"method": "auto", "request_methods": ["mtp"]}
@@ -264,7 +264,7 @@ def test_answers_are_those_without_drafts(llm_plain: LLM, monkeypatch: pytest.Mo
             return make(*args, **{**options, "is_layout_exact": False})
 
         monkeypatch.setattr(engine_parts, name, padded)
-    monkeypatch.setattr(budget, "EXPLORE_EVERY", 4)
+    monkeypatch.setattr(trials, "EXPLORE_EVERY", 4)
     llm = LLM(speculative_config=AUTO, async_scheduling=True, enable_prefix_caching=False, max_num_batched_tokens=600)
     prompts = code_prompts(10, (100, 500), seed=3)
     chosen, limits = set[Choice](), llm.engine.budget._limits

@@ -27,19 +27,12 @@ from backend.budget.preference import Preference
 from backend.budget.prices import Prices
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival
+from backend.budget.trials import Trials
 from backend.core import NEVER, Branches, Chain, Request
 
 UNPACED = ("topp",)
 """Strategies that accept whatever is likely: how many drafts they have decides how often the drafter's taste wins over the target's, so
 that it must not follow the load."""
-EXPLORE_EVERY = 48
-"""Steps between trials: what is never tried cannot be known to have become better."""
-PLAIN_EVERY = 4
-"""Trials of which one begins with a step that verifies nothing: what that takes is what all else is held against."""
-TRIAL_STEPS = 2
-"""A model drafter that was not asked for long catches up in the first; the second is what can be measured."""
-MAX_EXPLORERS = 2
-"""Requests that a trial takes where others do without: a model drafter has to catch up for each."""
 TRY_EVERY = 32
 """Steps of a request between trials of a lookup that hardly matches, and of the model alone."""
 NOTHING = float("-inf")
@@ -62,14 +55,12 @@ class DraftBudget:
         self._learning = Learning(self._survival, self._prices, self._limits.forecast, is_exact)
         self._means = self._learning.means
         self._own: dict[str, Own] = {}
-        self._steps = 0
+        self._trials = Trials(self._limits, is_exact=is_exact)
         self._applied: int | None = None  # the limit, or a trial; None: nothing is limited
         self._applied_model = True
         self._waits = False
         self.keeps_up = False
         """The model drafter follows the text in the next step though it is not asked for drafts: the step is a trial without them."""
-        self._explorers: frozenset[str] = frozenset()
-        self._is_trial = self._is_plain = self._is_time_to_try = False
         self._next_draft_seconds = 0.0
         self._num_requests = 1
         self._has_prompts = False  # in the last step that was read; the next one is likely to as well
@@ -120,8 +111,8 @@ class DraftBudget:
                 has_choice |= own.is_paced or (group.has_others and own.kind.has_model)
                 if own.is_paced:
                     paced.append(request)
-        self._is_trial = self._is_plain = self._waits = self.keeps_up = False
-        self._explorers, self._applied = frozenset(), None
+        self._trials.end()
+        self._applied, self._waits, self.keeps_up = None, False, False
         num_requests = self._num_requests = max(1, len(requests))
         if not has_choice:
             if self._padded is not None and not requests and self._limits.chosen.limit >= 0:
@@ -139,31 +130,8 @@ class DraftBudget:
             self._survival.step += 1
         if not paced:
             return
-        self._steps += 1
-        self._applied, self._applied_model, self._waits = self._limits.chosen
-        if self._steps < EXPLORE_EVERY or self._steps % EXPLORE_EVERY >= TRIAL_STEPS or (self._has_prompts and self._is_exact):
-            return
-        if self._steps % EXPLORE_EVERY == 0:
-            self._is_time_to_try = self._limits.is_time_to_try()
-        if self._is_time_to_try:
-            self._explore(paced, top)
-
-    def _explore(self, paced: Sequence[Request], top: int) -> None:
-        """Something else for this step."""
-        trial = self._steps // EXPLORE_EVERY
-        start = trial * MAX_EXPLORERS % len(paced)
-        self._is_trial = True
-        explorers = frozenset(r.request_id for r in (*paced, *paced)[start : start + MAX_EXPLORERS])
-        if self._is_exact and not any(request.num_steps_ahead for request in paced):
-            self._explorers = explorers
-            self._is_plain = trial % PLAIN_EVERY == 0 and self._steps % EXPLORE_EVERY == 0
-            return
-        chosen = self._limits.chosen
-        self._applied, self._applied_model, self._waits = self._limits.another(trial, top)
-        if not chosen.limit or not chosen.is_asked:
-            self._explorers = explorers
-        else:  # to catch up afterwards would take more than the trial
-            self.keeps_up = not self._is_exact and not (self._applied and self._applied_model)
+        self._applied, self._applied_model, self._waits = self._trials.choose(paced, top, self._has_prompts)
+        self.keeps_up = self._trials.keeps_up
 
     def limit(self, request: Request) -> int:
         """Most drafts of a request that the next step verifies; `allot` may leave fewer of those that are known."""
@@ -175,10 +143,10 @@ class DraftBudget:
         if not wanted or self._applied is None or not own.is_paced or request.is_prefill_only:
             return wanted
         if self._is_exact:
-            is_worth = request.request_id in self._explorers or self._are_lookups_worth(own)
+            is_worth = request.request_id in self._trials.explorers or self._are_lookups_worth(own)
             is_limited = request.num_steps_ahead and not request.speculation.num_nodes
             return (min(wanted, self._applied) if is_limited else wanted) if is_worth else 0
-        if self._is_trial and not self._limits.chosen.limit and request.request_id not in self._explorers:
+        if self._trials.is_on and not self._limits.chosen.limit and request.request_id not in self._trials.explorers:
             return 0
         return min(wanted, self._applied)
 
@@ -211,7 +179,7 @@ class DraftBudget:
     def asks_model(self, request: Request, chains: Sequence[Chain]) -> bool:
         """Whether a model drafter that can be asked now is worth its time beside other drafts of the request."""
         own = self._of(request)
-        if request.request_id in self._explorers or (not chains and not own.is_paced):
+        if request.request_id in self._trials.explorers or (not chains and not own.is_paced):
             return True
         if own.is_paced and not self._prices.is_model_worth:
             return False
@@ -231,7 +199,7 @@ class DraftBudget:
         """Whether lookups of the host are to be asked for one request that does not wait for them, to see what they would bring."""
         if self._padded is None or self._applied is None or self._waits:
             return False
-        return self._steps % listen_every(self._num_requests) == 0
+        return self._trials.num_steps % listen_every(self._num_requests) == 0
 
     def note_listened(self, request: Request, num_drafts: int, right: int) -> None:
         """What lookups of the host would have brought a request that did not wait for them."""
@@ -251,7 +219,7 @@ class DraftBudget:
         free = [n for n, r in enumerate(requests) if counts[n] and self._is_free(r)]
         if not free:
             return counts
-        if self._is_plain:
+        if self._trials.is_plain:
             return [0 if n in free else count for n, count in enumerate(counts)]
         survivals = [self._survive(requests[n], chains[n], parents[n] if parents else ()) for n in free]
         judged = [own[: num_drawn[n]] if num_drawn[n] else own for n, own in zip(free, survivals)]
@@ -270,7 +238,7 @@ class DraftBudget:
         return level(found) if parents else found
 
     def _is_free(self, request: Request) -> bool:
-        return self._of(request).is_paced and (self._is_plain or request.request_id not in self._explorers)
+        return self._of(request).is_paced and (self._trials.is_plain or request.request_id not in self._trials.explorers)
 
     # -- drafts for the step after it ---------------------------------------------------------------------------------
 
@@ -281,7 +249,7 @@ class DraftBudget:
         if count and own.is_paced and self._applied is not None and not request.is_prefill_only:
             if not self._is_exact or request.num_steps_ahead:
                 count = min(count, self._limit(request, own)) if self._asks_all(request) else 0
-            elif request.request_id not in self._explorers and self._costs.is_known:
+            elif request.request_id not in self._trials.explorers and self._costs.is_known:
                 is_worth = self._prices.is_model_worth and self._prices.model_gain(own, self._preference.share(own)) > 0
                 count = count if is_worth else 0
         elif count and own.ability.has_host and self._preference.is_sure(own):
@@ -296,8 +264,8 @@ class DraftBudget:
         """Where one choice holds for all requests. In a trial few ask that did not: they have to catch up."""
         if request.speculation.num_nodes:
             return True
-        is_new = self._is_trial and not self._is_exact and not self._limits.chosen.is_asked
-        return self._applied_model and (not is_new or request.request_id in self._explorers)
+        is_new = self._trials.is_on and not self._is_exact and not self._limits.chosen.is_asked
+        return self._applied_model and (not is_new or request.request_id in self._trials.explorers)
 
     def waits(self, request: Request) -> bool:
         """Whether the next step of a request is not planned before the one under way was read, so that lookups of the host can draft for it."""
@@ -414,7 +382,7 @@ class DraftBudget:
                 seconds = self._padded.step(num_requests, padded.most_drafts, num_model, num_asked, padded.is_waited_for, num_emitted)
                 self._limits.note_actual(num_emitted, seconds)
             return
-        if not self._explorers:
+        if not self._trials.explorers:
             more = draft_seconds - self._costs.draft(num_model, num_asked) if has_prompts or is_catching_up else 0.0
             self._prices.observe_following(num_requests, len(limits), num_asked, more)
         if has_prompts:

@@ -1,0 +1,64 @@
+"""Trials: what is done otherwise in a step or two now and then. What is never tried cannot be known to have become better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend.budget.limits import Choice, Limits
+from backend.core import Request
+
+EXPLORE_EVERY = 48
+"""Steps between trials."""
+PLAIN_EVERY = 4
+"""Trials of which one begins with a step that verifies nothing: what that takes is what all else is held against."""
+TRIAL_STEPS = 2
+"""A model drafter that was not asked for long catches up in the first; the second is what can be measured."""
+MAX_EXPLORERS = 2
+"""Requests that a trial takes where others do without: a model drafter has to catch up for each."""
+
+
+class Trials:
+    """Of one engine's steps. `end` comes before each of them, then `choose` where there is a choice."""
+
+    def __init__(self, limits: Limits, *, is_exact: bool) -> None:
+        """is_exact: a step computes as many rows as it has tokens."""
+        self._limits, self._is_exact = limits, is_exact
+        self._is_time = False
+        self.num_steps = 0
+        """With a choice."""
+        self.is_on = self.is_plain = False
+        """Whether the step is a trial; whether it verifies nothing."""
+        self.keeps_up = False
+        """The model drafter follows the text in it though it is not asked for drafts: it is a trial without them."""
+        self.explorers: frozenset[str] = frozenset()
+        """Ids of requests that a trial is for, where it is not for all."""
+
+    def end(self) -> None:
+        self.is_on = self.is_plain = self.keeps_up = False
+        self.explorers = frozenset()
+
+    def choose(self, paced: Sequence[Request], top: int, has_prompts: bool) -> Choice:
+        """What the step's choice is: the best one known, or what is tried. paced: requests that follow it, which have `top` drafts at most."""
+        self.num_steps += 1
+        number = self.num_steps % EXPLORE_EVERY
+        if self.num_steps < EXPLORE_EVERY or number >= TRIAL_STEPS or (has_prompts and self._is_exact):
+            return self._limits.chosen
+        if number == 0:
+            self._is_time = self._limits.is_time_to_try()
+        return self._explore(paced, top, is_first=number == 0) if self._is_time else self._limits.chosen
+
+    def _explore(self, paced: Sequence[Request], top: int, *, is_first: bool) -> Choice:
+        trial, chosen = self.num_steps // EXPLORE_EVERY, self._limits.chosen
+        start = trial * MAX_EXPLORERS % len(paced)
+        self.is_on = True
+        explorers = frozenset(r.request_id for r in (*paced, *paced)[start : start + MAX_EXPLORERS])
+        if self._is_exact and not any(request.num_steps_ahead for request in paced):
+            self.explorers = explorers
+            self.is_plain = trial % PLAIN_EVERY == 0 and is_first
+            return chosen
+        other = self._limits.another(trial, top)
+        if not chosen.limit or not chosen.is_asked:
+            self.explorers = explorers
+        else:  # to catch up afterwards would take more than the trial
+            self.keeps_up = not self._is_exact and not (other.limit and other.is_asked)
+        return other
