@@ -208,7 +208,9 @@ class Graphs:
     def _run_eagerly(self, phase: Phase, step: StepTensors) -> None:
         getattr(self._program, phase[0])(step)
         base = self._tensors.get(key_of(step.shape))
-        if phase[0] == "forward" and base is not None and base is not step and step.hidden.shape == base.hidden.shape:
+        if phase[0] != "forward" or step.shape.num_prompts:  # what follows prompts here is eager, too
+            return
+        if base is not None and base is not step and step.hidden.shape == base.hidden.shape:
             base.hidden.copy_(step.hidden)
             step.hidden = base.hidden
 
