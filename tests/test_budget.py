@@ -91,7 +91,7 @@ class Machine:
         self.waiting: dict[str, tuple[list[Evidence], list[bool]]] = {}
 
     def step(self, requests: list[tuple[Request, Text]], num_prompt_rows: int = 0) -> None:
-        budget, own = self.budget, [request for request, _ in requests]
+        budget, own, num_prompts = self.budget, [request for request, _ in requests], int(num_prompt_rows > 0)
         budget.begin(own)
         limits = [min(budget.limit(r), r.speculation.num_speculative_tokens) for r in own]
         chains = [self.waiting.get(r.request_id, ([], []))[0][:limit] for r, limit in zip(own, limits)]
@@ -109,24 +109,26 @@ class Machine:
         drafts = [count for count, _ in outcomes]
         rows = num_prompt_rows + (len(own) + sum(drafts) if self.is_exact else len(own) * (1 + max(drafts)))
         verify, draft = noise * self.cost(rows), noise * made * self.draft_cost * (0.97 + 0.03 * num_asked)
+        following = self.draft_cost * num_prompt_rows / 50
         for (request, chain, right), whole in zip(learned, chains):
             learn(budget, request, chain, right, bool(whole) and whole[0].source == "mtp")
         may = [n for n, limit in enumerate(limits) if limit]
         budget.observe(
             [(own[n], limits[n], bool(chains[n]) and chains[n][0].source == "mtp") for n in may],
             [outcomes[n] for n in may],
-            num_requests=len(own),
-            num_rows=rows,
+            num_requests=len(own) + num_prompts,
+            num_rows=len(own) + num_prompts + sum(drafts) if self.is_exact else rows,
             num_keys=2 * len(own),
-            has_prompts=num_prompt_rows > 0,
+            num_prompts=num_prompts,
+            num_prompt_rows=num_prompt_rows,
             verify_seconds=verify,
-            draft_seconds=draft,
+            draft_seconds=following + draft,
             num_model=made,
             num_asked=num_asked,
-            draft_ends=[draft * (count + 1) / made for count in range(made)] if self.is_exact else (),
+            draft_ends=[following + draft * (count + 1) / made for count in range(made)] if self.is_exact else (),
             padded=None if self.is_exact else PaddedStep(max(drafts), num_prompt_rows, False, False, [False] * len(may)),
         )
-        self.seconds += verify + draft
+        self.seconds += verify + following + draft
         self.emitted += len(own) + sum(right for _, right in outcomes)
         self.verified.append({r.request_id: count for r, (count, _) in zip(own, outcomes)})
         self.asked.append(num_asked)
@@ -214,6 +216,16 @@ def test_a_drafter_that_becomes_bad_stops_costing_and_one_that_becomes_good_is_f
     assert sum(machine.asked[-100:]) > 300
 
 
+@pytest.mark.parametrize(("text", "least", "most"), [(SURE, 3.0, STEPS), (BAD, 0.0, 0.1)], ids=["sure", "bad"])
+def test_steps_that_all_have_prompts_say_what_drafts_are_worth(text: Text, least: float, most: float) -> None:
+    """Many requests with short answers: a server's steps may have none without."""
+    machine, requests = Machine(half_bound), make_requests(32, text=text)
+    for _ in range(300):
+        machine.step(requests, num_prompt_rows=machine.numbers.randrange(50, 400))
+    machine.verified = machine.verified[-100:]
+    assert least <= machine.mean("mtp") <= most
+
+
 def test_trials_take_few_requests() -> None:
     machine, requests = Machine(compute_bound, draft_cost=1e-3), make_requests(64, text=BAD)
     machine.speed(requests, 600)
@@ -267,7 +279,7 @@ def test_good_drafts_are_not_held_against_the_speed_that_they_brought() -> None:
         verified += budget.allot([request], [copied], [0], 1)
         learn(budget, request, copied[:drafts], drafts, has_model=False)
         seconds = 0.044 - 0.022 * (1 - drafts / 12) ** 3
-        observed = {"num_requests": 1, "num_rows": 1 + drafts, "num_keys": 2, "has_prompts": False, "verify_seconds": seconds, "draft_seconds": 1e-4}
+        observed = {"num_requests": 1, "num_rows": 1 + drafts, "num_keys": 2, "verify_seconds": seconds, "draft_seconds": 1e-4}
         budget.observe([(request, 12, False)], [(drafts, drafts)], num_model=0, num_asked=0, **observed)  # type: ignore[arg-type]
     assert verified[30:].count(12) >= 0.97 * len(verified[30:]), "but for trials"
 
@@ -324,7 +336,8 @@ def test_a_model_is_asked_for_what_it_adds_to_lookups_against_all_that_it_takes(
             num_requests=4,
             num_rows=rows,
             num_keys=8,
-            has_prompts=has_prompts,
+            num_prompts=int(has_prompts),
+            num_prompt_rows=int(has_prompts),
             verify_seconds=half_bound(rows),
             draft_seconds=2e-3 * (num_asked > 0) + following * has_prompts * (num_asked > 0),
             num_model=STEPS * (num_asked > 0),
@@ -506,7 +519,7 @@ def test_of_a_tree_the_drafts_that_are_worth_it_are_verified(cost: Cost, is_righ
         made = max(budget.num_model(request) for request in requests)
         rows, limits = 8 + sum(counts), [(request, len(PARENTS), made > 0) for request in requests]
         times = {"verify_seconds": cost(rows), "draft_seconds": 0.3e-3 * (made > 0), "num_model": made, "num_asked": 8 * (made > 0)}
-        budget.observe(limits, outcomes, num_requests=8, num_rows=rows, num_keys=16, has_prompts=False, **times)
+        budget.observe(limits, outcomes, num_requests=8, num_rows=rows, num_keys=16, **times)
     mean = sum(verified[50:]) / 100
     if not is_right:
         assert mean < 0.2

@@ -215,7 +215,6 @@ class Simulation:
                 num_requests=1,
                 num_rows=1 + limit,
                 num_keys=100,
-                has_prompts=False,
                 verify_seconds=4e-4,
                 draft_seconds=self.draft if num_model else 1e-5,
                 num_model=num_model,

@@ -93,7 +93,7 @@ class DraftBudget:
     def begin(self, requests: Sequence[Request]) -> None:
         """Chooses for the next step of these requests, all of them decoding.
 
-        Where steps compute as many rows as they have tokens, nothing is tried beside prompts, where no time could be measured.
+        Where steps compute as many rows as they have tokens, nothing is tried beside prompts while there are steps without, which measure better.
         """
         groups: dict[Group, list[Own]] = {}
         paced: list[Request] = []
@@ -130,7 +130,8 @@ class DraftBudget:
             self._survival.step += 1
         if not paced:
             return
-        self._applied, self._applied_model, self._waits = self._trials.choose(paced, top, self._has_prompts)
+        may_try = not (self._is_exact and self._has_prompts) or self._costs.is_beside_prompts
+        self._applied, self._applied_model, self._waits = self._trials.choose(paced, top, may_try)
         self.keeps_up = self._trials.keeps_up
 
     def limit(self, request: Request) -> int:
@@ -355,22 +356,23 @@ class DraftBudget:
         num_requests: int,
         num_rows: int,
         num_keys: int,
-        has_prompts: bool,
         verify_seconds: float,
         draft_seconds: float,
         num_model: int,
         num_asked: int,
+        num_prompts: int = 0,
+        num_prompt_rows: int = 0,
         draft_ends: Sequence[float] = (),
         is_catching_up: bool = False,
         padded: PaddedStep | None = None,
     ) -> None:
         """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its
-        drafts that were verified, and those accepted; num_rows: that were computed; num_keys: tokens of its requests; num_model: most drafts that
-        the model made for one of num_asked requests; draft_ends: where it is known, when the model had made each of them; is_catching_up: it
-        computed more than the step's own tokens; padded: more of a step whose rows are as many for each request. Where they are not, steps with
-        prompts in them say nothing about times."""
+        drafts that were verified, and those accepted; num_requests: those of num_prompts prompts among them; num_rows: that were computed, one for
+        each prompt; num_prompt_rows: all of these; num_keys: tokens of its requests; num_model: most drafts that the model made for one of num_asked
+        requests; draft_ends: where it is known, when the model had made each of them; is_catching_up: it computed more than the step's own tokens;
+        padded: more of a step whose rows are as many for each request, num_rows then all that were computed."""
         self._learning.forecast(self._own, limits, outcomes, padded)
-        self._has_prompts = has_prompts
+        has_prompts = self._has_prompts = num_prompts > 0
         num_emitted = num_requests + sum(accepted for _, accepted in outcomes)
         if padded is not None and self._padded is not None:
             if is_catching_up or padded.is_behind:
@@ -386,6 +388,10 @@ class DraftBudget:
             more = draft_seconds - self._costs.draft(num_model, num_asked) if has_prompts or is_catching_up else 0.0
             self._prices.observe_following(num_requests, len(limits), num_asked, more)
         if has_prompts:
+            if num_requests > num_prompts:
+                self._costs.add_beside(num_rows - num_prompts, num_prompt_rows, verify_seconds)
+                if self._costs.is_beside_prompts:
+                    self._prices.observe_beside(num_requests - num_prompts, outcomes, num_model, num_asked, draft_ends)
             return
         self._costs.add_verify(num_rows, verify_seconds, num_requests, num_keys)
         if num_model and num_asked and not is_catching_up:

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from backend.budget.line import Line
 from backend.budget.times import MAX_RATIO, Times, bucket_of
 
+MAX_AGE, MIN_AGE = 64, 8
+"""Steps with prompts, one after the other, after which they say what steps take: before that, those without them say it better; and where there was
+none without."""
 REST_SMOOTHING = 0.05
 """Share of the newest step in the mean of what steps take outside their phases."""
 
@@ -31,6 +34,7 @@ class StepCosts:
         """is_exact: steps compute as many rows as they have tokens; else few numbers of rows come, and each has its own time."""
         self._class, self._is_exact = drafter, is_exact
         self._line, self._keys = Line(), 0
+        self._beside, self._age = Line(), 0  # of steps with prompts, by rows and rows of prompts; how many since there was another
         self._verify = Times()
         self._verify_by: dict[int, Times] = defaultdict(Times)  # by requests: rows of more requests read more keys
         self._own: Times | None = None
@@ -40,7 +44,12 @@ class StepCosts:
     @property
     def is_known(self) -> bool:
         """Some step was measured."""
-        return bool(self._line if self._is_exact else self._verify)
+        return self.is_beside_prompts or bool(self._line) if self._is_exact else bool(self._verify)
+
+    @property
+    def is_beside_prompts(self) -> bool:
+        """Steps with prompts say what steps take, since lately there were no others."""
+        return self._age >= (MAX_AGE if self._line else MIN_AGE)
 
     def begin(self, num_requests: int, num_keys: int) -> None:
         """The steps that are asked about from now on have so many requests, with so many tokens."""
@@ -49,9 +58,15 @@ class StepCosts:
     def add_verify(self, rows: int, seconds: float, num_requests: int, num_keys: int) -> None:
         if self._is_exact:
             self._line.add(rows, num_keys, seconds)
+            self._age = 0
             return
         self._verify.add(rows, seconds)
         self._verify_by[bucket_of(num_requests)].add(rows, seconds)
+
+    def add_beside(self, rows: int, num_prompt_rows: int, seconds: float) -> None:
+        """Of a step with prompts, whose rows are not counted in `rows`, where steps compute as many rows as they have tokens."""
+        self._beside.add(rows, num_prompt_rows, seconds)
+        self._age += 1
 
     def add_draft(self, num_drafts: int, num_requests: int, seconds: float, ends: Sequence[float] = ()) -> None:
         """num_drafts: the most that the model made for a request; ends: when each of them was made, of which fewer drafts' times are known too,
@@ -70,7 +85,9 @@ class StepCosts:
         """With what a step takes besides; 0 before anything was measured. Where rows are padded, beyond those that were measured with so many
         requests, times of any number of them say how it goes on."""
         if self._is_exact:
-            return self._line.at(rows, self._keys) + (self._rest or 0.0) if self._line else 0.0
+            if not self.is_known:
+                return 0.0
+            return (self._beside.at_alone(rows) if self.is_beside_prompts else self._line.at(rows, self._keys)) + (self._rest or 0.0)
         if not self._verify:
             return 0.0
         whole, own = self._verify.at(rows), self._own

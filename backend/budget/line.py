@@ -51,6 +51,14 @@ class Line:
 
     def at(self, rows: float, keys: float) -> float:
         """0 before anything was measured."""
+        return max(float(self._mean[2]) / MAX_RATIO, self._at(rows, keys))
+
+    def at_alone(self, rows: float) -> float:
+        """Of a line whose keys are rows as well, of another kind: of a step that has none of them, its share by rows at least."""
+        mean_rows, mean_others, seconds = self._mean.tolist()
+        return max(seconds * rows / max(1.0, mean_rows + mean_others), self._at(rows, 0.0))
+
+    def _at(self, rows: float, keys: float) -> float:
         mean_rows, mean_keys, seconds = self._mean.tolist()
         row = self._more if rows > mean_rows else self._fewer
-        return max(seconds / MAX_RATIO, seconds + row * (rows - mean_rows) + self._key * (keys - mean_keys))
+        return float(seconds + row * (rows - mean_rows) + self._key * (keys - mean_keys))

@@ -188,6 +188,16 @@ class Prices:
         if seconds is not None:
             self.draft_seconds += SMOOTHING * (seconds / num_requests - self.draft_seconds)
 
+    def observe_beside(
+        self, num_requests: int, outcomes: Sequence[tuple[int, int]], num_model: int, num_asked: int, draft_ends: Sequence[float]
+    ) -> None:
+        """Of a step with prompts, of which the others are told. The model's first draft comes after it has followed them: it takes what each of the
+        others does."""
+        if num_asked and len(draft_ends) > 1:
+            one = (draft_ends[-1] - draft_ends[0]) / (len(draft_ends) - 1)
+            self.observe_draft(num_model, num_asked, one * num_model, [one * number for number in range(1, num_model + 1)])
+        self.observe(num_requests, outcomes, self._costs.draft(num_model, num_asked))
+
     def observe_lookups(self, num_requests: int, seconds: float) -> None:
         """Drafting of so many requests without a model."""
         self._lookup_seconds += SMOOTHING * (seconds / num_requests - self._lookup_seconds)

@@ -37,11 +37,12 @@ class Trials:
         self.is_on = self.is_plain = self.keeps_up = False
         self.explorers = frozenset()
 
-    def choose(self, paced: Sequence[Request], top: int, has_prompts: bool) -> Choice:
-        """What the step's choice is: the best one known, or what is tried. paced: requests that follow it, which have `top` drafts at most."""
+    def choose(self, paced: Sequence[Request], top: int, may_try: bool) -> Choice:
+        """What the step's choice is: the best one known, or what is tried. paced: requests that follow it, which have `top` drafts at most; may_try:
+        what a trial takes can be told."""
         self.num_steps += 1
         number = self.num_steps % EXPLORE_EVERY
-        if self.num_steps < EXPLORE_EVERY or number >= TRIAL_STEPS or (has_prompts and self._is_exact):
+        if self.num_steps < EXPLORE_EVERY or number >= TRIAL_STEPS or not may_try:
             return self._limits.chosen
         if number == 0:
             self._is_time = self._limits.is_time_to_try()
