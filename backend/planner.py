@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from backend.budget.observing import StepSeen
 from backend.budget.padded import PaddedStep
 from backend.core import NEVER, Batch, Branches, HandOff, Outcome, Request, Scheduled
 from backend.drafters import Drafters
@@ -340,9 +341,7 @@ class Planner:
             draft_seconds -= step.host_seconds  # it is the host's time, which the device does not wait for
             is_behind = plan.num_prompts > 0 and all(entry.is_decoding for entry in step.entries)
             padded = PaddedStep(plan.num_queries - 1, plan.prompt_rows, step.is_waited_for, is_behind, asked_host)
-        self._budget.observe(
-            limits,
-            verified,
+        seen = StepSeen(
             num_requests=len(step.entries),
             num_rows=len(step.entries) + num_drafts if padded is None else plan.num_tokens,
             num_keys=sum(len(entry.request.token_ids) for entry in step.entries),
@@ -356,6 +355,7 @@ class Planner:
             is_catching_up=step.is_catching_up,
             padded=padded,
         )
+        self._budget.observe(limits, verified, seen)
 
     def _count_made(self, step: PlannedStep, outcomes: Sequence[Outcome]) -> tuple[int, int]:
         """Most drafts that the model drafter made for a request, in the step or when it was planned, and for how many requests."""

@@ -12,6 +12,7 @@ import pytest
 from backend.budget import Ability, CostClass, DraftBudget, by_branch, by_match, by_place, by_probability
 from backend.budget.costs import StepCosts
 from backend.budget.line import Line
+from backend.budget.observing import StepSeen
 from backend.budget.padded import PaddedStep
 from backend.budget.rule import level, share
 from backend.budget.survival import Survival
@@ -116,17 +117,19 @@ class Machine:
         budget.observe(
             [(own[n], limits[n], bool(chains[n]) and chains[n][0].source == "mtp") for n in may],
             [outcomes[n] for n in may],
-            num_requests=len(own) + num_prompts,
-            num_rows=len(own) + num_prompts + sum(drafts) if self.is_exact else rows,
-            num_keys=2 * len(own),
-            num_prompts=num_prompts,
-            num_prompt_rows=num_prompt_rows,
-            verify_seconds=verify,
-            draft_seconds=following + draft,
-            num_model=made,
-            num_asked=num_asked,
-            draft_ends=[following + draft * (count + 1) / made for count in range(made)] if self.is_exact else (),
-            padded=None if self.is_exact else PaddedStep(max(drafts), num_prompt_rows, False, False, [False] * len(may)),
+            StepSeen(
+                num_requests=len(own) + num_prompts,
+                num_rows=len(own) + num_prompts + sum(drafts) if self.is_exact else rows,
+                num_keys=2 * len(own),
+                num_prompts=num_prompts,
+                num_prompt_rows=num_prompt_rows,
+                verify_seconds=verify,
+                draft_seconds=following + draft,
+                num_model=made,
+                num_asked=num_asked,
+                draft_ends=[following + draft * (count + 1) / made for count in range(made)] if self.is_exact else (),
+                padded=None if self.is_exact else PaddedStep(max(drafts), num_prompt_rows, False, False, [False] * len(may)),
+            ),
         )
         self.seconds += verify + following + draft
         self.emitted += len(own) + sum(right for _, right in outcomes)
@@ -279,8 +282,7 @@ def test_good_drafts_are_not_held_against_the_speed_that_they_brought() -> None:
         verified += budget.allot([request], [copied], [0], 1)
         learn(budget, request, copied[:drafts], drafts, has_model=False)
         seconds = 0.044 - 0.022 * (1 - drafts / 12) ** 3
-        observed = {"num_requests": 1, "num_rows": 1 + drafts, "num_keys": 2, "verify_seconds": seconds, "draft_seconds": 1e-4}
-        budget.observe([(request, 12, False)], [(drafts, drafts)], num_model=0, num_asked=0, **observed)  # type: ignore[arg-type]
+        budget.observe([(request, 12, False)], [(drafts, drafts)], StepSeen(1, 1 + drafts, 2, seconds, 1e-4, num_model=0, num_asked=0))
     assert verified[30:].count(12) >= 0.97 * len(verified[30:]), "but for trials"
 
 
@@ -333,15 +335,17 @@ def test_a_model_is_asked_for_what_it_adds_to_lookups_against_all_that_it_takes(
         budget.observe(
             [(request, TOP, own) for request, own in zip(requests, made)],
             outcomes,
-            num_requests=4,
-            num_rows=rows,
-            num_keys=8,
-            num_prompts=int(has_prompts),
-            num_prompt_rows=int(has_prompts),
-            verify_seconds=half_bound(rows),
-            draft_seconds=2e-3 * (num_asked > 0) + following * has_prompts * (num_asked > 0),
-            num_model=STEPS * (num_asked > 0),
-            num_asked=num_asked,
+            StepSeen(
+                num_requests=4,
+                num_rows=rows,
+                num_keys=8,
+                num_prompts=int(has_prompts),
+                num_prompt_rows=int(has_prompts),
+                verify_seconds=half_bound(rows),
+                draft_seconds=2e-3 * (num_asked > 0) + following * has_prompts * (num_asked > 0),
+                num_model=STEPS * (num_asked > 0),
+                num_asked=num_asked,
+            ),
         )
         asked.append(num_asked == 4)
     assert sum(asked[-200:]) > 150 if is_asked else sum(asked[-200:]) < 20
@@ -518,8 +522,8 @@ def test_of_a_tree_the_drafts_that_are_worth_it_are_verified(cost: Cost, is_righ
         verified.append(sum(counts) / 8)
         made = max(budget.num_model(request) for request in requests)
         rows, limits = 8 + sum(counts), [(request, len(PARENTS), made > 0) for request in requests]
-        times = {"verify_seconds": cost(rows), "draft_seconds": 0.3e-3 * (made > 0), "num_model": made, "num_asked": 8 * (made > 0)}
-        budget.observe(limits, outcomes, num_requests=8, num_rows=rows, num_keys=16, **times)
+        seen = StepSeen(8, rows, 16, cost(rows), 0.3e-3 * (made > 0), num_model=made, num_asked=8 * (made > 0))
+        budget.observe(limits, outcomes, seen)
     mean = sum(verified[50:]) / 100
     if not is_right:
         assert mean < 0.2

@@ -9,6 +9,7 @@ import pytest
 from backend import LLM
 from backend.budget import Ability, CostClass, DraftBudget, by_match, by_place, trials
 from backend.budget.limits import LEVELS, Choice
+from backend.budget.observing import StepSeen
 from backend.budget.padded import PaddedStep, PaddedTimes
 from backend.core import Batch, Outcome, Request, Scheduled, Speculation
 from backend.drafters import Drafters
@@ -128,7 +129,7 @@ def test_drafts_are_held_against_the_limit_that_they_were_made_under(monkeypatch
     request = Request("a", list(range(20)), SamplingParams(max_tokens=600), own, page_ids=list(range(70)))
     planner.plan(Batch([Scheduled(request, 20)]))
     request.num_computed_tokens, request.num_steps_ahead, chosen, seen = 20, 1, drafters.budget, []
-    monkeypatch.setattr(chosen, "observe", lambda limits, outcomes, **others: seen.append([limit for _, limit, _ in limits]))
+    monkeypatch.setattr(chosen, "observe", lambda limits, outcomes, step: seen.append([limit for _, limit, _ in limits]))
     for limit in (2, 2, 7, 7):
         chosen.begin([request])
         chosen._applied = limit
@@ -212,14 +213,16 @@ class Simulation:
             budget.observe(
                 [(request, limit, num_model > 0)],
                 [(limit, right)],
-                num_requests=1,
-                num_rows=1 + limit,
-                num_keys=100,
-                verify_seconds=4e-4,
-                draft_seconds=self.draft if num_model else 1e-5,
-                num_model=num_model,
-                num_asked=int(num_model > 0),
-                padded=PaddedStep(limit, 0, waits, False, [waits]),
+                StepSeen(
+                    num_requests=1,
+                    num_rows=1 + limit,
+                    num_keys=100,
+                    verify_seconds=4e-4,
+                    draft_seconds=self.draft if num_model else 1e-5,
+                    num_model=num_model,
+                    num_asked=int(num_model > 0),
+                    padded=PaddedStep(limit, 0, waits, False, [waits]),
+                ),
             )
             budget.note_host(1, self.host if waits else 2e-4, waits, False)
             self.choices.append(Choice(limit, num_model > 0, waits))

@@ -22,7 +22,8 @@ from backend.budget.forecast import Kind
 from backend.budget.known import Ability, Own, as_promise
 from backend.budget.learning import OWN_SMOOTHING, Learning, listen_every, often_of
 from backend.budget.limits import Group, Limits
-from backend.budget.padded import PaddedStep, PaddedTimes
+from backend.budget.observing import Observing, StepSeen
+from backend.budget.padded import PaddedTimes
 from backend.budget.preference import Preference
 from backend.budget.prices import Prices
 from backend.budget.rule import level, share
@@ -54,6 +55,7 @@ class DraftBudget:
         self._limits, self._prices = Limits(self._costs, self._padded), Prices(self._costs, is_exact)
         self._learning = Learning(self._survival, self._prices, self._limits.forecast, is_exact)
         self._means = self._learning.means
+        self._observing = Observing(self._costs, self._padded, self._prices, self._limits)
         self._own: dict[str, Own] = {}
         self._trials = Trials(self._limits, is_exact=is_exact)
         self._applied: int | None = None  # the limit, or a trial; None: nothing is limited
@@ -348,59 +350,12 @@ class DraftBudget:
         own, number = self._of(request), self._num_requests
         self._learning.learn(request, own, chain, num_accepted, has_model, tree, matched=matched, is_alone=is_alone, num_requests=number)
 
-    def observe(
-        self,
-        limits: Sequence[tuple[Request, int, bool]],
-        outcomes: Sequence[tuple[int, int]],
-        *,
-        num_requests: int,
-        num_rows: int,
-        num_keys: int,
-        verify_seconds: float,
-        draft_seconds: float,
-        num_model: int,
-        num_asked: int,
-        num_prompts: int = 0,
-        num_prompt_rows: int = 0,
-        draft_ends: Sequence[float] = (),
-        is_catching_up: bool = False,
-        padded: PaddedStep | None = None,
-    ) -> None:
+    def observe(self, limits: Sequence[tuple[Request, int, bool]], outcomes: Sequence[tuple[int, int]], step: StepSeen) -> None:
         """What a step brought. limits: of each request that may have drafts, its limit and whether the model was asked for them; outcomes: its
-        drafts that were verified, and those accepted; num_requests: those of num_prompts prompts among them; num_rows: that were computed, one for
-        each prompt; num_prompt_rows: all of these; num_keys: tokens of its requests; num_model: most drafts that the model made for one of num_asked
-        requests; draft_ends: where it is known, when the model had made each of them; is_catching_up: it computed more than the step's own tokens;
-        padded: more of a step whose rows are as many for each request, num_rows then all that were computed."""
-        self._learning.forecast(self._own, limits, outcomes, padded)
-        has_prompts = self._has_prompts = num_prompts > 0
-        num_emitted = num_requests + sum(accepted for _, accepted in outcomes)
-        if padded is not None and self._padded is not None:
-            if is_catching_up or padded.is_behind:
-                self._padded.add_tokens(num_emitted)
-            else:
-                times = (verify_seconds, draft_seconds, num_model, num_asked)
-                self._padded.add_device(num_requests, num_rows, padded.num_prompt_rows, num_keys, num_emitted, *times)
-            if num_requests and self._applied is not None and not has_prompts:
-                seconds = self._padded.step(num_requests, padded.most_drafts, num_model, num_asked, padded.is_waited_for, num_emitted)
-                self._limits.note_actual(num_emitted, seconds)
-            return
-        if not self._trials.explorers:
-            more = draft_seconds - self._costs.draft(num_model, num_asked) if has_prompts or is_catching_up else 0.0
-            self._prices.observe_following(num_requests, len(limits), num_asked, more)
-        if has_prompts:
-            if num_requests > num_prompts:
-                self._costs.add_beside(num_rows - num_prompts, num_prompt_rows, verify_seconds)
-                if self._costs.is_beside_prompts:
-                    self._prices.observe_beside(num_requests - num_prompts, outcomes, num_model, num_asked, draft_ends)
-            return
-        self._costs.add_verify(num_rows, verify_seconds, num_requests, num_keys)
-        if num_model and num_asked and not is_catching_up:
-            self._prices.observe_draft(num_model, num_asked, draft_seconds, draft_ends)
-        if num_requests:
-            self._prices.observe(num_requests, outcomes, None if is_catching_up else draft_seconds)
-            if limits and not num_asked:
-                self._prices.observe_lookups(len(limits), draft_seconds)
-            self._limits.note_actual(num_emitted, self._costs.verify(num_rows) + self._costs.draft(num_model, num_asked))
+        drafts that were verified, and those accepted."""
+        self._learning.forecast(self._own, limits, outcomes, step.padded)
+        self._has_prompts = step.num_prompts > 0
+        self._observing.observe(step, outcomes, is_limited=self._applied is not None, has_explorers=bool(self._trials.explorers))
 
     def note_host(
         self, num_requests: int, seconds: float, is_waited_for: bool, has_prompts: bool, *, has_drafts: bool = False, has_model: bool = False
