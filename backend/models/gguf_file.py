@@ -92,11 +92,8 @@ class GgufFile:
         """How a tensor's numbers are stored: F32, F16, BF16, Q4_K and so on."""
         return self._tensors[name][1].tensor_type.name
 
-    def read(self, name: str, shape: tuple[int, ...], index: int | None = None) -> torch.Tensor:
-        """A tensor's numbers in float32, or of a stack of tensors one. Raises ModelError unless it is there, known and of `shape`.
-
-        A dimension of 1 may be left out.
-        """
+    def check(self, name: str, shape: tuple[int, ...], index: int | None = None) -> None:
+        """Raises ModelError unless the tensor is there, and of `shape`; of a stack of tensors, each. A dimension of 1 may be left out."""
         if name not in self._tensors:
             raise ModelError(f"{self.path}: tensor {name} is missing")
         path, tensor = self._tensors[name]
@@ -104,6 +101,11 @@ class GgufFile:
         if [n for n in found if n != 1] != [n for n in shape if n != 1] or (index is not None and index >= _shape(tensor)[0]):
             number = "" if index is None else f", of which number {index} is asked for"
             raise ModelError(f"{path}: tensor {name} has shape {_shape(tensor)}{number}; the metadata make it {shape}")
+
+    def read(self, name: str, shape: tuple[int, ...], index: int | None = None) -> torch.Tensor:
+        """A tensor's numbers in float32, or of a stack of tensors one. Raises ModelError where `check` does, and for a form that is not known."""
+        self.check(name, shape, index)
+        path, tensor = self._tensors[name]
         try:
             data = tensor.data if index is None else tensor.data[index]
             numbers = self._gguf.quants.dequantize(data, tensor.tensor_type)
