@@ -104,6 +104,12 @@ class Tokenizer:
         return {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
 
     @property
+    def end_id(self) -> int | None:
+        """Of the token that its settings call eos_token."""
+        text = self._special.get("eos_token")
+        return None if text is None else self.inner.token_to_id(text)
+
+    @property
     def template_variables(self) -> list[str]:
         """What requests may tell the chat template (`chat_template_kwargs`)."""
         return [] if self._template is None else [name for name in self._template.variables if name not in TEMPLATE_VARIABLES]

@@ -16,6 +16,7 @@ from backend.config import BUNDLED_MODEL, EngineConfig
 from backend.errors import ModelError
 from backend.intake import Intake
 from backend.model_checks import check_tokenizer
+from backend.sampling_params import SamplingParams
 from backend.text import Tokenizer
 
 CHAT = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ messages[0].content }}"
@@ -113,3 +114,13 @@ def test_a_tokenizer_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
         Intake(EngineConfig(), Tokenizer(BUNDLED_MODEL), 64, size, frozenset())
         assert ("the tokenizer has 4096 tokens of the model's vocabulary of 5000: it may be another model's" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize(("name", "expected"), [("def", {0, 318}), ("<|endoftext|>", {0}), ("<none>", {0}), (None, {0})])
+def test_a_tokenizers_own_end(name: str | None, expected: set[int], tmp_path: Path) -> None:
+    """Of a model that was trained on as a chat, whose config.json still names the end of texts."""
+    tokenizer = Tokenizer(write(tmp_path, {"tokenizer_config.json": {"eos_token": name}}))
+    requests = Intake(EngineConfig(), tokenizer, 64, NEXT, frozenset({0})).make("x", SamplingParams(), "own")
+    assert [request.stop_ids for request in requests] == [frozenset(expected)]
+    (request,) = Intake(EngineConfig(), tokenizer, 64, 300, frozenset({0})).make([1], SamplingParams(), "own")
+    assert request.stop_ids == {0}, "not one that the model does not have"
