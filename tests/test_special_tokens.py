@@ -86,6 +86,7 @@ def test_a_token_that_there_is_no_room_for(tmp_path: Path, caplog: pytest.LogCap
         ("special_tokens_map.json", 5, "must hold a JSON object, got int"),
         ("added_tokens.json", {"<new>": -1}, "an added token is -1"),
         ("added_tokens.json", {"": NEXT}, "an added token is 4096"),
+        ("added_tokens.json", {"<new>": [NEXT]}, "an added token is [4096]"),
         ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder is [1]; it must be an object"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": token("<new>")}}, "an added token is 'x'"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"4096": "<new>"}}, "an added token is '4096': '<new>'; it must be an id, and a text"),
@@ -97,6 +98,15 @@ def test_files_that_are_wrong(name: str, values: Any, message: str, tmp_path: Pa
         with pytest.raises(ModelError) as caught:
             read(folder)
         assert message in str(caught.value) and str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [{"eos_token": "\ud800"}, {"added_tokens_decoder": {"4096": token("<\udfff>")}}], ids=list)
+def test_half_a_surrogate_pair(values: dict[str, Any], tmp_path: Path) -> None:
+    """Which JSON can write."""
+    folder = write(tmp_path, {"tokenizer_config.json": values})
+    for read in (Tokenizer, check_tokenizer):
+        with pytest.raises(ModelError, match="is no text: it has half a surrogate pair"):
+            read(folder)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json"])
