@@ -239,6 +239,15 @@ def test_shapes_that_are_others(folder: Path, tmp_path: Path) -> None:
     refused(path, tmp_path / "out", "tensor blk.0.attn_v.weight has shape (64, 8); the metadata make it (32, 64)")
 
 
+def test_a_form_that_is_not_known(folder: Path, tmp_path: Path) -> None:
+    path, name = write_gguf(folder, tmp_path / "model.gguf"), b"blk.1.attn_v.weight"
+    data = bytearray(path.read_bytes())
+    place = data.index(name) + len(name) + 4 + 2 * 8  # past the number of dimensions, and two of them
+    data[place : place + 4] = Kind.I32.to_bytes(4, "little")
+    path.write_bytes(data)
+    refused(path, tmp_path / "out", "tensor blk.1.attn_v.weight is stored as I32, which the package gguf does not expand")
+
+
 @pytest.mark.parametrize("size", [0, 3, 24, 700, -1000])
 def test_truncated_files(size: int, folder: Path, tmp_path: Path) -> None:
     path = write_gguf(folder, tmp_path / "model.gguf")
